@@ -1,0 +1,26 @@
+"""What a run is trained on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ladder.config.fields import flag
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data. Tokenised text and its tokenizer."""
+
+    data_path: tuple[Path, ...] = ()
+    """Prefix of an indexed data set (of its .bin and .idx), cut into training, validation and test by --split."""
+    train_data_path: tuple[Path, ...] = ()
+    """Prefix of the training data, if it is a data set of its own."""
+    valid_data_path: tuple[Path, ...] = ()
+    """Prefix of the validation data, if it is a data set of its own."""
+    test_data_path: tuple[Path, ...] = ()
+    """Prefix of the test data, if it is a data set of its own."""
+    split: str = "969,30,1"
+    """Shares of training, validation and test documents of --data-path."""
+    tokenizer_type: str | None = None
+    """SentencePieceTokenizer or HuggingFaceTokenizer; their names in Megatron are known."""
+    tokenizer_model: Path | None = flag(None, aliases=("--vocab-file",))
+    """The tokenizer's file or directory. It decides the vocabulary, and is kept with every checkpoint."""

@@ -1,0 +1,332 @@
+"""From dataclasses to a command line, and back.
+
+A field `micro_batch_size: int = 1` with a docstring below it becomes `--micro-batch-size N` with that
+docstring as its help. Types decide how many values a flag takes and how they are read:
+
+    int, float, str, Path      one value
+    bool                       a switch: `--bf16`; one that is on by default becomes `--no-...`
+    Literal["a", "b"]          one of the words
+    tuple[T, ...]              one or more values after one flag
+    T | None                   as T; not given means None
+
+All mistakes of one command line are collected and raised together as one UserError.
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar, Union
+
+from megatron_ladder.errors import UserError
+
+T = TypeVar("T")
+
+
+def flag(default: Any, aliases: Sequence[str] = ()) -> Any:
+    """A dataclass field with further spellings of its flag, each with its leading dashes."""
+    return dataclasses.field(default=default, metadata={"aliases": tuple(aliases)})
+
+
+def flag_name(field_name: str) -> str:
+    """`micro_batch_size` -> `--micro-batch-size`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def field_docstrings(config_class: type) -> dict[str, str]:
+    """The string literal that stands below each field of a dataclass, by field name."""
+    documented: dict[str, str] = {}
+    for ancestor in reversed(config_class.__mro__):
+        if not dataclasses.is_dataclass(ancestor):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+                and isinstance(following.value.value, str)
+            ):
+                documented[statement.target.id] = inspect.cleandoc(following.value.value)
+    return documented
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueType:
+    """How the words after a flag become a value."""
+
+    scalar: type
+    choices: tuple[str, ...]
+    many: bool
+    optional: bool
+
+    @staticmethod
+    def of(annotation: Any) -> "ValueType":
+        """Reads a field's annotation; an annotation outside of the table above is a programming error."""
+        optional = False
+        if typing.get_origin(annotation) in (Union, types.UnionType):
+            members = [member for member in typing.get_args(annotation) if member is not type(None)]
+            optional = len(members) < len(typing.get_args(annotation))
+            if len(members) != 1:
+                raise TypeError(f"a field cannot be {annotation}: only X and X | None are read from a command line")
+            annotation = members[0]
+        many = typing.get_origin(annotation) is tuple
+        if many:
+            annotation = typing.get_args(annotation)[0]
+        if typing.get_origin(annotation) is Literal:
+            return ValueType(str, tuple(typing.get_args(annotation)), many, optional)
+        if annotation not in (int, float, str, bool, Path):
+            raise TypeError(f"a field cannot be {annotation} on a command line")
+        return ValueType(annotation, (), many, optional)
+
+    def read(self, word: str) -> Any:
+        """One value; raises ValueError that says what was expected."""
+        if self.choices:
+            if word not in self.choices:
+                raise ValueError(f"{word!r} is not one of {', '.join(self.choices)}")
+            return word
+        if self.scalar is int:
+            try:
+                return int(word.replace("_", ""))
+            except ValueError:
+                raise ValueError(f"{word!r} is not a whole number") from None
+        if self.scalar is float:
+            try:
+                return float(word)
+            except ValueError:
+                raise ValueError(f"{word!r} is not a number") from None
+        return self.scalar(word)
+
+    @property
+    def stand_in(self) -> Any:
+        """A harmless value in place of one that could not be read."""
+        value = self.choices[0] if self.choices else self.scalar("1")
+        return (value,) if self.many else value
+
+    @property
+    def placeholder(self) -> str:
+        """What stands for the value in the help."""
+        if self.choices:
+            return "{" + ",".join(self.choices) + "}"
+        return {int: "N", float: "X", str: "TEXT", Path: "PATH"}[self.scalar]
+
+
+class _CollectingParser(argparse.ArgumentParser):
+    """An ArgumentParser whose complaints are exceptions, so that they can be shown with the others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message[:1].lower() + message[1:])
+
+
+def build_parser(config_classes: Sequence[type], program: str, description: str) -> argparse.ArgumentParser:
+    """One argument group per dataclass. Values stay text here; `parse_command_line` reads them."""
+    parser = _CollectingParser(
+        prog=program,
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for config_class in config_classes:
+        heading = inspect.cleandoc(config_class.__doc__ or config_class.__name__).split("\n")[0].rstrip(".")
+        group = parser.add_argument_group(heading)
+        documented = field_docstrings(config_class)
+        hints = typing.get_type_hints(config_class)
+        for field in dataclasses.fields(config_class):
+            _add_flag(group, field, ValueType.of(hints[field.name]), documented[field.name])
+    return parser
+
+
+def _add_flag(
+    group: Any,
+    field: "dataclasses.Field[Any]",
+    value_type: ValueType,
+    documentation: str,
+) -> None:
+    spellings = [flag_name(field.name), *field.metadata.get("aliases", ())]
+    text = " ".join(documentation.split()).replace("%", "%%")
+    if value_type.scalar is bool:
+        if field.default is True:
+            spellings[0] = flag_name("no_" + field.name)
+        group.add_argument(
+            *spellings, dest=field.name, action="store_const", const="false" if field.default else "true", help=text
+        )
+        return
+    if field.default is dataclasses.MISSING:
+        text += " (required)"
+    elif field.default not in (None, ()):
+        shown = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        text += f" (default: {shown})"
+    group.add_argument(
+        *spellings,
+        dest=field.name,
+        nargs="+" if value_type.many else None,
+        action="extend" if value_type.many else "store",
+        metavar=value_type.placeholder,
+        help=text,
+    )
+
+
+def parse_command_line(
+    config_classes: Sequence[type],
+    argv: Sequence[str],
+    program: str,
+    description: str,
+    refused: Mapping[str, str] | None = None,
+    accepted: Mapping[str, tuple[str, ...]] | None = None,
+    found: list[str] | None = None,
+) -> list[Any]:
+    """Reads `argv` into one instance of each dataclass, in order.
+
+    Args:
+        refused: flags that are known but not supported, with what to use instead.
+        accepted: flags of other trainers that ask for what is done anyway: the flag with the values it may
+            have (none: a switch). Any other value is a mistake.
+        found: where to append mistakes instead of raising them, for a caller that looks for more; values that
+            could not be read are then their defaults, or 1 where there is none.
+
+    Raises:
+        UserError: with every mistake of the command line, a line each.
+    """
+    mistakes: list[str] = []
+    words = _take_foreign_flags(list(argv), refused or {}, accepted or {}, mistakes)
+    parser = build_parser(config_classes, program, description)
+    known = [option for action in parser._actions for option in action.option_strings]
+    words = _take_unknown_flags(words, known, mistakes)
+    try:
+        namespace = parser.parse_args(words)
+    except UserError as error:
+        raise UserError(*mistakes, *error.mistakes) from None
+    given = vars(namespace)
+    read = [_read_values(config_class, given, mistakes) for config_class in config_classes]
+    if found is not None:
+        found.extend(mistakes)
+    elif mistakes:
+        raise UserError(*mistakes)
+    return [config_class(**values) for config_class, values in zip(config_classes, read, strict=True)]
+
+
+def _take_foreign_flags(
+    words: list[str],
+    refused: Mapping[str, str],
+    accepted: Mapping[str, tuple[str, ...]],
+    mistakes: list[str],
+) -> list[str]:
+    """Removes flags that are refused or mean what is the default anyway, with the values that follow them."""
+    kept: list[str] = []
+    position = 0
+    while position < len(words):
+        name, equals, attached = words[position].partition("=")
+        position += 1
+        if name not in refused and name not in accepted:
+            kept.append(words[position - 1])
+            continue
+        values = [attached] if equals else []
+        while not equals and position < len(words) and not _is_flag(words[position]):
+            values.append(words[position])
+            position += 1
+        if name in refused:
+            mistakes.append(f"{name} is not supported: {refused[name]}")
+        elif accepted[name] and (len(values) != 1 or not _matches(values[0], accepted[name])):
+            wanted = " or ".join(accepted[name])
+            mistakes.append(f"{name} {' '.join(values)}: only {wanted} is supported; leave the flag out")
+        elif not accepted[name] and values:
+            mistakes.append(f"{name} takes no value, found {' '.join(values)}")
+    return kept
+
+
+def _matches(value: str, allowed: Sequence[str]) -> bool:
+    if value.lower() in [word.lower() for word in allowed]:
+        return True
+    try:
+        return float(value) in [float(word) for word in allowed]
+    except ValueError:
+        return False
+
+
+def _is_flag(word: str) -> bool:
+    """A word that begins a flag; negative numbers do not."""
+    return word.startswith("--") and len(word) > 2 and not word[2].isdigit()
+
+
+def _take_unknown_flags(words: list[str], known: Sequence[str], mistakes: list[str]) -> list[str]:
+    """Removes flags that nobody knows, with their values, and says which known one is nearest."""
+    kept: list[str] = []
+    skipping = False
+    for word in words:
+        name = word.partition("=")[0]
+        if _is_flag(word):
+            skipping = name not in known
+            if skipping:
+                near = difflib.get_close_matches(name, known, n=1)
+                mend = f"did you mean {near[0]}?" if near else "see --help"
+                mistakes.append(f"{name} is no flag of this program: {mend}")
+        if not skipping:
+            kept.append(word)
+    return kept
+
+
+def _read_values(config_class: type, given: Mapping[str, Any], mistakes: list[str]) -> dict[str, Any]:
+    hints = typing.get_type_hints(config_class)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config_class):
+        name, value_type = field.name, ValueType.of(hints[field.name])
+        if name not in given:
+            if field.default is dataclasses.MISSING:
+                mistakes.append(f"{flag_name(name)} is required")
+                values[name] = value_type.stand_in
+            continue
+        if value_type.scalar is bool:
+            values[name] = given[name] == "true"
+            continue
+        try:
+            if value_type.many:
+                values[name] = tuple(value_type.read(word) for word in given[name])
+            else:
+                values[name] = value_type.read(given[name])
+        except ValueError as error:
+            mistakes.append(f"{flag_name(name)}: {error}")
+            if field.default is dataclasses.MISSING:
+                values[name] = value_type.stand_in
+    return values
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A dataclass instance as JSON-able values: paths as text, tuples as lists."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Path):
+            return str(value)
+        if isinstance(value, tuple | list):
+            return [plain(item) for item in value]
+        return value
+
+    return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def from_plain(config_class: type[T], values: Mapping[str, Any], source: str) -> T:
+    """The inverse of `to_plain`. Unknown or missing keys are a UserError that names `source`."""
+    fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(config_class)
+    unknown = sorted(set(values) - set(fields))
+    missing = sorted(n for n, f in fields.items() if n not in values and f.default is dataclasses.MISSING)
+    if unknown or missing:
+        raise UserError(f"{source}: unknown keys {unknown}, missing keys {missing} for {config_class.__name__}")
+    read: dict[str, Any] = {}
+    for name, value in values.items():
+        value_type = ValueType.of(hints[name])
+        if value is None:
+            read[name] = None
+        elif value_type.many:
+            read[name] = tuple(value_type.scalar(item) for item in value)
+        else:
+            read[name] = value_type.scalar(value)
+    return config_class(**read)

@@ -1,0 +1,176 @@
+"""One run: all its configuration, with nothing left open, and the arithmetic that must hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ladder.config.data import DataConfig
+from megatron_ladder.config.fields import parse_command_line, to_plain
+from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
+from megatron_ladder.config.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_mistakes
+from megatron_ladder.config.parallel import ParallelConfig
+from megatron_ladder.config.training import CheckpointConfig, LoggingConfig, OptimizerConfig, TrainingConfig
+
+PROGRAM = "pretrain_ladder.py"
+DESCRIPTION = "Pretrains a Llama-family transformer with Ladder Residual, tensor- and data-parallel."
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """What was given on the command line."""
+
+    model: ModelFlags
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+
+
+SECTIONS = (
+    ModelFlags, TrainingConfig, OptimizerConfig, ParallelConfig, DataConfig, CheckpointConfig, LoggingConfig,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run that can be started."""
+
+    model: ModelConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    world_size: int
+    data_parallel_size: int
+    global_batch_size: int
+    accumulation_steps: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch."""
+        return self.global_batch_size * self.training.seq_length
+
+    @property
+    def recompute_layers(self) -> int:
+        """Layers whose sub-blocks are recomputed in backward."""
+        if self.training.recompute_granularity is None:
+            return 0
+        layers = self.training.recompute_num_layers
+        return self.model.num_layers if layers is None else layers
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, for the record in checkpoints and in TensorBoard."""
+        sections = {name: to_plain(getattr(self, name)) for name in RunFlags.__dataclass_fields__}
+        derived = ("world_size", "data_parallel_size", "global_batch_size", "accumulation_steps")
+        return {**sections, **{name: getattr(self, name) for name in derived}}
+
+
+def parse_run(argv: Sequence[str], mistakes: list[str]) -> RunFlags:
+    """Reads the command line, appending a line to `mistakes` for each word that cannot be read."""
+    return RunFlags(
+        *parse_command_line(
+            SECTIONS, argv, PROGRAM, DESCRIPTION, refused=REFUSED, accepted=ACCEPTED, found=mistakes
+        )  # fmt: skip
+    )
+
+
+def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: list[str]) -> RunConfig:
+    """Derives what the flags leave open, and appends a line to `mistakes` for each number that cannot be."""
+    training, parallel = flags.training, flags.parallel
+    model = resolve_model(flags.model, vocab_size, training.seq_length, mistakes)
+    tensor_parallel = parallel.tensor_model_parallel_size
+    _check_sizes(flags, model, mistakes)
+    if tensor_parallel < 1 or world_size % tensor_parallel:
+        mistakes.append(
+            f"--tensor-model-parallel-size {tensor_parallel} does not divide the {world_size} launched processes: "
+            "launch a multiple of it, as in `deepspeed --num_gpus N`"
+        )
+        data_parallel = 1
+    else:
+        mistakes.extend(tensor_parallel_mistakes(model, tensor_parallel))
+        data_parallel = world_size // tensor_parallel
+    samples_at_once = max(training.micro_batch_size, 1) * data_parallel
+    global_batch_size = training.global_batch_size or samples_at_once
+    if global_batch_size % samples_at_once:
+        mistakes.append(
+            f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size "
+            f"{training.micro_batch_size} x {data_parallel} data-parallel processes = {samples_at_once}"
+        )
+    return RunConfig(
+        model=model,
+        training=training,
+        optimizer=flags.optimizer,
+        parallel=parallel,
+        data=flags.data,
+        checkpoint=flags.checkpoint,
+        logging=flags.logging,
+        world_size=world_size,
+        data_parallel_size=data_parallel,
+        global_batch_size=global_batch_size,
+        accumulation_steps=max(1, global_batch_size // samples_at_once),
+    )
+
+
+def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> None:
+    training, optimizer, parallel, logging = flags.training, flags.optimizer, flags.parallel, flags.logging
+    above_zero = {
+        "--train-iters": training.train_iters,
+        "--seq-length": training.seq_length,
+        "--micro-batch-size": training.micro_batch_size,
+        "--lr": optimizer.lr,
+        "--adam-eps": optimizer.adam_eps,
+        "--log-interval": logging.log_interval,
+        "--eval-interval": logging.eval_interval,
+        "--distributed-timeout-minutes": parallel.distributed_timeout_minutes,
+    }
+    if flags.checkpoint.save_interval is not None:
+        above_zero["--save-interval"] = flags.checkpoint.save_interval
+    if training.global_batch_size is not None:
+        above_zero["--global-batch-size"] = training.global_batch_size
+    mistakes.extend(f"{name} {value} must be above zero" for name, value in above_zero.items() if value <= 0)
+    not_negative = {
+        "--min-lr": optimizer.min_lr,
+        "--lr-warmup-iters": optimizer.lr_warmup_iters,
+        "--weight-decay": optimizer.weight_decay,
+        "--clip-grad": optimizer.clip_grad,
+        "--eval-iters": logging.eval_iters,
+        "--recompute-num-layers": training.recompute_num_layers or 0,
+    }
+    mistakes.extend(f"{name} {value} must not be negative" for name, value in not_negative.items() if value < 0)
+    for name, beta in (("--adam-beta1", optimizer.adam_beta1), ("--adam-beta2", optimizer.adam_beta2)):
+        if not 0 <= beta < 1:
+            mistakes.append(f"{name} {beta} must lie in [0, 1)")
+    if optimizer.min_lr > optimizer.lr:
+        mistakes.append(f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}")
+    decay_iters = optimizer.lr_decay_iters or training.train_iters
+    if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters:
+        mistakes.append(
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves no step of the {decay_iters} decay iterations"
+        )
+    if training.seq_length > model.max_position_embeddings:
+        mistakes.append(
+            f"--seq-length {training.seq_length} is longer than --max-position-embeddings "
+            f"{model.max_position_embeddings}"
+        )
+    if parallel.pipeline_model_parallel_size != 1:
+        mistakes.append(
+            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is not supported by this "
+            "version: use --tensor-model-parallel-size and data parallelism"
+        )
+    if training.bf16 and parallel.zero_stage == "0":
+        mistakes.append("--bf16 needs --zero-stage 1: its fp32 master weights and gradients live in that optimizer")
+    if training.recompute_granularity == "selective":
+        mistakes.append(
+            "--recompute-granularity selective recomputes the score matrix, which the attention used here never "
+            "keeps: leave it out, or use full"
+        )
+    if training.recompute_num_layers is not None and training.recompute_granularity is None:
+        mistakes.append("--recompute-num-layers has no meaning without --recompute-granularity full")
+    if (training.recompute_num_layers or 0) > model.num_layers:
+        mistakes.append(
+            f"--recompute-num-layers {training.recompute_num_layers} is above --num-layers {model.num_layers}"
+        )

@@ -1,0 +1,92 @@
+"""Batches, precision, optimizer and schedule of a run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Training. Batches, length, precision and recomputation."""
+
+    train_iters: int
+    """Optimizer steps of the whole run, earlier runs that it resumes included."""
+    seq_length: int = 2048
+    """Tokens of a sample."""
+    micro_batch_size: int = 1
+    """Samples that a process computes at once."""
+    global_batch_size: int | None = None
+    """Samples of an optimizer step; micro batch x data-parallel processes if not given. It must be a multiple of
+    that, the factor being the accumulation steps."""
+    bf16: bool = False
+    """Compute in bfloat16 with fp32 master weights and fp32 gradient accumulation; without it, all is fp32."""
+    seed: int = 1234
+    """Decides the initial weights and the order of samples."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """full: keep only the input of each sub-block and compute it again in backward. selective, which in Megatron
+    recomputes the score matrix, is not needed: the attention used here keeps none."""
+    recompute_num_layers: int | None = None
+    """Layers whose sub-blocks are recomputed, from the first; all if not given."""
+    norm_implementation: Literal["auto", "torch", "apex"] = "auto"
+    """RMSNorm by torch or by NVIDIA apex; auto takes apex on CUDA if it is there."""
+    deterministic_mode: bool = False
+    """On CUDA, use deterministic kernels only."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer. AdamW and its learning rate."""
+
+    lr: float
+    """Highest learning rate."""
+    min_lr: float = 0.0
+    """Lowest learning rate after decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """Course of the learning rate after warm-up. WSD (warm-up, stable, decay) stays at --lr until its last
+    --lr-wsd-decay-iters."""
+    lr_warmup_iters: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    lr_decay_iters: int | None = None
+    """Step at which the decay ends; --train-iters if not given."""
+    lr_wsd_decay_iters: int | None = None
+    """Steps of WSD's decay; a tenth of the decay iterations if not given."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Course of WSD's decay."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    clip_grad: float = 1.0
+    """Highest norm of the whole gradient; 0 does not clip."""
+    adam_beta1: float = 0.9
+    """Decay of the mean of gradients."""
+    adam_beta2: float = 0.95
+    """Decay of the mean of squared gradients."""
+    adam_eps: float = 1e-8
+    """Added to the root of the mean square."""
+    optimizer_implementation: Literal["auto", "torch", "apex"] = "auto"
+    """AdamW by torch or by NVIDIA apex; auto takes apex on CUDA if it is there."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints. Where the state of the run is kept."""
+
+    save: Path | None = None
+    """Directory to save checkpoints in, every --save-interval steps and at the end."""
+    load: Path | None = None
+    """Directory (or one checkpoint in it) to continue from; starts anew if it has no checkpoint."""
+    save_interval: int | None = None
+    """Steps between checkpoints; only at the end if not given."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Logging and evaluation."""
+
+    log_interval: int = 10
+    """Steps between lines on the console and in TensorBoard."""
+    eval_interval: int = 1000
+    """Steps between evaluations on the validation split."""
+    eval_iters: int = 100
+    """Global batches of one evaluation; 0 does not evaluate."""
+    tensorboard_dir: Path | None = None
+    """Directory for TensorBoard."""

@@ -1,0 +1,95 @@
+"""The one table of exit codes, the errors behind it, and the boundary at which a program ends.
+
+A program is a function `main(argv)`; `run_program` turns what escapes from it into one message on stderr
+and an exit code, the same for every program of the project.
+"""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NoReturn
+
+
+class ExitCode(IntEnum):
+    """What a program's exit status says."""
+
+    DONE = 0
+    """The work is done, or a stop was asked for and the state is saved."""
+    INTERNAL = 1
+    """A fault of ours, or of the machine: the traceback is on stderr."""
+    USER_MISTAKE = 2
+    """A flag, a file or their combination is wrong: one line for each mistake is on stderr."""
+    BAD_NUMBERS = 3
+    """Loss or gradients are not finite, and the run must not go on."""
+    LOST_PEER = 4
+    """Another rank ended or stopped answering."""
+
+
+class UserError(Exception):
+    """One or several mistakes of the user, a line each: the flag or file, what was found, the mend."""
+
+    def __init__(self, *mistakes: str) -> None:
+        super().__init__("\n".join(mistakes))
+        self.mistakes = mistakes
+
+
+class BadNumbersError(Exception):
+    """Loss or gradients are not finite."""
+
+
+class LostPeerError(Exception):
+    """A collective failed because another rank is gone."""
+
+
+EXIT_CODES: dict[type[BaseException], ExitCode] = {
+    UserError: ExitCode.USER_MISTAKE,
+    BadNumbersError: ExitCode.BAD_NUMBERS,
+    LostPeerError: ExitCode.LOST_PEER,
+}
+
+GRACE_SECONDS = 5.0
+"""How long a rank other than the first waits before it speaks of a user's mistake.
+
+Most mistakes are seen by every rank alike, and a launcher stops all ranks as soon as one has failed; so the first
+rank speaks for all. A rank that is still there afterwards met a mistake of its own (in its share of the data, say).
+"""
+
+
+def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs `main` and ends the process with the exit code of the table.
+
+    Under a launcher (RANK is set) a user's mistake is printed by rank 0, or by the rank that alone met it; every
+    other failure is printed by the rank that met it, with its number, and ends that process at once, so that no
+    rank stays behind in a collective.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        main(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        if rank != 0:
+            time.sleep(GRACE_SECONDS)
+        for mistake in error.mistakes:
+            print(f"error: {mistake}", file=sys.stderr, flush=True)
+        _end(ExitCode.USER_MISTAKE)
+    except KeyboardInterrupt:
+        _end(ExitCode.INTERNAL)
+    except Exception as error:
+        code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), ExitCode.INTERNAL)
+        if code is ExitCode.INTERNAL:
+            traceback.print_exc()
+        where = f"rank {rank}: " if "RANK" in os.environ else ""
+        print(f"error: {where}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        _end(code)
+    _end(ExitCode.DONE)
+
+
+def _end(code: ExitCode) -> NoReturn:
+    """Ends the process now when it failed: destructors of process groups may wait for ranks that never come."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code is ExitCode.DONE:
+        sys.exit(0)
+    os._exit(code)
