@@ -1,0 +1,77 @@
+"""The process mesh: which ranks share a layer, which share a batch, which follow one another.
+
+Ranks lie as `arange(world).view(pipeline, data, tensor)`: neighbours in rank, which a launcher puts on one
+machine, are tensor-parallel, the most talkative dimension. The mesh is built once and handed on.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_ladder.comm.group import CommGroup
+
+
+@dataclass(frozen=True)
+class ProcessMesh:
+    """All groups that this rank belongs to."""
+
+    world: CommGroup
+    """Every rank."""
+    tensor: CommGroup
+    """Ranks that each hold a slice of the same layers."""
+    data: CommGroup
+    """Ranks that hold the same slices and see different samples."""
+    pipeline: CommGroup
+    """Ranks that hold the same slices of successive ranges of layers."""
+    model: CommGroup
+    """Ranks that together hold one model: tensor x pipeline."""
+    kv_replica: CommGroup
+    """Tensor-parallel ranks that hold the same key and value heads."""
+
+    @staticmethod
+    def single() -> "ProcessMesh":
+        """The mesh of one process; needs no torch.distributed."""
+        alone = CommGroup.alone()
+        return ProcessMesh(alone, alone, alone, alone, alone, alone)
+
+    @staticmethod
+    def build(tensor_parallel: int, pipeline_parallel: int = 1, kv_replicas: int = 1) -> "ProcessMesh":
+        """Makes the groups; every rank of the default process group must call this alike.
+
+        Args:
+            kv_replicas: tensor-parallel ranks that share one key and value head.
+
+        Raises:
+            ValueError: the world's size is not a multiple of tensor x pipeline.
+        """
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        if world_size % (tensor_parallel * pipeline_parallel):
+            raise ValueError(f"{world_size} ranks cannot form {tensor_parallel} x {pipeline_parallel} model ranks")
+        grid = torch.arange(world_size).view(pipeline_parallel, -1, tensor_parallel)
+        everyone = CommGroup(range(world_size), rank, dist.group.WORLD if world_size > 1 else None)
+        return ProcessMesh(
+            world=everyone,
+            tensor=_group_of(rank, grid.reshape(-1, tensor_parallel)),
+            data=_group_of(rank, grid.transpose(1, 2).reshape(-1, grid.shape[1])),
+            pipeline=_group_of(rank, grid.permute(1, 2, 0).reshape(-1, pipeline_parallel)),
+            model=_group_of(rank, grid.transpose(0, 1).reshape(grid.shape[1], -1)),
+            kv_replica=_group_of(rank, grid.reshape(-1, kv_replicas)),
+        )
+
+    def describe(self) -> str:
+        """The grid in words."""
+        sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size} x data {self.data.size}"
+        return f"{self.world.size} processes: {sizes}"
+
+
+def _group_of(rank: int, rows: torch.Tensor) -> CommGroup:
+    """Makes a process group of each row of `rows`, and returns the one that holds `rank`."""
+    mine = CommGroup.alone(rank)
+    if rows.shape[1] == 1:
+        return mine
+    for row in rows.tolist():
+        process_group = dist.new_group(row)
+        if rank in row:
+            mine = CommGroup(row, row.index(rank), process_group)
+    return mine

@@ -1,0 +1,54 @@
+"""Borders between computation that every tensor-parallel rank does alike and computation on its own slice.
+
+Each function is the identity or a reduce forward and the other one backward, so that a gradient that leaves the
+region is whole on every rank.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron_ladder.comm.group import CommGroup
+
+
+class _CopyToTensorParallelRegion(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: CommGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.all_reduce(gradient.contiguous().clone()), None
+
+
+class _SumGradientRows(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, start: int, stop: int, group: CommGroup) -> Tensor:
+        ctx.rows = slice(start, stop)
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        whole = gradient.clone()
+        whole[ctx.rows] = ctx.group.all_reduce(gradient[ctx.rows].contiguous())
+        return whole, None, None, None
+
+
+def copy_to_tensor_parallel_region(tensor: Tensor, group: CommGroup) -> Tensor:
+    """Identity forward; the gradient, of which each rank has a partial sum, is reduced over `group`.
+
+    Serves activations that enter column-parallel layers, and replicated parameters that are used on a rank's own
+    heads (the norms of queries and keys).
+    """
+    return tensor if group.size == 1 else _CopyToTensorParallelRegion.apply(tensor, group)
+
+
+def sum_gradient_rows(weight: Tensor, start: int, stop: int, group: CommGroup) -> Tensor:
+    """Identity forward; rows `start` to `stop` of the gradient are summed over `group`.
+
+    For key and value heads that several ranks hold: each sees the gradient from its own query heads only.
+    """
+    return weight if group.size == 1 else _SumGradientRows.apply(weight, start, stop, group)

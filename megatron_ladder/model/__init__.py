@@ -1,0 +1,1 @@
+"""The mathematics of one model. Start with `wiring.py`, then `stack.py`."""

@@ -1,0 +1,140 @@
+"""Causal grouped-query attention over this rank's heads.
+
+Layouts: hidden_states [s, b, h]; queries [s, b, heads/t, d]; the attention product itself [b, heads/t, s, d].
+"""
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
+from megatron_ladder.config.model import ModelConfig, key_value_replicas
+from megatron_ladder.model.norm import NormFunction, RMSNorm
+from megatron_ladder.model.rotary import RotaryTable, apply_rotary
+from megatron_ladder.parallel.linear import ColumnParallelLinear, ColumnShare, RowParallelLinear
+
+
+class KeyValueCache(Protocol):
+    """Keys and values of earlier positions, for generation."""
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores new keys and values [b, kv_heads/t, s, d] of `layer`; returns those of all positions."""
+
+
+class SequenceContext(NamedTuple):
+    """What every layer needs to know about the positions it is given."""
+
+    rotary: RotaryTable
+    """Cosines and sines of the positions."""
+    cache: KeyValueCache | None = None
+    """Earlier positions; None in training."""
+    mask: Tensor | None = None
+    """Boolean, True where a query may look, broadcastable to [b, heads, s, positions]; None means causal."""
+
+
+class AttentionHeads(nn.Module):
+    """From projected queries, keys and values to the heads' outputs; owns the norms of queries and keys."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, norm: NormFunction, group: CommGroup,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.layer = layer
+        self.group = group
+        self.head_dim = config.head_dim
+        self.q_norm, self.k_norm = None, None
+        if config.qk_layernorm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(
+                    f"layers.{layer}.attention.{which}_norm", config.head_dim, config.norm_epsilon, norm,
+                    rank=group.rank, dtype=dtype, device=device,
+                )
+                for which in "qk"
+            )  # fmt: skip
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, context: SequenceContext) -> Tensor:
+        """Projections [s, b, heads/t * d] -> [s, b, heads/t * d]."""
+        q, k, v = (x.view(*x.shape[:-1], -1, self.head_dim) for x in (queries, keys, values))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self._norm_heads(self.q_norm, q), self._norm_heads(self.k_norm, k)
+        q, k = apply_rotary(q, context.rotary), apply_rotary(k, context.rotary)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer, k, v)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=context.mask, is_causal=context.mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+    def _norm_heads(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """The norm's weight meets only this rank's heads, so its gradient is summed over the ranks."""
+        weight = copy_to_tensor_parallel_region(norm.weight, self.group)
+        return norm.function(x, weight, norm.epsilon)
+
+
+def query_key_value_shares(config: ModelConfig, layer: int, group: CommGroup) -> list[ColumnShare]:
+    """The three projections that one column-parallel product computes side by side."""
+    d, replicas = config.head_dim, key_value_replicas(config, group.size)
+    kv_rows = config.num_key_value_heads * d
+    name, bias = f"layers.{layer}.attention", config.add_qkv_bias
+    return [
+        ColumnShare(f"{name}.q_proj", config.num_attention_heads * d, block=d, bias=bias),
+        ColumnShare(f"{name}.k_proj", kv_rows, block=d, replicas=replicas, bias=bias),
+        ColumnShare(f"{name}.v_proj", kv_rows, block=d, replicas=replicas, bias=bias),
+    ]
+
+
+def output_std(config: ModelConfig) -> float:
+    """Standard deviation of the projections that write to the residual stream: std / sqrt(2 x layers)."""
+    return config.init_method_std / math.sqrt(2 * config.num_layers)
+
+
+class Attention(nn.Module):
+    """Fused q, k, v projection -> heads -> output projection in flight."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, norm: NormFunction, mesh: ProcessMesh,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.qkv_proj = ColumnParallelLinear(
+            config.hidden_size,
+            query_key_value_shares(config, layer, mesh.tensor),
+            std=config.init_method_std,
+            group=mesh.tensor,
+            kv_replica_group=mesh.kv_replica,
+            dtype=dtype,
+            device=device,
+        )
+        self.heads = AttentionHeads(config, layer, norm, mesh.tensor, dtype, device)
+        self.o_proj = attention_output(config, layer, mesh, dtype, device)
+
+    def forward(self, normed: Tensor, context: SequenceContext, launch: bool = True) -> InFlight:
+        """[s, b, h] normed -> the attention's output [s, b, h], in flight (unreduced if not `launch`)."""
+        queries, keys, values = self.qkv_proj.split(self.qkv_proj(normed))
+        in_flight: InFlight = self.o_proj(self.heads(queries, keys, values, context), launch=launch)
+        return in_flight
+
+
+def attention_output(
+    config: ModelConfig, layer: int, mesh: ProcessMesh, dtype: torch.dtype, device: torch.device
+) -> RowParallelLinear:
+    """The projection from all heads back to the residual stream."""
+    return RowParallelLinear(
+        f"layers.{layer}.attention.o_proj",
+        config.num_attention_heads * config.head_dim,
+        config.hidden_size,
+        bias=config.add_attention_output_bias,
+        std=output_std(config),
+        group=mesh.tensor,
+        dtype=dtype,
+        device=device,
+        block=config.head_dim,
+    )

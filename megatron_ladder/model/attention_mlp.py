@@ -1,0 +1,48 @@
+"""Attention and MLP of one norm, side by side (PaLM): one product in, one all-reduce out."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_ladder.comm.inflight import InFlight, start_all_reduce
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.model.attention import (
+    AttentionHeads,
+    SequenceContext,
+    attention_output,
+    query_key_value_shares,
+)
+from megatron_ladder.model.mlp import gate_up_shares, mlp_output
+from megatron_ladder.model.norm import NormFunction
+from megatron_ladder.parallel.linear import ColumnParallelLinear
+
+
+class AttentionMLP(nn.Module):
+    """q, k, v, gate and up in one column-parallel product; the two output projections share one reduce."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, norm: NormFunction, mesh: ProcessMesh,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.group = mesh.tensor
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size,
+            [*query_key_value_shares(config, layer, mesh.tensor), *gate_up_shares(config, layer)],
+            std=config.init_method_std,
+            group=mesh.tensor,
+            kv_replica_group=mesh.kv_replica,
+            dtype=dtype,
+            device=device,
+        )
+        self.heads = AttentionHeads(config, layer, norm, mesh.tensor, dtype, device)
+        self.o_proj = attention_output(config, layer, mesh, dtype, device)
+        self.down_proj = mlp_output(config, layer, mesh, dtype, device)
+
+    def forward(self, normed: Tensor, context: SequenceContext, launch: bool = True) -> InFlight:
+        """[s, b, h] normed -> the sum of both outputs [s, b, h], in flight (unreduced if not `launch`)."""
+        queries, keys, values, gate, up = self.in_proj.split(self.in_proj(normed))
+        attended = self.o_proj(self.heads(queries, keys, values, context), launch=False).partial
+        partial = attended + self.down_proj(F.silu(gate) * up, launch=False).partial
+        return start_all_reduce(partial, self.group) if launch else InFlight(partial, None)

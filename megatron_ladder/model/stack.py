@@ -1,0 +1,188 @@
+"""The decoder's layers as one list of sub-blocks around one residual stream, and the rule that walks it.
+
+    r = embedding(tokens); pending = []                     # outputs whose all-reduce is in flight
+    for each sub-block h_i with staleness s_i:
+        while len(pending) > s_i:  r = r + pending.pop_first().wait()
+        pending.append(start_all_reduce(h_i(r)))            # flies under the next s_i sub-blocks
+    while pending:                 r = r + pending.pop_first().wait()
+
+With s = 0 everywhere this is the ordinary transformer; with s = 1 it is Ladder Residual.
+
+A stack is a range of layers. Its state, the stream and the outputs still missing from it, enters and leaves as
+one tensor [1 + pending, s, b, h], so that a pipeline can cut a model of any wiring at any layer. The missing
+outputs cross unreduced: the next range starts their reduce, which runs under its first sub-block.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.inflight import InFlight, start_all_reduce
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.model.attention import Attention, SequenceContext
+from megatron_ladder.model.attention_mlp import AttentionMLP
+from megatron_ladder.model.mlp import MLP
+from megatron_ladder.model.norm import NormFunction, RMSNorm, torch_rms_norm
+from megatron_ladder.model.wiring import LayerWiring, SubBlockKind, layer_wirings, pending_before
+
+
+class SubBlock(NamedTuple):
+    """One step of the walk: `h(r) = body(norm(r))`, without the residual."""
+
+    norm: RMSNorm
+    body: nn.Module
+    staleness: int
+    """Earlier outputs that may be missing from the stream it reads."""
+    group: CommGroup
+    """The ranks that its output is summed over."""
+    recompute: bool
+    """Keep only the input for backward."""
+
+    def start(self, stream: Tensor, context: SequenceContext) -> InFlight:
+        """The output for the stream [s, b, h], its all-reduce started."""
+        if self.recompute and torch.is_grad_enabled():
+            return start_all_reduce(self.unreduced(stream, context), self.group)
+        in_flight: InFlight = self.body(self.norm(stream), context)
+        return in_flight
+
+    def unreduced(self, stream: Tensor, context: SequenceContext) -> Tensor:
+        """This rank's partial sum of the output; no collective lies inside what is recomputed, so none runs twice."""
+
+        def partial_sum(stream: Tensor) -> Tensor:
+            partial: Tensor = self.body(self.norm(stream), context, launch=False).partial
+            return partial
+
+        if self.recompute and torch.is_grad_enabled():
+            recomputed: Tensor = checkpoint(partial_sum, stream, use_reentrant=False, preserve_rng_state=False)
+            return recomputed
+        return partial_sum(stream)
+
+
+def walk(
+    stream: Tensor,
+    pending: deque[InFlight],
+    sub_blocks: Iterable[SubBlock],
+    apply: Callable[[SubBlock, Tensor], InFlight],
+) -> Tensor:
+    """The rule. Returns the stream after the last read; `pending` then holds what is still missing from it."""
+    for sub_block in sub_blocks:
+        stream = drain(stream, pending, sub_block.staleness)
+        pending.append(apply(sub_block, stream))
+    return stream
+
+
+def drain(stream: Tensor, pending: deque[InFlight], remaining: int) -> Tensor:
+    """Adds the oldest outputs to the stream until at most `remaining` are missing."""
+    while len(pending) > remaining:
+        stream = stream + pending.popleft().wait()
+    return stream
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """How a stack computes; none of it changes what it computes."""
+
+    tp_overlap: bool = True
+    """Leave all-reduces in flight under later sub-blocks where the wiring allows it; False waits at once."""
+    recompute_layers: int = 0
+    """Of this range, the first layers whose sub-blocks keep only their input for backward."""
+    norm: NormFunction = torch_rms_norm
+    """The function that computes RMSNorm."""
+
+
+class TransformerLayer(nn.Module):
+    """The modules of one layer, in the order of its wiring."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, wiring: LayerWiring, mesh: ProcessMesh, norm: NormFunction,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.wiring = wiring
+        self.norms = nn.ModuleDict()
+        self.bodies = nn.ModuleDict()
+        for kind in wiring.sub_blocks:
+            name = f"layers.{layer}.{'mlp' if kind is SubBlockKind.MLP else 'attention'}_norm"
+            self.norms[kind.value] = RMSNorm(
+                name, config.hidden_size, config.norm_epsilon, norm, rank=mesh.tensor.rank, dtype=dtype, device=device
+            )
+            self.bodies[kind.value] = self._body(kind, config, layer, mesh, norm, dtype, device)
+
+    @staticmethod
+    def _body(
+        kind: SubBlockKind, config: ModelConfig, layer: int, mesh: ProcessMesh, norm: NormFunction,
+        dtype: torch.dtype, device: torch.device,
+    ) -> nn.Module:  # fmt: skip
+        if kind is SubBlockKind.ATTENTION:
+            return Attention(config, layer, norm, mesh, dtype, device)
+        if kind is SubBlockKind.MLP:
+            return MLP(config, layer, mesh, dtype, device)
+        return AttentionMLP(config, layer, norm, mesh, dtype, device)
+
+    def sub_blocks(self, group: CommGroup, recompute: bool) -> list[SubBlock]:
+        """The steps of this layer."""
+        steps = []
+        for kind in self.wiring.sub_blocks:
+            norm, body = self.norms[kind.value], self.bodies[kind.value]
+            assert isinstance(norm, RMSNorm)
+            steps.append(SubBlock(norm, body, self.wiring.staleness, group, recompute))
+        return steps
+
+
+class TransformerStack(nn.Module):
+    """A contiguous range of layers.
+
+    Attributes:
+        pending_in: outputs that are missing from the stream when it enters.
+        pending_out: outputs that are missing when it leaves.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: range, mesh: ProcessMesh, options: StackOptions,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        wirings = layer_wirings(config)
+        self.options = options
+        self.group = mesh.tensor
+        self.pending_in = pending_before(wirings, layers.start)
+        self.pending_out = pending_before(wirings, layers.stop)
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): TransformerLayer(config, layer, wirings[layer], mesh, options.norm, dtype, device)
+                for layer in layers
+            }
+        )
+
+    def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
+        """[1 + pending_in, s, b, h] -> [1 + pending_out, s, b, h]."""
+        stream, *missing = state.unbind(0)
+        pending = deque(self._keep_or_wait(start_all_reduce(partial.clone(), self.group)) for partial in missing)
+        steps = self.sub_blocks()
+        launched = len(steps) - self.pending_out
+        stream = walk(
+            stream, pending, steps[:launched], lambda step, stream: self._keep_or_wait(step.start(stream, context))
+        )
+        stream = walk(
+            stream, pending, steps[launched:], lambda step, stream: InFlight(step.unreduced(stream, context), None)
+        )
+        stream = drain(stream, pending, self.pending_out)
+        return torch.stack([stream, *(in_flight.partial for in_flight in pending)])
+
+    def sub_blocks(self) -> list[SubBlock]:
+        """The steps of all layers of this range."""
+        steps: list[SubBlock] = []
+        for index, layer in enumerate(self.layers.values()):
+            assert isinstance(layer, TransformerLayer)
+            steps += layer.sub_blocks(self.group, recompute=index < self.options.recompute_layers)
+        return steps
+
+    def _keep_or_wait(self, in_flight: InFlight) -> InFlight:
+        return in_flight if self.options.tp_overlap else InFlight(in_flight.wait(), None)

@@ -1,0 +1,60 @@
+"""A wiring says which sub-blocks a layer has, and how late each may read the residual stream.
+
+One rule serves all (it is written out in `stack.py`): sub-block i reads the stream when at most
+`staleness` outputs of sub-blocks before it are still missing. For ladder that is the paper's
+
+    x_i = x_{i-1} + AllReduce(h_i(x_{i-2}))          (arXiv 2501.06589)
+
+since the output of h_{i-1} is the one that is missing. A new wiring is a new row of `WIRINGS`.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_ladder.config.model import ModelConfig
+
+
+class SubBlockKind(Enum):
+    """What stands between two all-reduces."""
+
+    ATTENTION = "attention"
+    MLP = "mlp"
+    ATTENTION_MLP = "attention_mlp"
+    """Attention and MLP of one norm, side by side, with one all-reduce (PaLM)."""
+
+
+@dataclass(frozen=True)
+class LayerWiring:
+    """The sub-blocks of one layer."""
+
+    sub_blocks: tuple[SubBlockKind, ...]
+    """In order."""
+    staleness: int
+    """Outputs of earlier sub-blocks that may be missing from the stream when a sub-block reads it."""
+
+
+STANDARD = LayerWiring((SubBlockKind.ATTENTION, SubBlockKind.MLP), staleness=0)
+
+WIRINGS: dict[str, LayerWiring] = {
+    "standard": STANDARD,
+    "ladder": LayerWiring((SubBlockKind.ATTENTION, SubBlockKind.MLP), staleness=1),
+    "parallel": LayerWiring((SubBlockKind.ATTENTION_MLP,), staleness=0),
+}
+
+
+def layer_wirings(config: ModelConfig) -> list[LayerWiring]:
+    """The wiring of every layer: `residual_mode`'s in `ladder_layers`, standard elsewhere."""
+    chosen = set(config.ladder_layers)
+    return [WIRINGS[config.residual_mode] if layer in chosen else STANDARD for layer in range(config.num_layers)]
+
+
+def pending_before(wirings: list[LayerWiring], layer: int) -> int:
+    """Outputs still missing from the stream that enters `layer`, which cross there with it.
+
+    The layer before drains down to what the first sub-block of `layer` allows; after the last layer, and before
+    the first, nothing is pending.
+    """
+    if layer == len(wirings):
+        return 0
+    sub_blocks_before = sum(len(wiring.sub_blocks) for wiring in wirings[:layer])
+    return min(wirings[layer].staleness, sub_blocks_before)

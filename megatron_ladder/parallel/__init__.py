@@ -1,0 +1,1 @@
+"""Layers that own a slice of a weight."""

@@ -1,0 +1,80 @@
+"""The vocabulary cut over the tensor-parallel ranks: embedding and output head.
+
+With V words and t ranks, each rank holds `padded / t` rows, where `padded` is V rounded up to 128 x t. Rows
+beyond V are zero, are looked up by no token and have no part in the loss.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.inflight import start_all_reduce
+from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
+from megatron_ladder.parallel.layout import ParallelModule, Section
+
+VOCABULARY_MULTIPLE = 128
+"""Rows per rank are a multiple of this, for matrix units."""
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """The vocabulary rounded up to a multiple of 128 x tensor-parallel size."""
+    multiple = VOCABULARY_MULTIPLE * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+class _VocabParallelMatrix(ParallelModule):
+    """This rank's rows of a `[V, h]` matrix.
+
+    Attributes:
+        start: the first word that this rank holds.
+        valid: how many of its rows are words, the rest being padding.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        std: float,
+        group: CommGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        rows = padded_vocab_size(vocab_size, group.size) // group.size
+        self.start = group.rank * rows
+        self.valid = max(0, min(rows, vocab_size - self.start))
+        share = Section(
+            f"{name}.weight", (vocab_size, hidden_size), 0, self.start, self.valid, block=64, std=std
+        )  # fmt: skip
+        self.add_parameter("weight", (rows, hidden_size), (share,), dtype, device, sharded=True)
+
+
+class VocabParallelEmbedding(_VocabParallelMatrix):
+    """Looks up tokens; a rank contributes zero for words that others hold, and the ranks' rows are summed."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids [b, s] -> [s, b, h], equal on every rank."""
+        local = tokens.t() - self.start
+        elsewhere = (local < 0) | (local >= self.valid)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return start_all_reduce(partial, self.group).wait()
+
+
+class VocabParallelHead(_VocabParallelMatrix):
+    """`logits_shard_v = x @ weight_shard^T`."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, padded V / t]; columns from `valid` on are padding."""
+        return vocab_parallel_logits(hidden_states, self.weight, self.group)
+
+
+def vocab_parallel_logits(hidden_states: Tensor, weight_shard_v: Tensor, group: CommGroup) -> Tensor:
+    """[s, b, h] and this rank's rows of a head (or of a tied embedding) -> [s, b, padded V / t]."""
+    return F.linear(copy_to_tensor_parallel_region(hidden_states, group), weight_shard_v)

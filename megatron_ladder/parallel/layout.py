@@ -1,0 +1,168 @@
+"""What a local parameter is made of, in the names that know no layout.
+
+A parameter of a parallel layer holds slices of one or several canonical tensors (`qkv_proj.weight` holds rows of
+`q_proj.weight`, `k_proj.weight` and `v_proj.weight`). Its `Section`s say which: initialisation, gradient norm,
+checkpoints and conversion read them, and nothing else knows how a parameter was cut.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Section:
+    """One canonical tensor's share of a local parameter.
+
+    Along `dim`, elements `[local_start, local_start + length)` of the parameter are elements
+    `[global_start, global_start + length)` of the canonical tensor; the other dimensions are whole. Rows of a
+    padded vocabulary belong to no section.
+    """
+
+    name: str
+    """Canonical name, `layers.7.attention.q_proj.weight`."""
+    global_shape: tuple[int, ...]
+    """Shape of the whole tensor, without padding."""
+    dim: int = 0
+    """The dimension along which it is cut."""
+    global_start: int = 0
+    """Where this share begins in the whole."""
+    length: int = 0
+    """Elements along `dim`."""
+    local_start: int = 0
+    """Where it begins in the local parameter."""
+    block: int = 1
+    """Elements along `dim` that are initialised from one generator."""
+    mean: float = 0.0
+    """Initial mean."""
+    std: float = 0.0
+    """Initial standard deviation; 0 means constant."""
+    counted: bool = True
+    """Whether this rank's copy counts in norms and is saved, among ranks that hold the same slice."""
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """Where the share begins, per dimension of the canonical tensor."""
+        return tuple(self.global_start if i == self.dim else 0 for i in range(len(self.global_shape)))
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """The share's shape."""
+        return tuple(self.length if i == self.dim else size for i, size in enumerate(self.global_shape))
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """The share inside the local parameter (or inside a tensor of its shape)."""
+        return parameter.narrow(self.dim, self.local_start, self.length)
+
+
+class SectionInterval(NamedTuple):
+    """Where a run of a local parameter's elements, counted in its row-major order, lies in a canonical tensor."""
+
+    section: Section
+    start: int
+    """First element, in the row-major order of the section's own box."""
+    begin: int
+    """First element, counted from the beginning of the run."""
+    length: int
+    """Elements."""
+
+
+def split_interval(
+    sections: Sequence[Section], shape: Sequence[int], start: int, length: int
+) -> Iterator[SectionInterval]:
+    """The parts of elements `start` to `start + length` of a parameter of that shape that belong to its sections.
+
+    Serves optimizers that flatten parameters and cut them anywhere. Padding belongs to no part.
+
+    Raises:
+        ValueError: a section is cut out of every row, so that its elements do not lie together.
+    """
+    row = math.prod(shape[1:])
+    for section in sections:
+        if section.dim == 0:
+            first, count = section.local_start * row, section.length * row
+        elif len(sections) == 1 and section.length == shape[section.dim]:
+            first, count = 0, math.prod(shape)
+        else:
+            raise ValueError(f"{section.name} does not lie together in a parameter of shape {tuple(shape)}")
+        low, high = max(start, first), min(start + length, first + count)
+        if low < high:
+            yield SectionInterval(section, low - first, low - start, high - low)
+
+
+class ParallelModule(nn.Module):
+    """A module that says what its own parameters are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sections: dict[str, tuple[Section, ...]] = {}
+
+    def add_parameter(
+        self,
+        attribute: str,
+        shape: tuple[int, ...],
+        sections: tuple[Section, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        sharded: bool,
+    ) -> None:
+        """Registers an uninitialised parameter with its sections, marked as DeepSpeed knows sharded ones."""
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        for mark in ("model_parallel", "tensor_model_parallel"):
+            setattr(parameter, mark, sharded)
+        self.register_parameter(attribute, parameter)
+        self.sections[attribute] = tuple(section for section in sections if section.length > 0)
+
+
+def replicated(name: str, shape: tuple[int, ...], rank: int, mean: float = 0.0) -> Section:
+    """The section of a parameter that every tensor-parallel rank holds whole; rank 0's copy counts."""
+    return Section(name, shape, length=shape[0], block=shape[0], mean=mean, counted=rank == 0)
+
+
+def parameter_sections(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[Section, ...]]]:
+    """Every parameter of the model once, with its sections."""
+    for module in model.modules():
+        if isinstance(module, ParallelModule):
+            for attribute, parameter in module.named_parameters(recurse=False):
+                yield parameter, module.sections[attribute]
+
+
+def initialize(model: nn.Module, seed: int) -> None:
+    """Fills all parameters such that the model does not depend on how it is cut.
+
+    Each block of a canonical tensor along its sharded dimension (a head, 64 rows, 64 words of the vocabulary)
+    has its own generator, seeded by (seed, canonical name, block), so that a rank draws only what it holds.
+    Padding stays zero.
+    """
+    with torch.no_grad():
+        for parameter, sections in parameter_sections(model):
+            parameter.zero_()
+            for section in sections:
+                _initialize_section(section.view(parameter), section, seed)
+
+
+def _initialize_section(share: Tensor, section: Section, seed: int) -> None:
+    if section.std == 0.0:
+        share.fill_(section.mean)
+        return
+    stop = section.global_start + section.length
+    whole = section.global_shape[section.dim]
+    for block in range(section.global_start // section.block, -(-stop // section.block)):
+        start = block * section.block
+        shape = list(section.global_shape)
+        shape[section.dim] = min(section.block, whole - start)
+        drawn = torch.empty(shape).normal_(section.mean, section.std, generator=_generator(seed, section.name, block))
+        first, last = max(start, section.global_start), min(start + shape[section.dim], stop)
+        share.narrow(section.dim, first - section.global_start, last - first).copy_(
+            drawn.narrow(section.dim, first - start, last - first)
+        )
+
+
+def _generator(seed: int, name: str, block: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))

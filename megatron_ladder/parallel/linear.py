@@ -1,0 +1,201 @@
+"""Linear layers cut over the tensor-parallel ranks.
+
+Shapes per rank, with t ranks, s positions, b samples:
+
+    ColumnParallelLinear   x [s, b, in]         weight_shard_out [out/t, in]   ->  [s, b, out/t]
+    RowParallelLinear      x_shard [s, b, in/t] weight_shard_in [out, in/t]    ->  InFlight of [s, b, out]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.inflight import InFlight, start_all_reduce
+from megatron_ladder.comm.regions import copy_to_tensor_parallel_region, sum_gradient_rows
+from megatron_ladder.parallel.layout import ParallelModule, Section, replicated
+
+ROWS_PER_BLOCK = 64
+"""Rows (or columns) of a matrix without heads that are initialised from one generator."""
+
+
+@dataclass(frozen=True)
+class ColumnShare:
+    """A canonical matrix `[rows, in]` that a column-parallel layer holds a slice of."""
+
+    name: str
+    """Canonical name without `.weight`."""
+    rows: int
+    """Rows of the whole matrix."""
+    block: int = ROWS_PER_BLOCK
+    """Rows that stay together: a head."""
+    replicas: int = 1
+    """Neighbouring ranks that hold the same rows (key and value heads, when there are fewer than ranks)."""
+    bias: bool = False
+    """Whether it has a bias, `<name>.bias`."""
+
+
+class ColumnParallelLinear(ParallelModule):
+    """`y_shard = x @ weight_shard^T + bias_shard`, for one or several matrices of the same input side by side.
+
+    The gradient of x is summed over the group; so is that of rows which several ranks hold, over those ranks.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        shares: Sequence[ColumnShare],
+        *,
+        std: float,
+        group: CommGroup,
+        kv_replica_group: CommGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.kv_replica_group = kv_replica_group
+        self.widths = [share.rows * share.replicas // group.size for share in shares]
+        self.biased = [share.bias for share in shares]
+        weights, biases = [], []
+        local, local_bias = 0, 0
+        for share, width in zip(shares, self.widths, strict=True):
+            start, counted = group.rank // share.replicas * width, group.rank % share.replicas == 0
+            rows = Section(
+                f"{share.name}.weight", (share.rows, in_features), 0, start, width, local, share.block,
+                std=std, counted=counted,
+            )  # fmt: skip
+            weights.append(rows)
+            if share.bias:
+                name = f"{share.name}.bias"
+                biases.append(replace(rows, name=name, global_shape=(share.rows,), local_start=local_bias, std=0.0))
+                local_bias += width
+            local += width
+        self._replicated = [share.replicas > 1 for share in shares]
+        self.add_parameter("weight", (local, in_features), tuple(weights), dtype, device, sharded=True)
+        if local_bias:
+            self.add_parameter("bias", (local_bias,), tuple(biases), dtype, device, sharded=True)
+        else:
+            self.bias = None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[s, b, in], equal on every rank -> [s, b, sum of widths]: the shares' columns one after another."""
+        x = copy_to_tensor_parallel_region(hidden_states, self.group)
+        weight = self._whole_gradient(self.weight, self.widths, self._replicated)
+        return F.linear(x, weight, self._bias_of_all_columns())
+
+    def split(self, output: Tensor) -> tuple[Tensor, ...]:
+        """The output of each share."""
+        return torch.split(output, self.widths, dim=-1)
+
+    def _bias_of_all_columns(self) -> Tensor | None:
+        """The biases in the order of the columns, zeros for shares that have none."""
+        if self.bias is None:
+            return None
+        with_bias = [i for i, biased in enumerate(self.biased) if biased]
+        widths = [self.widths[i] for i in with_bias]
+        bias = self._whole_gradient(self.bias, widths, [self._replicated[i] for i in with_bias])
+        if len(with_bias) == len(self.widths):
+            return bias
+        pieces = iter(torch.split(bias, widths))
+        return torch.cat(
+            [
+                next(pieces) if biased else bias.new_zeros(width)
+                for biased, width in zip(self.biased, self.widths, strict=True)
+            ]
+        )
+
+    def _whole_gradient(self, parameter: Tensor, widths: Sequence[int], replicated_rows: Sequence[bool]) -> Tensor:
+        """The parameter, with the gradient of rows that several ranks hold summed over those ranks."""
+        start = 0
+        for width, is_replicated in zip(widths, replicated_rows, strict=True):
+            if is_replicated:
+                parameter = sum_gradient_rows(parameter, start, start + width, self.kv_replica_group)
+            start += width
+        return parameter
+
+
+class RowParallelLinear(ParallelModule):
+    """`y = sum over ranks of x_shard @ weight_shard^T, + bias`, returned while the sum is under way.
+
+    The bias enters the partial sum of rank 0 alone, so it counts once; its gradient is that of the sum and equal
+    on every rank. Added there instead of after the wait, it needs no second hook on the handle: it travels with
+    an unreduced partial across a pipeline boundary, and under ZeRO-3 it is used while it is gathered.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        std: float,
+        group: CommGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        block: int = ROWS_PER_BLOCK,
+        reduce: bool = False,
+    ) -> None:
+        """
+        Args:
+            name: canonical name without `.weight`.
+            in_features: width of the whole input; this rank gets `in_features / group.size` of it.
+            std: standard deviation of the initial weight.
+            block: columns that are initialised together: a head.
+            reduce: wait for the sum and return it as a plain tensor.
+        """
+        super().__init__()
+        self.group = group
+        self.reduce = reduce
+        width = in_features // group.size
+        share = Section(
+            f"{name}.weight", (out_features, in_features), 1, group.rank * width, width, 0, block, std=std
+        )  # fmt: skip
+        self.add_parameter("weight", (out_features, width), (share,), dtype, device, sharded=True)
+        if bias:
+            whole = replicated(f"{name}.bias", (out_features,), group.rank)
+            self.add_parameter("bias", (out_features,), (whole,), dtype, device, sharded=False)
+        else:
+            self.bias = None
+
+    def forward(self, x_shard: Tensor, launch: bool = True) -> InFlight | Tensor:
+        """[s, b, in/t] -> the sum over the ranks, [s, b, out], in flight (or there, with `reduce`).
+
+        Args:
+            launch: False leaves the partial sum unreduced, with no handle, for a caller that adds to it or sends
+                it elsewhere before it starts the reduce itself.
+        """
+        partial = F.linear(x_shard, self.weight)
+        if self.bias is not None:
+            partial = _add_once(partial, self.bias, self.group)
+        if not launch:
+            return InFlight(partial, None)
+        in_flight = start_all_reduce(partial, self.group)
+        return in_flight.wait() if self.reduce else in_flight
+
+
+class _AddOnRankZero(torch.autograd.Function):
+    """Forward: rank 0 adds the bias. Backward: every rank has the gradient of the sum, so also the bias's."""
+
+    @staticmethod
+    def forward(ctx: object, partial: Tensor, bias: Tensor, group: CommGroup) -> Tensor:
+        return partial + bias if group.rank == 0 else partial.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, gradient.flatten(0, -2).sum(0), None
+
+
+def _add_once(partial: Tensor, bias: Tensor, group: CommGroup) -> Tensor:
+    added: Tensor = _AddOnRankZero.apply(partial, bias, group)
+    return added
