@@ -1,0 +1,1 @@
+"""Importable mains of the programs; tools/*.py only call them."""

@@ -1,0 +1,86 @@
+"""`<prefix>.json` beside `<prefix>.bin` and `.idx`: how the tokens were made. Megatron ignores it.
+
+A data set without one (Megatron's own) is read without these checks.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ladder.data.files import write_atomically
+from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.tokenizers import Tokenizer
+from megatron_ladder.errors import UserError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What is known of a data set besides its tokens."""
+
+    tokenizer_type: str
+    tokenizer_sha256: str
+    vocab_size: int
+    """Ids of the tokenizer."""
+    eod_id: int
+    append_eod: bool
+    """Whether every document ends with `eod_id`."""
+    largest_id: int
+    documents: int
+    tokens: int
+
+
+def sidecar_path(prefix: Path) -> Path:
+    """`data/train_text_document` -> `data/train_text_document.json`."""
+    return prefix.with_name(prefix.name + ".json")
+
+
+def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
+    """Writes the file whole."""
+    values = {"format_version": FORMAT_VERSION} | dataclasses.asdict(sidecar)
+    write_atomically(sidecar_path(prefix), (json.dumps(values, indent=2) + "\n").encode())
+
+
+def read_sidecar(prefix: Path) -> Sidecar | None:
+    """The sidecar of a data set, None if there is none. Keys that we do not know are passed over.
+
+    Raises:
+        UserError: when the file is not one of ours.
+    """
+    path = sidecar_path(prefix)
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_bytes())
+        if values["format_version"] > FORMAT_VERSION:
+            raise UserError(
+                f"{path}: format version {values['format_version']} found, {FORMAT_VERSION} expected"
+            )
+        return Sidecar(**{field.name: values[field.name] for field in dataclasses.fields(Sidecar)})
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: not the description of a data set ({error!r}): preprocess the data again"
+        ) from None
+
+
+def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
+    """Raises UserError when the sidecar belongs to other files, or names another tokenizer."""
+    sidecar = read_sidecar(dataset.prefix)
+    if sidecar is None:
+        return
+    path = sidecar_path(dataset.prefix)
+    found = (len(dataset), len(dataset.tokens))
+    if found != (sidecar.documents, sidecar.tokens):
+        raise UserError(
+            f"{path}: describes {sidecar.documents} documents and {sidecar.tokens} tokens, the data set has "
+            f"{found[0]} and {found[1]}: preprocess the data again"
+        )
+    if sidecar.vocab_size != tokenizer.vocab_size or sidecar.tokenizer_sha256 != tokenizer.sha256:
+        raise UserError(
+            f"--tokenizer-model {tokenizer.files[0]} ({tokenizer.vocab_size} ids, sha256 "
+            f"{tokenizer.sha256[:12]}) is not the tokenizer of {dataset.prefix} "
+            f"({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, sha256 "
+            f"{sidecar.tokenizer_sha256[:12]}): give that one, or preprocess the data with this one"
+        )
