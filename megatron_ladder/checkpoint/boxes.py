@@ -1,0 +1,170 @@
+"""Boxes: rectangular parts of a tensor, and the flat intervals that optimizer partitions cut out of them.
+
+A rank holds a box of a canonical tensor (its tensor-parallel slice), flattened row by row. ZeRO hands it an
+interval of those elements, cut wherever the partition ends. `cut_interval` turns the interval into the few
+boxes that cover it, so that nothing on disk knows of partitions; a reader cuts its own interval the same way.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_DIMENSIONS = 8
+"""A box of n dimensions has 2**n corners, each of which the tiling test visits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements `offset[d] <= index[d] < offset[d] + extent[d]` of a tensor of one to eight dimensions."""
+
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.extent)
+
+    def lies_in(self, shape: Sequence[int]) -> bool:
+        """Whether this is a box of a tensor of that shape, with at least one element."""
+        return len(self.offset) == len(self.extent) == len(shape) and all(
+            offset >= 0 and extent >= 1 and offset + extent <= size
+            for offset, extent, size in zip(self.offset, self.extent, shape, strict=True)
+        )
+
+    def shifted(self, origin: Sequence[int]) -> "Box":
+        """The same extent with `origin` added to its offset."""
+        return Box(tuple(a + b for a, b in zip(self.offset, origin, strict=True)), self.extent)
+
+    def within(self, outer: "Box") -> "Box":
+        """The same elements with offsets counted from the corner of `outer`."""
+        return self.shifted([-offset for offset in outer.offset])
+
+    def slices(self) -> tuple[slice, ...]:
+        """The index that picks this box out of a tensor."""
+        return tuple(slice(a, a + n) for a, n in zip(self.offset, self.extent, strict=True))
+
+    def __str__(self) -> str:
+        ends = zip(self.offset, self.extent, strict=True)
+        return f"[{', '.join(f'{offset}:{offset + extent}' for offset, extent in ends)}]"
+
+
+class IntervalPiece(NamedTuple):
+    """A box and where its elements, row by row, begin in the interval that it was cut from."""
+
+    box: Box
+    begin: int
+
+
+def cut_interval(extent: Sequence[int], start: int, length: int) -> list[IntervalPiece]:
+    """The fewest boxes that cover elements `start` to `start + length` of a flattened tensor of that extent.
+
+    In two dimensions there are at most three: the rest of a row, whole rows, the beginning of a row. The
+    pieces come in the interval's order, and each is contiguous in it.
+
+    Raises:
+        ValueError: the interval is empty or does not lie in the tensor.
+    """
+    if start < 0 or length < 1 or start + length > math.prod(extent):
+        raise ValueError(f"elements {start}:{start + length} do not lie in a tensor of extent {list(extent)}")
+    if len(extent) == 1:
+        return [IntervalPiece(Box((start,), (length,)), 0)]
+    row = math.prod(extent[1:])
+    first, head = divmod(start, row)
+    end, tail = divmod(start + length, row)
+    if first == end:
+        return _in_row(extent, first, head, length, begin=0)
+    pieces: list[IntervalPiece] = []
+    begin = 0
+    if head:
+        pieces += _in_row(extent, first, head, row - head, begin)
+        first, begin = first + 1, row - head
+    if first < end:
+        whole_rows = Box((first, *(0 for _ in extent[1:])), (end - first, *extent[1:]))
+        pieces.append(IntervalPiece(whole_rows, begin))
+        begin += whole_rows.numel
+    if tail:
+        pieces += _in_row(extent, end, 0, tail, begin)
+    return pieces
+
+
+def _in_row(extent: Sequence[int], row: int, start: int, length: int, begin: int) -> list[IntervalPiece]:
+    return [
+        IntervalPiece(Box((row, *piece.box.offset), (1, *piece.box.extent)), begin + piece.begin)
+        for piece in cut_interval(extent[1:], start, length)
+    ]
+
+
+def cut_span(held: Box, start: int, length: int) -> list[IntervalPiece]:
+    """`cut_interval` of the flattened box `held`; the pieces' offsets count in the canonical tensor."""
+    return [
+        IntervalPiece(piece.box.shifted(held.offset), piece.begin)
+        for piece in cut_interval(held.extent, start, length)
+    ]
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """The elements that both boxes hold; None if there are none."""
+    low = [max(x, y) for x, y in zip(a.offset, b.offset, strict=True)]
+    high = [min(x + n, y + m) for x, n, y, m in zip(a.offset, a.extent, b.offset, b.extent, strict=True)]
+    if any(end <= begin for begin, end in zip(low, high, strict=True)):
+        return None
+    return Box(tuple(low), tuple(end - begin for begin, end in zip(low, high, strict=True)))
+
+
+def row_major_strides(extent: Sequence[int]) -> tuple[int, ...]:
+    """Elements between neighbours along each dimension of a contiguous tensor."""
+    return tuple(math.prod(extent[dimension + 1 :]) for dimension in range(len(extent)))
+
+
+def flat_range(extent: Sequence[int], inner: Box) -> tuple[int, int]:
+    """First element of `inner`, and one past its last, in a flattened tensor of that extent.
+
+    The range holds other elements too unless its length is `inner.numel`.
+    """
+    strides = row_major_strides(extent)
+    first = sum(offset * stride for offset, stride in zip(inner.offset, strides, strict=True))
+    last = sum((count - 1) * stride for count, stride in zip(inner.extent, strides, strict=True))
+    return first, first + last + 1
+
+
+def first_untiled(
+    shape: Sequence[int], offsets: NDArray[np.int64], extents: NDArray[np.int64]
+) -> tuple[tuple[int, ...], bool] | None:
+    """Where boxes fail to tile a tensor: the first element that is not held exactly once, None if all are.
+
+    A sum of boxes is determined by its mixed difference, which is +1 or -1 at each corner of each box. So the
+    boxes tile the tensor exactly when the signed corners of all of them cancel to the tensor's own corners;
+    sorting them takes n log n for n boxes. At the least corner that does not cancel, what is left over is the
+    number of boxes there beyond one.
+
+    Args:
+        shape: of the tensor.
+        offsets: [boxes, dimensions]; all boxes lie in the tensor.
+        extents: [boxes, dimensions].
+
+    Returns:
+        The element's index and whether it is held more than once (else it is held by no box), or None.
+    """
+    dimensions = len(shape)
+    offsets = np.concatenate([offsets, np.zeros((1, dimensions), np.int64)])
+    extents = np.concatenate([extents, np.array([shape], np.int64)])
+    weights = np.ones(len(offsets), np.int64)
+    weights[-1] = -1
+    choices = list(product((0, 1), repeat=dimensions))
+    corners = np.concatenate([offsets + extents * np.array(choice, np.int64) for choice in choices])
+    signs = np.concatenate([weights * (-1) ** sum(choice) for choice in choices])
+    order = np.lexsort(corners.T[::-1])
+    corners, signs = corners[order], signs[order]
+    starts = np.flatnonzero(np.concatenate([[True], np.any(corners[1:] != corners[:-1], axis=1)]))
+    left_over = np.add.reduceat(signs, starts)
+    uncancelled = np.flatnonzero(left_over)
+    if not len(uncancelled):
+        return None
+    first = uncancelled[0]
+    return tuple(int(index) for index in corners[starts[first]]), bool(left_over[first] > 0)

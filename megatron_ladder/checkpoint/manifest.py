@@ -1,0 +1,281 @@
+"""The manifest of a checkpoint: what it says, how it is put together from the ranks' parts, and its reading.
+
+`manifest.json` is one JSON object, a line for each key and for each tensor:
+
+    format             "megatron_ladder checkpoint"
+    schema_version     1
+    iteration          optimizer steps done
+    consumed_samples   training samples seen
+    model              the model's sizes and wiring (`ModelConfig.to_dict`)
+    ...                whatever else the writer's header holds: training, optimizer (its step and
+                       hyper-parameters), schedule, rng (names of its tensors), tokenizer or null, the
+                       writer's layout and package versions; the last two for information only
+    files              [{"name", "size", "checksum"}], names without a directory
+    tensors            [{"name", "kind", "global_shape", "dtype", "boxes"}]
+                       boxes: [{"offset", "extent", "file", "key"}]
+    manifest_checksum  of all bytes before the comma that precedes this line
+
+The boxes of a tensor tile it: every element lies in exactly one. Nothing in the manifest depends on how the
+tensors were distributed over ranks.
+"""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_ladder.checkpoint.boxes import MAX_DIMENSIONS, Box, first_untiled
+from megatron_ladder.checkpoint.tensor_file import DTYPES, checksum_of, parse_json
+
+FORMAT_NAME = "megatron_ladder checkpoint"
+SCHEMA_VERSION = 1
+KINDS: dict[str, str] = {
+    "weight": "weights",
+    "master": "optimizer",
+    "exp_avg": "optimizer",
+    "exp_avg_sq": "optimizer",
+    "rng": "rng",
+}
+"""What a tensor is to training -> the sort of file that holds it. Inference opens weights only."""
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
+"""Element types as the manifest spells them."""
+
+_TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_OWN_KEYS = ("format", "schema_version", "files", "tensors", "manifest_checksum")
+_CHECKSUM_LINE = re.compile(rb',\n "manifest_checksum": "([0-9a-z_]+:[0-9a-f]+)"\n}\n\Z')
+_CHECKSUM_LINE_BYTES = 128
+
+
+class FileRecord(TypedDict):
+    """A data file: its name in the checkpoint's directory, bytes, and checksum as "algorithm:digits"."""
+
+    name: str
+    size: int
+    checksum: str
+
+
+class BoxRecord(TypedDict):
+    """A stored box: part of which tensor, and under which key of which file."""
+
+    name: str
+    kind: str
+    global_shape: list[int]
+    offset: list[int]
+    extent: list[int]
+    dtype: str
+    file: str
+    key: str
+
+
+class FileIndex(TypedDict):
+    """What one rank wrote; JSON-able."""
+
+    files: list[FileRecord]
+    boxes: list[BoxRecord]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A canonical tensor on disk: the boxes that tile it, and where each lies."""
+
+    name: str
+    kind: str
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    offsets: NDArray[np.int64]
+    """[boxes, dimensions]"""
+    extents: NDArray[np.int64]
+    """[boxes, dimensions]"""
+    files: list[str]
+    keys: list[str]
+
+    def box(self, index: int) -> Box:
+        """One of the boxes."""
+        return Box(tuple(self.offsets[index].tolist()), tuple(self.extents[index].tolist()))
+
+    def overlapping(self, wanted: Box) -> list[int]:
+        """Indices of the boxes that share elements with `wanted`."""
+        low = np.array(wanted.offset, np.int64)
+        high = low + np.array(wanted.extent, np.int64)
+        shared = (self.offsets < high) & (self.offsets + self.extents > low)
+        return [int(index) for index in np.flatnonzero(shared.all(axis=1))]
+
+
+TensorTable = dict[str, dict[str, StoredTensor]]
+"""kind -> name -> tensor"""
+
+
+def merge_manifest(header: Mapping[str, Any], indices: Sequence[FileIndex]) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files were described by each rank that wrote some.
+
+    Args:
+        header: `iteration`, `consumed_samples`, `model` and what else is to be kept; JSON-able.
+        indices: of all ranks, in any order.
+
+    Raises:
+        ValueError: the boxes of a tensor leave a hole, overlap, or disagree about its shape or dtype; a file
+            was written twice; the header lacks a key or has one that is not its own. A fault of the writer.
+    """
+    taken = [key for key in _OWN_KEYS if key in header]
+    if taken:
+        raise ValueError(f"the manifest's header must not hold {', '.join(taken)}")
+    tensors: dict[tuple[str, str], dict[str, Any]] = {}
+    for index in indices:
+        for box in index["boxes"]:
+            common = {"global_shape": box["global_shape"], "dtype": box["dtype"]}
+            identity = {"name": box["name"], "kind": box["kind"]}
+            tensor = tensors.setdefault((box["kind"], box["name"]), {**identity, **common, "boxes": []})
+            if any(tensor[key] != value for key, value in common.items()):
+                found = {key: tensor[key] for key in common}
+                raise ValueError(f"{box['kind']} of {box['name']} was written as {found} and as {common}")
+            tensor["boxes"].append({key: box[key] for key in ("offset", "extent", "file", "key")})
+    manifest = {
+        "format": FORMAT_NAME,
+        "schema_version": SCHEMA_VERSION,
+        **header,
+        "files": sorted((file for index in indices for file in index["files"]), key=itemgetter("name")),
+        "tensors": [tensors[identity] for identity in sorted(tensors)],
+    }
+    check_manifest(manifest)
+    return manifest
+
+
+def encode_manifest(manifest: Mapping[str, Any]) -> bytes:
+    """The bytes of `manifest.json`, its checksum included.
+
+    Raises:
+        ValueError, TypeError: something in the manifest is not JSON.
+    """
+    lines = []
+    for key, value in manifest.items():
+        if key == "tensors":
+            rows = ",\n".join(f"  {json.dumps(tensor, allow_nan=False)}" for tensor in value)
+            lines.append(f' "tensors": [\n{rows}\n ]')
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+    body = ("{\n" + ",\n".join(lines)).encode()
+    return body + f',\n "manifest_checksum": "{checksum_of(body)}"\n}}\n'.encode()
+
+
+def decode_manifest(data: bytes) -> tuple[dict[str, Any], TensorTable]:
+    """Reads `manifest.json` with distrust: whole, unaltered, of this format, and consistent in itself.
+
+    Returns:
+        The manifest without `tensors` and its checksum, and the tensors as a table.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    line = _CHECKSUM_LINE.search(data, max(0, len(data) - _CHECKSUM_LINE_BYTES))
+    if line is None:
+        raise ValueError("it does not end with its own checksum: it is cut off, or no checkpoint's manifest")
+    found = checksum_of(data[: line.start()])
+    if found != line[1].decode():
+        raise ValueError(f"its contents have the checksum {found}, and it says {line[1].decode()}")
+    manifest = parse_json(data.decode())
+    table = check_manifest(manifest)
+    del manifest["tensors"], manifest["manifest_checksum"]
+    return manifest, table
+
+
+def check_manifest(manifest: Any) -> TensorTable:
+    """Checks everything that can be checked without the data files, and returns the tensors.
+
+    Raises:
+        ValueError: a key is missing or of the wrong kind, or a tensor is not tiled by its boxes.
+    """
+    _expect(manifest, "the manifest", "format", str)
+    if manifest["format"] != FORMAT_NAME:
+        raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT_NAME!r}")
+    version = _expect(manifest, "the manifest", "schema_version", int)
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"its schema version is {version}, and this program reads {SCHEMA_VERSION}")
+    for key in ("iteration", "consumed_samples"):
+        if _expect(manifest, "the manifest", key, int) < 0:
+            raise ValueError(f"{key} is {manifest[key]}")
+    _expect(manifest, "the manifest", "model", dict)
+    sizes = _file_sizes(_expect(manifest, "the manifest", "files", list))
+    total_bytes = sum(sizes.values())
+    table: TensorTable = {kind: {} for kind in KINDS}
+    for record in _expect(manifest, "the manifest", "tensors", list):
+        tensor = _stored_tensor(record, sizes, total_bytes)
+        if tensor.name in table[tensor.kind]:
+            raise ValueError(f"{tensor.kind} of {tensor.name} is listed twice")
+        table[tensor.kind][tensor.name] = tensor
+    return table
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a file's name stays in the directory that it is joined to, and is not hidden."""
+    return re.fullmatch(r"[^./\\\0][^/\\\0]*", name) is not None
+
+
+def _expect(record: Any, where: str, key: str, kind: type) -> Any:
+    if not isinstance(record, dict) or key not in record:
+        raise ValueError(f"{where} has no {key}")
+    if type(record[key]) is not kind:
+        raise ValueError(f"{key} of {where} is not of the kind {kind.__name__}")
+    return record[key]
+
+
+def _file_sizes(records: list[Any]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for record in records:
+        name = _expect(record, "an entry of files", "name", str)
+        if not is_plain_name(name):
+            raise ValueError(f"the file name {name!r} is not a plain name")
+        if name in sizes:
+            raise ValueError(f"the file {name} is listed twice")
+        _expect(record, name, "checksum", str)
+        sizes[name] = _expect(record, name, "size", int)
+    return sizes
+
+
+def _stored_tensor(record: Any, files: Collection[str], total_bytes: int) -> StoredTensor:
+    name, kind, dtype_name = (_expect(record, "a tensor", key, str) for key in ("name", "kind", "dtype"))
+    if kind not in KINDS or dtype_name not in _TORCH_DTYPES:
+        raise ValueError(f"{name}: kind {kind!r} or dtype {dtype_name!r} is not known")
+    what = f"{kind} of {name}"
+    shape = _expect(record, what, "global_shape", list)
+    if not 1 <= len(shape) <= MAX_DIMENSIONS or not all(type(size) is int and size > 0 for size in shape):
+        raise ValueError(f"{what}: global_shape {shape} is not that of a tensor")
+    dtype = _TORCH_DTYPES[dtype_name]
+    if math.prod(shape) * dtype.itemsize > total_bytes:
+        raise ValueError(f"{what}: a tensor of shape {shape} does not fit into the files")
+    boxes = _expect(record, what, "boxes", list)
+    for box in boxes:
+        if _expect(box, f"a box of {what}", "file", str) not in files:
+            raise ValueError(f"{what}: its file {box['file']!r} is not listed under files")
+        _expect(box, f"a box of {what}", "key", str)
+    offsets, extents = (_coordinates(boxes, key, what, len(shape)) for key in ("offset", "extent"))
+    limits = np.array(shape, np.int64)
+    if np.any((offsets < 0) | (extents < 1) | (extents > limits) | (offsets > limits - extents)):
+        raise ValueError(f"{what}: a box does not lie in the tensor of shape {shape}")
+    fault = first_untiled(shape, offsets, extents)
+    if fault is not None:
+        index, repeated = fault
+        held = "more than one box holds" if repeated else "no box holds"
+        raise ValueError(f"{what} of shape {shape}: {held} the element {list(index)}")
+    box_files, box_keys = [sys.intern(box["file"]) for box in boxes], [box["key"] for box in boxes]
+    return StoredTensor(name, kind, tuple(shape), dtype, offsets, extents, box_files, box_keys)
+
+
+def _coordinates(boxes: Iterable[Any], key: str, what: str, dimensions: int) -> NDArray[np.int64]:
+    rows = [_expect(box, f"a box of {what}", key, list) for box in boxes]
+    if not rows:
+        return np.empty((0, dimensions), np.int64)
+    try:
+        found = np.array(rows)
+    except (ValueError, OverflowError):
+        found = np.empty(0)
+    if found.dtype != np.int64 or found.shape != (len(rows), dimensions):
+        raise ValueError(f"{what}: the {key} of a box does not have {dimensions} integers")
+    return found

@@ -1,0 +1,1 @@
+"""What updates the weights, and by how much."""

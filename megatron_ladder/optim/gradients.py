@@ -1,0 +1,55 @@
+"""Norm, clipping and health of the gradient, the same function in every layout.
+
+The engine's optimizer hands out pieces: runs of a parameter's gradient that this rank holds after the reduction over
+data-parallel ranks. Each element of the model's gradient counts once, however often it is held.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.parallel.layout import Section, split_interval
+
+
+class GradientPiece(NamedTuple):
+    """A run of one local parameter's gradient."""
+
+    sections: Sequence[Section]
+    """What the parameter is made of."""
+    shape: Sequence[int]
+    """The local parameter's shape."""
+    start: int
+    """First element, in the parameter's row-major order."""
+    gradient: Tensor
+    """The elements, in the storage that the optimizer will read; any shape."""
+    owned: bool
+    """Whether this rank counts it, among data-parallel ranks that hold the same run."""
+
+
+def gradient_norm(pieces: Iterable[GradientPiece], world: CommGroup, device: torch.device) -> float:
+    """The Euclidean norm of the whole model's gradient; every rank must call this and gets the same number.
+
+    Squares are added in fp64, since millions of them of very different size would lose digits in fp32.
+    """
+    norms = [
+        torch.linalg.vector_norm(piece.gradient.reshape(-1).narrow(0, part.begin, part.length), dtype=torch.float32)
+        for piece in pieces
+        if piece.owned
+        for part in split_interval(piece.sections, piece.shape, piece.start, piece.gradient.numel())
+        if part.section.counted
+    ]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if norms:
+        total = torch.stack(norms).double().square().sum()
+    return math.sqrt(world.all_reduce(total).item())
+
+
+def clip_gradients(pieces: Iterable[GradientPiece], norm: float, highest: float) -> None:
+    """Scales the gradient in place so that its norm is at most `highest`; 0 leaves it as it is."""
+    if 0.0 < highest < norm:
+        for piece in pieces:
+            piece.gradient.mul_(highest / norm)
