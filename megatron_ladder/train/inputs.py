@@ -1,0 +1,119 @@
+"""From a command line to everything a run is made of, all mistakes found before a process group exists."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
+from megatron_ladder.checkpoint.weights import stored_model
+from megatron_ladder.comm.launch import Place
+from megatron_ladder.config.data import DataConfig
+from megatron_ladder.config.deepspeed_json import deepspeed_json
+from megatron_ladder.config.fields import flag_name
+from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+from megatron_ladder.data.loader import Sources, check_tokenizer, open_sources
+from megatron_ladder.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_ladder.errors import UserError
+
+FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
+"""What a resumed run may say otherwise of its model: it changes no stored tensor and no step."""
+DEFINES_ORDER = ("seed", "seq_length")
+"""What a resumed run must say alike, since the order of samples follows from it."""
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """A checked run."""
+
+    run: RunConfig
+    deepspeed: dict[str, Any]
+    """DeepSpeed's JSON."""
+    tokenizer: Tokenizer | None
+    sources: Sources
+    checkpoint: Checkpoint | None
+    """What --load names, if it holds a checkpoint."""
+
+
+def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
+    """Reads the command line and opens its files.
+
+    Raises:
+        UserError: a line for each mistake: the command line's words and numbers first, then files.
+    """
+    mistakes: list[str] = []
+    about_files: list[str] = []
+    flags = parse_run(argv, mistakes)
+    tokenizer, vocab_size = _find_vocabulary(flags.data, flags.model.vocab_size, mistakes, about_files)
+    run = resolve_run(flags, vocab_size, place.world_size, mistakes)
+    engine_config = deepspeed_json(run, about_files)
+    sources = _open_data(run, tokenizer, about_files)
+    checkpoint = _open_checkpoint(run, about_files)
+    if mistakes or about_files or sources is None:
+        raise UserError(*mistakes, *about_files)
+    return RunInputs(run, engine_config, tokenizer, sources, checkpoint)
+
+
+def _find_vocabulary(
+    data: DataConfig, vocab_size: int | None, mistakes: list[str], about_files: list[str]
+) -> tuple[Tokenizer | None, int]:
+    """The tokenizer, if one was named, and the number of ids; 1 stands in for what cannot be found."""
+    if (data.tokenizer_type is None) != (data.tokenizer_model is None):
+        mistakes.append("--tokenizer-type and --tokenizer-model belong together: give both")
+        return None, vocab_size or 1
+    if data.tokenizer_type is None or data.tokenizer_model is None:
+        if vocab_size is None:
+            mistakes.append("--tokenizer-type and --tokenizer-model, or --vocab-size, are required")
+        return None, vocab_size or 1
+    try:
+        tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model)
+    except UserError as error:
+        about_files.extend(error.mistakes)
+        return None, vocab_size or 1
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        mistakes.append(
+            f"--vocab-size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} ids: leave it out"
+        )
+    return tokenizer, vocab_size or tokenizer.vocab_size
+
+
+def _open_data(run: RunConfig, tokenizer: Tokenizer | None, about_files: list[str]) -> Sources | None:
+    data = run.data
+    parts = ["train", "valid"] if run.logging.eval_iters > 0 else ["train"]
+    try:
+        sources = open_sources(
+            data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path,
+            data.split, run.training.seq_length, run.training.seed, parts,
+        )  # fmt: skip
+        if tokenizer is not None:
+            check_tokenizer(sources, tokenizer)
+    except UserError as error:
+        about_files.extend(error.mistakes)
+        return None
+    return sources
+
+
+def _open_checkpoint(run: RunConfig, about_files: list[str]) -> Checkpoint | None:
+    """What --load names; a directory without checkpoints is none, and the caller says so."""
+    if run.checkpoint.load is None:
+        return None
+    try:
+        checkpoint = find_checkpoint(run.checkpoint.load)
+        if checkpoint is not None:
+            about_files.extend(_disagreements(run, checkpoint))
+    except UserError as error:
+        about_files.extend(error.mistakes)
+        return None
+    return checkpoint
+
+
+def _disagreements(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """A line for each value of the command line that the checkpoint contradicts."""
+    stored, given = stored_model(checkpoint).to_dict(), run.model.to_dict()
+    pairs = {name: (given[name], stored[name]) for name in stored if name not in FREE_TO_CHANGE}
+    training = checkpoint.manifest.get("run", {}).get("training", {})
+    pairs |= {name: (getattr(run.training, name), training[name]) for name in DEFINES_ORDER if name in training}
+    return [
+        f"{flag_name(name)} {ours}: {checkpoint.directory} was trained with {theirs}"
+        for name, (ours, theirs) in pairs.items()
+        if ours != theirs
+    ]

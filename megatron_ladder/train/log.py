@@ -1,0 +1,179 @@
+"""What a user sees of a run: derived numbers before it, one line an interval, TensorBoard."""
+
+import json
+import resource
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from megatron_ladder import __version__
+from megatron_ladder.config.run import RunConfig
+from megatron_ladder.cost.flops import ModelFlops, parameter_count
+from megatron_ladder.parallel.embedding import padded_vocab_size
+from megatron_ladder.train.setup import Trainer
+
+
+def say(text: str, rank: int) -> None:
+    """Prints on the first rank, at once."""
+    if rank == 0:
+        print(text, flush=True)
+
+
+def banner(trainer: Trainer) -> str:
+    """The derived numbers of a run."""
+    run, model = trainer.run, trainer.run.model
+    flops = ModelFlops(model, run.training.seq_length)
+    tensor_parallel = run.parallel.tensor_model_parallel_size
+    layers = model.ladder_layers
+    wiring = model.residual_mode
+    if wiring == "ladder" and len(layers) < model.num_layers:
+        wiring = f"hybrid: {len(layers)} of {model.num_layers} layers are ladder {list(layers)}, the others standard"
+    rows = {
+        "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {run.parallel.zero_stage}",
+        "model": f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
+        f"{model.num_attention_heads} heads ({model.num_key_value_heads} key-value) of {model.head_dim}",
+        "wiring": wiring,
+        "parameters": f"{parameter_count(model).total:,}",
+        "vocabulary": f"{model.vocab_size:,} words, padded to {padded_vocab_size(model.vocab_size, tensor_parallel):,}",
+        "precision": "bf16, fp32 masters and gradient accumulation" if run.training.bf16 else "fp32",
+        "batch": f"{run.global_batch_size} samples = {run.accumulation_steps} accumulation steps x "
+        f"{run.data_parallel_size} data-parallel ranks x {run.training.micro_batch_size}",
+        "tokens": f"{run.tokens_per_step:,} a step, {run.tokens_per_step * run.training.train_iters:,} in "
+        f"{run.training.train_iters:,} steps",
+        "model FLOPs": f"{flops.training * run.global_batch_size:.3e} a step",
+        "overlap": _overlap(run),
+        "recompute": f"{run.recompute_layers} layers" if run.recompute_layers else "none",
+        "norm": trainer.implementations["norm"],
+        "optimizer": f"AdamW by {trainer.implementations['optimizer']}",
+    }
+    width = max(map(len, rows))
+    lines = [f"  {name:<{width}}  {value}" for name, value in rows.items()]
+    return "\n".join([f"megatron_ladder {__version__}", *lines])
+
+
+def _overlap(run: RunConfig) -> str:
+    if run.parallel.tensor_model_parallel_size == 1:
+        return "nothing to hide: one tensor-parallel process"
+    if not run.parallel.tp_overlap:
+        return "off: every all-reduce is waited for at once"
+    return "all-reduces of ladder layers run under the next sub-block" if run.model.ladder_layers else "none"
+
+
+class RunLog:
+    """Console and TensorBoard of rank 0; the other ranks call it too, and it does nothing there."""
+
+    def __init__(self, trainer: Trainer, first_iteration: int) -> None:
+        """`first_iteration`: the first step that this process will take."""
+        run = trainer.run
+        self._run = run
+        self._rank = trainer.mesh.world.rank
+        self._device = trainer.device
+        self._flops_per_step = ModelFlops(run.model, run.training.seq_length).training * run.global_batch_size
+        self._writer: Any = None
+        if run.logging.tensorboard_dir is not None and self._rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Points after the step that a run resumes from belong to one that was cut off.
+            self._writer = SummaryWriter(str(run.logging.tensorboard_dir), purge_step=first_iteration)
+            self._writer.add_text("configuration", f"```json\n{json.dumps(run.to_dict(), indent=2)}\n```", 0)
+        self._since = time.perf_counter()
+        self._last = first_iteration - 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def training(self, iteration: int, loss: float, learning_rate: float, gradient_norm: float) -> None:
+        """One line for the steps since the last one; `loss` is their mean."""
+        now = time.perf_counter()
+        steps, seconds = iteration - self._last, now - self._since
+        self._since, self._last = now, iteration
+        if self._rank != 0:
+            return
+        run = self._run
+        step_seconds = seconds / steps
+        tokens_per_second = run.tokens_per_step / step_seconds
+        flops = self._flops_per_step / step_seconds
+        left = (run.training.train_iters - iteration) * step_seconds
+        total = run.training.train_iters
+        print(
+            f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} | learning rate {learning_rate:.3e} "
+            f"| grad norm {gradient_norm:.3f} | {tokens_per_second:,.0f} tokens/s | {_engineering(flops)}FLOP/s "
+            f"| {step_seconds:.3f} s/step | ETA {duration(left)}",
+            flush=True,
+        )
+        self._scalars(
+            iteration,
+            {
+                "train/lm loss": loss,
+                "train/learning rate": learning_rate,
+                "train/grad norm": gradient_norm,
+                "speed/tokens per second": tokens_per_second,
+                "speed/model TFLOP per second": flops / 1e12,
+                "speed/seconds per step": step_seconds,
+                "memory/peak GB": peak_memory(self._device) / 1e9,
+            },
+        )
+
+    def validation(self, iteration: int, loss: float) -> None:
+        """One line for an evaluation."""
+        say(f"iteration {iteration} | valid lm loss {loss:.4f}", self._rank)
+        self._scalars(iteration, {"valid/lm loss": loss})
+
+    def without_time(self) -> "PausedClock":
+        """`with log.without_time():` around what is no training, so that it does not count in tokens/s."""
+        return PausedClock(self)
+
+    def shift(self, seconds: float) -> None:
+        """Moves the beginning of the current interval."""
+        self._since += seconds
+
+    def _scalars(self, iteration: int, values: dict[str, float]) -> None:
+        if self._writer is not None:
+            for tag, value in values.items():
+                self._writer.add_scalar(tag, value, iteration)
+            self._writer.flush()
+
+
+class PausedClock:
+    """Takes the time spent inside out of the log's current interval."""
+
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._log.shift(time.perf_counter() - self._began)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes this process has held: on its GPU, or resident on a machine without."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _engineering(value: float) -> str:
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if value >= size:
+            return f"{value / size:.2f} {prefix}"
+    return f"{value:.0f} "

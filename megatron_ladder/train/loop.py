@@ -1,0 +1,148 @@
+"""The run, from a command line to its last checkpoint."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_ladder import __version__
+from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
+from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
+from megatron_ladder.comm.launch import find_place, stop_process_group
+from megatron_ladder.data.loader import GlobalBatchLoader
+from megatron_ladder.data.samples import SampleSource
+from megatron_ladder.data.tokenizers import Tokenizer, copy_tokenizer
+from megatron_ladder.errors import BadNumbersError, UserError
+from megatron_ladder.train.inputs import RunInputs, read_inputs
+from megatron_ladder.train.log import RunLog, banner, say
+from megatron_ladder.train.setup import Trainer, build_trainer
+from megatron_ladder.train.step import StepResult, evaluate, train_step
+
+
+def pretrain(argv: Sequence[str]) -> None:
+    """Trains as the command line says, and saves.
+
+    Raises:
+        UserError: something in it is wrong; nothing was started.
+        BadNumbersError: loss or gradient are not finite.
+    """
+    place = find_place()
+    inputs = read_inputs(argv, place)
+    trainer = build_trainer(inputs, place)
+    say(banner(trainer), place.rank)
+    iteration, consumed_samples = resume(trainer, inputs)
+    train(trainer, inputs, iteration, consumed_samples)
+    stop_process_group()
+
+
+def resume(trainer: Trainer, inputs: RunInputs) -> tuple[int, int]:
+    """Loads the checkpoint, if there is one; returns steps done and samples seen."""
+    load, rank = trainer.run.checkpoint.load, trainer.mesh.world.rank
+    if load is None:
+        return 0, 0
+    if inputs.checkpoint is None:
+        say(f"*** --load {load} holds no checkpoint: the run starts anew ***", rank)
+        return 0, 0
+    checkpoint = agree_on_checkpoint(load, trainer)
+    load_training_state(checkpoint, trainer.state, trainer.mesh.world)
+    say(f"continues from {checkpoint.directory}: {checkpoint.iteration} steps done", rank)
+    return checkpoint.iteration, checkpoint.consumed_samples
+
+
+def agree_on_checkpoint(load: Path, trainer: Trainer) -> Checkpoint:
+    """The newest whole checkpoint, its checksums verified by the first rank for all."""
+    world = trainer.mesh.world
+    directory = None
+    if world.rank == 0:
+        found = find_checkpoint(load, verify=True)
+        assert found is not None
+        for warning in found.warnings:
+            print(f"*** {warning} ***", flush=True)
+        directory = str(found.directory)
+    return Checkpoint.open(Path(world.broadcast_object(directory)))
+
+
+def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples: int) -> None:
+    """Steps until --train-iters, with log lines, evaluations and checkpoints between them."""
+    run, rank = trainer.run, trainer.mesh.world.rank
+    last = run.training.train_iters
+    if iteration >= last:
+        say(f"nothing to do: {iteration} of {last} steps are done", rank)
+        return
+    assert inputs.sources.train is not None
+    batches = loader(trainer, inputs.sources.train, consumed_samples)
+    saved = iteration
+    losses: list[torch.Tensor] = []
+    with RunLog(trainer, iteration + 1) as log:
+        while iteration < last:
+            iteration += 1
+            result = train_step(trainer, next(batches), iteration)
+            losses.append(result.loss_sum)
+            if iteration % run.logging.log_interval == 0 or iteration == last:
+                report(trainer, log, iteration, losses, result)
+                losses.clear()
+            if inputs.sources.valid is not None and (
+                iteration % run.logging.eval_interval == 0 or iteration == last
+            ):
+                with log.without_time():
+                    valid = loader(trainer, inputs.sources.valid, consumed_samples=0)
+                    log.validation(iteration, evaluate(trainer, valid, run.logging.eval_iters))
+            if run.checkpoint.save_interval and iteration % run.checkpoint.save_interval == 0:
+                with log.without_time():
+                    save(trainer, inputs.tokenizer, iteration, batches.consumed_samples)
+                saved = iteration
+    if saved < iteration:
+        save(trainer, inputs.tokenizer, iteration, batches.consumed_samples)
+
+
+def report(
+    trainer: Trainer, log: RunLog, iteration: int, losses: Sequence[torch.Tensor], result: StepResult
+) -> None:
+    """Logs the mean loss of the steps since the last line; all ranks take part."""
+    total = trainer.mesh.data.all_reduce(torch.stack(list(losses)).sum())
+    loss = total.item() / len(losses)
+    if loss != loss:
+        raise BadNumbersError(f"iteration {iteration}: the loss is not a number")
+    log.training(iteration, loss, result.learning_rate, result.gradient_norm)
+
+
+def loader(trainer: Trainer, source: SampleSource, consumed_samples: int) -> GlobalBatchLoader:
+    """This rank's batches of a source, from a sample on."""
+    run = trainer.run
+    return GlobalBatchLoader(
+        source=source,
+        seq_length=run.training.seq_length,
+        global_batch_size=run.global_batch_size,
+        micro_batch_size=run.training.micro_batch_size,
+        data_parallel_rank=trainer.mesh.data.rank,
+        data_parallel_size=trainer.mesh.data.size,
+        consumed_samples=consumed_samples,
+        vocab_size=run.model.vocab_size,
+    )
+
+
+def save(trainer: Trainer, tokenizer: Tokenizer | None, iteration: int, consumed_samples: int) -> None:
+    """Publishes a checkpoint in --save, if that was given; all ranks take part."""
+    run = trainer.run
+    if run.checkpoint.save is None:
+        return
+    header = {
+        "iteration": iteration,
+        "consumed_samples": consumed_samples,
+        "model": run.model.to_dict(),
+        "run": run.to_dict(),
+        "tokenizer": None if tokenizer is None else {"type": tokenizer.kind, "sha256": tokenizer.sha256},
+        "versions": {"megatron_ladder": __version__, "torch": torch.__version__},
+    }
+
+    def add_tokenizer(directory: Path) -> None:
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, directory)
+
+    try:
+        published = save_training_state(
+            run.checkpoint.save, header, trainer.state, trainer.mesh.world, add_tokenizer
+        )
+    except OSError as error:
+        raise UserError(f"--save {run.checkpoint.save}: {error.strerror}: {error.filename}") from error
+    say(f"saved {published}", trainer.mesh.world.rank)

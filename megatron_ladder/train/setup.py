@@ -1,0 +1,106 @@
+"""Builds what a run computes with: process mesh, model, optimizer, DeepSpeed engine."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ladder.checkpoint.engine_state import EngineState, engine_state
+from megatron_ladder.comm.launch import Place, start_deepspeed, start_process_group
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.comm.mpu import DeepSpeedMpu
+from megatron_ladder.config.model import key_value_replicas
+from megatron_ladder.config.run import RunConfig
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.norm import select_norm
+from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.optim.adamw import build_adamw
+from megatron_ladder.optim.param_groups import parameter_groups
+from megatron_ladder.optim.schedule import LearningRateSchedule
+from megatron_ladder.train.inputs import RunInputs
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Everything that a step needs."""
+
+    run: RunConfig
+    mesh: ProcessMesh
+    device: torch.device
+    model: LanguageModel
+    engine: Any
+    """DeepSpeed's engine around `model`."""
+    state: EngineState
+    schedule: LearningRateSchedule
+    implementations: dict[str, str]
+    """Which code computes the norm and the optimizer, and why."""
+
+
+def build_trainer(inputs: RunInputs, place: Place) -> Trainer:
+    """Joins the other processes and builds this rank's part; every rank must call it alike."""
+    run = inputs.run
+    if run.training.deterministic_mode:
+        # cuBLAS reads it when its first handle is made.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    device = start_process_group(place, run.parallel.distributed_timeout_minutes)
+    start_deepspeed(place, device)
+    mesh = build_mesh(run)
+    model, norm = build_model(run, mesh, device)
+    optimizer, adamw = build_adamw(parameter_groups(model, run.optimizer.weight_decay), run.optimizer, device)
+    engine = build_engine(model, optimizer, inputs.deepspeed, mesh)
+    return Trainer(
+        run=run,
+        mesh=mesh,
+        device=device,
+        model=model,
+        engine=engine,
+        state=engine_state(engine),
+        schedule=build_schedule(run),
+        implementations={"norm": norm, "optimizer": adamw},
+    )
+
+
+def build_mesh(run: RunConfig) -> ProcessMesh:
+    """The process mesh of a run, in the default process group."""
+    tensor_parallel = run.parallel.tensor_model_parallel_size
+    return ProcessMesh.build(
+        tensor_parallel,
+        run.parallel.pipeline_model_parallel_size,
+        kv_replicas=key_value_replicas(run.model, tensor_parallel),
+    )
+
+
+def build_model(run: RunConfig, mesh: ProcessMesh, device: torch.device) -> tuple[LanguageModel, str]:
+    """This rank's slices with their initial weights in fp32, and which norm they use."""
+    norm, description = select_norm(run.training.norm_implementation, device)
+    options = StackOptions(tp_overlap=run.parallel.tp_overlap, recompute_layers=run.recompute_layers, norm=norm)
+    return LanguageModel(run.model, mesh, options, device=device, seed=run.training.seed), description
+
+
+def build_engine(
+    model: LanguageModel, optimizer: torch.optim.Optimizer, config: dict[str, Any], mesh: ProcessMesh
+) -> Any:
+    """DeepSpeed's engine around the model, in the process group that exists."""
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, mpu=DeepSpeedMpu(mesh), dist_init_required=False
+    )
+    return engine
+
+
+def build_schedule(run: RunConfig) -> LearningRateSchedule:
+    """The learning rate of every step."""
+    optimizer = run.optimizer
+    decay_iters = optimizer.lr_decay_iters or run.training.train_iters
+    return LearningRateSchedule(
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        decay_style=optimizer.lr_decay_style,
+        decay_iters=decay_iters,
+        warmup_iters=optimizer.lr_warmup_iters,
+        wsd_decay_iters=optimizer.lr_wsd_decay_iters or max(1, decay_iters // 10),
+        wsd_decay_style=optimizer.lr_wsd_decay_style,
+    )

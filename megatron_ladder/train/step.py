@@ -1,0 +1,87 @@
+"""One optimizer step, and one evaluation.
+
+The loss of a global batch is the sum over its target tokens that count, divided by their number in the whole batch:
+it depends neither on the micro-batch size nor on how many ranks share the batch. DeepSpeed averages gradients over
+data-parallel ranks, so each rank's share of the sum is multiplied by their number first.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.data.loader import MicroBatch
+from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.optim.gradients import clip_gradients, gradient_norm
+from megatron_ladder.train.setup import Trainer
+
+
+class StepResult(NamedTuple):
+    """What a step found."""
+
+    loss_sum: Tensor
+    """This rank's share of the loss, summed over its tokens and divided by those of the global batch; fp32."""
+    gradient_norm: float
+    """Before clipping."""
+    learning_rate: float
+
+
+def train_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], iteration: int) -> StepResult:
+    """Forward and backward of every micro-batch, reduction, clipping, AdamW.
+
+    Args:
+        micro_batches: this rank's, on any device.
+        iteration: number of this step, the first of the run being 1.
+
+    Raises:
+        BadNumbersError: the gradient is not finite; the weights are as they were before the step.
+    """
+    engine, run = trainer.engine, trainer.run
+    learning_rate = trainer.schedule.at(iteration)
+    trainer.state.set_learning_rate(learning_rate)
+    scale = 1.0 / count_targets(micro_batches, trainer.mesh.data, trainer.device)
+    loss_sum = torch.zeros((), device=trainer.device)
+    norm = 0.0
+    for index, batch in enumerate(micro_batches):
+        loss = engine(*_on_device(batch, trainer.device)) * scale
+        loss_sum += loss.detach()
+        engine.backward(loss * trainer.mesh.data.size, scale_wrt_gas=False)
+        if index == len(micro_batches) - 1:
+            pieces = trainer.state.gradient_pieces()
+            norm = gradient_norm(pieces, trainer.mesh.world, trainer.device)
+            if not math.isfinite(norm):
+                raise BadNumbersError(f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss_sum:g}")
+            clip_gradients(pieces, norm, run.optimizer.clip_grad)
+        engine.step()
+    return StepResult(loss_sum, norm, learning_rate)
+
+
+def count_targets(micro_batches: Sequence[MicroBatch], data: CommGroup, device: torch.device) -> float:
+    """Target tokens of the global batch that count, weighed by their masks."""
+    if all(batch.loss_mask is None for batch in micro_batches):
+        return float(sum(batch.labels.numel() for batch in micro_batches) * data.size)
+    counts = [
+        float(batch.labels.numel()) if batch.loss_mask is None else float(batch.loss_mask.sum())
+        for batch in micro_batches
+    ]
+    return float(data.all_reduce(torch.tensor(sum(counts), dtype=torch.float64, device=device)))
+
+
+@torch.no_grad()
+def evaluate(trainer: Trainer, batches: Iterator[list[MicroBatch]], global_batches: int) -> float:
+    """The mean loss of a target token over so many global batches; the same on every rank."""
+    sums = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+    for _ in range(global_batches):
+        micro_batches = next(batches)
+        for batch in micro_batches:
+            sums[0] += trainer.model(*_on_device(batch, trainer.device))
+        sums[1] += count_targets(micro_batches, trainer.mesh.data, trainer.device) / trainer.mesh.data.size
+    loss, tokens = trainer.mesh.data.all_reduce(sums).tolist()
+    return float(loss / tokens)
+
+
+def _on_device(batch: MicroBatch, device: torch.device) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.to(device, non_blocking=True) for tensor in batch]
