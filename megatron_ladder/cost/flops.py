@@ -7,7 +7,8 @@ does: forward once, backward twice as much (a product's gradient is two products
 although half of it is masked. *Hardware* FLOPs add the forward passes that recompute repeats. Utilisation by
 the first is MFU, by the second HFU.
 
-h hidden size, f MLP width, d head width, Hq and Hkv query and key-value heads, V vocabulary, s sequence length.
+h hidden size, f MLP width, d head width, Hq and Hkv query and key-value heads, V vocabulary size, s sequence
+length.
 """
 
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ class ModelFlops:
     def training_on_hardware(self, recomputed_layers: int) -> int:
         """Hardware FLOPs of the same: a layer whose sub-blocks are recomputed runs its forward pass again.
 
-        Its products then count four times, once more than in `training`. That a kernel skips masked scores, or
-        recomputes them inside its own backward, is not counted.
+        Its products then count four times, once more than in `training`. That a kernel skips masked scores,
+        or recomputes them inside its own backward, is not counted.
         """
         return self.training + recomputed_layers * (self.attention + self.mlp)

@@ -21,15 +21,21 @@ class Sidecar:
     """What is known of a data set besides its tokens."""
 
     tokenizer_type: str
+    """The --tokenizer-type, by the first of its names."""
     tokenizer_sha256: str
+    """Of the tokenizer's model file."""
     vocab_size: int
     """Ids of the tokenizer."""
     eod_id: int
+    """The tokenizer's end-of-document token."""
     append_eod: bool
     """Whether every document ends with `eod_id`."""
     largest_id: int
+    """Of all tokens."""
     documents: int
+    """Documents in the files; empty ones were left out."""
     tokens: int
+    """Tokens of all documents, end-of-document tokens included."""
 
 
 def sidecar_path(prefix: Path) -> Path:

@@ -35,7 +35,8 @@ class SequenceContext(NamedTuple):
     cache: KeyValueCache | None = None
     """Earlier positions; None in training."""
     mask: Tensor | None = None
-    """Boolean, True where a query may look, broadcastable to [b, heads, s, positions]; None means causal."""
+    """Boolean, True where a query may look, broadcastable to [b, heads, s, positions]; None means causal: each query
+    sees the positions up to its own, and a single one, being the newest, all of them."""
 
 
 class AttentionHeads(nn.Module):
@@ -68,8 +69,10 @@ class AttentionHeads(nn.Module):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
+        # torch aligns a causal mask at the first key, which would hide the cache from a single query.
+        causal = context.mask is None and q.shape[2] > 1
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=context.mask, is_causal=context.mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=context.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )
         return attended.permute(2, 0, 1, 3).flatten(2)
 

@@ -27,7 +27,7 @@ def banner(trainer: Trainer) -> str:
     flops = ModelFlops(model, run.training.seq_length)
     tensor_parallel = run.parallel.tensor_model_parallel_size
     layers = model.ladder_layers
-    wiring = model.residual_mode
+    wiring: str = model.residual_mode
     if wiring == "ladder" and len(layers) < model.num_layers:
         wiring = f"hybrid: {len(layers)} of {model.num_layers} layers are ladder {list(layers)}, the others standard"
     rows = {

@@ -1,0 +1,213 @@
+# Makes and keeps the project's own Python environment, .venv in the repository. To be sourced by bash:
+#
+#     source examples/environment.sh
+#     prepare_environment plot          # or: test, or several extras of setup.py as "plot,data"
+#     "$ENVIRONMENT/bin/python" ...
+#
+# What is installed is written down last, so that a killed run is noticed, and an unchanged environment costs
+# nothing. pip's own settings (index, mirror, cache, proxies) are the user's and are not touched.
+# shellcheck shell=bash
+
+REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+ENVIRONMENT=$REPOSITORY/.venv
+
+# fail LINE...: says what is wrong and how to mend it, and ends the script as a user's mistake does.
+fail() {
+    printf 'error: %s\n' "$@" >&2
+    exit 2
+}
+
+# prepare_environment EXTRAS: installs the package with those extras, in the versions of constraints.txt.
+prepare_environment() {
+    local extras=$1 python stamp wanted lock=""
+    python=$(find_python)
+    stamp=$ENVIRONMENT/prepared-${extras//,/-}
+    wanted=$(wanted_environment "$extras" "$python")
+    if is_prepared "$stamp" "$wanted"; then
+        echo "environment: .venv is ready"
+        return
+    fi
+    echo "environment: preparing .venv for $("$python" -V) with [$extras]"
+    # A second script in the same repository waits here until the first one has finished.
+    if command -v flock >/dev/null; then
+        exec {lock}>"$REPOSITORY/.venv.lock"
+        flock --nonblock "$lock" || {
+            echo "environment: another script is preparing it, waiting"
+            flock "$lock"
+        }
+    fi
+    if ! is_prepared "$stamp" "$wanted"; then
+        make_virtual_environment "$python"
+        touch "$ENVIRONMENT/incomplete"
+        install_torch
+        install_package "$extras"
+        printf '%s\n' "$wanted" >"$stamp"
+        rm -f "$ENVIRONMENT/incomplete"
+    fi
+    if [ -n "$lock" ]; then
+        exec {lock}>&-
+    fi
+}
+
+# The first Python that is new enough, python3 before the numbered ones.
+find_python() {
+    local candidate
+    for candidate in python3 python3.13 python3.12 python3.11 python3.14; do
+        if command -v "$candidate" >/dev/null &&
+            "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            # Inside a virtual environment, the Python that it was made from outlives it.
+            "$candidate" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)'
+            return
+        fi
+    done
+    if command -v python3 >/dev/null; then
+        fail "python3 is $(python3 -V 2>&1), but 3.11 or newer is needed: install it; python3.11 to python3.14 on the PATH are found too"
+    fi
+    fail "no python3 on the PATH: install Python 3.11 or newer"
+}
+
+# What a finished environment was made from, a line each.
+wanted_environment() {
+    local extras=$1 python=$2
+    echo "extras $extras"
+    "$python" -c 'import sys; print("python", sys.version)'
+    (cd "$REPOSITORY" && cksum constraints.txt setup.py pyproject.toml)
+}
+
+is_prepared() {
+    local stamp=$1 wanted=$2
+    [ ! -e "$ENVIRONMENT/incomplete" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] &&
+        was_made_here && "$ENVIRONMENT/bin/python" -c '' 2>/dev/null && ! lacks_cuda
+}
+
+# Scripts of a virtual environment hold its absolute path, so a copied or moved one is of no use.
+was_made_here() {
+    [ -f "$ENVIRONMENT/made-at" ] && [ "$(cat "$ENVIRONMENT/made-at")" = "$ENVIRONMENT" ]
+}
+
+has_gpu() {
+    command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU '
+}
+
+# How many GPUs a program started here may use.
+gpu_count() {
+    if ! has_gpu; then
+        echo 0
+    elif [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
+    else
+        nvidia-smi --list-gpus | grep -c '^GPU '
+    fi
+}
+
+# True when there is a GPU and the installed torch is a CPU build, as after a move from a login node to a GPU node.
+lacks_cuda() {
+    has_gpu && compgen -G "$ENVIRONMENT/lib/python3*/site-packages/torch-*+cpu.dist-info" >/dev/null
+}
+
+make_virtual_environment() {
+    local python=$1 version
+    if [ -e "$ENVIRONMENT" ] && [ ! -f "$ENVIRONMENT/made-at" ]; then
+        fail "$ENVIRONMENT is there, but this script did not make it: move it away and run again"
+    fi
+    if [ -e "$ENVIRONMENT/incomplete" ]; then
+        echo "environment: .venv was not finished: making it anew"
+    elif ! was_made_here || ! same_python "$python" "$ENVIRONMENT/bin/python"; then
+        [ ! -e "$ENVIRONMENT" ] || echo "environment: .venv is of another place or Python: making it anew"
+    else
+        return 0
+    fi
+    rm -rf "$ENVIRONMENT"
+    version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+    if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
+        fail "$python cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install $version-venv)"
+    fi
+    mkdir -p "$ENVIRONMENT"
+    touch "$ENVIRONMENT/incomplete"
+    printf '%s\n' "$ENVIRONMENT" >"$ENVIRONMENT/made-at"
+    stage "virtual environment" "$python" -m venv "$ENVIRONMENT"
+}
+
+same_python() {
+    local ask='import sys; print(sys.version)'
+    [ "$("$1" -c "$ask" 2>/dev/null)" = "$("$2" -c "$ask" 2>/dev/null)" ]
+}
+
+# torch comes first and by itself: asked for as a dependency, the newest build with all of CUDA would come.
+install_torch() {
+    local version
+    version=$(sed -n 's/^torch==//p' "$REPOSITORY/constraints.txt")
+    if lacks_cuda; then
+        stage "removing the CPU build of torch" pip uninstall --yes torch
+    fi
+    if has_version torch "$version"; then
+        return
+    fi
+    if has_gpu; then
+        stage "torch $version with CUDA (several GB)" pip install "torch==$version"
+    elif [ "$(uname)" = Darwin ]; then
+        stage "torch $version" pip install "torch==$version"
+    elif attempt "torch $version, CPU build" pip install "torch==$version+cpu"; then
+        return
+    elif attempt "uv, which knows where CPU builds are" pip install --constraint "$REPOSITORY/constraints.txt" uv &&
+        attempt "torch $version, CPU build, by uv" "$ENVIRONMENT/bin/uv" pip install --no-deps \
+            --python "$ENVIRONMENT/bin/python" --torch-backend cpu "torch==$version"; then
+        return
+    else
+        echo "environment: note: no CPU build of torch can be had here; the usual one brings CUDA, several GB"
+        stage "torch $version" pip install "torch==$version"
+    fi
+}
+
+install_package() {
+    # DeepSpeed would otherwise follow a stray DS_BUILD_OPS=1 and ask for a compiler.
+    DS_BUILD_OPS=0 stage "deepspeed, megatron_ladder and what they need" \
+        pip install --constraint "$REPOSITORY/constraints.txt" --editable "${REPOSITORY}[$1]"
+}
+
+pip() {
+    "$ENVIRONMENT/bin/python" -m pip --disable-pip-version-check --no-input "$@"
+}
+
+# has_version PACKAGE VERSION: whether it is installed, whichever build (the +cpu of 2.13.0+cpu).
+has_version() {
+    "$ENVIRONMENT/bin/python" -c '
+import sys
+from importlib.metadata import PackageNotFoundError, version
+try:
+    sys.exit(version(sys.argv[1]).partition("+")[0] != sys.argv[2])
+except PackageNotFoundError:
+    sys.exit(1)' "$1" "$2"
+}
+
+# stage WHAT COMMAND...: runs the command quietly, a line with the seconds that it took; ends the script if it fails.
+stage() {
+    if ! attempt "$@"; then
+        echo "error: $1 failed; the end of $ENVIRONMENT/install.log:" >&2
+        tail -n 25 "$ENVIRONMENT/install.log" | grep -v '^WARNING' | sed 's/^/    /' >&2
+        exit 1
+    fi
+}
+
+# attempt WHAT COMMAND...: as stage, but the caller decides what a failure means.
+attempt() {
+    local what=$1 begin=$SECONDS ticker="" status=0
+    shift
+    printf 'environment: %s ...' "$what"
+    if [ -t 1 ]; then
+        (while sleep 1 && kill -0 $$; do printf '\renvironment: %s ... %d s' "$what" $((SECONDS - begin)); done) &
+        ticker=$!
+    fi
+    "$@" >"$ENVIRONMENT/install.log" 2>&1 </dev/null || status=$?
+    if [ -n "$ticker" ]; then
+        kill "$ticker" 2>/dev/null
+        wait "$ticker" 2>/dev/null || true
+        printf '\renvironment: %s ...' "$what"
+    fi
+    if [ "$status" -eq 0 ]; then
+        printf ' %d s\n' $((SECONDS - begin))
+    else
+        printf ' not possible (%d s)\n' $((SECONDS - begin))
+    fi
+    return "$status"
+}

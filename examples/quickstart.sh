@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# From nothing to a trained ladder model and text sampled from it, on this machine:
+#
+#     bash examples/quickstart.sh                                       everything goes to quickstart/
+#     bash examples/quickstart.sh RUN_FOLDER                            ... or to a folder of your own
+#     bash examples/quickstart.sh RUN_FOLDER --residual-mode standard   further flags go to pretrain_ladder.py
+#
+# It makes its own Python environment (.venv), and runs two processes on a CPU or on two GPUs, one on a single GPU.
+# Run again, it does only what is not done yet: an interrupted training goes on from its last checkpoint.
+set -euo pipefail
+
+if [[ ${1:-} == -* ]]; then
+    sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p}' "${BASH_SOURCE[0]}"
+    [[ $1 == -h || $1 == --help ]] && exit 0
+    exit 2
+fi
+run=${1:-$(dirname "${BASH_SOURCE[0]}")/../quickstart}
+mkdir -p "$run/done"
+run=$(cd "$run" && pwd -P)
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source examples/environment.sh
+training_flags=("${@:2}")
+
+stages=5
+stage_number=0
+something_ran=false
+trap 'say_where_it_stopped $?' EXIT
+
+say_where_it_stopped() {
+    if [ "$1" -ne 0 ]; then
+        printf '\nStopped in stage %d of %d with exit code %d; the same command goes on from there.\n' \
+            "$stage_number" "$stages" "$1" >&2
+    fi
+}
+
+# announce WHAT: the heading of a stage.
+announce() {
+    stage_number=$((stage_number + 1))
+    stage_begin=$SECONDS
+    printf '\n[%d/%d] %s\n' "$stage_number" "$stages" "$1"
+}
+
+finished() {
+    printf '      %s, %d s (%d s since the start)\n' "$1" $((SECONDS - stage_begin)) "$SECONDS"
+}
+
+# run_once NAME OUTPUT WHAT COMMAND...: skips a command that has run before, word for word, when its output is still
+# there and nothing before it ran anew. The record is written last, so a killed command counts as not run.
+run_once() {
+    local record=$run/done/$1 output=$2 command
+    command=$(printf '%q ' "${@:4}")
+    announce "$3"
+    if ! "$something_ran" && [ -e "$output" ] && [ "$(cat "$record" 2>/dev/null)" = "$command" ]; then
+        echo "      done before: $output"
+        return
+    fi
+    something_ran=true
+    rm -f "$record"
+    "${@:4}"
+    printf '%s\n' "$command" >"$record"
+    finished "done"
+}
+
+# launch SCRIPT FLAGS...: one process for each GPU, or CPU process, by the deepspeed launcher of the environment.
+# Its port is a free one, so that runs beside each other do not meet, and a machine's hostfile is left aside.
+launch() {
+    local port devices=(--num_gpus "$processes")
+    port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+    if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+        # With --num_gpus the launcher would forget which GPUs it was given.
+        CUDA_VISIBLE_DEVICES=$(cut -d, -f"1-$processes" <<<"$CUDA_VISIBLE_DEVICES")
+        export CUDA_VISIBLE_DEVICES
+        devices=()
+    fi
+    "$python" "$ENVIRONMENT/bin/deepspeed" --quiet --hostfile /dev/null --master_port "$port" \
+        ${devices[@]+"${devices[@]}"} "$@"
+}
+
+sample() {
+    "$python" tools/generate.py --model "$run/checkpoint" --tp "$tp" --max-new-tokens 80 --temperature 0.8 \
+        --top-k 40 --seed 1 --prompt "def " --prompt "class " | tee "$run/sample.txt"
+}
+
+announce "Python environment"
+prepare_environment plot
+python=$ENVIRONMENT/bin/python
+finished "ready"
+
+gpus=$(gpu_count)
+processes=2 tp=2 precision=() device="the CPU"
+if [ "$gpus" -gt 0 ]; then
+    precision=(--bf16)
+    if [ "$gpus" -eq 1 ]; then
+        processes=1 tp=1
+    fi
+    device="$processes of $gpus GPUs"
+else
+    export DS_ACCELERATOR=cpu
+fi
+cores=$(nproc)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
+
+run_once corpus "$run/data/valid_text_document.idx" \
+    "Corpus: a tokenizer and tokens from the sources of Python's standard library" \
+    "$python" tools/prepare_corpus.py --output-dir "$run/data" --vocab-size 4096
+
+run_once training "$run/checkpoint/latest" \
+    "Training: a ladder model on $device, $processes processes, tensor parallel $tp" \
+    launch pretrain_ladder.py \
+    --tensor-model-parallel-size "$tp" --zero-stage 1 ${precision[@]+"${precision[@]}"} \
+    --residual-mode ladder --num-layers 8 --hidden-size 256 --num-attention-heads 8 --num-key-value-heads 4 \
+    --seq-length 256 --max-position-embeddings 256 --micro-batch-size 8 --global-batch-size 16 \
+    --train-iters 300 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 30 --lr-decay-style cosine \
+    --train-data-path "$run/data/train_text_document" --valid-data-path "$run/data/valid_text_document" \
+    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/data/tokenizer.model" \
+    --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 100 \
+    --eval-interval 50 --eval-iters 5 --log-interval 5 --tensorboard-dir "$run/tensorboard" \
+    ${training_flags[@]+"${training_flags[@]}"}
+
+run_once plot "$run/loss.png" \
+    "Plot: the loss over iterations" \
+    "$python" tools/plot_loss.py --tensorboard-dir "$run/tensorboard" --labels "$(basename "$run")" \
+    --output "$run/loss.png"
+
+run_once sample "$run/sample.txt" \
+    "Sampling: what the model writes, tensor parallel $tp" \
+    sample
+
+shown=${run#"$PWD"/}
+quoted=$(printf '%q' "$shown")
+cat <<END
+
+Done in $SECONDS s. In $PWD:
+    loss curve    $shown/loss.png
+    TensorBoard   $shown/tensorboard
+    checkpoint    $shown/checkpoint
+    samples       $shown/sample.txt
+
+Next, from there:
+    .venv/bin/tensorboard --logdir $quoted/tensorboard
+    .venv/bin/python tools/generate.py --model $quoted/checkpoint --tp $tp --prompt "import "
+    bash examples/quickstart.sh $quoted-standard --residual-mode standard
+END

@@ -1,0 +1,68 @@
+"""Package metadata: supported ranges stand here, the exact versions that are tested in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+PROGRAMS = {
+    "pretrain": "pretrain",
+    "preprocess-data": "preprocess_data",
+    "train-tokenizer": "train_tokenizer",
+    "prepare-corpus": "prepare_corpus",
+    "generate": "generate",
+    "plot-loss": "plot_loss",
+}
+"""megatron-ladder-<key> runs entry_point of megatron_ladder.cli.<value>."""
+
+REQUIRED = [
+    "torch>=2.11,<3",
+    # The state of its optimizers is read from their attributes, so a new minor release is a decision.
+    "deepspeed>=0.19.8,<0.20",
+    "numpy>=2.0,<3",
+    "safetensors>=0.6,<1",
+    "sentencepiece>=0.2.1,<0.3",
+    "tensorboard>=2.19,<3",
+    "tokenizers>=0.22,<1",
+    "xxhash>=3.5,<5",
+]
+PLOT = ["matplotlib>=3.9,<4"]
+DATA = ["datasets>=4.0,<6"]
+TEST = ["mypy>=1.18", "pytest>=8.4", "ruff>=0.14", "transformers>=5.0,<6", *PLOT]
+
+
+def read_version() -> str:
+    """`__version__` of the package, read as text: importing it is not possible before it is installed."""
+    source = (ROOT / "megatron_ladder" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
+    if found is None:
+        raise RuntimeError('megatron_ladder/__init__.py: expected a line __version__ = "..."')
+    return found.group(1)
+
+
+setup(
+    name="megatron-ladder",
+    version=read_version(),
+    description="Pretraining, conversion and generation for Ladder Residual transformers",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_ladder", "megatron_ladder.*"]),
+    package_data={"megatron_ladder": ["py.typed"]},
+    install_requires=REQUIRED,
+    extras_require={"data": DATA, "plot": PLOT, "test": TEST},
+    entry_points={
+        "console_scripts": [
+            f"megatron-ladder-{program} = megatron_ladder.cli.{module}:entry_point"
+            for program, module in PROGRAMS.items()
+        ]
+    },
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,37 @@
+"""What every test gets: one thread, no network hub, an extensions folder of its own, and the --slow option."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Read when torch, and when transformers, are imported: too late inside of a fixture.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+
+
+@pytest.fixture(scope="session")
+def extensions_dirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    root = tmp_path_factory.mktemp("torch_extensions")
+    return (root / str(number) for number in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def own_torch_extensions_dir(extensions_dirs: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that was killed leaves a lock in this folder on which every later user of it waits for ever."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(next(extensions_dirs)))

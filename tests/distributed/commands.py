@@ -1,0 +1,99 @@
+"""Whole commands in tests: a free port, a clean environment, and a run that leaves no process behind."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
+
+_KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER", "VIRTUAL_ENV")
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listened on a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def clean_environment() -> dict[str, str]:
+    """The variables that a test's process starts with: no rank, master or flag of the shell that runs pytest.
+
+    The interpreter's own folder leads PATH, so that `deepspeed` and `torchrun` are found where the tests'
+    environment is not activated. One OpenMP thread: the processes of a case share few cores.
+    """
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
+    return kept | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """End `process`, started in a session of its own, with its group and its descendants in other groups.
+
+    A launcher may give its workers a session each (torchrun does), which a signal to the group cannot reach.
+    """
+    descendants: list[psutil.Process] = []
+    if process.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            descendants = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for descendant in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            descendant.kill()
+    process.wait()
+
+
+def run_command(
+    argv: Sequence[str | Path],
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = REPOSITORY_ROOT,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end and return exit code, stdout and stderr.
+
+    `timeout` is in seconds; `env` is added to `clean_environment()`. The command may not outlive its timeout
+    nor leave a process behind that holds its output: both raise AssertionError with the output so far, and
+    every process of the command is ended.
+    """
+    command = [str(argument) for argument in argv]
+    with tempfile.TemporaryDirectory(prefix="torch_extensions_") as extensions:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=clean_environment() | {"TORCH_EXTENSIONS_DIR": extensions} | dict(env or {}),
+            cwd=cwd,
+            start_new_session=True,
+        )
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as expired:
+            ending = "still ran" if process.poll() is None else "left a process behind that still ran"
+            raise AssertionError(
+                f"{' '.join(command)}\n{ending} after {timeout:g} s\n"
+                f"--- stdout\n{_text(expired.stdout)}\n--- stderr\n{_text(expired.stderr)}"
+            ) from None
+        finally:
+            kill_tree(process)
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _text(output: bytes | str | None) -> str:
+    """What an interrupted `communicate` had read: bytes, even of a text stream."""
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""

@@ -1,0 +1,15 @@
+"""Fixtures of the tests that need several processes."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.pool import GlooPools
+
+
+@pytest.fixture(scope="session")
+def gloo_pools() -> Iterator[GlooPools]:
+    """Every pool of the run: `gloo_pools(2).run(function, ...)` runs a case on two ranks."""
+    pools = GlooPools()
+    yield pools
+    pools.close()

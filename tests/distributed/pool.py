@@ -1,0 +1,311 @@
+"""One pool of gloo processes per world size for a whole test run: a case is a message, not a launch.
+
+The parent (pytest) and each rank share one pipe. A message to a rank is the pickle of `(function, arguments,
+keyword arguments)`; a function travels by reference, so it must stand at the top level of an importable
+module. The rank answers `(True, result)` or `(False, traceback)`. A rank without a case blocks on its pipe.
+
+This module is imported by every rank before anything else: torch is imported only where it is used.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CASE_TIMEOUT = 60.0
+START_TIMEOUT = 300.0
+"""Seconds for what a cold disk makes slow: importing torch, and the module of a case, on every rank."""
+FAILURE_GRACE = 0.3
+"""Seconds that other ranks get to report as well once one has failed."""
+STACKS_TIMEOUT = 5.0
+"""Seconds that hanging ranks get to write their stacks."""
+GROUPS_KEPT = 32
+"""Process groups a rank may hold before abandoned ones are looked for."""
+
+
+class GlooPool:
+    """`world_size` processes with gloo as their default process group, started at the first case.
+
+    After a failed case the processes are ended and the next case gets new ones: ranks that are out of step
+    cannot spoil other cases. Process groups that a case made and that nothing refers to any more are
+    destroyed in time; a mesh that many cases need is best kept by `functools.cache` in their module.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[subprocess.Popen[str]] = []
+        self._pipes: list[Connection] = []
+        self._imported: set[str] = set()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Process ids in rank order; empty while no process runs."""
+        return [process.pid for process in self._processes]
+
+    def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call `function` with the same arguments on every rank; the results in rank order.
+
+        Tensors travel as detached copies on the CPU. torch's generator is seeded alike before each case.
+
+        Raises:
+            AssertionError: a rank raised, died, or did not end within `CASE_TIMEOUT`; the ranks are named,
+                with their tracebacks, or with the stacks of all that hang.
+        """
+        return self.run_within(CASE_TIMEOUT, function, *args, **kwargs)
+
+    def run_within(self, timeout: float, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """`run` with another timeout, in seconds."""
+        call = _dumps((function, args, kwargs))
+        try:
+            if not self._processes:
+                self._start()
+            if function.__module__ not in self._imported:
+                self._exchange(_dumps((_import_module, (function.__module__,), {})), START_TIMEOUT)
+                self._imported.add(function.__module__)
+            return self._exchange(call, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes; a later case starts new ones."""
+        for process in self._processes:
+            if process.returncode is None:
+                kill_tree(process)
+        for pipe in self._pipes:
+            pipe.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._processes, self._pipes, self._folder = [], [], None
+        self._imported.clear()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix=f"gloo_pool_{self.world_size}_")
+        folder = Path(self._folder.name)
+        environment = clean_environment() | {
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY_ROOT), *filter(None, sys.path)]),
+            "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": "",
+            "DS_ACCELERATOR": "cpu",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+        }
+        for rank in range(self.world_size):
+            ours, theirs = Pipe()
+            program = f"from tests.distributed.pool import serve; serve({theirs.fileno()}, {os.getpid()})"
+            with open(folder / f"output.{rank}", "w") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-X", "faulthandler", "-c", program],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    cwd=folder,
+                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        self._gather(START_TIMEOUT)
+
+    def _exchange(self, message: bytes, timeout: float) -> list[Any]:
+        for pipe in self._pipes:
+            # A rank that has died since its last case is reported by _gather, with its exit code.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                pipe.send_bytes(message)
+        return self._gather(timeout)
+
+    def _gather(self, timeout: float) -> list[Any]:
+        """One answer of every rank, in rank order, or an AssertionError about those that gave none."""
+        deadline = time.monotonic() + timeout
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while waiting:
+            answered = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not answered:
+                break
+            for pipe in answered:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    succeeded, answer = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    succeeded, answer = False, self._obituary(rank)
+                (results if succeeded else failures)[rank] = answer
+            if failures:
+                deadline = min(deadline, time.monotonic() + FAILURE_GRACE)
+        if failures:
+            raise AssertionError(
+                "\n".join(f"rank {rank} of {self.world_size}: {text}" for rank, text in failures.items())
+            )
+        if waiting:
+            raise AssertionError(self._stacks(sorted(waiting.values()), timeout))
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _obituary(self, rank: int) -> str:
+        kill_tree(self._processes[rank])
+        output = self._written("output", rank).splitlines()[-40:]
+        return "\n".join([f"ended with exit code {self._processes[rank].returncode}; last of its output:", *output])
+
+    def _stacks(self, ranks: Sequence[int], timeout: float) -> str:
+        """What every thread of the given ranks is doing."""
+        for rank in ranks:
+            self._processes[rank].send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + STACKS_TIMEOUT
+        before: list[str] = []
+        stacks = [self._written("stacks", rank) for rank in ranks]
+        while (not all(stacks) or stacks != before) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            before, stacks = stacks, [self._written("stacks", rank) for rank in ranks]
+        lines = [f"no answer within {timeout:g} s"]
+        for rank, stack in zip(ranks, stacks, strict=True):
+            lines += [f"rank {rank} of {self.world_size} hangs in:", stack]
+        return "\n".join(lines)
+
+    def _written(self, kind: str, rank: int) -> str:
+        assert self._folder is not None
+        return (Path(self._folder.name) / f"{kind}.{rank}").read_text(errors="replace")
+
+
+class GlooPools:
+    """The pools of a test run, one for each world size asked for; `pools(2)` is the pool of two ranks."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, GlooPool] = {}
+
+    def __call__(self, world_size: int) -> GlooPool:
+        return self._pools.setdefault(world_size, GlooPool(world_size))
+
+    def close(self) -> None:
+        """End every process of every pool."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Life of one rank: join the default process group, then answer cases until the parent closes its end.
+
+    Started in the pool's folder, with rank and world size in the environment as a launcher gives them.
+    """
+    _die_with(parent)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    stacks = open(f"stacks.{rank}", "w")  # noqa: SIM115 (the signal's handler writes to it for life)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    pipe = Connection(descriptor)
+
+    import torch
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{Path('store').resolve()}", rank=rank, world_size=world_size
+    )
+    probe = torch.distributed.new_group()
+    fresh_references = _references(probe)
+    torch.distributed.destroy_process_group(probe)
+    del probe
+    pipe.send_bytes(_dumps((True, None)))
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            # An ordinary exit would wait for threads and peers that may be stuck.
+            os._exit(0)
+        _destroy_abandoned_groups(fresh_references)
+        torch.manual_seed(0)
+        pipe.send_bytes(_answer(message))
+
+
+def _answer(message: bytes) -> bytes:
+    """The answer to one case; a function of its own, so that no result outlives it."""
+    try:
+        function, args, kwargs = pickle.loads(message)
+        return _dumps((True, function(*args, **kwargs)))
+    except BaseException:
+        # SystemExit as well: a case that exits must not take the rank's traceback with it.
+        return _dumps((False, traceback.format_exc()))
+
+
+def _import_module(name: str) -> None:
+    importlib.import_module(name)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end this process when `parent` does, even while a collective blocks it for ever."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+    if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _destroy_abandoned_groups(fresh_references: int) -> None:
+    """Destroy the process groups that only torch's own tables still hold.
+
+    torch keeps every group for ever, with seven descriptors and three polling threads each; hundreds of cases
+    would exhaust both. All ranks have ended the last case when this runs, so no peer still uses such a group.
+    Groups that a module keeps (a cached mesh, DeepSpeed's own) have more references and stay.
+    """
+    import torch
+
+    groups = [group for group in _known_groups() if group is not torch.distributed.group.WORLD]
+    if len(groups) <= GROUPS_KEPT:
+        return
+    gc.collect()
+    while groups:
+        group = groups.pop()
+        if _references(group) <= fresh_references:
+            torch.distributed.destroy_process_group(group)
+
+
+def _known_groups() -> list[Any]:
+    from torch.distributed import distributed_c10d
+
+    return list(distributed_c10d._world.pg_map)
+
+
+def _references(group: Any) -> int:
+    """References to a process group, the caller's and this function's included."""
+    return sys.getrefcount(group)
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as detached CPU copies: no shared memory, no autograd graph, no storage around a view."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(value, torch.Tensor):
+            return NotImplemented
+        copy = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _dumps(message: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(message)
+    return buffer.getvalue()

@@ -1,0 +1,74 @@
+"""Cases' common ground: a model from full weights on this rank, and gradients back in canonical names."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.config.model import ModelConfig, key_value_replicas
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.parallel.layout import parameter_sections
+
+Pieces = list[tuple[str, tuple[int, ...], Tensor]]
+"""Canonical name, offset and values of what one rank holds."""
+
+PADDING = 1e3
+"""Fills rows beyond the vocabulary, which must have no part in anything."""
+
+
+@functools.cache
+def mesh_of(tensor_parallel: int, kv_replicas: int = 1) -> ProcessMesh:
+    """One mesh per shape and process: making groups is slow."""
+    return ProcessMesh.build(tensor_parallel, 1, kv_replicas)
+
+
+def small_model(**changes: Any) -> ModelConfig:
+    """A few layers with grouped queries and an odd vocabulary."""
+    sizes: dict[str, Any] = {
+        "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 101, "max_position_embeddings": 64,
+    }  # fmt: skip
+    return ModelConfig(**(sizes | changes))
+
+
+def build(
+    config: ModelConfig, weights: Mapping[str, Tensor], tensor_parallel: int, options: StackOptions
+) -> LanguageModel:
+    """This rank's slices of the full `weights`."""
+    mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
+    dtype = weights["embedding.weight"].dtype
+    model = LanguageModel(config, mesh, options, dtype=dtype)
+    with torch.no_grad():
+        for parameter, sections in parameter_sections(model):
+            parameter.fill_(PADDING)
+            for section in sections:
+                full = weights[section.name]
+                box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
+                section.view(parameter).copy_(full[box])
+    return model
+
+
+def gradient_pieces(model: LanguageModel) -> Pieces:
+    """Every gradient that this rank holds, also of what other ranks hold as well."""
+    pieces: Pieces = []
+    for parameter, sections in parameter_sections(model):
+        assert parameter.grad is not None
+        pieces += [(s.name, s.offset, s.view(parameter.grad).clone()) for s in sections]
+    return pieces
+
+
+def assert_pieces(ranks: list[Pieces], expected: Mapping[str, Tensor], tolerance: float) -> None:
+    """Every rank's pieces equal the reference (max|a-b| / max|b| per tensor), and together they cover all of it."""
+    covered = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    for rank, pieces in enumerate(ranks):
+        for name, offset, values in pieces:
+            box = tuple(slice(o, o + e) for o, e in zip(offset, values.shape, strict=True))
+            error, size = (values - expected[name][box]).abs().max(), expected[name].abs().max()
+            assert error <= tolerance * size, f"rank {rank}: {name}: {error:.1e} above {tolerance:.0e} x {size:.1e}"
+            covered[name][box] = 1
+    for name, mask in covered.items():
+        assert mask.all(), f"{name}: no rank holds some of its elements"

@@ -1,0 +1,112 @@
+"""Loss and full gradients of every wiring, layout and way of computing, against a plain single-process model."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.config.model import ModelConfig, key_value_replicas
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.parallel.layout import parameter_sections
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import Pieces, assert_pieces, build, gradient_pieces, mesh_of, small_model
+from tests.reference import ReferenceConfig, Weights, make_weights, reference_gradients
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
+
+WIRINGS: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "ladder": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2, 3)},
+    "parallel": {"residual_mode": "parallel", "ladder_layers": (0, 1, 2, 3)},
+    "hybrid": {"residual_mode": "ladder", "ladder_layers": (1, 3)},
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "tied": {"tie_embeddings": True, "rope_scaling": "linear", "rope_scaling_factor": 2.0},
+    "biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
+    "qwen": {"add_qkv_bias": True, "qk_layernorm": True, "num_key_value_heads": 1},
+    "multi-head": {"num_key_value_heads": 4, "head_dim": 12, "vocab_size": 257, "rope_scaling": "llama3",
+                   "rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 16},
+}  # fmt: skip
+
+
+def run_case(
+    config: ModelConfig, weights: Weights, tensor_parallel: int, options: StackOptions,
+    tokens: Tensor, labels: Tensor, mask: Tensor,
+) -> tuple[float, Pieces]:  # fmt: skip
+    """On each rank: the loss a masked token, and every gradient that this rank holds."""
+    model = build(config, weights, tensor_parallel, options)
+    loss = model(tokens, labels, mask) / mask.sum()
+    loss.backward()
+    return loss.item(), gradient_pieces(model)
+
+
+def batch(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, config.vocab_size, (2, 13), generator=generator)
+    mask = (torch.rand(2, 12, generator=generator) < 0.7).to(dtype)
+    return tokens[:, :-1], tokens[:, 1:], mask
+
+
+def check(gloo_pools: GlooPools, tensor_parallel: int, config: ModelConfig, options: StackOptions,
+          dtype: torch.dtype) -> None:  # fmt: skip
+    reference = ReferenceConfig.like(config)
+    weights = make_weights(reference, seed=1, dtype=dtype)
+    tokens, labels, mask = batch(config, dtype)
+    loss, gradients = reference_gradients(weights, reference, tokens, labels, mask)
+    results = gloo_pools(tensor_parallel).run(
+        run_case, config, weights, tensor_parallel, options, tokens, labels, mask
+    )
+    for found, _ in results:
+        assert found == pytest.approx(float(loss), rel=TOLERANCE[dtype])
+    assert_pieces([pieces for _, pieces in results], gradients, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
+@pytest.mark.parametrize("wiring", WIRINGS)
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+def test_wirings(
+    gloo_pools: GlooPools, tensor_parallel: int, wiring: str, overlap: bool, recompute: int, dtype: torch.dtype
+) -> None:
+    config = small_model(**WIRINGS[wiring])
+    check(gloo_pools, tensor_parallel, config, StackOptions(overlap, recompute), dtype)
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "wiring", "feature"),
+    list(itertools.product([1, 2, 4], ["ladder", "parallel"], FEATURES)),
+)
+def test_features(gloo_pools: GlooPools, tensor_parallel: int, wiring: str, feature: str) -> None:
+    config = small_model(**WIRINGS[wiring], **FEATURES[feature])
+    check(gloo_pools, tensor_parallel, config, StackOptions(recompute_layers=2), torch.float64)
+
+
+def initial_pieces(config: ModelConfig, tensor_parallel: int) -> Pieces:
+    """On each rank: its slices of the initial weights."""
+    mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
+    model = LanguageModel(config, mesh, seed=7)
+    for matrix in (model.embedding, model.lm_head):
+        assert matrix is not None and not matrix.weight[matrix.valid :].any(), "padding is not zero"
+    return [
+        (section.name, section.offset, section.view(parameter.detach()).clone())
+        for parameter, sections in parameter_sections(model)
+        for section in sections
+    ]
+
+
+@pytest.mark.parametrize("wiring", ["hybrid", "parallel"])
+def test_initial_model_does_not_depend_on_the_layout(gloo_pools: GlooPools, wiring: str) -> None:
+    config = small_model(**WIRINGS[wiring], ffn_hidden_size=200, add_qkv_bias=True, init_method_std=0.5)
+    (whole,) = gloo_pools(1).run(initial_pieces, config, 1)
+    full = {name: values for name, _, values in whole}
+    for tensor_parallel in (2, 4):
+        assert_pieces(gloo_pools(tensor_parallel).run(initial_pieces, config, tensor_parallel), full, 0.0)
+    assert full["layers.0.attention.q_proj.weight"].std().item() == pytest.approx(0.5, rel=0.05)
+    assert full["layers.0.mlp.down_proj.weight"].std().item() == pytest.approx(0.5 / 8**0.5, rel=0.05)
+    assert not torch.equal(full["layers.0.mlp.up_proj.weight"], full["layers.0.mlp.gate_proj.weight"])
+    assert not torch.equal(full["layers.0.mlp.up_proj.weight"], full["layers.1.mlp.up_proj.weight"])
+    assert not torch.equal(full["embedding.weight"][:37], full["embedding.weight"][64:])

@@ -1,0 +1,154 @@
+"""What the stack promises besides right numbers: which collective flies under which sub-block, and ranges."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.comm.group import CommGroup, Work
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions, TransformerStack
+from megatron_ladder.model.wiring import layer_wirings, pending_before
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import mesh_of, small_model
+
+LADDER = {"residual_mode": "ladder", "ladder_layers": (0, 1, 2)}
+HYBRID = {"residual_mode": "ladder", "ladder_layers": (1,)}
+PARALLEL = {"residual_mode": "parallel", "ladder_layers": (0, 1, 2)}
+
+
+class RecordingGroup(CommGroup):
+    """A group that notes when a reduce is started (`L3`: that of sub-block 3) and waited for (`W3`)."""
+
+    def __init__(self, group: CommGroup) -> None:
+        super().__init__(group.ranks, group.rank, group.process_group)
+        self.events: list[str] = []
+        self.started = 0
+        self.blocking = 0
+
+    def start_all_reduce(self, tensor: Tensor) -> Work | None:
+        work, number = super().start_all_reduce(tensor), self.started
+        self.started += 1
+        self.events.append(f"L{number}")
+        assert work is not None
+        return RecordedWork(work, lambda: self.events.append(f"W{number}"))
+
+    def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.blocking += 1
+        return super().all_reduce(tensor, *args, **kwargs)
+
+
+@dataclass
+class RecordedWork:
+    work: Work
+    note: Callable[[], None]
+
+    def wait(self) -> None:
+        self.note()
+        self.work.wait()
+
+
+def recorded_model(config: ModelConfig, options: StackOptions) -> tuple[LanguageModel, RecordingGroup]:
+    mesh = mesh_of(2)
+    group = RecordingGroup(mesh.tensor)
+    return LanguageModel(config, replace(mesh, tensor=group), options, seed=1), group
+
+
+def forward_events(config: ModelConfig, options: StackOptions) -> str:
+    """On each rank: launches, waits and computations (`B3`: sub-block 3 begins) of the stack's forward pass."""
+    model, group = recorded_model(config, options)
+    steps = model.stack.sub_blocks()
+    for number, step in enumerate(steps):
+        step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
+    tokens = torch.arange(24).view(2, 12)
+    context = model.training_context(tokens)
+    state = torch.randn(1, 12, 2, config.hidden_size, requires_grad=True)
+    model.stack(state, context)
+    return " ".join(group.events)
+
+
+@pytest.mark.parametrize("recompute", [0, 3])
+@pytest.mark.parametrize(
+    ("wiring", "expected"),
+    [
+        ({}, "B0 L0 W0 B1 L1 W1 B2 L2 W2 B3 L3 W3 B4 L4 W4 B5 L5 W5"),
+        (LADDER, "B0 L0 B1 L1 W0 B2 L2 W1 B3 L3 W2 B4 L4 W3 B5 L5 W4 W5"),
+        (HYBRID, "B0 L0 W0 B1 L1 B2 L2 W1 B3 L3 W2 W3 B4 L4 W4 B5 L5 W5"),
+        (PARALLEL, "B0 L0 W0 B1 L1 W1 B2 L2 W2"),
+    ],
+    ids=["standard", "ladder", "hybrid", "parallel"],
+)
+def test_forward_keeps_reduces_in_flight(
+    gloo_pools: GlooPools, wiring: dict[str, Any], expected: str, recompute: int
+) -> None:
+    config = small_model(num_layers=3, **wiring)
+    options = StackOptions(recompute_layers=recompute)
+    assert gloo_pools(2).run(forward_events, config, options) == [expected, expected]
+
+
+def test_without_overlap_every_reduce_is_waited_for_at_once(gloo_pools: GlooPools) -> None:
+    config = small_model(num_layers=3, **LADDER)
+    expected = " ".join(f"B{i} L{i} W{i}" for i in range(6))
+    assert gloo_pools(2).run(forward_events, config, StackOptions(tp_overlap=False)) == [expected, expected]
+
+
+def collectives(config: ModelConfig, options: StackOptions) -> int:
+    """On each rank: collectives of a forward and backward pass."""
+    model, group = recorded_model(config, options)
+    tokens = torch.arange(24).view(2, 12)
+    model(tokens, tokens).backward()
+    return group.started + group.blocking
+
+
+def test_no_collective_runs_twice_under_recomputation(gloo_pools: GlooPools) -> None:
+    config = small_model(num_layers=3, **LADDER)
+    counts = [gloo_pools(2).run(collectives, config, StackOptions(recompute_layers=n)) for n in (0, 2, 3)]
+    assert counts[0] == counts[1] == counts[2]
+
+
+def chained_ranges(config: ModelConfig, cut: int) -> tuple[float, float]:
+    """On each rank: the largest difference of output and of input gradient, two ranges against the whole."""
+    mesh = mesh_of(2) if torch.distributed.get_world_size() > 1 else ProcessMesh.single()
+    model = LanguageModel(config, mesh, seed=1, dtype=torch.float64)
+    tokens = torch.arange(24).view(2, 12)
+    context = model.training_context(tokens)
+    parts = []
+    for layers in (range(cut), range(cut, config.num_layers)):
+        part = TransformerStack(config, layers, mesh, StackOptions(), torch.float64, torch.device("cpu"))
+        part.load_state_dict({k: v for k, v in model.stack.state_dict().items() if int(k.split(".")[1]) in layers})
+        parts.append(part)
+    torch.manual_seed(0)
+    whole_input = torch.randn(1, 12, 2, config.hidden_size, dtype=torch.float64, requires_grad=True)
+    cut_input = whole_input.detach().clone().requires_grad_()
+    weight = torch.randn(1, 12, 2, config.hidden_size, dtype=torch.float64)
+    whole = model.stack(whole_input, context)
+    (whole * weight).sum().backward()
+    crossing = parts[0](cut_input, context)
+    assert crossing.shape[0] == 1 + pending_before(layer_wirings(config), cut)
+    # What crosses between processes is a new leaf there, and its gradient comes back.
+    received = crossing.detach().clone().requires_grad_()
+    chained = parts[1](received, context)
+    (chained * weight).sum().backward()
+    assert received.grad is not None
+    crossing.backward(received.grad)
+    assert whole_input.grad is not None and cut_input.grad is not None
+    return (whole - chained).abs().max().item(), (whole_input.grad - cut_input.grad).abs().max().item()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("wiring", [{}, LADDER, HYBRID, PARALLEL], ids=["standard", "ladder", "hybrid", "parallel"])
+def test_ranges_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any], world: int) -> None:
+    config = small_model(num_layers=3, **wiring)
+    for cut in (1, 2):
+        for output, gradient in gloo_pools(world).run(chained_ranges, config, cut):
+            assert output < 1e-12 and gradient < 1e-11
+
+
+def test_a_ladder_boundary_carries_one_pending_output() -> None:
+    wirings = layer_wirings(small_model(num_layers=4, residual_mode="ladder", ladder_layers=(1, 2)))
+    assert [pending_before(wirings, layer) for layer in range(5)] == [0, 1, 1, 0, 0]

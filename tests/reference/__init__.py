@@ -1,0 +1,28 @@
+"""An independent model and optimizer in plain arithmetic; what the package computes is held against them."""
+
+from tests.reference.adamw import MicroBatch, reference_training
+from tests.reference.model import (
+    ReferenceConfig,
+    Weights,
+    greedy_continuation,
+    inverse_frequencies,
+    make_weights,
+    reference_gradients,
+    reference_logits,
+    reference_loss,
+    weight_shapes,
+)
+
+__all__ = [
+    "MicroBatch",
+    "ReferenceConfig",
+    "Weights",
+    "greedy_continuation",
+    "inverse_frequencies",
+    "make_weights",
+    "reference_gradients",
+    "reference_logits",
+    "reference_loss",
+    "reference_training",
+    "weight_shapes",
+]

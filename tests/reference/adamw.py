@@ -1,0 +1,74 @@
+"""Training of the reference model: AdamW with clipping by the global norm, in arithmetic of its own."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tests.reference.model import ReferenceConfig, Weights, reference_gradients
+
+MicroBatch = tuple[Tensor, Tensor, Tensor]
+"""Token ids, labels and loss mask, each [b, s]."""
+
+
+def reference_training(
+    weights: Weights,
+    config: ReferenceConfig,
+    batches: Sequence[Sequence[MicroBatch]],
+    learning_rate: Callable[[int], float],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip: float,
+    no_decay: Callable[[str], bool],
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Train over `batches`, one optimizer step for each.
+
+    AdamW is algorithm 2 of Loshchilov and Hutter (arXiv 1711.05101), with weight decay multiplied by the
+    learning rate. All is kept in the dtype of the weights.
+
+    Args:
+        batches: the global batch of each step as micro-batches, those of all data-parallel ranks included. The
+            loss is divided by the number of unmasked targets of the whole global batch.
+        learning_rate: of an iteration, the first of which is 1.
+        clip: largest global norm of the gradient, to which a larger one is scaled; 0 leaves it as it is.
+        no_decay: whether the weight of this name is exempt from weight decay.
+
+    Returns:
+        Loss and gradient norm (before clipping) of each step, and the final weights.
+    """
+    current = {name: weight.detach().clone() for name, weight in weights.items()}
+    first_moment = {name: torch.zeros_like(weight) for name, weight in current.items()}
+    second_moment = {name: torch.zeros_like(weight) for name, weight in current.items()}
+    history = []
+    for iteration, batch in enumerate(batches, start=1):
+        loss, gradients = _accumulate(current, config, batch)
+        norm = math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values()))
+        scale = clip / norm if 0 < clip < norm else 1.0
+        rate = learning_rate(iteration)
+        for name, gradient in gradients.items():
+            clipped = gradient * scale
+            first_moment[name] = betas[0] * first_moment[name] + (1 - betas[0]) * clipped
+            second_moment[name] = betas[1] * second_moment[name] + (1 - betas[1]) * clipped**2
+            mean = first_moment[name] / (1 - betas[0] ** iteration)
+            mean_square = second_moment[name] / (1 - betas[1] ** iteration)
+            decay = 0.0 if no_decay(name) else weight_decay
+            weight = current[name] * (1 - rate * decay)
+            current[name] = weight - rate * mean / (mean_square.sqrt() + eps)
+        history.append((loss, norm))
+    return history, current
+
+
+def _accumulate(
+    weights: Weights, config: ReferenceConfig, batch: Sequence[MicroBatch]
+) -> tuple[float, dict[str, Tensor]]:
+    total_tokens = sum(float(loss_mask.sum()) for _, _, loss_mask in batch)
+    total_loss = 0.0
+    total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for tokens, labels, loss_mask in batch:
+        loss, gradients = reference_gradients(weights, config, tokens, labels, loss_mask, total_tokens)
+        total_loss += float(loss)
+        for name, gradient in gradients.items():
+            total[name] += gradient
+    return total_loss, total

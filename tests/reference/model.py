@@ -1,0 +1,267 @@
+"""The model in one process and plain arithmetic, to hold the package against. Shares no code with it.
+
+Layouts: token ids [b, s], stream [b, s, h], heads [b, s, heads, d], logits [b, s, V]. Everything is computed in
+the dtype of the weights, float32 or float64; only rotary angles, cosines and sines are always computed in
+float64 and then rounded to that dtype.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """What the arithmetic needs to know of a model; names as in the package's model configuration."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_epsilon: float = 1e-5
+    rotary_base: float = 10000.0
+    rope_scaling: str = "none"
+    rope_scaling_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_max_position_embeddings: int = 8192
+    tie_embeddings: bool = False
+    add_qkv_bias: bool = False
+    add_attention_output_bias: bool = False
+    add_mlp_bias: bool = False
+    qk_layernorm: bool = False
+    residual_mode: str = "standard"
+    ladder_layers: tuple[int, ...] = ()
+    """Layers whose wiring is `residual_mode`; the others are standard."""
+
+    @classmethod
+    def like(cls, config: Any) -> "ReferenceConfig":
+        """The same model described by another object with attributes of these names."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+
+    def wiring(self, layer: int) -> str:
+        """standard, ladder or parallel."""
+        return self.residual_mode if layer in self.ladder_layers else "standard"
+
+
+def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
+    """Canonical name and full shape of every weight, in the order of the model."""
+    h, ffn, d = config.hidden_size, config.ffn_hidden_size, config.head_dim
+    query, key_value = config.num_attention_heads * d, config.num_key_value_heads * d
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, h)}
+
+    def add_linear(name: str, out_features: int, in_features: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (out_features, in_features)
+        if bias:
+            shapes[f"{name}.bias"] = (out_features,)
+
+    for layer in range(config.num_layers):
+        prefix = f"layers.{layer}"
+        shapes[f"{prefix}.attention_norm.weight"] = (h,)
+        add_linear(f"{prefix}.attention.q_proj", query, h, config.add_qkv_bias)
+        add_linear(f"{prefix}.attention.k_proj", key_value, h, config.add_qkv_bias)
+        add_linear(f"{prefix}.attention.v_proj", key_value, h, config.add_qkv_bias)
+        if config.qk_layernorm:
+            shapes[f"{prefix}.attention.q_norm.weight"] = (d,)
+            shapes[f"{prefix}.attention.k_norm.weight"] = (d,)
+        add_linear(f"{prefix}.attention.o_proj", h, query, config.add_attention_output_bias)
+        if config.wiring(layer) != "parallel":
+            shapes[f"{prefix}.mlp_norm.weight"] = (h,)
+        add_linear(f"{prefix}.mlp.gate_proj", ffn, h, config.add_mlp_bias)
+        add_linear(f"{prefix}.mlp.up_proj", ffn, h, config.add_mlp_bias)
+        add_linear(f"{prefix}.mlp.down_proj", h, ffn, config.add_mlp_bias)
+    shapes["final_norm.weight"] = (h,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, h)
+    return shapes
+
+
+def make_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Random full weights; norms are not one and biases not zero. One seed gives the same in either dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in weight_shapes(config).items():
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if name.endswith("norm.weight"):
+            values = 1 + 0.2 * values
+        elif name.endswith(".bias"):
+            values = 0.2 * values
+        elif name != "embedding.weight" or config.tie_embeddings:
+            values = values / math.sqrt(shape[-1])
+        weights[name] = values.to(dtype)
+    return weights
+
+
+def reference_logits(weights: Weights, config: ReferenceConfig, tokens: Tensor) -> Tensor:
+    """Logits [b, s, V] of token ids [b, s].
+
+    Raises:
+        ValueError: names, shapes or dtypes of the weights are not this model's.
+    """
+    _check(weights, config)
+    stream = weights["embedding.weight"][tokens]
+    # x_{-1} = x_0: the first ladder sub-block reads the embedding.
+    streams = [stream, stream]
+    for layer in range(config.num_layers):
+        prefix, wiring = f"layers.{layer}", config.wiring(layer)
+        if wiring == "parallel":
+            normed = _rms_norm(streams[-1], weights[f"{prefix}.attention_norm.weight"], config.norm_epsilon)
+            attended = _attention(weights, f"{prefix}.attention", config, normed)
+            streams.append(streams[-1] + attended + _mlp(weights, f"{prefix}.mlp", normed))
+            continue
+        for sub_block in _sub_blocks(weights, prefix, config):
+            read = {"standard": streams[-1], "ladder": streams[-2]}[wiring]
+            streams.append(streams[-1] + sub_block(read))
+    normed = _rms_norm(streams[-1], weights["final_norm.weight"], config.norm_epsilon)
+    head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
+    return normed @ head.T
+
+
+def reference_loss(
+    weights: Weights,
+    config: ReferenceConfig,
+    tokens: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor | None = None,
+    total_tokens: float | None = None,
+) -> Tensor:
+    """Sum of the cross entropy over unmasked targets, divided by `total_tokens`; a scalar.
+
+    Args:
+        tokens, labels: ids [b, s]; `labels[b, t]` is the target at position t (shifted by the caller).
+        loss_mask: [b, s], 1 where a target counts; all if None.
+        total_tokens: unmasked targets of the whole global batch; those of this call if None.
+    """
+    logits = reference_logits(weights, config, tokens)
+    of_target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    losses = torch.logsumexp(logits, dim=-1) - of_target
+    mask = torch.ones_like(losses) if loss_mask is None else loss_mask.to(losses.dtype)
+    return (losses * mask).sum() / (mask.sum() if total_tokens is None else total_tokens)
+
+
+def reference_gradients(
+    weights: Weights,
+    config: ReferenceConfig,
+    tokens: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor | None = None,
+    total_tokens: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`reference_loss` and its gradient in every weight, by autograd over the arithmetic above."""
+    leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+    loss = reference_loss(leaves, config, tokens, labels, loss_mask, total_tokens)
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return loss.detach(), dict(zip(leaves, gradients, strict=True))
+
+
+def greedy_continuation(weights: Weights, config: ReferenceConfig, prompt_ids: Sequence[int], n: int) -> list[int]:
+    """The n ids that follow the prompt when each is the most likely one; no cache, all is computed anew."""
+    ids = list(prompt_ids)
+    with torch.no_grad():
+        for _ in range(n):
+            ids.append(int(reference_logits(weights, config, torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt_ids) :]
+
+
+def inverse_frequencies(config: ReferenceConfig) -> list[float]:
+    """Radians per position of each of the d/2 rotated pairs.
+
+    none: base^(-2i/d) (Su et al., arXiv 2104.09864). linear: positions divided by the factor (Chen et al., arXiv
+    2306.15595). llama3: as published with Llama 3.1: wavelengths above L/low are stretched by the factor, those
+    below L/high are left, and between the two the frequency is blended linearly in L/wavelength.
+    """
+    plain = [config.rotary_base ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
+    factor, low, high = config.rope_scaling_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
+    if config.rope_scaling == "none":
+        return plain
+    if config.rope_scaling == "linear":
+        return [frequency / factor for frequency in plain]
+    if config.rope_scaling != "llama3":
+        raise ValueError(f"rope_scaling {config.rope_scaling!r} is none of none, linear, llama3")
+    scaled = []
+    for frequency in plain:
+        periods = config.rope_original_max_position_embeddings * frequency / (2 * math.pi)
+        kept = min(1.0, max(0.0, (periods - low) / (high - low)))
+        scaled.append(kept * frequency + (1 - kept) * frequency / factor)
+    return scaled
+
+
+def _sub_blocks(
+    weights: Weights, prefix: str, config: ReferenceConfig
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """h_i of a layer: norm, then attention or MLP; the residual is left to the wiring."""
+
+    def attention(stream: Tensor) -> Tensor:
+        normed = _rms_norm(stream, weights[f"{prefix}.attention_norm.weight"], config.norm_epsilon)
+        return _attention(weights, f"{prefix}.attention", config, normed)
+
+    def mlp(stream: Tensor) -> Tensor:
+        normed = _rms_norm(stream, weights[f"{prefix}.mlp_norm.weight"], config.norm_epsilon)
+        return _mlp(weights, f"{prefix}.mlp", normed)
+
+    return attention, mlp
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + epsilon) * weight
+
+
+def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+    y = x @ weights[f"{name}.weight"].T
+    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+
+def _mlp(weights: Weights, prefix: str, x: Tensor) -> Tensor:
+    gate, up = _linear(weights, f"{prefix}.gate_proj", x), _linear(weights, f"{prefix}.up_proj", x)
+    return _linear(weights, f"{prefix}.down_proj", gate * torch.sigmoid(gate) * up)
+
+
+def _attention(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor) -> Tensor:
+    batch, length, _ = x.shape
+    heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    query = _linear(weights, f"{prefix}.q_proj", x).reshape(batch, length, heads, d)
+    key = _linear(weights, f"{prefix}.k_proj", x).reshape(batch, length, kv_heads, d)
+    value = _linear(weights, f"{prefix}.v_proj", x).reshape(batch, length, kv_heads, d)
+    if config.qk_layernorm:
+        query = _rms_norm(query, weights[f"{prefix}.q_norm.weight"], config.norm_epsilon)
+        key = _rms_norm(key, weights[f"{prefix}.k_norm.weight"], config.norm_epsilon)
+    query, key = _rotate(query, config), _rotate(key, config)
+
+    kv_head_of_query_head = [head // (heads // kv_heads) for head in range(heads)]
+    key, value = key[:, :, kv_head_of_query_head], value[:, :, kv_head_of_query_head]
+
+    scores = torch.einsum("bqnd,bknd->bnqk", query, key) / math.sqrt(d)
+    position = torch.arange(length)
+    is_future = position[None, :] > position[:, None]
+    probabilities = torch.softmax(scores.masked_fill(is_future, -math.inf), dim=-1)
+    mixed = torch.einsum("bnqk,bknd->bqnd", probabilities, value)
+    return _linear(weights, f"{prefix}.o_proj", mixed.reshape(batch, length, heads * d))
+
+
+def _rotate(x: Tensor, config: ReferenceConfig) -> Tensor:
+    """Turn the pair (i, i + d/2) of every head at position t by t times the i-th frequency."""
+    position = torch.arange(x.shape[1], dtype=torch.float64)
+    angle = torch.outer(position, torch.tensor(inverse_frequencies(config), dtype=torch.float64))
+    cos, sin = (table[None, :, None, :].to(x.dtype) for table in (torch.cos(angle), torch.sin(angle)))
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _check(weights: Weights, config: ReferenceConfig) -> None:
+    expected = weight_shapes(config)
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if found != expected:
+        difference = sorted({item[0] for item in found.items() ^ expected.items()})
+        raise ValueError(f"weights missing, unknown or of another shape: {', '.join(difference)}")
+    dtypes = {weight.dtype for weight in weights.values()}
+    if dtypes not in ({torch.float32}, {torch.float64}):
+        raise ValueError(f"weights are all float32 or all float64, not {dtypes}")

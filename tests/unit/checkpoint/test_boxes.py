@@ -1,0 +1,150 @@
+"""Boxes against element-by-element counting."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ladder.checkpoint.boxes import (
+    Box,
+    cut_interval,
+    cut_span,
+    first_untiled,
+    flat_range,
+    intersection,
+)
+
+
+def random_box(rng: random.Random, shape: list[int]) -> Box:
+    low = [rng.randrange(size) for size in shape]
+    return Box(tuple(low), tuple(rng.randint(1, size - a) for a, size in zip(low, shape, strict=True)))
+
+
+def random_shape(rng: random.Random, longest: int = 5) -> list[int]:
+    return [rng.randint(1, longest) for _ in range(rng.randint(1, 4))]
+
+
+@pytest.mark.parametrize(
+    ("extent", "start", "length", "pieces"),
+    [
+        ((10,), 3, 4, [((3,), (4,), 0)]),
+        ((4, 5), 0, 20, [((0, 0), (4, 5), 0)]),
+        ((4, 5), 5, 10, [((1, 0), (2, 5), 0)]),
+        ((4, 5), 6, 3, [((1, 1), (1, 3), 0)]),
+        ((4, 5), 3, 4, [((0, 3), (1, 2), 0), ((1, 0), (1, 2), 2)]),
+        ((4, 5), 3, 15, [((0, 3), (1, 2), 0), ((1, 0), (2, 5), 2), ((3, 0), (1, 3), 12)]),
+        ((2, 3, 4), 5, 19, [((0, 1, 1), (1, 1, 3), 0), ((0, 2, 0), (1, 1, 4), 3), ((1, 0, 0), (1, 3, 4), 7)]),
+    ],
+)
+def test_interval_is_cut_into_these_boxes(
+    extent: tuple[int, ...],
+    start: int,
+    length: int,
+    pieces: list[tuple[tuple[int, ...], tuple[int, ...], int]],
+) -> None:
+    found = [(box.offset, box.extent, begin) for box, begin in cut_interval(extent, start, length)]
+    assert found == pieces
+
+
+def test_pieces_hold_the_interval_in_order() -> None:
+    rng = random.Random(1)
+    for _ in range(400):
+        extent = random_shape(rng)
+        elements = torch.arange(int(np.prod(extent))).view(extent)
+        start = rng.randrange(elements.numel())
+        length = rng.randint(1, elements.numel() - start)
+        pieces = cut_interval(extent, start, length)
+        values = [elements[box.slices()].reshape(-1) for box, _ in pieces]
+        assert torch.equal(torch.cat(values), torch.arange(start, start + length))
+        assert [begin for _, begin in pieces] == [int(value[0]) - start for value in values]
+        assert len(pieces) <= 2 * len(extent) - 1
+
+
+def test_span_counts_from_the_canonical_corner() -> None:
+    canonical = torch.arange(6 * 8).view(6, 8)
+    held = Box((2, 4), (3, 4))
+    local = canonical[held.slices()].reshape(-1)
+    for box, begin in cut_span(held, 3, 7):
+        assert torch.equal(canonical[box.slices()].reshape(-1), local[3 + begin : 3 + begin + box.numel])
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 3), (0, 0), (18, 3), (20, 1)])
+def test_interval_outside_of_the_tensor_is_refused(start: int, length: int) -> None:
+    with pytest.raises(ValueError, match=r"\[4, 5\]"):
+        cut_interval((4, 5), start, length)
+
+
+def test_intersection_holds_the_shared_elements() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        shape = random_shape(rng)
+        a, b = random_box(rng, shape), random_box(rng, shape)
+        count = np.zeros(shape, int)
+        count[a.slices()] += 1
+        count[b.slices()] += 1
+        shared = intersection(a, b)
+        assert (shared is None) == (not np.any(count == 2))
+        if shared is not None:
+            assert np.all(count[shared.slices()] == 2) and shared.numel == np.sum(count == 2)
+
+
+def test_flat_range_is_the_least_that_holds_the_box() -> None:
+    rng = random.Random(3)
+    for _ in range(300):
+        shape = random_shape(rng)
+        box = random_box(rng, shape)
+        inside = torch.arange(int(np.prod(shape))).view(shape)[box.slices()]
+        assert flat_range(shape, box) == (int(inside.min()), int(inside.max()) + 1)
+
+
+def split_at_random(rng: random.Random, box: Box, depth: int) -> list[Box]:
+    dimension = rng.randrange(len(box.extent))
+    if depth == 0 or box.extent[dimension] == 1:
+        return [box]
+    cut = rng.randint(1, box.extent[dimension] - 1)
+    low, high = list(box.extent), list(box.extent)
+    low[dimension], high[dimension] = cut, box.extent[dimension] - cut
+    corner = list(box.offset)
+    corner[dimension] += cut
+    parts = Box(box.offset, tuple(low)), Box(tuple(corner), tuple(high))
+    return [piece for part in parts for piece in split_at_random(rng, part, depth - 1)]
+
+
+def first_fault(shape: list[int], boxes: list[Box]) -> tuple[tuple[int, ...], bool] | None:
+    offsets = np.array([box.offset for box in boxes], np.int64).reshape(-1, len(shape))
+    extents = np.array([box.extent for box in boxes], np.int64).reshape(-1, len(shape))
+    return first_untiled(shape, offsets, extents)
+
+
+def test_faults_of_a_tiling_are_found_where_counting_finds_them() -> None:
+    rng = random.Random(4)
+    outcomes = {"whole": 0, "hole": 0, "overlap": 0}
+    for _ in range(600):
+        shape = random_shape(rng, longest=7)
+        boxes = split_at_random(rng, Box((0,) * len(shape), tuple(shape)), depth=4)
+        rng.shuffle(boxes)
+        change = rng.choice(["none", "drop", "repeat", "replace"])
+        if change == "drop":
+            boxes.pop()
+        elif change == "repeat":
+            boxes.append(boxes[0])
+        elif change == "replace":
+            boxes[0] = random_box(rng, shape)
+        count = np.zeros(shape, int)
+        for box in boxes:
+            count[box.slices()] += 1
+        wrong = np.argwhere(count != 1)
+        fault = first_fault(shape, boxes)
+        if len(wrong) == 0:
+            assert fault is None
+            outcomes["whole"] += 1
+        else:
+            index = tuple(wrong[0].tolist())
+            assert fault == (index, bool(count[index] > 1))
+            outcomes["overlap" if fault[1] else "hole"] += 1
+    assert min(outcomes.values()) > 50
+
+
+def test_no_boxes_leave_a_hole_at_the_first_element() -> None:
+    assert first_fault([3, 2], []) == ((0, 0), False)

@@ -1,0 +1,413 @@
+"""Checkpoints written in one layout and read in another, damaged ones, and which one is used."""
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from megatron_ladder.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    FileIndex,
+    find_checkpoint,
+    merge_manifest,
+    write_manifest,
+)
+from megatron_ladder.checkpoint.boxes import Box
+from megatron_ladder.errors import UserError
+
+State = dict[tuple[str, str], torch.Tensor]
+Save = Callable[[Path, int, str, State], Path]
+MakeState = Callable[[int], State]
+Header = Callable[[int], dict[str, object]]
+KINDS = ("weight", "master", "exp_avg", "exp_avg_sq")
+SHAPES = {"embedding": (16, 6), "qkv": (24, 6), "output": (6, 24), "norm": (6,), "experts": (3, 8, 5)}
+SHARDED = {"embedding": 0, "qkv": 0, "output": 1, "norm": None, "experts": 1}
+
+
+@dataclass(frozen=True)
+class Span:
+    """An interval of a rank's slice: what an optimizer's partition holds of one parameter."""
+
+    rank: int
+    name: str
+    held: Box
+    start: int
+    length: int
+
+
+def tensor_slice(name: str, tensor_rank: int, tensor_parallel: int) -> Box:
+    shape, dimension = SHAPES[name], SHARDED[name]
+    if dimension is None:
+        return Box((0,) * len(shape), shape)
+    size = shape[dimension] // tensor_parallel
+    offset = [tensor_rank * size if d == dimension else 0 for d in range(len(shape))]
+    return Box(tuple(offset), tuple(size if d == dimension else n for d, n in enumerate(shape)))
+
+
+def flat_partitions(rng: random.Random, tensor_parallel: int, data_parallel: int) -> Iterator[Span]:
+    """ZeRO-1 and 2: parameters in any order, one after another, cut into equal parts and padded."""
+    for tensor_rank in range(tensor_parallel):
+        names = rng.sample(list(SHAPES), len(SHAPES))
+        slices = [(name, tensor_slice(name, tensor_rank, tensor_parallel)) for name in names]
+        part = math.ceil(sum(held.numel for _, held in slices) / data_parallel)
+        begin = 0
+        for name, held in slices:
+            for data_rank in range(data_parallel):
+                low = max(begin, data_rank * part)
+                high = min(begin + held.numel, (data_rank + 1) * part)
+                if low < high:
+                    yield Span(data_rank * tensor_parallel + tensor_rank, name, held, low - begin, high - low)
+            begin += held.numel
+
+
+def split_parameters(tensor_parallel: int, data_parallel: int) -> Iterator[Span]:
+    """ZeRO-3: every parameter cut into equal parts."""
+    for tensor_rank in range(tensor_parallel):
+        for name in SHAPES:
+            held = tensor_slice(name, tensor_rank, tensor_parallel)
+            part = math.ceil(held.numel / data_parallel)
+            for data_rank, start in enumerate(range(0, held.numel, part)):
+                length = min(part, held.numel - start)
+                yield Span(data_rank * tensor_parallel + tensor_rank, name, held, start, length)
+
+
+def layouts(rng: random.Random) -> list[Span]:
+    tensor_parallel, data_parallel = rng.choice([1, 2, 4, 8]), rng.randint(1, 7)
+    if rng.random() < 0.5:
+        return list(split_parameters(tensor_parallel, data_parallel))
+    return list(flat_partitions(rng, tensor_parallel, data_parallel))
+
+
+def canonical_state(seed: int) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        (name, kind): torch.randn(shape, generator=generator).to(
+            torch.bfloat16 if kind == "weight" else torch.float32
+        )
+        for name, shape in SHAPES.items()
+        for kind in KINDS
+    }
+
+
+def write_spans(directory: Path, spans: list[Span], state: State, header: Header) -> None:
+    writers: dict[int, CheckpointWriter] = {}
+    for span in spans:
+        writer = writers.setdefault(span.rank, CheckpointWriter(directory, span.rank))
+        if SHARDED[span.name] is None and span.rank % tensor_ranks(spans):
+            continue  # every tensor-parallel rank has it, and the first writes it
+        for kind in KINDS:
+            local = state[span.name, kind][span.held.slices()].reshape(-1)
+            flat = local[span.start : span.start + span.length]
+            shape, held = SHAPES[span.name], span.held
+            writer.add_span(span.name, kind, shape, held.offset, held.extent, span.start, flat)
+    manifest = merge_manifest(header(3), [writer.finish() for writer in writers.values()])
+    write_manifest(directory, manifest)
+
+
+def tensor_ranks(spans: list[Span]) -> int:
+    return SHAPES["qkv"][0] // next(span for span in spans if span.name == "qkv").held.extent[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_layout_reads_what_any_other_wrote(tmp_path: Path, seed: int, header: Header) -> None:
+    rng = random.Random(seed)
+    state = canonical_state(seed)
+    written, read = layouts(rng), layouts(rng)
+    write_spans(tmp_path, written, state, header)
+    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint.verify()
+    for span in read:
+        for kind in KINDS:
+            expected = state[span.name, kind][span.held.slices()].reshape(-1)[span.start :][: span.length]
+            out = torch.full_like(expected, -7.0)
+            shape, held = SHAPES[span.name], span.held
+            checkpoint.read_span(span.name, kind, shape, held.offset, held.extent, span.start, out)
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_box_can_be_read_into_memory_of_any_layout(tmp_path: Path, seed: int, header: Header) -> None:
+    rng = random.Random(seed)
+    state = canonical_state(seed)
+    write_spans(tmp_path, layouts(rng), state, header)
+    checkpoint = Checkpoint.open(tmp_path)
+    for (name, kind), tensor in state.items():
+        for _ in range(10):
+            low = [rng.randrange(size) for size in tensor.shape]
+            extent = [rng.randint(1, size - a) for a, size in zip(low, tensor.shape, strict=True)]
+            around = torch.full([n + 2 for n in extent], -7.0, dtype=tensor.dtype)
+            inner = around[Box((1,) * len(extent), tuple(extent)).slices()]
+            checkpoint.read(name, kind, low, extent, inner)
+            assert torch.equal(inner, tensor[Box(tuple(low), tuple(extent)).slices()])
+            assert int((around == -7.0).sum()) == around.numel() - inner.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_bits_survive(tmp_path: Path, dtype: torch.dtype, header: Header) -> None:
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(0, 256, (64, dtype.itemsize), generator=generator, dtype=torch.uint8)
+    bits[::5, 1:] = 255  # NaNs of different payloads
+    values = bits.view(dtype).view(8, 8)
+    assert values.isnan().any()
+    writer = CheckpointWriter(tmp_path, 0)
+    writer.add("x", "exp_avg", (8, 8), (0, 0), values)
+    write_manifest(tmp_path, merge_manifest(header(1), [writer.finish()]))
+    out = torch.empty(8, 8, dtype=dtype)
+    Checkpoint.open(tmp_path).read("x", "exp_avg", (0, 0), (8, 8), out)
+    assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
+    column = torch.empty(8, 3, dtype=dtype)
+    Checkpoint.open(tmp_path).read("x", "exp_avg", (0, 2), (8, 3), column)
+    assert torch.equal(column.view(torch.uint8), values[:, 2:5].contiguous().view(torch.uint8))
+
+
+def test_weights_lie_apart_and_safetensors_opens_every_file(
+    tmp_path: Path, save: Save, state: MakeState
+) -> None:
+    directory = save(tmp_path, 100, "a", state(1))
+    names = sorted(path.name for path in directory.glob("*.safetensors"))
+    sorts = ("optimizer", "rng", "weights")
+    assert names == [f"{sort}_rank_0000{rank}.safetensors" for sort in sorts for rank in (0, 1)]
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            kinds = {key.partition(":")[0] for key in file.keys()}  # noqa: SIM118
+            for key in file.keys():  # noqa: SIM118
+                file.get_tensor(key)
+        assert ("weight" in kinds) == path.name.startswith("weights") and (
+            kinds == {"weight"} or "weight" not in kinds
+        )
+    for path in directory.glob("optimizer*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    out = torch.empty(6, 5, dtype=torch.bfloat16)
+    Checkpoint.open(tmp_path).read("mlp.weight", "weight", (0, 0), (6, 5), out)
+    assert torch.equal(out, state(1)["mlp.weight", "weight"])
+
+
+def test_what_is_stored_is_told(tmp_path: Path, save: Save, state: MakeState) -> None:
+    save(tmp_path, 100, "a", state(1))
+    checkpoint = Checkpoint.open(tmp_path)
+    assert (checkpoint.iteration, checkpoint.consumed_samples) == (100, 800)
+    assert checkpoint.manifest["model"] == {"num_layers": 2}
+    assert checkpoint.tensors("weight") == {
+        "mlp.weight": ((6, 5), torch.bfloat16),
+        "norm.weight": ((7,), torch.bfloat16),
+    }
+    assert checkpoint.tensors("rng") == {"rank_00000.cpu": ((33,), torch.uint8)}
+
+
+def test_weights_are_converted_and_moments_are_not(tmp_path: Path, save: Save, state: MakeState) -> None:
+    save(tmp_path, 100, "a", state(1))
+    checkpoint = Checkpoint.open(tmp_path)
+    for kind, dtype in (("weight", torch.float32), ("weight", torch.float16), ("master", torch.bfloat16)):
+        out = torch.empty(6, 5, dtype=dtype)
+        checkpoint.read("mlp.weight", kind, (0, 0), (6, 5), out)
+        assert torch.equal(out, state(1)["mlp.weight", kind].to(dtype))
+    with pytest.raises(
+        UserError, match="exp_avg of mlp.weight is stored as float32, and bfloat16 is asked for"
+    ):
+        checkpoint.read("mlp.weight", "exp_avg", (0, 0), (6, 5), torch.empty(6, 5, dtype=torch.bfloat16))
+
+
+def test_parameters_are_filled_in_place(tmp_path: Path, save: Save, state: MakeState) -> None:
+    save(tmp_path, 100, "a", state(1))
+    expected = state(1)["mlp.weight", "master"]
+    for dtype in (torch.float32, torch.bfloat16):
+        parameter = torch.nn.Parameter(torch.zeros(6, 5, dtype=dtype))
+        Checkpoint.open(tmp_path).read("mlp.weight", "master", (0, 0), (6, 5), parameter)
+        assert torch.equal(parameter, expected.to(dtype)) and parameter.requires_grad
+
+
+def test_another_models_checkpoint_is_named(tmp_path: Path, save: Save, state: MakeState) -> None:
+    save(tmp_path, 100, "a", state(1))
+    checkpoint = Checkpoint.open(tmp_path)
+    with pytest.raises(UserError, match="lm_head.weight is asked for"):
+        checkpoint.read("lm_head.weight", "weight", (0,), (1,), torch.empty(1))
+    with pytest.raises(UserError, match=r"weight of mlp.weight has the shape \[6, 5\].*\[0:6, 3:7\]"):
+        checkpoint.read("mlp.weight", "weight", (0, 3), (6, 4), torch.empty(6, 4))
+    with pytest.raises(UserError, match=r"\[6, 5\].*\[6, 6\]"):
+        checkpoint.read_span("mlp.weight", "master", (6, 6), (0, 0), (3, 5), 0, torch.empty(15))
+    with pytest.raises(ValueError, match=r"\[5, 6\]"):
+        checkpoint.read("mlp.weight", "weight", (0, 0), (6, 5), torch.empty(5, 6))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "momentum"},
+        {"offset": (2, 0)},
+        {"offset": (-1, 0)},
+        {"offset": (0,)},
+        {"tensor": torch.zeros(2, 4, dtype=torch.complex64)},
+        {"tensor": torch.zeros(4, 2).t()},
+        {"tensor": torch.zeros(0, 4)},
+        {"tensor": torch.zeros(())},
+    ],
+)
+def test_what_has_no_place_cannot_be_added(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    right: dict[str, Any] = {"kind": "weight", "offset": (1, 0), "tensor": torch.zeros(2, 4)}
+    CheckpointWriter(tmp_path, 0).add("x", global_shape=(3, 4), **right)
+    with pytest.raises(ValueError, match="x: "):
+        CheckpointWriter(tmp_path, 0).add("x", global_shape=(3, 4), **(right | wrong))
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "flipped": flip_a_bit,
+    "truncated": truncate,
+    "removed": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_damage_to_any_file_is_named_and_the_checkpoint_before_is_used(
+    tmp_path: Path, damage: str, save: Save, state: MakeState
+) -> None:
+    whole = save(tmp_path / "whole", 200, "a", state(2))
+    for name in sorted(path.name for path in whole.iterdir()):
+        directory = tmp_path / name
+        for iteration, token in ((50, "a"), (100, "b"), (200, "c")):
+            save(directory, iteration, token, state(iteration // 100))
+        damaged = directory / "iter_0000200" / name
+        DAMAGE[damage](damaged)
+        with pytest.raises(UserError) as refusal:
+            Checkpoint.open(directory / "iter_0000200").verify()
+        assert all(line.startswith(f"{damaged}: ") for line in refusal.value.mistakes)
+        found = find_checkpoint(directory, verify=True)
+        assert found is not None and found.directory.name == "iter_0000100"
+        assert any(str(damaged) in line for line in found.warnings)
+        assert "iter_0000100: is used instead" in found.warnings[-1]
+
+
+def test_sizes_and_checksums_are_both_told(tmp_path: Path, save: Save, state: MakeState) -> None:
+    path = save(tmp_path, 100, "a", state(1)) / "weights_rank_00001.safetensors"
+    checkpoint, size = Checkpoint.open(tmp_path), path.stat().st_size
+    expected = next(f["checksum"] for f in checkpoint.manifest["files"] if f["name"] == path.name)
+    flip_a_bit(path)
+    with pytest.raises(UserError, match=f"has the checksum {expected}, and its contents have xxh3_128:"):
+        checkpoint.verify()
+    truncate(path)
+    with pytest.raises(UserError, match=f"the manifest has {size} bytes, and it has {size - 1}"):
+        Checkpoint.open(tmp_path)
+
+
+def test_verifying_tells_how_far_it_is(tmp_path: Path, save: Save, state: MakeState) -> None:
+    directory = save(tmp_path, 100, "a", state(1))
+    seen: list[tuple[int, int]] = []
+    Checkpoint.open(tmp_path).verify(lambda done, total: seen.append((done, total)))
+    total = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    assert seen[-1] == (total, total) and seen == sorted(seen) and len(seen) == 6
+
+
+def test_files_that_disagree_with_a_forged_manifest_are_refused(
+    tmp_path: Path, state: MakeState, write: Callable[[Path, State], list[FileIndex]], header: Header
+) -> None:
+    indices = write(tmp_path, state(1))
+    weights = next(
+        box for box in indices[0]["boxes"] if box["name"] == "mlp.weight" and box["kind"] == "weight"
+    )
+    moments = next(
+        box for box in indices[0]["boxes"] if box["name"] == "mlp.weight" and box["kind"] == "exp_avg"
+    )
+    out = torch.empty(6, 5, dtype=torch.bfloat16)
+    for change in ({"key": "other"}, {"file": moments["file"], "key": moments["key"]}):
+        original = dict(weights)
+        weights.update(change)  # type: ignore[typeddict-item]
+        write_manifest(tmp_path, merge_manifest(header(1), indices))
+        checkpoint = Checkpoint.open(tmp_path)
+        with pytest.raises(UserError, match="the manifest lists"):
+            checkpoint.read("mlp.weight", "weight", (0, 0), (6, 5), out)
+        with pytest.raises(UserError, match="the manifest lists"):
+            checkpoint.verify()
+        weights.update(original)  # type: ignore[typeddict-item]
+
+
+def test_links_out_of_the_directory_are_refused(tmp_path: Path, save: Save, state: MakeState) -> None:
+    path = save(tmp_path / "save", 100, "a", state(1)) / "weights_rank_00000.safetensors"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="leads out of"):
+        Checkpoint.open(path.parent)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="not a file"):
+        Checkpoint.open(path.parent)
+
+
+def test_nothing_to_go_on_from(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path / "absent") is None
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "iter_0000100.tmp-dead").mkdir()
+    assert find_checkpoint(tmp_path) is None
+    with pytest.raises(UserError, match="no checkpoint here"):
+        Checkpoint.open(tmp_path)
+
+
+def test_what_cannot_be_a_checkpoint_is_not_taken_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file"):
+        find_checkpoint(tmp_path / "file")
+    (tmp_path / "iter_0000100").mkdir()
+    with pytest.raises(UserError, match=r"iter_0000100/manifest.json: cannot be read"):
+        find_checkpoint(tmp_path / "iter_0000100")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "latest").write_text("iter_0000100\n")
+    with pytest.raises(UserError, match="latest: names 'iter_0000100', which is not there"):
+        find_checkpoint(tmp_path / "other")
+
+
+def test_each_broken_checkpoint_is_named_when_none_is_whole(
+    tmp_path: Path, save: Save, state: MakeState
+) -> None:
+    for iteration, damage in ((100, "flipped"), (200, "truncated"), (300, "removed")):
+        DAMAGE[damage](save(tmp_path, iteration, "a", state(1)) / "weights_rank_00000.safetensors")
+    with pytest.raises(UserError, match="none of its 3 checkpoints is whole") as refusal:
+        find_checkpoint(tmp_path, verify=True)
+    lines = refusal.value.mistakes
+    assert [
+        f"iter_0000{i}00/weights_rank_00000" in line for i, line in zip((3, 2, 1), lines[1:], strict=True)
+    ]
+    assert "missing" in lines[1] and "cut off" in lines[2] and "checksum" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("latest", "used", "warned"),
+    [
+        (b"iter_0000100\n", "iter_0000100", False),
+        (b"iter_0000200", "iter_0000200", False),
+        (None, "iter_0000300", True),
+        (b"iter_0000150\n", "iter_0000100.1", True),
+        (b"iter_0000050\n", "iter_0000300", True),
+        (b"../iter_0000100\n", "iter_0000300", True),
+        (b"\xff\x00", "iter_0000300", True),
+        (b"", "iter_0000300", True),
+    ],
+)
+def test_latest_decides_and_is_not_trusted(
+    tmp_path: Path, save: Save, state: MakeState, latest: bytes | None, used: str, warned: bool
+) -> None:
+    for seed, iteration in enumerate((100, 100, 200, 300)):
+        save(tmp_path, iteration, f"t{seed}", state(seed))
+    if latest is None:
+        (tmp_path / "latest").unlink()
+    else:
+        (tmp_path / "latest").write_bytes(latest)
+    found = find_checkpoint(tmp_path)
+    assert found is not None and found.directory == tmp_path / used
+    assert bool(found.warnings) == warned
+    assert not warned or (str(tmp_path / "latest") in found.warnings[0] and used in found.warnings[-1])

@@ -1,0 +1,233 @@
+"""The manifest: merging ranks' parts, its bytes, and the refusal of anything else."""
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from megatron_ladder.checkpoint.manifest import (
+    BoxRecord,
+    FileIndex,
+    check_manifest,
+    decode_manifest,
+    encode_manifest,
+    merge_manifest,
+)
+
+HEADER = {"iteration": 100, "consumed_samples": 800, "model": {"num_layers": 2, "ladder_layers": [0, 1]}}
+
+
+def box(offset: list[int], extent: list[int], file: str = "weights_rank_00000.safetensors") -> BoxRecord:
+    return {
+        "name": "embedding.weight",
+        "kind": "weight",
+        "global_shape": [4, 6],
+        "offset": offset,
+        "extent": extent,
+        "dtype": "float32",
+        "file": file,
+        "key": f"{offset}",
+    }
+
+
+def index(rank: int, *boxes: BoxRecord) -> FileIndex:
+    name = f"weights_rank_{rank:05d}.safetensors"
+    return {
+        "files": [{"name": name, "size": 400, "checksum": "xxh3_128:00"}],
+        "boxes": [{**box, "file": name} for box in boxes],
+    }
+
+
+def two_ranks() -> list[FileIndex]:
+    return [index(1, box([2, 0], [2, 6])), index(0, box([0, 0], [2, 3]), box([0, 3], [2, 3]))]
+
+
+@pytest.fixture
+def manifest() -> dict[str, Any]:
+    return merge_manifest(HEADER, two_ranks())
+
+
+def test_merging_groups_boxes_by_tensor_and_keeps_the_header(manifest: dict[str, Any]) -> None:
+    assert manifest["schema_version"] == 1 and manifest["format"] == "megatron_ladder checkpoint"
+    assert {key: manifest[key] for key in HEADER} == HEADER
+    assert [file["name"] for file in manifest["files"]] == [
+        f"weights_rank_0000{r}.safetensors" for r in (0, 1)
+    ]
+    (tensor,) = manifest["tensors"]
+    assert tensor["global_shape"] == [4, 6] and tensor["dtype"] == "float32"
+    assert sorted((b["offset"], b["extent"], b["file"][-13]) for b in tensor["boxes"]) == [
+        ([0, 0], [2, 3], "0"),
+        ([0, 3], [2, 3], "0"),
+        ([2, 0], [2, 6], "1"),
+    ]
+
+
+def test_order_of_ranks_does_not_change_what_is_found() -> None:
+    tables = [check_manifest(merge_manifest(HEADER, parts)) for parts in (two_ranks(), two_ranks()[::-1])]
+    found = [
+        sorted((stored.box(i).offset, stored.files[i]) for i in range(len(stored.keys)))
+        for stored in (table["weight"]["embedding.weight"] for table in tables)
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        (two_ranks()[:1], r"weight of embedding.weight .*no box holds the element \[0, 0\]"),
+        ([two_ranks()[0], index(0, box([0, 0], [2, 3]))], r"no box holds the element \[0, 3\]"),
+        ([*two_ranks(), index(2, box([1, 5], [1, 1]))], r"more than one box holds the element \[1, 5\]"),
+        ([index(0, box([0, 0], [2, 6])), index(0, box([2, 0], [2, 6]))], "listed twice"),
+        ([*two_ranks(), index(2, {**box([0, 0], [1, 6]), "global_shape": [5, 6]})], "was written as"),
+        ([*two_ranks(), index(2, {**box([0, 0], [1, 6]), "dtype": "bfloat16"})], "was written as"),
+        ([index(0, box([0, 0], [5, 6]))], "does not lie in the tensor"),
+    ],
+)
+def test_faults_of_the_writers_are_named(parts: list[FileIndex], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        merge_manifest(HEADER, parts)
+
+
+@pytest.mark.parametrize("key", ["files", "tensors", "format", "schema_version", "manifest_checksum"])
+def test_header_cannot_replace_what_is_not_its_own(key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        merge_manifest({**HEADER, key: 1}, two_ranks())
+
+
+@pytest.mark.parametrize("key", list(HEADER))
+def test_header_must_be_complete(key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        merge_manifest({name: value for name, value in HEADER.items() if name != key}, two_ranks())
+
+
+def test_bytes_read_back_as_what_was_written(manifest: dict[str, Any]) -> None:
+    data = encode_manifest(manifest)
+    plain = json.loads(data)
+    body, _, _ = data.rpartition(b',\n "manifest_checksum"')
+    assert plain.pop("manifest_checksum") == "xxh3_128:" + xxhash.xxh3_128(body).hexdigest()
+    assert plain == manifest
+    found, table = decode_manifest(data)
+    assert {**found, "tensors": manifest["tensors"]} == manifest
+    stored = table["weight"]["embedding.weight"]
+    assert stored.global_shape == (4, 6) and stored.dtype is torch.float32 and len(stored.keys) == 3
+
+
+def test_what_is_not_json_cannot_be_written(manifest: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        encode_manifest({**manifest, "schedule": {"lr": float("nan")}})
+
+
+def test_every_flipped_bit_and_every_truncation_is_noticed(manifest: dict[str, Any]) -> None:
+    data = encode_manifest(manifest)
+    for position in range(len(data)):
+        altered = bytearray(data)
+        altered[position] ^= 1 << (position % 8)
+        with pytest.raises(ValueError):
+            decode_manifest(bytes(altered))
+        with pytest.raises(ValueError):
+            decode_manifest(data[:position])
+
+
+def sealed(text: str) -> bytes:
+    """The bytes of a manifest with a right checksum, as a forger would make them."""
+    body = text.rstrip().removesuffix("}").rstrip().encode()
+    digits = xxhash.xxh3_128(body).hexdigest()
+    return body + f',\n "manifest_checksum": "xxh3_128:{digits}"\n}}\n'.encode()
+
+
+def test_a_forged_checksum_is_possible(manifest: dict[str, Any]) -> None:
+    decode_manifest(sealed(json.dumps(manifest)))
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def set_in(*path: Any, to: Any) -> Change:
+    def change(manifest: dict[str, Any]) -> None:
+        *parents, last = path
+        place: Any = manifest
+        for key in parents:
+            place = place[key]
+        place[last] = to
+
+    return change
+
+
+FIRST_BOX = ("tensors", 0, "boxes", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (set_in("format", to="other"), "format"),
+        (set_in("schema_version", to=2), "schema version is 2, and this program reads 1"),
+        (set_in("schema_version", to="1"), "schema_version"),
+        (set_in("iteration", to=-1), "iteration"),
+        (set_in("iteration", to=True), "iteration"),
+        (set_in("iteration", to=1.0), "iteration"),
+        (set_in("consumed_samples", to=None), "consumed_samples"),
+        (set_in("model", to=[]), "model"),
+        (set_in("files", to={}), "files"),
+        (set_in("files", 0, "name", to="../a"), "plain name"),
+        (set_in("files", 0, "name", to="/etc/passwd"), "plain name"),
+        (set_in("files", 0, "name", to=".."), "plain name"),
+        (set_in("files", 0, "name", to=""), "plain name"),
+        (set_in("files", 0, "name", to="a/b"), "plain name"),
+        (set_in("files", 0, "name", to="a\\b"), "plain name"),
+        (set_in("files", 0, "name", to="a\0b"), "plain name"),
+        (set_in("files", 0, "name", to=".hidden"), "plain name"),
+        (set_in("files", 0, "name", to="weights_rank_00001.safetensors"), "listed twice"),
+        (set_in("files", 0, "size", to="4"), "size"),
+        (set_in("files", 0, to="x"), "no name"),
+        (set_in("tensors", to={}), "tensors"),
+        (set_in("tensors", 0, to=[]), "a tensor has no name"),
+        (set_in("tensors", 0, "name", to=3), "name"),
+        (set_in("tensors", 0, "kind", to="momentum"), "momentum"),
+        (set_in("tensors", 0, "dtype", to="complex64"), "complex64"),
+        (set_in("tensors", 0, "global_shape", to=[]), "global_shape"),
+        (set_in("tensors", 0, "global_shape", to=[1] * 9), "global_shape"),
+        (set_in("tensors", 0, "global_shape", to=[4, 0]), "global_shape"),
+        (set_in("tensors", 0, "global_shape", to=[4, True]), "global_shape"),
+        (set_in("tensors", 0, "global_shape", to=[2**40, 2**40]), "does not fit"),
+        (set_in("tensors", 0, "global_shape", to=[4, 7]), "no box holds"),
+        (set_in("tensors", 0, "boxes", to=[]), "no box holds"),
+        (set_in(*FIRST_BOX, "file", to="other.safetensors"), "not listed"),
+        (set_in(*FIRST_BOX, "key", to=None), "key"),
+        (set_in(*FIRST_BOX, "offset", to=[0]), "does not have 2 integers"),
+        (set_in(*FIRST_BOX, "offset", to=[-1, 0]), "does not lie"),
+        (set_in(*FIRST_BOX, "offset", to=[2**63, 0]), "does not have 2 integers"),
+        (set_in(*FIRST_BOX, "offset", to=[2**62, 2**62]), "does not lie"),
+        (set_in(*FIRST_BOX, "extent", to=[2**63 - 1, 1]), "does not lie"),
+        (set_in(*FIRST_BOX, "extent", to=[0, 3]), "does not lie"),
+        (set_in(*FIRST_BOX, "extent", to=[1.5, 3]), "does not have 2 integers"),
+        (set_in(*FIRST_BOX, "extent", to=["2", 3]), "does not have 2 integers"),
+        (set_in(*FIRST_BOX, "extent", to=[[2], [3]]), "does not have 2 integers"),
+        (lambda m: m["tensors"].append(copy.deepcopy(m["tensors"][0])), "listed twice"),
+        (lambda m: m.pop("tensors"), "no tensors"),
+        (lambda m: m["tensors"][0].pop("boxes"), "no boxes"),
+    ],
+)
+def test_hostile_manifests_are_refused(manifest: dict[str, Any], change: Change, complaint: str) -> None:
+    change(manifest)
+    with pytest.raises(ValueError, match=complaint):
+        decode_manifest(sealed(json.dumps(manifest)))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"iteration": 1, "iteration": 2}', "'iteration' occurs more than once"),
+        ('{"manifest_checksum": "x"}', "'manifest_checksum' occurs more than once"),
+        ('{"iteration": Infinity}', "Infinity"),
+        ('{"a": ' + "[" * 100_000 + "}", "nested too deeply"),
+        ('{"a": ' + "1" * 5000 + "}", "digits"),
+        ("{[}", "Expecting"),
+    ],
+)
+def test_ambiguous_json_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        decode_manifest(sealed(text))

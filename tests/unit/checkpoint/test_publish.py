@@ -1,0 +1,181 @@
+"""Publishing: a process may die at any call, and `latest` names a complete checkpoint all the same."""
+
+import importlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ladder.checkpoint import (
+    create_temporary_directory,
+    find_checkpoint,
+    publish,
+    temporary_directory,
+    write_manifest,
+)
+from megatron_ladder.checkpoint.publish import published_checkpoints
+
+PUBLISH_MODULE = importlib.import_module("megatron_ladder.checkpoint.publish")
+State = dict[tuple[str, str], torch.Tensor]
+Save = Callable[[Path, int, str, State], Path]
+MakeState = Callable[[int], State]
+
+
+class Killed(BaseException):
+    """The process ends here: nothing catches it."""
+
+
+class DyingOs:
+    """`os`, whose functions die at the k-th call, before or after its work."""
+
+    def __init__(self, k: int, after: bool) -> None:
+        self.calls = 0
+        self.names: list[str] = []
+        self._k = k
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(os, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "close":
+                return found(*args, **kwargs)
+            self.calls += 1
+            self.names.append(name)
+            if self.calls == self._k and not self._after:
+                raise Killed
+            result = found(*args, **kwargs)
+            if self.calls == self._k:
+                raise Killed
+            return result
+
+        return call
+
+
+def equals(path: Path, state: State) -> bool:
+    found = find_checkpoint(path, verify=True)
+    assert found is not None
+    same = []
+    for (name, kind), tensor in state.items():
+        out = torch.empty_like(tensor)
+        found.read(name, kind, [0] * tensor.dim(), tensor.shape, out)
+        same.append(torch.equal(out, tensor))
+    assert all(same) or not any(same)
+    return all(same)
+
+
+@pytest.mark.parametrize("again", [100, 200])
+def test_dying_at_any_call_leaves_latest_on_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save, state: MakeState, again: int
+) -> None:
+    old, new = state(1), state(2)
+    counting = DyingOs(0, after=False)
+    save(tmp_path / "count", 100, "a", old)
+    with monkeypatch.context() as patch:
+        patch.setattr(PUBLISH_MODULE, "os", counting)
+        save(tmp_path / "count", again, "b", new)
+    assert {"makedirs", "mkdir", "write", "fsync", "rename", "replace"} <= set(counting.names)
+    outcomes = []
+    for k in range(1, counting.calls + 1):
+        for after in (False, True):
+            directory = tmp_path / f"{k}{after}"
+            save(directory, 100, "a", old)
+            with monkeypatch.context() as patch, pytest.raises(Killed):
+                patch.setattr(PUBLISH_MODULE, "os", DyingOs(k, after))
+                save(directory, again, "b", new)
+            found = find_checkpoint(directory)
+            assert found is not None and found.warnings == ()
+            is_new = equals(directory, new)
+            assert is_new or equals(directory, old)
+            outcomes.append(is_new)
+            save(directory, again, "c", new)
+            assert equals(directory, new)
+    assert outcomes == sorted(outcomes) and set(outcomes) == {False, True}
+
+
+def test_first_save_that_dies_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save, state: MakeState
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        dying = DyingOs(0, after=False)
+        patch.setattr(PUBLISH_MODULE, "os", dying)
+        monkeypatch.setattr(dying, "rename", lambda *_: (_ for _ in ()).throw(Killed()), raising=False)
+        save(tmp_path, 100, "a", state(1))
+    assert find_checkpoint(tmp_path) is None
+    assert temporary_directory(tmp_path, 100, "a").is_dir()
+
+
+def test_saving_an_iteration_again_overwrites_nothing(tmp_path: Path, save: Save, state: MakeState) -> None:
+    names = [save(tmp_path, 100, f"t{seed}", state(seed)).name for seed in range(12)]
+    assert names == ["iter_0000100", *(f"iter_0000100.{n}" for n in range(1, 12))]
+    assert (tmp_path / "latest").read_text() == "iter_0000100.11\n"
+    assert published_checkpoints(tmp_path) == names
+    assert all(equals(tmp_path / name, state(seed)) for seed, name in enumerate(names))
+    assert equals(tmp_path, state(11))
+
+
+def test_a_number_once_given_is_not_given_again(tmp_path: Path, save: Save, state: MakeState) -> None:
+    for seed in range(3):
+        save(tmp_path, 100, f"t{seed}", state(seed))
+    shutil.rmtree(tmp_path / "iter_0000100.1")
+    assert save(tmp_path, 100, "t3", state(3)).name == "iter_0000100.3"
+
+
+def test_temporary_name_follows_from_what_ranks_agree_on(tmp_path: Path) -> None:
+    name = temporary_directory(tmp_path, 7, "4f1c")
+    assert name == temporary_directory(tmp_path, 7, "4f1c") == tmp_path / "iter_0000007.tmp-4f1c"
+    for token in ("", "..", "a/b", "a b"):
+        with pytest.raises(ValueError, match="token"):
+            temporary_directory(tmp_path, 7, token)
+
+
+def test_a_token_serves_once(tmp_path: Path) -> None:
+    create_temporary_directory(tmp_path, 7, "a")
+    with pytest.raises(FileExistsError):
+        create_temporary_directory(tmp_path, 7, "a")
+
+
+def test_only_what_dead_saves_left_is_removed(tmp_path: Path, save: Save, state: MakeState) -> None:
+    save(tmp_path, 100, "a", state(1))
+    ours = [temporary_directory(tmp_path, 200, token) for token in ("dead", "alive")]
+    for directory in ours:
+        directory.mkdir()
+        (directory / "weights_rank_00000.safetensors").write_bytes(b"half")
+    foreign = [tmp_path / name for name in ("iter_0000300.tmp", "iter_3.tmp-a", "notes.tmp-a", "tensorboard")]
+    outside = tmp_path.parent / "outside"
+    for directory in (*foreign, outside):
+        directory.mkdir()
+        (directory / "kept").touch()
+    (tmp_path / "iter_0000400.tmp-link").symlink_to(outside)
+    (tmp_path / "iter_0000500.tmp-file").touch()
+    for path in (*tmp_path.rglob("*"), outside / "kept", outside):
+        os.utime(path, (1000, 1000), follow_symlinks=False)
+    future = (ours[1].stat().st_mtime + 1e10,) * 2
+    os.utime(ours[1] / "weights_rank_00000.safetensors", future)
+    before = {path.name for path in tmp_path.iterdir()}
+
+    running = create_temporary_directory(tmp_path, 200, "new")
+
+    assert before - {path.name for path in tmp_path.iterdir()} == {ours[0].name}
+    assert running.is_dir() and (outside / "kept").exists()
+    assert all((directory / "kept").exists() for directory in foreign)
+    assert equals(tmp_path, state(1))
+
+
+def test_an_incomplete_directory_is_not_published(tmp_path: Path) -> None:
+    temporary = create_temporary_directory(tmp_path, 100, "a")
+    with pytest.raises(ValueError, match="manifest"):
+        publish(temporary, tmp_path, 100)
+    assert published_checkpoints(tmp_path) == []
+
+
+def test_a_manifest_that_cannot_be_written_leaves_no_part_of_it(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        write_manifest(tmp_path, {"iteration": object()})
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,147 @@
+"""Data files against safetensors' own reader and writer, xxhash, and bytes spelled out."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from megatron_ladder.checkpoint import tensor_file
+from megatron_ladder.checkpoint.tensor_file import DTYPES, file_checksum, read_header, write_tensor_file
+from megatron_ladder.errors import UserError
+
+
+def tensor_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    if dtype in (torch.uint8, torch.int64):
+        return torch.randint(0, 200, shape, generator=generator, dtype=dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.fixture
+def tensors() -> list[tuple[str, torch.Tensor]]:
+    return [
+        (f"t{size}.{name}", tensor_of(dtype, size, 3)) for size in (1, 5) for name, dtype in DTYPES.items()
+    ]
+
+
+@pytest.mark.parametrize("chunk_bytes", [8, 24, 1 << 24])
+def test_safetensors_reads_what_was_written(
+    tmp_path: Path, tensors: list[tuple[str, torch.Tensor]], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", chunk_bytes)
+    path = tmp_path / "a.safetensors"
+    size, checksum = write_tensor_file(path, tensors)
+    with safe_open(path, "pt") as file:
+        assert sorted(file.keys()) == sorted(key for key, _ in tensors)
+        for key, tensor in tensors:
+            found = file.get_tensor(key)
+            assert found.dtype == tensor.dtype and found.shape == tensor.shape
+            assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+    data = path.read_bytes()
+    assert size == len(data)
+    assert checksum == "xxh3_128:" + xxhash.xxh3_128(data).hexdigest()
+
+
+def test_bytes_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors = [("u", torch.tensor([7, 9], dtype=torch.uint8)), ("f", torch.tensor([[1.5]]))]
+    size, _ = write_tensor_file(path, tensors)
+    header = (
+        b'{"__metadata__":{"format":"pt"},"f":{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]},'
+        b'"u":{"dtype":"U8","shape":[2],"data_offsets":[4,6]}}'
+    )
+    header += b" " * (-len(header) % 8)
+    expected = len(header).to_bytes(8, "little") + header + b"\x00\x00\xc0\x3f" + b"\x07\x09"
+    assert path.read_bytes() == expected and size == len(expected)
+
+
+def test_parameters_and_views_are_written_as_they_are(tmp_path: Path) -> None:
+    whole = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
+    path = tmp_path / "a.safetensors"
+    write_tensor_file(path, [("rows", whole[1:3])])
+    with safe_open(path, "pt") as file:
+        assert torch.equal(file.get_tensor("rows"), torch.tensor([[3.0, 4, 5], [6, 7, 8]]))
+
+
+def test_all_bytes_are_on_their_way_to_the_disk_when_it_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    size, _ = write_tensor_file(tmp_path / "a.safetensors", [("x", torch.zeros(3))])
+    assert synced == [size]
+
+
+def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
+    write_tensor_file(tmp_path / "a.safetensors", [("x", torch.zeros(2))])
+    with pytest.raises(FileExistsError):
+        write_tensor_file(tmp_path / "a.safetensors", [("x", torch.ones(2))])
+
+
+def test_headers_of_safetensors_own_files_are_read(
+    tmp_path: Path, tensors: list[tuple[str, torch.Tensor]]
+) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file(dict(tensors), path, metadata={"any": "thing"})
+    data, places = path.read_bytes(), read_header(path)
+    assert set(places) == {key for key, _ in tensors}
+    for key, tensor in tensors:
+        place = places[key]
+        assert place.shape == tuple(tensor.shape) and DTYPES[place.dtype] == tensor.dtype
+        assert data[place.begin : place.end] == tensor.view(torch.uint8).numpy().tobytes()
+
+
+def test_checksum_of_a_file_is_told_as_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 40)
+    path = tmp_path / "any"
+    path.write_bytes(bytes(range(100)))
+    seen: list[int] = []
+    assert file_checksum(path, seen.append) == "xxh3_128:" + xxhash.xxh3_128(bytes(range(100))).hexdigest()
+    assert seen == [40, 40, 20]
+
+
+def file_of(header: object, data: bytes = b"") -> bytes:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"", "not a whole"),
+        (b"\x02\x00\x00", "header of 2 bytes"),
+        ((1 << 62).to_bytes(8, "little") + b"{}", "header of"),
+        (file_of([1]), "not an object"),
+        (file_of("{"), "not a whole"),
+        (file_of("[" * 100_000), "nested too deeply"),
+        (file_of('{"a": NaN}'), "NaN"),
+        (file_of('{"a": 1, "b": 2, "a": 3}'), "'a' occurs more than once"),
+        (b"\x02\x00\x00\x00\x00\x00\x00\x00\xff\xfe", "not a whole"),
+        (file_of({"a": GOOD}, bytes(7)), "end at byte"),
+        (file_of({"a": GOOD}, bytes(9)), "end at byte"),
+        (file_of({"a": 3}, bytes(8)), "'a' lacks"),
+        (file_of({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "'a' lacks"),
+        (file_of({"a": GOOD | {"dtype": ["F32"]}}, bytes(8)), "wrong kind"),
+        (file_of({"a": GOOD | {"shape": [-2]}}, bytes(8)), "wrong kind"),
+        (file_of({"a": GOOD | {"shape": [2.0]}}, bytes(8)), "wrong kind"),
+        (file_of({"a": GOOD | {"shape": [True]}}, bytes(8)), "wrong kind"),
+        (file_of({"a": GOOD | {"shape": [3]}}, bytes(8)), r"8 bytes, which is not F32 of shape \[3\]"),
+        (file_of({"a": GOOD | {"data_offsets": [8, 0]}}, bytes(8)), "wrong kind"),
+        (file_of({"a": GOOD | {"data_offsets": [8, 16]}}, bytes(16)), "'a' begins at byte"),
+        (file_of({"a": GOOD, "b": GOOD}, bytes(8)), "'b' begins at byte"),
+    ],
+)
+def test_damaged_and_hostile_headers_are_refused(tmp_path: Path, data: bytes, complaint: str) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=complaint) as refusal:
+        read_header(path)
+    assert str(path) in str(refusal.value)

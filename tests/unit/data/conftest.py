@@ -1,0 +1,59 @@
+"""Small tokenizers and data sets of known content, made once a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, train_sentencepiece
+
+TEXT = Path(tokenizers.__file__).read_text() + Path(np.__file__).read_text()
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
+    path = tmp_path_factory.mktemp("sentencepiece") / "tiny.model"
+    path.write_bytes(train_sentencepiece([TEXT], 600))
+    return SentencePieceTokenizer(path)
+
+
+@pytest.fixture(scope="session")
+def hugging_face_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hugging_face")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<|pad|>", "<|end_of_turn|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|end_of_turn|>"}}')
+    return directory
+
+
+@pytest.fixture(scope="session")
+def hugging_face_tokenizer(hugging_face_directory: Path) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(hugging_face_directory)
+
+
+MakeDataset = Callable[..., IndexedDataset]
+
+
+@pytest.fixture
+def make_dataset(tmp_path: Path) -> MakeDataset:
+    """Makes a data set of documents of the given lengths whose tokens count up from 0."""
+
+    def make(lengths: list[int], name: str = "numbers", vocab_size: int = 100_000) -> IndexedDataset:
+        with IndexedDatasetWriter(tmp_path / name, token_dtype(vocab_size)) as writer:
+            writer.add_documents(np.arange(sum(lengths)), np.array(lengths, dtype=np.int32))
+            writer.publish()
+        return IndexedDataset(tmp_path / name)
+
+    return make

@@ -1,0 +1,155 @@
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron_ladder.errors import UserError
+
+U16_BIN = bytes.fromhex("0500 0600 ffff 0700")
+U16_IDX = bytes.fromhex(
+    "4d4d494449445800 00"  # MMIDIDX and two zero bytes
+    "0100000000000000"  # version 1
+    "08"  # u16
+    "0200000000000000"  # 2 sequences
+    "0300000000000000"  # 2 documents + 1
+    "03000000 01000000"  # lengths 3, 1
+    "0000000000000000 0600000000000000"  # byte offsets 0, 6
+    "0000000000000000 0100000000000000 0200000000000000"  # documents begin at sequences 0, 1; end at 2
+)
+I32_BIN = bytes.fromhex("05000000 00000100 07000000")
+I32_IDX = bytes.fromhex(
+    "4d4d494449445800 00 0100000000000000 04 0200000000000000 0300000000000000"
+    "02000000 01000000"
+    "0000000000000000 0800000000000000"
+    "0000000000000000 0100000000000000 0200000000000000"
+)
+
+
+def put(prefix: Path, idx: bytes, data: bytes) -> Path:
+    Path(f"{prefix}.idx").write_bytes(idx)
+    Path(f"{prefix}.bin").write_bytes(data)
+    return prefix
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "documents", "idx", "data"),
+    [
+        (65_499, [[5, 6, 65_535], [7]], U16_IDX, U16_BIN),
+        (65_500, [[5, 65_536], [7]], I32_IDX, I32_BIN),
+    ],
+)
+def test_bytes_are_megatrons(
+    tmp_path: Path, vocab_size: int, documents: list[list[int]], idx: bytes, data: bytes
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "a.b", token_dtype(vocab_size)) as writer:
+        for document in documents:
+            writer.add_document(document)
+        writer.publish()
+    assert (tmp_path / "a.b.idx").read_bytes() == idx
+    assert (tmp_path / "a.b.bin").read_bytes() == data
+    assert sorted(os.listdir(tmp_path)) == ["a.b.bin", "a.b.idx"]
+    read = IndexedDataset(put(tmp_path / "fixture", idx, data))
+    assert [read.document(i).tolist() for i in range(len(read))] == documents
+
+
+def test_documents_of_several_and_of_no_sequences(tmp_path: Path) -> None:
+    # As Megatron writes with --split-sentences: lengths 1, 0, 2 in documents of 2, 0 and 1 sequences.
+    idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 3, 3, 4)
+    idx += struct.pack("<3i", 1, 0, 2) + struct.pack("<3q", 0, 2, 2) + struct.pack("<4q", 0, 2, 2, 3)
+    read = IndexedDataset(put(tmp_path / "sentences", idx, struct.pack("<3h", 7, 8, 9)))
+    assert [read.document(i).tolist() for i in range(len(read))] == [[7], [], [8, 9]]
+
+
+@pytest.mark.parametrize("mask", [0x80, 0xFF, 0x04])
+def test_every_corrupted_byte_of_an_index_is_refused(tmp_path: Path, mask: int) -> None:
+    for position in range(len(U16_IDX)):
+        damaged = bytearray(U16_IDX)
+        damaged[position] ^= mask
+        with pytest.raises(UserError, match=r"damaged\.(idx|bin): .*expected|damaged.idx: document"):
+            IndexedDataset(put(tmp_path / "damaged", bytes(damaged), U16_BIN))
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    for length in range(len(U16_IDX)):
+        with pytest.raises(UserError, match=r"cut\.idx"):
+            IndexedDataset(put(tmp_path / "cut", U16_IDX[:length], U16_BIN))
+    for length in range(len(U16_BIN)):
+        with pytest.raises(UserError, match=rf"cut\.bin: {length} bytes found, 8 expected"):
+            IndexedDataset(put(tmp_path / "cut", U16_IDX, U16_BIN[:length]))
+    with pytest.raises(UserError, match=r"cut\.bin: 9 bytes found, 8 expected"):
+        IndexedDataset(put(tmp_path / "cut", U16_IDX, U16_BIN + b"\0"))
+
+
+def test_documents_that_run_backwards_are_refused(tmp_path: Path) -> None:
+    idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
+    idx += struct.pack("<3i", 1, 1, 1) + struct.pack("<3q", 0, 2, 4) + struct.pack("<4q", 0, 2, 1, 3)
+    with pytest.raises(UserError, match="document 1 begins at sequence 2 and ends at 1"):
+        IndexedDataset(put(tmp_path / "backwards", idx, bytes(6)))
+
+
+def test_lengths_and_offsets_must_agree(tmp_path: Path) -> None:
+    for field, (lengths, offsets) in {
+        "length of sequence 1 is -1": ((2, -1), (0, 4)),
+        "byte offset of sequence 1 is 6, expected 2": ((1, 3), (0, 6)),
+    }.items():
+        idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
+        idx += struct.pack("<2i", *lengths) + struct.pack("<2q", *offsets) + struct.pack("<3q", 0, 1, 2)
+        with pytest.raises(UserError, match=field):
+            IndexedDataset(put(tmp_path / "odd", idx, U16_BIN))
+
+
+def test_empty_data_set_is_refused(tmp_path: Path) -> None:
+    idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 1) + struct.pack("<q", 0)
+    with pytest.raises(UserError, match="holds no token"):
+        IndexedDataset(put(tmp_path / "empty", idx, b""))
+
+
+def test_missing_data_set_names_its_neighbours(tmp_path: Path) -> None:
+    put(tmp_path / "corpus_text_document", U16_IDX, U16_BIN)
+    for given in ("corpus", "corpus_text_document.bin", "corpus_text_document.idx"):
+        with pytest.raises(UserError, match=r"no such file: did you mean .*/corpus_text_document\?"):
+            IndexedDataset(tmp_path / given)
+    with pytest.raises(UserError, match=r"other\.idx: no such file"):
+        IndexedDataset(tmp_path / "other")
+    with pytest.raises(UserError, match="folder"):
+        IndexedDataset(Path("."))
+
+
+def test_nothing_is_left_by_an_abandoned_writer(tmp_path: Path) -> None:
+    put(tmp_path / "old", U16_IDX, U16_BIN)
+    with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(tmp_path / "old", np.dtype("<u2")) as writer:
+        writer.add_document([1, 2, 3])
+        raise KeyboardInterrupt
+    assert sorted(os.listdir(tmp_path)) == ["old.bin", "old.idx"]
+    assert IndexedDataset(tmp_path / "old").tokens.tolist() == [5, 6, 65_535, 7]
+
+
+def test_index_is_published_last_and_never_beside_a_foreign_bin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "d", U16_IDX, U16_BIN)
+    seen = []
+    rename = os.replace
+
+    def watched(source: Path, target: Path) -> None:
+        seen.append((target.name, (tmp_path / "d.idx").exists()))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    with IndexedDatasetWriter(tmp_path / "d", np.dtype("<u2")) as writer:
+        writer.add_document([1])
+        writer.publish()
+    assert seen == [("d.bin", False), ("d.idx", False)]
+
+
+def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+        for ids in ([65_536], [-1]):
+            with pytest.raises(ValueError, match="do not fit"):
+                writer.add_document(ids)
+        for lengths in ([2], [4, -1]):
+            with pytest.raises(ValueError, match="add up"):
+                writer.add_documents(np.array([1, 2, 3]), np.array(lengths, dtype=np.int32))

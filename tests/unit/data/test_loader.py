@@ -1,0 +1,150 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.loader import GlobalBatchLoader, check_tokenizer, open_sources
+from megatron_ladder.data.samples import SampleSource
+from megatron_ladder.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
+from megatron_ladder.data.tokenizers import SentencePieceTokenizer
+from megatron_ladder.errors import UserError
+
+MakeDataset = Callable[..., IndexedDataset]
+
+SEQ_LENGTH = 4
+GLOBAL_BATCH = 12
+
+
+def source_of(make_dataset: MakeDataset) -> SampleSource:
+    return SampleSource(make_dataset([7, 30, 2, 60]), range(4), SEQ_LENGTH, seed=3, shuffle=True)
+
+
+def loader_of(source: SampleSource, micro: int, rank: int, size: int, consumed: int = 0) -> GlobalBatchLoader:
+    return GlobalBatchLoader(source, SEQ_LENGTH, GLOBAL_BATCH, micro, rank, size, consumed, 100)
+
+
+def global_batch(source: SampleSource, micro: int, size: int, consumed: int) -> torch.Tensor:
+    """The samples of one optimizer step, put back into their order from what the ranks read."""
+    ranks = [next(loader_of(source, micro, rank, size, consumed)) for rank in range(size)]
+    assert all(
+        batch.tokens.shape == batch.labels.shape == (micro, SEQ_LENGTH) for own in ranks for batch in own
+    )
+    steps = zip(*ranks, strict=True)
+    return torch.cat(
+        [torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1) for step in steps for batch in step]
+    )
+
+
+@pytest.mark.parametrize("consumed", [0, 12, 24, 36, 7])
+def test_a_global_batch_does_not_depend_on_the_layout(make_dataset: MakeDataset, consumed: int) -> None:
+    source = source_of(make_dataset)
+    assert len(source) == 24
+    expected = [source.sample(number).tolist() for number in range(consumed, consumed + GLOBAL_BATCH)]
+    for micro, size in ((1, 1), (12, 1), (4, 3), (1, 12), (2, 3), (3, 2), (6, 2), (1, 4)):
+        assert global_batch(source, micro, size, consumed).tolist() == expected
+
+
+def test_labels_are_the_next_tokens(make_dataset: MakeDataset) -> None:
+    batch = next(loader_of(source_of(make_dataset), 12, 0, 1))[0]
+    assert batch.tokens.dtype == batch.labels.dtype == torch.int64
+    assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
+    assert batch.loss_mask is None
+    assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
+
+
+def test_resume_reads_on_where_it_stopped(make_dataset: MakeDataset) -> None:
+    source = source_of(make_dataset)
+    whole = loader_of(source, 2, 1, 3)
+    steps = [next(whole) for _ in range(5)]
+    stopped = loader_of(source, 2, 1, 3)
+    for _ in range(2):
+        next(stopped)
+    assert stopped.state_dict() == {"consumed_samples": 2 * GLOBAL_BATCH}
+    resumed = loader_of(source, 2, 1, 3, consumed=stopped.state_dict()["consumed_samples"])
+    for expected, found in zip(steps[2:], resumed, strict=False):
+        assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(expected, found, strict=True))
+
+
+def test_id_outside_of_the_vocabulary(make_dataset: MakeDataset) -> None:
+    source = source_of(make_dataset)
+    assert source.samples(torch.arange(24).numpy()).max() == 98
+    list(zip(range(2), GlobalBatchLoader(source, SEQ_LENGTH, 12, 12, 0, 1, 0, 99), strict=False))
+    with pytest.raises(UserError, match=r"numbers: holds token id 9\d, the vocabulary has ids 0 to 97"):
+        list(zip(range(2), GlobalBatchLoader(source, SEQ_LENGTH, 12, 12, 0, 1, 0, 98), strict=False))
+
+
+def test_batch_sizes_that_do_not_multiply(make_dataset: MakeDataset) -> None:
+    with pytest.raises(UserError, match="--global-batch-size 12 is not a multiple of --micro-batch-size 5"):
+        loader_of(source_of(make_dataset), 5, 0, 1)
+
+
+def test_one_data_set_cut_in_three(make_dataset: MakeDataset) -> None:
+    prefix = make_dataset([10] * 10).prefix
+    sources = open_sources([str(prefix)], (), (), (), "8,2,0", SEQ_LENGTH, 1)
+    assert sources.train is not None and sources.valid is not None and sources.test is None
+    assert (sources.train.documents, sources.train.shuffle) == (range(8), True)
+    assert (sources.valid.documents, sources.valid.shuffle) == (range(8, 10), False)
+    assert sources.valid.sample(0).tolist() == [80, 81, 82, 83, 84]
+
+
+def test_a_data_set_for_each_part(make_dataset: MakeDataset) -> None:
+    train, valid = make_dataset([50], "t").prefix, make_dataset([20], "v").prefix
+    sources = open_sources((), [train], [valid], (), "969,30,1", SEQ_LENGTH, 1)
+    assert sources.train is not None and sources.train.tokens == 50
+    assert sources.valid is not None and sources.valid.tokens == 20
+    assert sources.test is None
+
+
+def test_a_part_that_nobody_reads_may_be_short(make_dataset: MakeDataset) -> None:
+    prefix = make_dataset([50, 2]).prefix
+    with pytest.raises(UserError, match="the valid part"):
+        open_sources([prefix], (), (), (), "1,1,0", SEQ_LENGTH, 1)
+    assert open_sources([prefix], (), (), (), "1,1,0", SEQ_LENGTH, 1, parts=["train"]).valid is None
+
+
+def test_paths_that_contradict_each_other(make_dataset: MakeDataset) -> None:
+    prefix = make_dataset([50]).prefix
+    for paths, found in (
+        (((), (), (), ()), "--data-path is required"),
+        (((), (), [prefix], ()), "--data-path is required"),
+        (([prefix], [prefix], (), ()), "--data-path .* excludes --train-data-path"),
+        (((), ["a", "b"], (), ()), "--train-data-path a b: one data set expected, 2 found"),
+    ):
+        with pytest.raises(UserError, match=found):
+            open_sources(*paths, "1,0,0", SEQ_LENGTH, 1)
+    with pytest.raises(UserError, match="--split 0,1,0 leaves no document"):
+        open_sources([prefix], (), (), (), "0,1,0", SEQ_LENGTH, 1)
+
+
+def test_sidecar_must_name_the_tokenizer(
+    make_dataset: MakeDataset, sentencepiece_tokenizer: SentencePieceTokenizer
+) -> None:
+    dataset, tokenizer = make_dataset([50]), sentencepiece_tokenizer
+    sources = open_sources([dataset.prefix], (), (), (), "1,0,0", SEQ_LENGTH, 1)
+    check_tokenizer(sources, tokenizer)
+    right = Sidecar(tokenizer.kind, tokenizer.sha256, tokenizer.vocab_size, 2, True, 49, 1, 50)
+    write_sidecar(dataset.prefix, right)
+    check_tokenizer(sources, tokenizer)
+    for wrong in (replace(right, vocab_size=599), replace(right, tokenizer_sha256="0" * 64)):
+        write_sidecar(dataset.prefix, wrong)
+        with pytest.raises(UserError, match="--tokenizer-model .*tiny.model .* is not the tokenizer of"):
+            check_tokenizer(sources, tokenizer)
+    write_sidecar(dataset.prefix, replace(right, tokens=51))
+    with pytest.raises(UserError, match="describes 1 documents and 51 tokens, the data set has 1 and 50"):
+        check_tokenizer(sources, tokenizer)
+
+
+def test_sidecar_of_a_later_program_and_no_sidecar(make_dataset: MakeDataset) -> None:
+    prefix = make_dataset([50]).prefix
+    sidecar = Sidecar("HuggingFaceTokenizer", "ab", 100, 0, False, 49, 1, 50)
+    write_sidecar(prefix, sidecar)
+    values = json.loads(sidecar_path(prefix).read_text())
+    sidecar_path(prefix).write_text(json.dumps(values | {"checksum": "new"}))
+    assert read_sidecar(prefix) == sidecar
+    for text in (json.dumps(values | {"format_version": 2}), "{", "[]", '{"format_version": 1}'):
+        sidecar_path(prefix).write_text(text)
+        with pytest.raises(UserError, match=r"numbers\.json: (format version|not the description)"):
+            read_sidecar(prefix)

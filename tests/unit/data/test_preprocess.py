@@ -1,0 +1,218 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ladder.cli import preprocess_data, train_tokenizer
+from megatron_ladder.data.documents import SPAN_BYTES
+from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.preprocess import preprocess
+from megatron_ladder.data.sidecar import read_sidecar
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from megatron_ladder.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def documents_of(prefix: Path) -> list[list[int]]:
+    dataset = IndexedDataset(prefix)
+    return [dataset.document(number).tolist() for number in range(len(dataset))]
+
+
+def silent(line: str) -> None:
+    """Takes progress lines."""
+
+
+def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
+    lines = tmp_path / "a.jsonl"
+    lines.write_bytes(
+        b'\xef\xbb\xbf{"text": "one\\ttwo", "n": 1}\r\n\n  \n{"text": ""}\n'
+        b'{"text": "caf\\u00e9 \\ud83c\\udf89"}'
+    )
+    code = tmp_path / "b.py"
+    code.write_bytes(b"\xef\xbb\xbfdef f():\r\n\treturn 1\n")
+    (tmp_path / "empty.txt").write_text("")
+    sidecars = preprocess(
+        [lines, tmp_path / "empty.txt", code],
+        tmp_path / "out",
+        sentencepiece_tokenizer,
+        append_eod=True,
+        report=silent,
+    )
+    texts = ["one\ttwo", "café 🎉", "def f():\r\n\treturn 1\n"]
+    expected = [[*sentencepiece_tokenizer.encode(text), 2] for text in texts]
+    assert documents_of(tmp_path / "out_text_document") == expected
+    sidecar = sidecars["text"]
+    assert read_sidecar(tmp_path / "out_text_document") == sidecar
+    assert (sidecar.documents, sidecar.tokens) == (3, sum(map(len, expected)))
+    assert sidecar.largest_id == max(map(max, expected))
+    assert (sidecar.vocab_size, sidecar.eod_id, sidecar.append_eod) == (600, 2, True)
+    assert sidecar.tokenizer_sha256 == sentencepiece_tokenizer.sha256
+
+
+def test_a_data_set_for_each_key(tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer) -> None:
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"body": "first", "title": "1"}\n{"body": "second", "title": ""}\n')
+    preprocess([lines], tmp_path / "out", hugging_face_tokenizer, json_keys=("body", "title"), report=silent)
+    encode = hugging_face_tokenizer.encode
+    assert documents_of(tmp_path / "out_body_document") == [encode("first"), encode("second")]
+    assert documents_of(tmp_path / "out_title_document") == [encode("1")]
+
+
+def big_file(path: Path, span_bytes: int, bad_line: int | None = None) -> list[str]:
+    """JSON lines of about four spans, one line longer than a span; returns the texts."""
+    texts = [f"document {number} " + "word " * (span_bytes // 2500) for number in range(1400)]
+    texts[700] = "long " * (span_bytes // 4)
+    with open(path, "w") as file:
+        for number, text in enumerate(texts, start=1):
+            file.write("{oops\n" if number == bad_line else json.dumps({"text": text}) + "\n")
+    return texts
+
+
+def test_workers_keep_the_order(
+    tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_ladder.data.documents.SPAN_BYTES", 20_000)
+    monkeypatch.setattr("megatron_ladder.data.preprocess.SPAN_BYTES", 20_000)
+    texts = big_file(tmp_path / "big.jsonl", 20_000)
+    assert (tmp_path / "big.jsonl").stat().st_size > 4 * 20_000
+    reported: list[str] = []
+    preprocess([tmp_path / "big.jsonl"], tmp_path / "one", hugging_face_tokenizer, report=reported.append)
+    preprocess([tmp_path / "big.jsonl"], tmp_path / "two", hugging_face_tokenizer, workers=2, report=silent)
+    for suffix in ("bin", "idx", "json"):
+        paths = [tmp_path / f"{name}_text_document.{suffix}" for name in ("one", "two")]
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert documents_of(tmp_path / "one_text_document") == hugging_face_tokenizer.encode_batch(texts)
+    assert "(100%), 1,400 documents" in reported[-1] and "ETA 0:00" in reported[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "reason"),
+    [
+        (b'{"text": "a"}\n{"text": \n', 2, "not JSON: Expecting value"),
+        (b'{"text": "a"}\n\n{"text": "\xff"}\n', 3, "byte 0xff is not UTF-8"),
+        (b'{"text": "a"}\n["a"]', 2, "a JSON object expected, a list found"),
+        (b'{"title": "a", "id": 1}', 1, r"no key 'text' \(keys found: 'title', 'id'\): .*--json-keys"),
+        (b'{"text": null}', 1, "a text expected under 'text', a NoneType found"),
+        (b'{"text": "a"}\n{"text": "\\uD83C"}', 2, r"\\ud83c under 'text' is half of a character"),
+        (b"[" * 100_000, 1, "not JSON that can be read"),
+    ],
+)
+def test_a_bad_line_is_named_and_leaves_nothing(
+    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, content: bytes, line: int, reason: str
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"bad\.jsonl:{line}: {reason}"):
+        preprocess([path], tmp_path / "out", sentencepiece_tokenizer, report=silent)
+    assert os.listdir(tmp_path) == ["bad.jsonl"]
+
+
+def test_an_error_leaves_the_former_output(
+    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer
+) -> None:
+    good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
+    good.write_text("something")
+    bad.write_bytes(b"line 1\nline 2\n\xe9t\xe9")
+    preprocess([good], tmp_path / "out", sentencepiece_tokenizer, report=silent)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match=r"bad\.txt:3: byte 0xe9 is not UTF-8"):
+        preprocess([good, bad], tmp_path / "out", sentencepiece_tokenizer, report=silent)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_sidecar_is_published_last_and_never_beside_foreign_tokens(
+    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("something")
+    preprocess([tmp_path / "a.txt"], tmp_path / "out", sentencepiece_tokenizer, report=silent)
+    seen = []
+    rename = os.replace
+
+    def watched(source: Path, target: Path) -> None:
+        seen.append((target.suffix, (tmp_path / "out_text_document.json").exists()))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    preprocess([tmp_path / "a.txt"], tmp_path / "out", sentencepiece_tokenizer, report=silent)
+    assert seen == [(".bin", False), (".idx", False), (".json", False)]
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
+def test_no_document_leaves_nothing(
+    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, content: str
+) -> None:
+    (tmp_path / "none.jsonl").write_text(content)
+    with pytest.raises(
+        UserError, match=r"--input .*none\.jsonl: no document with a 'text' that is not empty"
+    ):
+        preprocess([tmp_path / "none.jsonl"], tmp_path / "out", sentencepiece_tokenizer, report=silent)
+    assert os.listdir(tmp_path) == ["none.jsonl"]
+
+
+def test_all_inputs_that_cannot_be_read_are_named(
+    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer
+) -> None:
+    (tmp_path / "plain.txt").write_text("a")
+    inputs = [tmp_path / "missing", tmp_path, tmp_path / "plain.txt"]
+    with pytest.raises(UserError) as caught:
+        preprocess(inputs, tmp_path / "out", sentencepiece_tokenizer, json_keys=("body",), report=silent)
+    missing, directory, plain = caught.value.mistakes
+    assert "missing: no such file" in missing and "is a directory" in directory and "no keys body" in plain
+    with pytest.raises(UserError, match="--output-prefix .*plain.txt/out: cannot be written"):
+        preprocess([inputs[2]], tmp_path / "plain.txt" / "out", sentencepiece_tokenizer, report=silent)
+
+
+def test_command_line_with_a_bad_line_far_inside_and_two_workers(
+    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer
+) -> None:
+    big_file(tmp_path / "big.jsonl", SPAN_BYTES, bad_line=1300)
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "preprocess_data.py"),
+        "--input",
+        str(tmp_path / "big.jsonl"),
+    ]
+    command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "SentencePieceTokenizer"]
+    command += ["--tokenizer-model", str(sentencepiece_tokenizer.files[0]), "--workers", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: {tmp_path}/big.jsonl:1300: not JSON: Expecting property name")
+    assert len(ended.stderr.splitlines()) == 1
+    assert os.listdir(tmp_path) == ["big.jsonl"]
+
+
+def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text(Path(np.__file__).read_text())
+    train = [
+        "--input",
+        str(tmp_path / "a.txt"),
+        "--vocab-size",
+        "400",
+        "--model-prefix",
+        str(tmp_path / "m.x"),
+    ]
+    train_tokenizer.main(train)
+    run = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out")]
+    run += ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", str(tmp_path / "m.x.model")]
+    preprocess_data.main([*run, "--append-eod"])
+    assert SentencePieceTokenizer(tmp_path / "m.x.model").vocab_size == 400
+    tokens = IndexedDataset(tmp_path / "out_text_document").tokens
+    assert tokens[-1] == 2
+    assert f"out_text_document: 1 documents, {len(tokens):,} tokens" in capsys.readouterr().out
+    with pytest.raises(UserError) as caught:
+        preprocess_data.main([*run, "--workers", "0", "--json-keys", "a/b", "a/b"])
+    assert len(caught.value.mistakes) == 3
+
+
+def test_training_on_a_sample_reads_from_all_over(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(
+        "".join(f"{'abcdefghij' * 10} {number:06d}\n" for number in range(20_000))
+    )
+    config = train_tokenizer.TrainTokenizerConfig((tmp_path / "a.txt",), 300, tmp_path / "m")
+    numbers = [int(line.split()[-1]) for line in train_tokenizer._sample_lines(config, 0.01)]
+    assert len(numbers) == 200 and len(np.unique(np.diff(numbers))) == 1
