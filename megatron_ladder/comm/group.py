@@ -1,6 +1,6 @@
 """A set of ranks and the collectives among them: the only file that starts one.
 
-Layers get a `CommGroup` and never a global; a group of one rank has no process group and does nothing. Another
+Layers get a `CommGroup` and never a global; in a group of one rank every collective does nothing. Another
 interconnect (one that is recorded, or emulated) is another class with the same methods.
 """
 
@@ -26,7 +26,7 @@ class CommGroup:
         rank: this process's place in `ranks`.
         size: how many there are.
         ranks: their global ranks.
-        process_group: torch's group, or None when this rank is alone.
+        process_group: torch's group; None without torch.distributed, when this rank is alone.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, process_group: dist.ProcessGroup | None) -> None:
@@ -36,9 +36,9 @@ class CommGroup:
         self.process_group = process_group
 
     @staticmethod
-    def alone(global_rank: int = 0) -> "CommGroup":
-        """The group of one rank."""
-        return CommGroup([global_rank], 0, None)
+    def alone() -> "CommGroup":
+        """The group of one process, which needs no torch.distributed."""
+        return CommGroup([0], 0, None)
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Starts summing `tensor` (contiguous, any shape) in place; None when there is nobody to wait for."""

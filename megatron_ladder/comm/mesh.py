@@ -49,14 +49,17 @@ class ProcessMesh:
         if world_size % (tensor_parallel * pipeline_parallel):
             raise ValueError(f"{world_size} ranks cannot form {tensor_parallel} x {pipeline_parallel} model ranks")
         grid = torch.arange(world_size).view(pipeline_parallel, -1, tensor_parallel)
-        everyone = CommGroup(range(world_size), rank, dist.group.WORLD if world_size > 1 else None)
+        everyone = CommGroup(range(world_size), rank, dist.group.WORLD)
+        # DeepSpeed asks for a process group also where a rank is alone; only that rank need take part in making it.
+        process_group = dist.new_group([rank], use_local_synchronization=True) if world_size > 1 else dist.group.WORLD
+        alone = CommGroup([rank], 0, process_group)
         return ProcessMesh(
             world=everyone,
-            tensor=_group_of(rank, grid.reshape(-1, tensor_parallel)),
-            data=_group_of(rank, grid.transpose(1, 2).reshape(-1, grid.shape[1])),
-            pipeline=_group_of(rank, grid.permute(1, 2, 0).reshape(-1, pipeline_parallel)),
-            model=_group_of(rank, grid.transpose(0, 1).reshape(grid.shape[1], -1)),
-            kv_replica=_group_of(rank, grid.reshape(-1, kv_replicas)),
+            tensor=_group_of(alone, grid.reshape(-1, tensor_parallel)),
+            data=_group_of(alone, grid.transpose(1, 2).reshape(-1, grid.shape[1])),
+            pipeline=_group_of(alone, grid.permute(1, 2, 0).reshape(-1, pipeline_parallel)),
+            model=_group_of(alone, grid.transpose(0, 1).reshape(grid.shape[1], -1)),
+            kv_replica=_group_of(alone, grid.reshape(-1, kv_replicas)),
         )
 
     def describe(self) -> str:
@@ -65,9 +68,9 @@ class ProcessMesh:
         return f"{self.world.size} processes: {sizes}"
 
 
-def _group_of(rank: int, rows: torch.Tensor) -> CommGroup:
-    """Makes a process group of each row of `rows`, and returns the one that holds `rank`."""
-    mine = CommGroup.alone(rank)
+def _group_of(alone: CommGroup, rows: torch.Tensor) -> CommGroup:
+    """Makes a process group of each row of `rows`, and returns the one that holds this rank."""
+    mine, rank = alone, alone.ranks[0]
     if rows.shape[1] == 1:
         return mine
     for row in rows.tolist():

@@ -10,14 +10,13 @@ class DeepSpeedMpu:
     """Answers DeepSpeed's questions from the mesh; its method names are DeepSpeed's."""
 
     def __init__(self, mesh: ProcessMesh) -> None:
+        """`mesh` is one that `ProcessMesh.build` made."""
         self._mesh = mesh
-        self._groups = {
-            id(group): group.process_group or dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            for group in (mesh.model, mesh.tensor, mesh.data, mesh.pipeline)
-        }
 
-    def _process_group(self, group: CommGroup) -> dist.ProcessGroup:
-        return self._groups[id(group)]
+    @staticmethod
+    def _process_group(group: CommGroup) -> dist.ProcessGroup:
+        assert group.process_group is not None
+        return group.process_group
 
     def get_model_parallel_rank(self) -> int:
         """This rank's place among those that hold one model."""

@@ -104,9 +104,9 @@ class RunLog:
         left = (run.training.train_iters - iteration) * step_seconds
         total = run.training.train_iters
         print(
-            f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} | learning rate {learning_rate:.3e} "
-            f"| grad norm {gradient_norm:.3f} | {tokens_per_second:,.0f} tokens/s | {_engineering(flops)}FLOP/s "
-            f"| {step_seconds:.3f} s/step | ETA {duration(left)}",
+            f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} "
+            f"| learning rate {learning_rate:.3e} | grad norm {gradient_norm:.3f} | {tokens_per_second:,.0f} tokens/s "
+            f"| {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step | ETA {duration(left)}",
             flush=True,
         )
         self._scalars(

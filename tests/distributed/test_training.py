@@ -1,0 +1,193 @@
+"""Whole optimizer steps through DeepSpeed in every layout, against AdamW written out on a plain model."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
+from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.train.setup import build_schedule
+from megatron_ladder.train.step import evaluate, train_step
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import Pieces, assert_pieces
+from tests.distributed.training import build_trainer_here, own_batches, run_of, weight_pieces
+from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss, reference_training
+
+Batch = tuple[Tensor, Tensor, Tensor]
+STEPS = 5
+RECIPE = f"--train-iters {STEPS} --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2".split()
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
+
+
+def steps_of_batches(steps: int, micro_batches: int) -> list[list[Batch]]:
+    """Masks differ from micro-batch to micro-batch, so their mean losses may not simply be averaged."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for _ in range(steps):
+        made.append([])
+        for index in range(micro_batches):
+            ids = torch.randint(0, 101, (2, 13), generator=generator)
+            mask = (torch.rand(2, 12, generator=generator) < 0.2 + 0.2 * index).float()
+            made[-1].append((ids[:, :-1], ids[:, 1:], mask))
+    return made
+
+
+def train(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[list[tuple[float, float]], Pieces]:
+    """On each rank: loss and gradient norm of every step, and the final weights."""
+    trainer = build_trainer_here(argv, weights)
+    history = []
+    for iteration, batch in enumerate(batches, start=1):
+        result = train_step(trainer, own_batches(trainer, batch), iteration)
+        loss = trainer.mesh.data.all_reduce(result.loss_sum.clone())
+        history.append((loss.item(), result.gradient_norm))
+    return history, weight_pieces(trainer)
+
+
+@pytest.mark.parametrize("zero_stage", ["0", "1"])
+@pytest.mark.parametrize(("tensor_parallel", "data_parallel"), LAYOUTS)
+def test_steps_equal_a_plain_model(
+    gloo_pools: GlooPools, tensor_parallel: int, data_parallel: int, zero_stage: str
+) -> None:
+    world = tensor_parallel * data_parallel
+    argv = [
+        *RECIPE, "--tensor-model-parallel-size", str(tensor_parallel), "--zero-stage", zero_stage,
+        "--residual-mode", "ladder", "--ladder-layers", "2", "--global-batch-size", "8", "--qk-layernorm",
+        "--add-attention-output-bias",
+    ]  # fmt: skip
+    run = run_of(argv, world)
+    config = ReferenceConfig.like(run.model)
+    weights = make_weights(config, seed=1, dtype=torch.float32)
+    batches = steps_of_batches(STEPS, 4)
+    expected, final = reference_training(
+        weights, config, batches, build_schedule(run).at, (0.9, 0.95), 1e-8, 0.1, 0.5,
+        no_decay=lambda name: weights[name].dim() == 1,
+    )  # fmt: skip
+    assert any(norm > 0.5 for _, norm in expected), "nothing was clipped, so clipping is not tested"
+    results = gloo_pools(world).run(train, argv, weights, batches)
+    for history, _ in results:
+        for found, wanted in zip(history, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5)
+    assert_pieces([pieces for _, pieces in results], final, 2e-4)
+
+
+def test_bf16_follows_fp32(gloo_pools: GlooPools) -> None:
+    argv = [*RECIPE, "--tensor-model-parallel-size", "2", "--global-batch-size", "8", "--residual-mode", "ladder"]
+    weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
+    batches = steps_of_batches(STEPS, 4)
+    plain = gloo_pools(4).run(train, argv, weights, batches)[0][0]
+    half = gloo_pools(4).run(train, [*argv, "--bf16"], weights, batches)[0][0]
+    for (found, _), (wanted, _) in zip(half, plain, strict=True):
+        assert found == pytest.approx(wanted, rel=2e-2)
+        assert found != wanted
+
+
+def interrupted(argv: list[str], batches: list[list[Batch]], save: str, stop: int) -> tuple[list[float], Pieces]:
+    """On each rank: the first `stop` steps in one trainer, saved; the others in a fresh one that loads."""
+    losses = []
+    trainer = build_trainer_here(argv)
+    for iteration in range(1, stop + 1):
+        losses.append(train_step(trainer, own_batches(trainer, batches[iteration - 1]), iteration).loss_sum.item())
+    header = {"iteration": stop, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
+    save_training_state(Path(save), header, trainer.state, trainer.mesh.world, lambda directory: None)
+    # Another seed: nothing of the fresh trainer's own weights may be left after loading.
+    fresh = build_trainer_here([*argv, "--seed", "99"])
+    load_training_state(Checkpoint.open(Path(save)), fresh.state, fresh.mesh.world)
+    for iteration in range(stop + 1, len(batches) + 1):
+        losses.append(train_step(fresh, own_batches(fresh, batches[iteration - 1]), iteration).loss_sum.item())
+    return losses, weight_pieces(fresh)
+
+
+def uninterrupted(argv: list[str], batches: list[list[Batch]]) -> tuple[list[float], Pieces]:
+    """On each rank: all steps in one trainer."""
+    trainer = build_trainer_here(argv)
+    losses = [
+        train_step(trainer, own_batches(trainer, batch), iteration).loss_sum.item()
+        for iteration, batch in enumerate(batches, start=1)
+    ]
+    return losses, weight_pieces(trainer)
+
+
+RESUMED = list(itertools.product([(1, 1), (2, 2), (1, 2), (2, 4)], ["--zero-stage 0", "--zero-stage 1", "--bf16"]))
+RESUMED_AT_ONCE = [((1, 1), "--zero-stage 0"), ((1, 2), "--zero-stage 1"), ((2, 2), "--bf16"), ((2, 4), "--bf16")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [pytest.param(*case, marks=[] if case in RESUMED_AT_ONCE else pytest.mark.slow) for case in RESUMED],
+)
+def test_resumed_steps_are_bitwise_those_of_one_run(
+    gloo_pools: GlooPools, tmp_path: Path, layout: tuple[int, int], precision: str
+) -> None:
+    tensor_parallel, world = layout
+    argv = [
+        *RECIPE, *precision.split(), "--tensor-model-parallel-size", str(tensor_parallel), "--global-batch-size", "8",
+        "--residual-mode", "ladder", "--ladder-layers", "0,2", "--tie-embeddings",
+    ]  # fmt: skip
+    batches = steps_of_batches(STEPS, 4)
+    whole = gloo_pools(world).run(uninterrupted, argv, batches)
+    resumed = gloo_pools(world).run(interrupted, argv, batches, str(tmp_path / "save"), 3)
+    for (losses, pieces), (losses_resumed, pieces_resumed) in zip(whole, resumed, strict=True):
+        assert losses == losses_resumed
+        for (name, _, values), (_, _, values_resumed) in zip(pieces, pieces_resumed, strict=True):
+            assert torch.equal(values, values_resumed), name
+
+
+def load_elsewhere(argv: list[str], save: str) -> Pieces:
+    """On each rank: the weights of a checkpoint that another layout wrote."""
+    trainer = build_trainer_here([*argv, "--seed", "99"])
+    load_training_state(Checkpoint.open(Path(save)), trainer.state, trainer.mesh.world)
+    return weight_pieces(trainer)
+
+
+@pytest.mark.parametrize("precision", ["--zero-stage 1", pytest.param("--bf16", marks=pytest.mark.slow)])
+def test_a_checkpoint_is_read_in_another_layout(
+    gloo_pools: GlooPools, tmp_path: Path, precision: str
+) -> None:
+    argv = [*RECIPE, *precision.split(), "--global-batch-size", "8", "--residual-mode", "ladder"]
+    batches = steps_of_batches(STEPS, 4)
+    ranks = gloo_pools(4).run(
+        interrupted, [*argv, "--tensor-model-parallel-size", "2"], batches[:3], str(tmp_path / "save"), 3
+    )
+    (single,) = gloo_pools(1).run(load_elsewhere, argv, str(tmp_path / "save"))
+    full = {name: values for name, _, values in single}
+    assert_pieces([pieces for _, pieces in ranks], full, 0.0)
+
+
+def one_bad_gradient(argv: list[str]) -> tuple[str, bool]:
+    """On each rank: what a step says to a gradient that is not finite on one rank, and whether weights stayed."""
+    trainer = build_trainer_here(argv)
+    with torch.no_grad():
+        trainer.model.stack.sub_blocks()[0].norm.weight.fill_(float("nan") if trainer.mesh.world.rank == 1 else 1.0)
+    before = [values for _, _, values in weight_pieces(trainer)]
+    try:
+        train_step(trainer, own_batches(trainer, steps_of_batches(1, 2)[0]), 1)
+    except BadNumbersError as error:
+        after = [values for _, _, values in weight_pieces(trainer)]
+        return str(error), all(torch.equal(a, b) for a, b in zip(before, after, strict=True) if not a.isnan().any())
+    return "nothing", False
+
+
+def test_bad_numbers_end_the_run_on_every_rank(gloo_pools: GlooPools) -> None:
+    argv = [*RECIPE, "--zero-stage", "1", "--global-batch-size", "4"]
+    for message, unchanged in gloo_pools(2).run(one_bad_gradient, argv):
+        assert "iteration 1: the gradient's norm is nan" in message and unchanged
+
+
+def mean_loss(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> float:
+    """On each rank: the evaluation's loss."""
+    trainer = build_trainer_here(argv, weights)
+    return evaluate(trainer, iter([own_batches(trainer, batch) for batch in batches]), len(batches))
+
+
+def test_evaluation_is_the_mean_over_tokens(gloo_pools: GlooPools) -> None:
+    argv = [*RECIPE, "--tensor-model-parallel-size", "2", "--global-batch-size", "8"]
+    config = ReferenceConfig.like(run_of(argv, 4).model)
+    weights = make_weights(config, seed=1, dtype=torch.float32)
+    batches = steps_of_batches(2, 4)
+    tokens, labels, mask = (torch.cat(parts) for parts in zip(*(b for step in batches for b in step), strict=True))
+    expected = reference_loss(weights, config, tokens, labels, mask)
+    assert gloo_pools(4).run(mean_loss, argv, weights, batches) == pytest.approx([float(expected)] * 4, rel=1e-5)

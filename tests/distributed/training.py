@@ -1,0 +1,74 @@
+"""Trainers inside the pools: built as the program builds them, from a command line, in a group that exists."""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ladder.checkpoint.engine_state import engine_state
+from megatron_ladder.comm.launch import Place, start_deepspeed
+from megatron_ladder.config.deepspeed_json import deepspeed_json
+from megatron_ladder.config.model import key_value_replicas
+from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+from megatron_ladder.data.loader import MicroBatch
+from megatron_ladder.optim.adamw import build_adamw
+from megatron_ladder.optim.param_groups import parameter_groups
+from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.train.setup import Trainer, build_engine, build_model, build_schedule
+from tests.distributed.sharded import Pieces, mesh_of
+
+CPU = torch.device("cpu")
+SIZES = (
+    "--num-layers 3 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --num-key-value-heads 2 "
+    "--seq-length 12 --vocab-size 101 --init-method-std 0.3 --lr-warmup-iters 2 --min-lr 1e-4"
+).split()
+
+
+@functools.cache
+def deepspeed_is_started() -> bool:
+    """Once a process."""
+    start_deepspeed(Place(torch.distributed.get_rank(), torch.distributed.get_world_size(), 0), CPU)
+    return True
+
+
+def run_of(argv: Sequence[str], world_size: int) -> RunConfig:
+    """The run of a command line; it must have no mistakes."""
+    mistakes: list[str] = []
+    run = resolve_run(parse_run([*SIZES, *argv], mistakes), 101, world_size, mistakes)
+    assert not mistakes, mistakes
+    return run
+
+
+def build_trainer_here(argv: Sequence[str], weights: Mapping[str, Tensor] | None = None) -> Trainer:
+    """On each rank: a trainer, of these full weights if they are given."""
+    assert deepspeed_is_started()
+    run = run_of(argv, torch.distributed.get_world_size())
+    tensor_parallel = run.parallel.tensor_model_parallel_size
+    mesh = mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel))
+    model, norm = build_model(run, mesh, CPU)
+    if weights is not None:
+        with torch.no_grad():
+            for parameter, sections in parameter_sections(model):
+                for section in sections:
+                    box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
+                    section.view(parameter).copy_(weights[section.name][box])
+    optimizer, adamw = build_adamw(parameter_groups(model, run.optimizer.weight_decay), run.optimizer, CPU)
+    engine = build_engine(model, optimizer, deepspeed_json(run, []), mesh)
+    implementations = {"norm": norm, "optimizer": adamw}
+    state = engine_state(engine)
+    return Trainer(run, mesh, CPU, model, engine, state, build_schedule(run), implementations)
+
+
+def own_batches(trainer: Trainer, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[MicroBatch]:
+    """Of a global batch's micro-batches in order, those of this data-parallel rank."""
+    return [MicroBatch(*batch) for batch in micro_batches[trainer.mesh.data.rank :: trainer.mesh.data.size]]
+
+
+def weight_pieces(trainer: Trainer) -> Pieces:
+    """Every weight that this rank holds."""
+    return [
+        (section.name, section.offset, section.view(parameter.detach()).clone())
+        for parameter, sections in parameter_sections(trainer.model)
+        for section in sections
+    ]
