@@ -99,6 +99,43 @@ def test_dying_at_any_call_leaves_latest_on_a_whole_checkpoint(
     assert outcomes == sorted(outcomes) and set(outcomes) == {False, True}
 
 
+def test_order_in_which_names_reach_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save, state: MakeState
+) -> None:
+    steps: list[tuple[str, str]] = []
+
+    class RecordingOs(DyingOs):
+        def open(self, path: Path, *arguments: Any) -> int:
+            self.opened = path.name
+            return os.open(path, *arguments)
+
+        def fsync(self, descriptor: int) -> None:
+            steps.append(("fsync", self.opened))
+            os.fsync(descriptor)
+
+        def replace(self, source: Path, target: Path) -> None:
+            steps.append(("replace", target.name))
+            os.replace(source, target)
+
+        def rename(self, source: Path, target: Path) -> None:
+            steps.append(("rename", target.name))
+            os.rename(source, target)
+
+    monkeypatch.setattr(PUBLISH_MODULE, "os", RecordingOs(0, after=False))
+    save(tmp_path / "save", 100, "a", state(1))
+    assert steps == [
+        ("fsync", "manifest.json.tmp"),
+        ("replace", "manifest.json"),
+        ("fsync", "iter_0000100.tmp-a"),
+        ("fsync", "iter_0000100.tmp-a"),
+        ("rename", "iter_0000100"),
+        ("fsync", "save"),
+        ("fsync", "latest.tmp"),
+        ("replace", "latest"),
+        ("fsync", "save"),
+    ]
+
+
 def test_first_save_that_dies_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save, state: MakeState
 ) -> None:

@@ -1,0 +1,128 @@
+"""The arithmetic of a run, the spelling of its flags, and DeepSpeed's JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder.config.deepspeed_json import deepspeed_json
+from megatron_ladder.config.fields import build_parser
+from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
+from megatron_ladder.config.run import SECTIONS, RunConfig, parse_run, resolve_run
+
+BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
+
+
+def read(words: str, world_size: int = 4) -> tuple[RunConfig, list[str]]:
+    mistakes: list[str] = []
+    run = resolve_run(parse_run((BASE + " " + words).split(), mistakes), 1000, world_size, mistakes)
+    return run, mistakes
+
+
+def test_batches_follow_from_the_layout() -> None:
+    run, mistakes = read("--micro-batch-size 2 --global-batch-size 16 --tensor-model-parallel-size 2")
+    assert not mistakes
+    assert (run.data_parallel_size, run.accumulation_steps, run.tokens_per_step) == (2, 4, 2048)
+    assert read("--micro-batch-size 3")[0].global_batch_size == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--micro-batch-size 3 --global-batch-size 16", "--global-batch-size 16 is not a multiple of --micro-batch"),
+        ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3 does not divide the 4 launched processes"),
+        ("--max-position-embeddings 64", "--seq-length 128 is longer than --max-position-embeddings 64"),
+        ("--min-lr 1", "--min-lr 1.0 is above --lr"),
+        ("--lr-warmup-iters 100", "--lr-warmup-iters 100 leaves no step"),
+        ("--bf16 --zero-stage 0", "--bf16 needs --zero-stage 1"),
+        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 is not supported by this version"),
+        ("--recompute-granularity selective", "--recompute-granularity selective"),
+        ("--recompute-num-layers 2", "--recompute-num-layers has no meaning without"),
+        ("--recompute-granularity full --recompute-num-layers 13", "--recompute-num-layers 13 is above --num-layers"),
+        ("--adam-beta2 1", "--adam-beta2 1.0 must lie in [0, 1)"),
+        ("--train-iters 0", "--train-iters 0 must be above zero"),
+        ("--weight-decay -1", "--weight-decay -1.0 must not be negative"),
+    ],
+)
+def test_impossible_runs_are_refused(words: str, message: str) -> None:
+    found = read(words)[1]
+    assert len(found) == 1 and message in found[0], found
+
+
+def test_mistakes_of_every_kind_come_together() -> None:
+    found = read("--hidden-sizes 3 --num-experts 4 --hidden-size 65 --global-batch-size 6 --min-lr 5")[1]
+    assert [line.split(" ")[0] for line in found] == [
+        "--num-experts", "--hidden-sizes", "--hidden-size", "--min-lr", "--global-batch-size",
+    ]  # fmt: skip
+
+
+def test_megatrons_spellings_are_known() -> None:
+    """Flags that users bring from Megatron-DeepSpeed."""
+    words = (
+        "--num-query-groups 2 --kv-channels 16 --ffn-hidden-size 128 --max-position-embeddings 256 "
+        "--deepspeed --local_rank=3 --recompute-granularity full --recompute-num-layers 2 "
+        "--swiglu --normalization rmsnorm --use-rotary-position-embeddings --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0.0 --use-flash-attn "
+        "--lr-decay-style cosine --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 "
+        "--init-method-std 0.02 --split 969,30,1 --save-interval 10 --eval-interval 10 --eval-iters 0 "
+        "--log-interval 1 --tensorboard-dir tb --pipeline-model-parallel-size 1 --deterministic-mode"
+    )
+    run, mistakes = read(words)
+    assert mistakes == []
+    assert (run.model.num_key_value_heads, run.model.head_dim, run.recompute_layers) == (2, 16, 2)
+
+
+def test_no_flag_is_both_known_and_foreign() -> None:
+    known = {word for action in build_parser(SECTIONS, "", "")._actions for word in action.option_strings}
+    assert not known & (set(ACCEPTED) | set(REFUSED))
+    assert not set(ACCEPTED) & set(REFUSED)
+    assert all(REFUSED.values())
+
+
+def test_deepspeeds_json_is_derived() -> None:
+    run, _ = read("--micro-batch-size 2 --global-batch-size 16 --bf16 --clip-grad 0.7")
+    config = deepspeed_json(run, [])
+    assert config["train_batch_size"] == 16 and config["gradient_accumulation_steps"] == 2
+    assert config["zero_optimization"]["stage"] == 1 and config["bf16"]["enabled"] is True
+    assert config["data_types"]["grad_accum_dtype"] == "fp32"
+    # Clipping is this package's own.
+    assert config["gradient_clipping"] == 0.0
+
+
+def merged(tmp_path: Path, given: object) -> tuple[dict[str, object], list[str]]:
+    path = tmp_path / "ds.json"
+    path.write_text(given if isinstance(given, str) else json.dumps(given))
+    mistakes: list[str] = []
+    return deepspeed_json(read(f"--deepspeed_config {path} --clip-grad 0.7")[0], mistakes), mistakes
+
+
+def test_a_users_json_is_merged(tmp_path: Path) -> None:
+    config, mistakes = merged(
+        tmp_path,
+        {
+            "train_batch_size": "auto",
+            "gradient_clipping": 0.7,
+            "zero_optimization": {"stage": "auto", "reduce_bucket_size": 1000},
+            "wall_clock_breakdown": True,
+        },
+    )
+    assert mistakes == []
+    assert config["train_batch_size"] == 4 and config["wall_clock_breakdown"] is True
+    assert config["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 1000, "compute_grad_norm": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_batch_size": 5}, "train_batch_size is 5, and the command line says 4 (--global-batch-size)"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, and the command line says 1"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled is True, and the command line says False (--bf16)"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer: the optimizer comes from --lr"),
+        ({"comms_logger": "auto"}, 'comms_logger is "auto", and no flag decides it'),
+        ("{", "is no JSON"),
+        ([1], "found a list, expected an object"),
+    ],
+)
+def test_a_contradicting_json_is_refused(tmp_path: Path, given: object, message: str) -> None:
+    found = merged(tmp_path, given)[1]
+    assert len(found) == 1 and message in found[0], found

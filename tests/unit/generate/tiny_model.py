@@ -1,0 +1,110 @@
+"""Small models with known weights, and a checkpoint of one as training would have left it."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ladder.checkpoint import (
+    CheckpointWriter,
+    create_temporary_directory,
+    merge_manifest,
+    publish,
+    write_manifest,
+)
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.config.model import ModelConfig, key_value_replicas
+from megatron_ladder.data.tokenizers import SentencePieceTokenizer, copy_tokenizer, train_sentencepiece
+from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.parallel.layout import parameter_sections
+from tests.reference import ReferenceConfig, make_weights
+
+PROMPTS = ((5, 9, 3), (17,), (1, 2, 3, 4, 5, 6, 7, 8, 40), (60, 60, 2, 11, 9))
+"""Of unequal lengths."""
+
+SIZES: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 67,
+    "max_position_embeddings": 64,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "standard": {"residual_mode": "standard", "add_qkv_bias": True},
+    "ladder": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2), "num_key_value_heads": 1},
+    "hybrid": {"residual_mode": "ladder", "ladder_layers": (1,), "qk_layernorm": True, "tie_embeddings": True},
+    "parallel": {
+        "residual_mode": "parallel",
+        "ladder_layers": (0, 1, 2),
+        "num_key_value_heads": 4,
+        "add_qkv_bias": True,
+        "add_attention_output_bias": True,
+        "add_mlp_bias": True,
+    },
+}
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    return ModelConfig(**{**SIZES, **changes})
+
+
+def reference_of(config: ModelConfig, seed: int = 3) -> tuple[dict[str, Tensor], ReferenceConfig]:
+    """Weights and sizes for the arithmetic of `tests.reference`."""
+    reference = ReferenceConfig.like(config)
+    return make_weights(reference, seed), reference
+
+
+def fill(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
+    """Puts this rank's slices of whole weights into a model."""
+    with torch.no_grad():
+        for parameter, sections in parameter_sections(model):
+            parameter.zero_()
+            for section in sections:
+                share = weights[section.name].narrow(section.dim, section.global_start, section.length)
+                section.view(parameter).copy_(share)
+
+
+def tiny_engine(
+    config: ModelConfig, weights: Mapping[str, Tensor], tensor_parallel: int = 1, overlap: bool = True
+) -> GenerationEngine:
+    """On every rank of the default process group; alone if `tensor_parallel` is 1."""
+    mesh = ProcessMesh.single()
+    if tensor_parallel > 1:
+        mesh = ProcessMesh.build(tensor_parallel, kv_replicas=key_value_replicas(config, tensor_parallel))
+    model = LanguageModel(config, mesh, StackOptions(tp_overlap=overlap))
+    fill(model, weights)
+    return GenerationEngine(model, mesh)
+
+
+def write_checkpoint(save: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> Path:
+    """Publishes the weights as iteration 10; returns the checkpoint's own directory."""
+    temporary = create_temporary_directory(save, 10, "token")
+    writer = CheckpointWriter(temporary, 0)
+    for name, weight in weights.items():
+        writer.add(name, "weight", weight.shape, [0] * weight.dim(), weight)
+    header = {"iteration": 10, "consumed_samples": 80, "model": config.to_dict()}
+    write_manifest(temporary, merge_manifest(header, [writer.finish()]))
+    return publish(temporary, save, 10)
+
+
+def train_tokenizer(folder: Path, texts: Iterable[str]) -> SentencePieceTokenizer:
+    model = folder / "tokenizer.model"
+    model.write_bytes(train_sentencepiece(texts, vocab_size=300))
+    return SentencePieceTokenizer(model)
+
+
+def write_checkpoint_with_tokenizer(folder: Path) -> tuple[Path, ModelConfig, SentencePieceTokenizer]:
+    """A directory of checkpoints whose only one holds a hybrid model, and a tokenizer of 300 ids."""
+    tokenizer = train_tokenizer(folder, ["def add(a, b):\n    return a + b\n", "class Point:\n    pass\n"] * 20)
+    config = tiny_config(vocab_size=tokenizer.vocab_size, residual_mode="ladder", ladder_layers=(1, 2))
+    checkpoint = write_checkpoint(folder / "run", config, reference_of(config)[0])
+    copy_tokenizer(tokenizer, checkpoint)
+    return folder / "run", config, tokenizer
