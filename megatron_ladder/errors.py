@@ -51,10 +51,11 @@ EXIT_CODES: dict[type[BaseException], ExitCode] = {
 }
 
 GRACE_SECONDS = 5.0
-"""How long a rank other than the first waits before it speaks of a user's mistake.
+"""How long a rank waits before it ends with a failure that another rank knows more of.
 
-Most mistakes are seen by every rank alike, and a launcher stops all ranks as soon as one has failed; so the first
-rank speaks for all. A rank that is still there afterwards met a mistake of its own (in its share of the data, say).
+A launcher stops all ranks as soon as one has failed, and reports that one's exit code. Most mistakes of a user are
+seen by every rank alike, so the first rank speaks for all; a rank that is still there afterwards met a mistake of
+its own (in its share of the data, say). And a rank that lost a peer lets that peer's failure be reported.
 """
 
 
@@ -80,6 +81,8 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
         code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), ExitCode.INTERNAL)
         if code is ExitCode.INTERNAL:
             traceback.print_exc()
+        if code is ExitCode.LOST_PEER:
+            time.sleep(GRACE_SECONDS)
         where = f"rank {rank}: " if "RANK" in os.environ else ""
         print(f"error: {where}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         _end(code)

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -87,15 +86,12 @@ def start_deepspeed(place: Place, device: torch.device) -> None:
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
 
 
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process is gone or does not answer."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
 def stop_process_group() -> None:
     """Leaves the default process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,0 +1,144 @@
+"""`pretrain_ladder.py` as its users start it: real launchers, real processes, exit codes."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.data.indexed import IndexedDatasetWriter
+from tests.distributed.commands import free_port, run_command
+
+VOCABULARY = 96
+RECIPE = (
+    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --num-key-value-heads 2 --ffn-hidden-size 64 "
+    f"--seq-length 16 --micro-batch-size 2 --lr 1e-2 --lr-warmup-iters 2 --vocab-size {VOCABULARY} "
+    "--log-interval 1 --eval-iters 0 --residual-mode ladder --ladder-layers 1-2"
+).split()
+
+
+def write_tokens(prefix: Path, documents: list[np.ndarray]) -> Path:
+    writer = IndexedDatasetWriter(prefix, np.dtype(np.uint16))
+    for document in documents:
+        writer.add_document(document)
+    writer.publish()
+    return prefix
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    return write_tokens(tmp_path / "tokens", [random.integers(0, VOCABULARY, 50) for _ in range(40)])
+
+
+def deepspeed(processes: int) -> list[str]:
+    return ["deepspeed", "--num_gpus", str(processes), "--master_port", str(free_port()), "pretrain_ladder.py"]
+
+
+def torchrun(processes: int) -> list[str]:
+    return ["torchrun", "--nproc-per-node", str(processes), "--master-port", str(free_port()), "pretrain_ladder.py"]
+
+
+def all_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint's files, read by safetensors itself."""
+    tensors = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors |= {f"{path.name}/{key}": file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return tensors
+
+
+def losses(output: str) -> list[str]:
+    return [line.split("|")[1].strip() for line in output.splitlines() if "| lm loss" in line]
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tokens: Path, tmp_path: Path) -> None:
+    argv = [*RECIPE, *f"--data-path {tokens} --split 1 --train-iters 8 --tensor-model-parallel-size 2".split()]
+    whole = run_command([*deepspeed(2), *argv, "--save", tmp_path / "a", "--save-interval", "4"], timeout=120)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    part = run_command(
+        [*torchrun(2), *argv, "--load", tmp_path / "a" / "iter_0000004", "--save", tmp_path / "b"], timeout=120
+    )
+    assert part.returncode == 0, part.stdout + part.stderr
+    assert "4 steps done" in part.stdout
+    assert len(losses(whole.stdout)) == 8 and losses(part.stdout) == losses(whole.stdout)[4:]
+    first, second = (all_tensors(tmp_path / name / "iter_0000008") for name in "ab")
+    assert first.keys() == second.keys() and len(first) > 50
+    for key, tensor in first.items():
+        assert torch.equal(tensor, second[key]), key
+    assert Checkpoint.open(tmp_path / "b").consumed_samples == 16
+    assert not [path for path in (tmp_path / "a").iterdir() if ".tmp" in path.name]
+
+
+def test_one_process_starts_anew_loudly_and_never_compiles(tokens: Path, tmp_path: Path) -> None:
+    """A killed build of DeepSpeed's operators leaves a lock; nothing here may wait for it."""
+    extensions = tmp_path / "extensions"
+    (extensions / "deepspeed_shm_comm").mkdir(parents=True)
+    (extensions / "deepspeed_shm_comm" / "lock").touch()
+    done = run_command(
+        [
+            sys.executable, "pretrain_ladder.py", *RECIPE, "--data-path", tokens, "--split", "90,10,0",
+            "--train-iters", "3", "--load", tmp_path / "empty", "--eval-iters", "1", "--tensorboard-dir",
+            tmp_path / "tb",
+        ],
+        timeout=90,
+        env={"TORCH_EXTENSIONS_DIR": str(extensions)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"--load {tmp_path / 'empty'} holds no checkpoint: the run starts anew" in done.stdout
+    assert "valid lm loss" in done.stdout and "ETA" in done.stdout
+    assert sorted(os.listdir(extensions)) == ["deepspeed_shm_comm"]
+    assert os.listdir(extensions / "deepspeed_shm_comm") == ["lock"]
+    assert list((tmp_path / "tb").glob("events*"))
+
+
+def test_mistakes_are_told_once_and_together(tmp_path: Path) -> None:
+    done = run_command(
+        [
+            *deepspeed(2), "--train-iters", "2", "--lr", "1e-3", "--hidden-size", "65", "--num-attention-heads", "4",
+            "--num-experts", "8", "--learning-rate", "3", "--tensor-model-parallel-size", "2", "--seq-length", "64",
+            "--max-position-embeddings", "32", "--data-path", tmp_path / "nothing", "--tokenizer-type",
+            "HFTokenizer", "--tokenizer-model", tmp_path / "none.json",
+        ],
+        timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    starts = [
+        "--num-experts is not supported", "--learning-rate is no flag", "--hidden-size 65 is not divisible",
+        "--seq-length 64 is longer than",
+    ]  # fmt: skip
+    assert [line.removeprefix("error: ").startswith(s) for line, s in zip(told, starts, strict=False)] == [True] * 4
+    # Files come last.
+    assert len(told) == 6 and "none.json" in told[4] and "nothing" in told[5]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_mistake_that_one_rank_meets_ends_all_with_its_words(tmp_path: Path) -> None:
+    """Only data-parallel rank 1 reads the sample with an id that the vocabulary lacks."""
+    document = np.zeros(16 * 64 + 1, dtype=np.int64)
+    document[1:] = VOCABULARY + 5
+    document[: 16 * 40] = 1
+    prefix = write_tokens(tmp_path / "tokens", [document])
+    done = run_command(
+        [*deepspeed(2), *RECIPE, *f"--data-path {prefix} --split 1 --train-iters 64 --micro-batch-size 1".split()],
+        timeout=90,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"holds token id {VOCABULARY + 5}" in done.stderr and "--tokenizer-model" in done.stderr
+
+
+def test_a_directory_without_a_whole_checkpoint_is_refused(tokens: Path, tmp_path: Path) -> None:
+    (tmp_path / "save" / "iter_0000005").mkdir(parents=True)
+    (tmp_path / "save" / "latest").write_text("iter_0000005\n")
+    done = run_command(
+        [sys.executable, "pretrain_ladder.py", *RECIPE, "--data-path", tokens, "--train-iters", "9", "--load",
+         tmp_path / "save"],
+        timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "none of its 1 checkpoints is whole" in done.stderr and "manifest.json" in done.stderr

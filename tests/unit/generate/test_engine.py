@@ -1,0 +1,145 @@
+"""The decode loop of one process, against a model that computes everything anew for every token."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.generate import engine as engine_module
+from megatron_ladder.generate.cache import StaticKeyValueCache
+from megatron_ladder.generate.engine import GenerationEngine, GenerationRequest, NewToken
+from megatron_ladder.generate.sampling import SamplingParameters
+from megatron_ladder.model.language_model import LanguageModel
+from tests.reference import greedy_continuation, make_weights, reference_logits
+from tests.unit.generate.tiny_model import MODELS, PROMPTS, fill, reference_of, tiny_config, tiny_engine
+
+GREEDY = SamplingParameters(temperature=0.0)
+NEW_TOKENS = 7
+
+
+def requests_of(prompts: Sequence[tuple[int, ...]], sampling: SamplingParameters) -> list[GenerationRequest]:
+    return [GenerationRequest(prompt, NEW_TOKENS, sampling) for prompt in prompts]
+
+
+class ForcedTokens:
+    """Stands in for the sampler: notes the logits, and takes the tokens that it is given."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = iter(tokens)
+        self.logits: list[Tensor] = []
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        self.logits.append(logits)
+        return next(self.tokens)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_with_the_cache_are_those_of_recomputation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(**MODELS[name])
+    reference = reference_of(config)[1]
+    weights = make_weights(reference, seed=11, dtype=torch.float64)
+    model = LanguageModel(config, ProcessMesh.single(), dtype=torch.float64)
+    fill(model, weights)
+    forced = torch.randint(0, config.vocab_size, (NEW_TOKENS, len(PROMPTS)), generator=torch.Generator().manual_seed(1))
+    sampler = ForcedTokens(forced)
+    monkeypatch.setattr(engine_module, "Sampler", lambda parameters, device: sampler)
+
+    generations = GenerationEngine(model, ProcessMesh.single()).generate(requests_of(PROMPTS, GREEDY))
+
+    assert [generation.ids for generation in generations] == [tuple(row) for row in forced.t().tolist()]
+    for row, prompt in enumerate(PROMPTS):
+        for step, logits in enumerate(sampler.logits):
+            tokens = torch.tensor([[*prompt, *forced[:step, row].tolist()]])
+            expected = reference_logits(weights, reference, tokens)[0, -1]
+            assert logits.shape == (len(PROMPTS), config.vocab_size)
+            assert (logits[row] - expected).abs().max() <= 1e-11 * expected.abs().max()
+
+
+def test_prompts_of_equal_length_need_no_mask_and_agree_all_the_same() -> None:
+    config = tiny_config(**MODELS["hybrid"])
+    weights, reference = reference_of(config)
+    prompts = ((5, 9, 3), (1, 2, 3))
+    generations = tiny_engine(config, weights).generate(requests_of(prompts, GREEDY))
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert list(generation.ids) == greedy_continuation(weights, reference, prompt, NEW_TOKENS)
+
+
+def test_each_prompt_alone_gives_the_same_as_in_the_batch() -> None:
+    config = tiny_config(**MODELS["ladder"])
+    engine = tiny_engine(config, reference_of(config)[0])
+    requests = [
+        GenerationRequest(prompt, NEW_TOKENS + row, SamplingParameters(seed=row, top_k=20, top_p=0.9))
+        for row, prompt in enumerate(PROMPTS)
+    ]
+    together = engine.generate(requests)
+    assert [len(generation.ids) for generation in together] == [7, 8, 9, 10]
+    for request, generation in zip(requests, together, strict=True):
+        (alone,) = engine.generate([request])
+        assert (alone.ids, alone.finish_reason) == (generation.ids, "length")
+
+
+def test_a_sample_ends_at_any_of_its_eos_ids_and_the_others_go_on() -> None:
+    config = tiny_config(**MODELS["standard"])
+    weights, reference = reference_of(config)
+    engine = tiny_engine(config, weights)
+    expected = [greedy_continuation(weights, reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    third = expected[2][3]
+    ends = [frozenset({66, expected[0][0]}), frozenset[int](), frozenset({third}), frozenset[int]()]
+    requests = [
+        GenerationRequest(prompt, NEW_TOKENS, GREEDY, eos_ids) for prompt, eos_ids in zip(PROMPTS, ends, strict=True)
+    ]
+    generations = engine.generate(requests)
+    lengths = [1, NEW_TOKENS, expected[2].index(third) + 1, NEW_TOKENS]
+    assert [list(generation.ids) for generation in generations] == [
+        tokens[:length] for tokens, length in zip(expected, lengths, strict=True)
+    ]
+    assert [generation.finish_reason for generation in generations] == ["eos", "length", "eos", "length"]
+
+
+def test_tokens_come_one_by_one_in_order() -> None:
+    config = tiny_config()
+    engine = tiny_engine(config, reference_of(config)[0])
+    requests = [GenerationRequest((1, 2), 1, GREEDY), GenerationRequest((3,), 3, GREEDY)]
+    told: list[NewToken] = []
+    first, second = engine.generate(requests, told.append)
+    assert [(token.sample, token.id, token.finish_reason) for token in told] == [
+        (0, first.ids[0], "length"),
+        (1, second.ids[0], None),
+        (1, second.ids[1], None),
+        (1, second.ids[2], "length"),
+    ]
+    assert first.text is None
+    assert next(engine.stream(requests)) == told[0]
+
+
+def test_timings_count_tokens_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock is two seconds after the last."""
+    clock = iter(range(0, 1000, 2))
+    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: float(next(clock)))
+    config = tiny_config()
+    engine = tiny_engine(config, reference_of(config)[0])
+    (generation, _) = engine.generate([GenerationRequest((1, 2, 3), 4), GenerationRequest((1,), 3)])
+    assert generation.timings == (2.0, 4 / 2.0, (3 + 2) / (3 * 2.0))
+    (generation,) = engine.generate([GenerationRequest((1, 2, 3), 1)])
+    assert generation.timings == (2.0, 1.5, None)
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    config = tiny_config()
+    weights, _ = reference_of(config)
+    weights["final_norm.weight"][3] = torch.nan
+    with pytest.raises(BadNumbersError, match="prompt 0"):
+        tiny_engine(config, weights).generate(requests_of(PROMPTS, GREEDY))
+
+
+def test_cache_holds_this_ranks_heads() -> None:
+    """Three heads over three ranks are one each; two heads over four ranks are one each, held twice."""
+    for kv_heads, ranks, held in ((6, 3, 2), (2, 4, 1), (4, 1, 4)):
+        config = tiny_config(num_attention_heads=12, num_key_value_heads=kv_heads)
+        cache = StaticKeyValueCache(config, ranks, 5, 9, torch.bfloat16, torch.device("cpu"))
+        keys, values = cache.first(2, 4)
+        assert keys.shape == values.shape == (5, held, 4, config.head_dim)
+        assert keys.dtype == torch.bfloat16

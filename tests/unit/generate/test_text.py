@@ -1,0 +1,96 @@
+"""Pieces of text: whole characters, no lost blanks, and together the whole text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
+from megatron_ladder.generate.text import TextStream
+from tests.unit.generate.tiny_model import train_tokenizer
+
+TEXT = "def größe(x):\n    return '日本 🙂🙂'  # Ωmega  \n"
+
+
+class Bytes:
+    """Ids are bytes; the plainest tokenizer that cuts characters."""
+
+    kind = "bytes"
+    files: tuple[Path, ...] = ()
+    sha256 = ""
+    vocab_size = 256
+    eod_id = 0
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class Words(Bytes):
+    """Every token is a word with a blank before it, which is dropped at the beginning of a text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(f" w{number}" for number in ids).removeprefix(" ")
+
+
+def pieces_of(stream: TextStream, ids: Sequence[int]) -> list[str]:
+    return [*(stream.push(number) for number in ids), stream.finish()]
+
+
+def test_bytes_come_as_whole_characters() -> None:
+    stream = TextStream(Bytes(), [])
+    pieces = pieces_of(stream, Bytes().encode("aß🙂!"))
+    assert pieces == ["a", "", "ß", "", "", "", "🙂", "!", ""]
+
+
+def test_a_character_that_stays_incomplete_is_shown_at_the_end() -> None:
+    stream = TextStream(Bytes(), [])
+    assert pieces_of(stream, [*b"ok", 0xF0, 0x9F]) == ["o", "k", "", "", "\ufffd"]
+
+
+def test_a_byte_that_begins_no_character_is_shown_with_the_next() -> None:
+    assert pieces_of(TextStream(Bytes(), []), [0x80, ord("a")]) == ["", "\ufffda", ""]
+
+
+def test_a_character_that_the_prompt_began_is_completed() -> None:
+    assert pieces_of(TextStream(Bytes(), [ord("a"), 0xC3]), [0x9F, ord("b")]) == ["ß", "b", ""]
+
+
+def test_the_blank_before_a_word_is_kept() -> None:
+    assert pieces_of(TextStream(Words(), [1, 2]), [3, 4]) == [" w3", " w4", ""]
+    assert pieces_of(TextStream(Words(), [7] * 30), [3] * 30) == [" w3"] * 30 + [""]
+    assert pieces_of(TextStream(Words(), []), [3, 4]) == ["w3", " w4", ""]
+
+
+def test_ids_beyond_the_tokenizer_have_no_text() -> None:
+    assert pieces_of(TextStream(Bytes(), [300, 97]), [300, 98, 256]) == ["", "b", "", ""]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 12])
+def test_pieces_of_sentencepiece_are_the_text(tmp_path: Path, cut: int) -> None:
+    tokenizer = train_tokenizer(tmp_path, ["def size(x):\n    return x  # mega\n"] * 20)
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    pieces = pieces_of(TextStream(tokenizer, ids[:cut]), ids[cut:])
+    assert tokenizer.decode(ids[:cut]).rstrip("\ufffd") + "".join(pieces) == TEXT
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_pieces_of_byte_level_bpe_are_the_text(tmp_path: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: number for number, symbol in enumerate([*alphabet, "</s>"])}
+    model = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    pieces = pieces_of(TextStream(tokenizer, tokenizer.encode("x ")), tokenizer.encode(TEXT))
+    assert "".join(pieces) == TEXT
+    assert not any("\ufffd" in piece for piece in pieces)
