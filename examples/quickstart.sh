@@ -109,8 +109,8 @@ run_once training "$run/checkpoint/latest" \
     launch pretrain_ladder.py \
     --tensor-model-parallel-size "$tp" --zero-stage 1 ${precision[@]+"${precision[@]}"} \
     --residual-mode ladder --num-layers 8 --hidden-size 256 --num-attention-heads 8 --num-key-value-heads 4 \
-    --seq-length 256 --max-position-embeddings 256 --micro-batch-size 8 --global-batch-size 16 \
-    --train-iters 300 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 30 --lr-decay-style cosine \
+    --seq-length 256 --max-position-embeddings 1024 --micro-batch-size 8 --global-batch-size 8 \
+    --train-iters 250 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 25 --lr-decay-style cosine \
     --train-data-path "$run/data/train_text_document" --valid-data-path "$run/data/valid_text_document" \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/data/tokenizer.model" \
     --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 100 \
