@@ -17,6 +17,7 @@ from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 from megatron_ladder.config.model import ModelConfig, key_value_replicas
 from megatron_ladder.model.norm import NormFunction, RMSNorm
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary
+from megatron_ladder.parallel.input_gradient import InputGradient
 from megatron_ladder.parallel.linear import ColumnParallelLinear, ColumnShare, RowParallelLinear
 
 
@@ -60,11 +61,19 @@ class AttentionHeads(nn.Module):
                 for which in "qk"
             )  # fmt: skip
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, context: SequenceContext) -> Tensor:
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        context: SequenceContext,
+        input_gradient: InputGradient | None = None,
+    ) -> Tensor:
         """Projections [s, b, heads/t * d] -> [s, b, heads/t * d]."""
         q, k, v = (x.view(*x.shape[:-1], -1, self.head_dim) for x in (queries, keys, values))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self._norm_heads(self.q_norm, q), self._norm_heads(self.k_norm, k)
+            q = self._norm_heads(self.q_norm, q, input_gradient)
+            k = self._norm_heads(self.k_norm, k, input_gradient)
         q, k = apply_rotary(q, context.rotary), apply_rotary(k, context.rotary)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         if context.cache is not None:
@@ -76,9 +85,12 @@ class AttentionHeads(nn.Module):
         )
         return attended.permute(2, 0, 1, 3).flatten(2)
 
-    def _norm_heads(self, norm: RMSNorm, x: Tensor) -> Tensor:
+    def _norm_heads(self, norm: RMSNorm, x: Tensor, input_gradient: InputGradient | None) -> Tensor:
         """The norm's weight meets only this rank's heads, so its gradient is summed over the ranks."""
-        weight = copy_to_tensor_parallel_region(norm.weight, self.group)
+        if input_gradient is None:
+            weight = copy_to_tensor_parallel_region(norm.weight, self.group)
+        else:
+            weight = input_gradient.defer(norm.weight)
         return norm.function(x, weight, norm.epsilon)
 
 
@@ -119,10 +131,16 @@ class Attention(nn.Module):
         self.heads = AttentionHeads(config, layer, norm, mesh.tensor, dtype, device)
         self.o_proj = attention_output(config, layer, mesh, dtype, device)
 
-    def forward(self, normed: Tensor, context: SequenceContext, launch: bool = True) -> InFlight:
+    def forward(
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        launch: bool = True,
+        input_gradient: InputGradient | None = None,
+    ) -> InFlight:
         """[s, b, h] normed -> the attention's output [s, b, h], in flight (unreduced if not `launch`)."""
-        queries, keys, values = self.qkv_proj.split(self.qkv_proj(normed))
-        in_flight: InFlight = self.o_proj(self.heads(queries, keys, values, context), launch=launch)
+        queries, keys, values = self.qkv_proj.split(self.qkv_proj(normed, input_gradient))
+        in_flight: InFlight = self.o_proj(self.heads(queries, keys, values, context, input_gradient), launch=launch)
         return in_flight
 
 

@@ -15,6 +15,7 @@ from megatron_ladder.model.attention import (
 )
 from megatron_ladder.model.mlp import gate_up_shares, mlp_output
 from megatron_ladder.model.norm import NormFunction
+from megatron_ladder.parallel.input_gradient import InputGradient
 from megatron_ladder.parallel.linear import ColumnParallelLinear
 
 
@@ -40,9 +41,15 @@ class AttentionMLP(nn.Module):
         self.o_proj = attention_output(config, layer, mesh, dtype, device)
         self.down_proj = mlp_output(config, layer, mesh, dtype, device)
 
-    def forward(self, normed: Tensor, context: SequenceContext, launch: bool = True) -> InFlight:
+    def forward(
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        launch: bool = True,
+        input_gradient: InputGradient | None = None,
+    ) -> InFlight:
         """[s, b, h] normed -> the sum of both outputs [s, b, h], in flight (unreduced if not `launch`)."""
-        queries, keys, values, gate, up = self.in_proj.split(self.in_proj(normed))
-        attended = self.o_proj(self.heads(queries, keys, values, context), launch=False).partial
+        queries, keys, values, gate, up = self.in_proj.split(self.in_proj(normed, input_gradient))
+        attended = self.o_proj(self.heads(queries, keys, values, context, input_gradient), launch=False).partial
         partial = attended + self.down_proj(F.silu(gate) * up, launch=False).partial
         return start_all_reduce(partial, self.group) if launch else InFlight(partial, None)

@@ -11,6 +11,7 @@ from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.model.attention import SequenceContext, output_std
+from megatron_ladder.parallel.input_gradient import InputGradient
 from megatron_ladder.parallel.linear import ColumnParallelLinear, ColumnShare, RowParallelLinear
 
 
@@ -56,8 +57,14 @@ class MLP(nn.Module):
         )
         self.down_proj = mlp_output(config, layer, mesh, dtype, device)
 
-    def forward(self, normed: Tensor, context: SequenceContext, launch: bool = True) -> InFlight:
+    def forward(
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        launch: bool = True,
+        input_gradient: InputGradient | None = None,
+    ) -> InFlight:
         """[s, b, h] normed -> the MLP's output [s, b, h], in flight (unreduced if not `launch`)."""
-        gate, up = self.gate_up_proj.split(self.gate_up_proj(normed))
+        gate, up = self.gate_up_proj.split(self.gate_up_proj(normed, input_gradient))
         in_flight: InFlight = self.down_proj(F.silu(gate) * up, launch=launch)
         return in_flight

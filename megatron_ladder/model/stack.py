@@ -14,13 +14,10 @@ outputs cross unreduced: the next range starts their reduce, which runs under it
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, start_all_reduce
@@ -28,61 +25,11 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.model.attention import Attention, SequenceContext
 from megatron_ladder.model.attention_mlp import AttentionMLP
+from megatron_ladder.model.backward import run_overlapped
 from megatron_ladder.model.mlp import MLP
 from megatron_ladder.model.norm import NormFunction, RMSNorm, torch_rms_norm
+from megatron_ladder.model.sub_block import SubBlock, drain, walk
 from megatron_ladder.model.wiring import LayerWiring, SubBlockKind, layer_wirings, pending_before
-
-
-class SubBlock(NamedTuple):
-    """One step of the walk: `h(r) = body(norm(r))`, without the residual."""
-
-    norm: RMSNorm
-    body: nn.Module
-    staleness: int
-    """Earlier outputs that may be missing from the stream it reads."""
-    group: CommGroup
-    """The ranks that its output is summed over."""
-    recompute: bool
-    """Keep only the input for backward."""
-
-    def start(self, stream: Tensor, context: SequenceContext) -> InFlight:
-        """The output for the stream [s, b, h], its all-reduce started."""
-        if self.recompute and torch.is_grad_enabled():
-            return start_all_reduce(self.unreduced(stream, context), self.group)
-        in_flight: InFlight = self.body(self.norm(stream), context)
-        return in_flight
-
-    def unreduced(self, stream: Tensor, context: SequenceContext) -> Tensor:
-        """This rank's partial sum of the output; no collective lies inside what is recomputed, so none runs twice."""
-
-        def partial_sum(stream: Tensor) -> Tensor:
-            partial: Tensor = self.body(self.norm(stream), context, launch=False).partial
-            return partial
-
-        if self.recompute and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(partial_sum, stream, use_reentrant=False, preserve_rng_state=False)
-            return recomputed
-        return partial_sum(stream)
-
-
-def walk(
-    stream: Tensor,
-    pending: deque[InFlight],
-    sub_blocks: Iterable[SubBlock],
-    apply: Callable[[SubBlock, Tensor], InFlight],
-) -> Tensor:
-    """The rule. Returns the stream after the last read; `pending` then holds what is still missing from it."""
-    for sub_block in sub_blocks:
-        stream = drain(stream, pending, sub_block.staleness)
-        pending.append(apply(sub_block, stream))
-    return stream
-
-
-def drain(stream: Tensor, pending: deque[InFlight], remaining: int) -> Tensor:
-    """Adds the oldest outputs to the stream until at most `remaining` are missing."""
-    while len(pending) > remaining:
-        stream = stream + pending.popleft().wait()
-    return stream
 
 
 @dataclass(frozen=True)
@@ -163,6 +110,8 @@ class TransformerStack(nn.Module):
 
     def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
         """[1 + pending_in, s, b, h] -> [1 + pending_out, s, b, h]."""
+        if self.options.tp_overlap and self.group.size > 1 and torch.is_grad_enabled():
+            return run_overlapped(state, self.sub_blocks(), context, self.pending_out)
         stream, *missing = state.unbind(0)
         pending = deque(self._keep_or_wait(start_all_reduce(partial.clone(), self.group)) for partial in missing)
         steps = self.sub_blocks()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, start_all_reduce
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region, sum_gradient_rows
+from megatron_ladder.parallel.input_gradient import InputGradient, linear_giving_input_gradient
 from megatron_ladder.parallel.layout import ParallelModule, Section, replicated
 
 ROWS_PER_BLOCK = 64
@@ -84,11 +85,18 @@ class ColumnParallelLinear(ParallelModule):
         else:
             self.bias = None
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[s, b, in], equal on every rank -> [s, b, sum of widths]: the shares' columns one after another."""
-        x = copy_to_tensor_parallel_region(hidden_states, self.group)
+    def forward(self, hidden_states: Tensor, input_gradient: InputGradient | None = None) -> Tensor:
+        """[s, b, in], equal on every rank -> [s, b, sum of widths]: the shares' columns one after another.
+
+        Args:
+            input_gradient: takes the gradient of `hidden_states`, its sum over the group started, in place of
+                autograd, which would wait for the sum.
+        """
         weight = self._whole_gradient(self.weight, self.widths, self._replicated)
-        return F.linear(x, weight, self._bias_of_all_columns())
+        bias = self._bias_of_all_columns()
+        if input_gradient is not None:
+            return linear_giving_input_gradient(hidden_states, weight, bias, input_gradient)
+        return F.linear(copy_to_tensor_parallel_region(hidden_states, self.group), weight, bias)
 
     def split(self, output: Tensor) -> tuple[Tensor, ...]:
         """The output of each share."""

@@ -58,7 +58,9 @@ def _overlap(run: RunConfig) -> str:
         return "nothing to hide: one tensor-parallel process"
     if not run.parallel.tp_overlap:
         return "off: every all-reduce is waited for at once"
-    return "all-reduces of ladder layers run under the next sub-block" if run.model.ladder_layers else "none"
+    if run.model.residual_mode == "ladder":
+        return "ladder layers' all-reduces run under the next sub-block, forward and backward"
+    return "all-reduces of input gradients run under the gradients of weights"
 
 
 class RunLog:

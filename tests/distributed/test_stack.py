@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.model.backward import first_reads
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions, TransformerStack
 from megatron_ladder.model.wiring import layer_wirings, pending_before
@@ -59,20 +60,19 @@ def recorded_model(config: ModelConfig, options: StackOptions) -> tuple[Language
     return LanguageModel(config, replace(mesh, tensor=group), options, seed=1), group
 
 
-def forward_events(config: ModelConfig, options: StackOptions) -> str:
+def forward_events(config: ModelConfig, options: StackOptions, training: bool) -> str:
     """On each rank: launches, waits and computations (`B3`: sub-block 3 begins) of the stack's forward pass."""
     model, group = recorded_model(config, options)
-    steps = model.stack.sub_blocks()
-    for number, step in enumerate(steps):
+    for number, step in enumerate(model.stack.sub_blocks()):
         step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
     tokens = torch.arange(24).view(2, 12)
-    context = model.training_context(tokens)
-    state = torch.randn(1, 12, 2, config.hidden_size, requires_grad=True)
-    model.stack(state, context)
+    with torch.set_grad_enabled(training):
+        state = torch.randn(1, 12, 2, config.hidden_size, requires_grad=training)
+        model.stack(state, model.training_context(tokens))
     return " ".join(group.events)
 
 
-@pytest.mark.parametrize("recompute", [0, 3])
+@pytest.mark.parametrize(("training", "recompute"), [(True, 0), (True, 3), (False, 0)])
 @pytest.mark.parametrize(
     ("wiring", "expected"),
     [
@@ -84,17 +84,89 @@ def forward_events(config: ModelConfig, options: StackOptions) -> str:
     ids=["standard", "ladder", "hybrid", "parallel"],
 )
 def test_forward_keeps_reduces_in_flight(
-    gloo_pools: GlooPools, wiring: dict[str, Any], expected: str, recompute: int
+    gloo_pools: GlooPools, wiring: dict[str, Any], expected: str, training: bool, recompute: int
 ) -> None:
     config = small_model(num_layers=3, **wiring)
     options = StackOptions(recompute_layers=recompute)
-    assert gloo_pools(2).run(forward_events, config, options) == [expected, expected]
+    assert gloo_pools(2).run(forward_events, config, options, training) == [expected, expected]
+
+
+def backward_events(config: ModelConfig, options: StackOptions) -> str:
+    """On each rank: launches and waits of the reduces of input gradients, numbered by their sub-blocks, and
+    computations (`B3`: sub-block 3 is computed again)."""
+    model, group = recorded_model(config, options)
+    steps = model.stack.sub_blocks()
+    tokens = torch.arange(24).view(2, 12)
+    state = torch.randn(1, 12, 2, config.hidden_size, requires_grad=True)
+    output = model.stack(state, model.training_context(tokens))
+    for number, step in enumerate(steps):
+        step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
+    group.events.clear()
+    output.sum().backward()
+    assert group.blocking == 0, "a reduce was waited for where it arose"
+    last = 2 * len(steps) - 1
+    return " ".join(e if e[0] == "B" else f"{e[0]}{last - int(e[1:])}" for e in group.events)
+
+
+LADDER_BACKWARD = "L5 L4 W5 L3 W4 L2 W3 L1 W2 L0 W1 W0"
+RECOMPUTED_BACKWARD = "B5 L5 B4 L4 B3 W5 L3 B2 W4 L2 B1 W3 L1 B0 W2 L0 W1 W0"
+
+
+@pytest.mark.parametrize(
+    ("wiring", "recompute", "expected"),
+    [
+        (LADDER, 0, LADDER_BACKWARD),
+        (LADDER, 3, RECOMPUTED_BACKWARD),
+        (LADDER | {"qk_layernorm": True}, 0, LADDER_BACKWARD),
+        (HYBRID, 0, "L5 W5 L4 W4 L3 L2 W3 L1 W2 W1 L0 W0"),
+        ({}, 0, "L5 W5 L4 W4 L3 W3 L2 W2 L1 W1 L0 W0"),
+        (PARALLEL, 0, "L2 W2 L1 W1 L0 W0"),
+    ],
+    ids=["ladder", "ladder-recomputed", "ladder-qk-norm", "hybrid", "standard", "parallel"],
+)
+def test_backward_is_the_mirror(
+    gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int, expected: str
+) -> None:
+    config = small_model(num_layers=3, **wiring)
+    options = StackOptions(recompute_layers=recompute)
+    assert gloo_pools(2).run(backward_events, config, options) == [expected, expected]
+
+
+def weight_gradient_events(config: ModelConfig) -> list[str]:
+    """On each rank: whether the reduce of an input gradient is started before the gradient of the weight is there."""
+    model, group = recorded_model(config, StackOptions())
+    for number, step in enumerate(model.stack.sub_blocks()):
+        names = ("qkv_proj.weight", "gate_up_proj.weight")
+        weight = next(parameter for name, parameter in step.body.named_parameters() if name in names)
+        weight.register_post_accumulate_grad_hook(lambda _, number=number: group.events.append(f"G{number}"))
+    tokens = torch.arange(24).view(2, 12)
+    state = torch.randn(1, 12, 2, config.hidden_size, requires_grad=True)
+    output = model.stack(state, model.training_context(tokens))
+    group.events.clear()
+    output.sum().backward()
+    return group.events
+
+
+def test_standard_hides_the_reduce_under_the_gradient_of_its_weight(gloo_pools: GlooPools) -> None:
+    """Megatron's overlap: the rival that ladder is measured against."""
+    expected = "L4 G3 W4 L5 G2 W5 L6 G1 W6 L7 G0 W7".split()
+    assert gloo_pools(2).run(weight_gradient_events, small_model(num_layers=2)) == [expected, expected]
+
+
+def test_first_reads() -> None:
+    assert first_reads([0, 0, 0], 0) == [1, 2, 3]
+    assert first_reads([1, 1, 1, 1], 0) == [2, 3, 4, 4]
+    # Two sub-blocks of a ladder range that one output enters: its first sub-block reads without it.
+    assert first_reads([1, 1], 1) == [1, 2, 2]
+    assert first_reads([2, 2, 2, 2], 0) == [3, 4, 4, 4]
+    # Standard after ladder takes everything in first.
+    assert first_reads([1, 1, 0, 0], 0) == [2, 2, 3, 4]
 
 
 def test_without_overlap_every_reduce_is_waited_for_at_once(gloo_pools: GlooPools) -> None:
     config = small_model(num_layers=3, **LADDER)
     expected = " ".join(f"B{i} L{i} W{i}" for i in range(6))
-    assert gloo_pools(2).run(forward_events, config, StackOptions(tp_overlap=False)) == [expected, expected]
+    assert gloo_pools(2).run(forward_events, config, StackOptions(tp_overlap=False), True) == [expected, expected]
 
 
 def collectives(config: ModelConfig, options: StackOptions) -> int:

@@ -1,0 +1,66 @@
+"""One step of a model, and the rule that walks a list of them."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.inflight import InFlight, start_all_reduce
+from megatron_ladder.model.attention import SequenceContext
+from megatron_ladder.model.norm import RMSNorm
+
+
+class SubBlock(NamedTuple):
+    """One step of the walk: `h(r) = body(norm(r))`, without the residual."""
+
+    norm: RMSNorm
+    body: nn.Module
+    staleness: int
+    """Earlier outputs that may be missing from the stream it reads."""
+    group: CommGroup
+    """The ranks that its output is summed over."""
+    recompute: bool
+    """Keep only the input for backward."""
+
+    def start(self, stream: Tensor, context: SequenceContext) -> InFlight:
+        """The output for the stream [s, b, h], its all-reduce started."""
+        if self.recompute and torch.is_grad_enabled():
+            return start_all_reduce(self.unreduced(stream, context), self.group)
+        in_flight: InFlight = self.body(self.norm(stream), context)
+        return in_flight
+
+    def unreduced(self, stream: Tensor, context: SequenceContext) -> Tensor:
+        """This rank's partial sum of the output; no collective lies inside what is recomputed, so none runs twice."""
+
+        def partial_sum(stream: Tensor) -> Tensor:
+            partial: Tensor = self.body(self.norm(stream), context, launch=False).partial
+            return partial
+
+        if self.recompute and torch.is_grad_enabled():
+            recomputed: Tensor = checkpoint(partial_sum, stream, use_reentrant=False, preserve_rng_state=False)
+            return recomputed
+        return partial_sum(stream)
+
+
+def walk(
+    stream: Tensor,
+    pending: deque[InFlight],
+    sub_blocks: Iterable[SubBlock],
+    apply: Callable[[SubBlock, Tensor], InFlight],
+) -> Tensor:
+    """The rule. Returns the stream after the last read; `pending` then holds what is still missing from it."""
+    for sub_block in sub_blocks:
+        stream = drain(stream, pending, sub_block.staleness)
+        pending.append(apply(sub_block, stream))
+    return stream
+
+
+def drain(stream: Tensor, pending: deque[InFlight], remaining: int) -> Tensor:
+    """Adds the oldest outputs to the stream until at most `remaining` are missing."""
+    while len(pending) > remaining:
+        stream = stream + pending.popleft().wait()
+    return stream
