@@ -5,11 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from megatron_ladder.config.fields import ValueType, flag, to_plain
+from megatron_ladder.config.fields import ValueType, flag, flag_name, to_plain
 from megatron_ladder.errors import UserError
 
-ResidualMode = Literal["standard", "ladder", "parallel"]
+ResidualMode = Literal["standard", "ladder", "parallel", "ladder-parallel"]
 RESIDUAL_MODES: tuple[str, ...] = get_args(ResidualMode)
+STALE_MODES = ("ladder", "ladder-parallel")
+"""Modes whose sub-blocks read the stream late; they alone have --ladder-layers and --residual-staleness."""
+ONE_NORM_MODES = ("parallel", "ladder-parallel")
+"""Modes in which every layer is attention and MLP of one norm."""
 FFN_MULTIPLE = 256
 """The default MLP width, 8/3 of the hidden size, is rounded up to a multiple of this."""
 
@@ -61,20 +65,23 @@ class ModelFlags:
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; output projections get it over sqrt(2 x layers)."""
     residual_mode: ResidualMode = "standard"
-    """Wiring of the layers in --ladder-layers, the others being standard. ladder: a sub-block reads the
-    residual stream one sub-block late, so that its all-reduce runs under the next one. parallel: attention and
-    MLP of a layer read one norm and share one all-reduce (all layers)."""
+    """Wiring of the layers. ladder: in --ladder-layers a sub-block reads the residual stream one sub-block late,
+    so that its all-reduce runs under the next one; the other layers are standard. parallel: attention and MLP of
+    a layer read one norm and share one all-reduce. ladder-parallel: both at once; layers outside --ladder-layers
+    are parallel."""
     ladder_layers: str = "all"
-    """Layers wired as ladder: all, none, N (the upper N layers), or indices from 0 as in 16-31, 3,7,9-12 or
-    [16] (one layer)."""
+    """Layers that read the stream late: all, none, N (the upper N layers), or indices from 0 as in 16-31,
+    3,7,9-12 or [16] (one layer)."""
+    residual_staleness: int = 1
+    """By how many sub-blocks a ladder layer reads the stream late, and so how many all-reduces are in flight."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A model with nothing left open; the form in which a checkpoint keeps it.
 
-    Attributes are those of `ModelFlags` after `resolve_model`. `ladder_layers` is the sorted tuple of layer
-    indices whose wiring is `residual_mode`'s (all layers for parallel, none for standard).
+    Attributes are those of `ModelFlags` after `resolve_model`. `ladder_layers` is the sorted tuple of indices of
+    the layers that read the stream late; it is empty for standard and parallel.
     """
 
     num_layers: int
@@ -120,9 +127,11 @@ class ModelConfig:
     init_method_std: float = 0.02
     """Standard deviation of the initial weights."""
     residual_mode: ResidualMode = "standard"
-    """Wiring of the layers in `ladder_layers`."""
+    """Wiring of the layers."""
     ladder_layers: tuple[int, ...] = ()
-    """Sorted indices of the layers wired as `residual_mode` says, if that is ladder."""
+    """Sorted indices of the layers that read the stream late."""
+    residual_staleness: int = 1
+    """By how many sub-blocks they do."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; the inverse of `from_dict`."""
@@ -203,11 +212,13 @@ def resolve_model(flags: ModelFlags, vocab_size: int, seq_length: int, mistakes:
             f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: "
             "change one of them, or give --head-dim"
         )
-    if flags.residual_mode != "ladder" and flags.ladder_layers != ModelFlags.ladder_layers:
-        mistakes.append(
-            f"--ladder-layers {flags.ladder_layers} has no meaning with --residual-mode {flags.residual_mode}: "
-            "give --residual-mode ladder or leave --ladder-layers out"
-        )
+    late = flags.residual_mode in STALE_MODES
+    for name in ("ladder_layers", "residual_staleness"):
+        if not late and getattr(flags, name) != getattr(ModelFlags, name):
+            mistakes.append(
+                f"{flag_name(name)} {getattr(flags, name)} has no meaning with --residual-mode "
+                f"{flags.residual_mode}: give --residual-mode {' or '.join(STALE_MODES)}, or leave it out"
+            )
     try:
         layers = parse_layers(flags.ladder_layers, flags.num_layers)
     except ValueError as error:
@@ -221,7 +232,7 @@ def resolve_model(flags: ModelFlags, vocab_size: int, seq_length: int, mistakes:
         head_dim=flags.head_dim or hidden // heads,
         vocab_size=vocab_size,
         max_position_embeddings=flags.max_position_embeddings or seq_length,
-        ladder_layers=() if flags.residual_mode == "standard" else layers,
+        ladder_layers=layers if late else (),
     )
     config = ModelConfig(**values)
     mistakes.extend(model_mistakes(config))
@@ -234,6 +245,7 @@ def model_mistakes(config: ModelConfig) -> list[str]:
     positive = (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
         "vocab_size", "max_position_embeddings", "norm_epsilon", "rotary_base", "rope_scaling_factor",
+        "residual_staleness",
     )  # fmt: skip
     for name in positive:
         if getattr(config, name) <= 0:

@@ -13,7 +13,7 @@ length.
 
 from dataclasses import dataclass
 
-from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.config.model import ONE_NORM_MODES, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,16 @@ class ParameterCount:
 def parameter_count(model: ModelConfig) -> ParameterCount:
     """Counts a model's parameters exactly."""
     matrix = model.vocab_size * model.hidden_size
-    layers = tuple(_layer_parameters(model, layer) for layer in range(model.num_layers))
+    layers = (_layer_parameters(model),) * model.num_layers
     return ParameterCount(matrix, layers, model.hidden_size, 0 if model.tie_embeddings else matrix)
 
 
-def _layer_parameters(model: ModelConfig, layer: int) -> int:
+def _layer_parameters(model: ModelConfig) -> int:
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     query = model.num_attention_heads * model.head_dim
     key_value = model.num_key_value_heads * model.head_dim
     count = hidden * (query + 2 * key_value) + query * hidden + 3 * hidden * ffn
-    one_norm = model.residual_mode == "parallel" and layer in model.ladder_layers
-    count += hidden if one_norm else 2 * hidden
+    count += hidden if model.residual_mode in ONE_NORM_MODES else 2 * hidden
     if model.add_qkv_bias:
         count += query + 2 * key_value
     if model.add_attention_output_bias:

@@ -5,7 +5,7 @@ One rule serves all (it is written out in `stack.py`): sub-block i reads the str
 
     x_i = x_{i-1} + AllReduce(h_i(x_{i-2}))          (arXiv 2501.06589)
 
-since the output of h_{i-1} is the one that is missing. A new wiring is a new row of `WIRINGS`.
+since the output of h_{i-1} is the one that is missing. A new wiring is a new row of `SUB_BLOCKS`.
 """
 
 from dataclasses import dataclass
@@ -33,28 +33,32 @@ class LayerWiring:
     """Outputs of earlier sub-blocks that may be missing from the stream when a sub-block reads it."""
 
 
-STANDARD = LayerWiring((SubBlockKind.ATTENTION, SubBlockKind.MLP), staleness=0)
-
-WIRINGS: dict[str, LayerWiring] = {
-    "standard": STANDARD,
-    "ladder": LayerWiring((SubBlockKind.ATTENTION, SubBlockKind.MLP), staleness=1),
-    "parallel": LayerWiring((SubBlockKind.ATTENTION_MLP,), staleness=0),
+SUB_BLOCKS: dict[str, tuple[SubBlockKind, ...]] = {
+    "standard": (SubBlockKind.ATTENTION, SubBlockKind.MLP),
+    "ladder": (SubBlockKind.ATTENTION, SubBlockKind.MLP),
+    "parallel": (SubBlockKind.ATTENTION_MLP,),
+    "ladder-parallel": (SubBlockKind.ATTENTION_MLP,),
 }
+"""`--residual-mode` -> the sub-blocks of every layer."""
 
 
 def layer_wirings(config: ModelConfig) -> list[LayerWiring]:
-    """The wiring of every layer: `residual_mode`'s in `ladder_layers`, standard elsewhere."""
-    chosen = set(config.ladder_layers)
-    return [WIRINGS[config.residual_mode] if layer in chosen else STANDARD for layer in range(config.num_layers)]
+    """The wiring of every layer: those in `ladder_layers` read the stream late, the others miss nothing."""
+    late = set(config.ladder_layers)
+    return [
+        LayerWiring(SUB_BLOCKS[config.residual_mode], config.residual_staleness if layer in late else 0)
+        for layer in range(config.num_layers)
+    ]
 
 
 def pending_before(wirings: list[LayerWiring], layer: int) -> int:
     """Outputs still missing from the stream that enters `layer`, which cross there with it.
 
-    The layer before drains down to what the first sub-block of `layer` allows; after the last layer, and before
-    the first, nothing is pending.
+    The layer before drains down to what the first sub-block of `layer` allows; after the last layer everything is
+    drained.
     """
-    if layer == len(wirings):
-        return 0
-    sub_blocks_before = sum(len(wiring.sub_blocks) for wiring in wirings[:layer])
-    return min(wirings[layer].staleness, sub_blocks_before)
+    pending = 0
+    for wiring in wirings[:layer]:
+        for _ in wiring.sub_blocks:
+            pending = min(pending, wiring.staleness) + 1
+    return min(pending, wirings[layer].staleness) if layer < len(wirings) else 0

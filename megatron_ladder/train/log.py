@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from megatron_ladder import __version__
+from megatron_ladder.config.model import STALE_MODES
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.cost.flops import ModelFlops, parameter_count
 from megatron_ladder.parallel.embedding import padded_vocab_size
@@ -28,8 +29,9 @@ def banner(trainer: Trainer) -> str:
     tensor_parallel = run.parallel.tensor_model_parallel_size
     layers = model.ladder_layers
     wiring: str = model.residual_mode
-    if wiring == "ladder" and len(layers) < model.num_layers:
-        wiring = f"hybrid: {len(layers)} of {model.num_layers} layers are ladder {list(layers)}, the others standard"
+    if wiring in STALE_MODES:
+        which = "all layers" if len(layers) == model.num_layers else f"layers {list(layers)} of {model.num_layers}"
+        wiring += f": {which} read the stream {model.residual_staleness} sub-block(s) late"
     rows = {
         "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {run.parallel.zero_stage}",
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
@@ -58,7 +60,7 @@ def _overlap(run: RunConfig) -> str:
         return "nothing to hide: one tensor-parallel process"
     if not run.parallel.tp_overlap:
         return "off: every all-reduce is waited for at once"
-    if run.model.residual_mode == "ladder":
+    if run.model.ladder_layers:
         return "ladder layers' all-reduces run under the next sub-block, forward and backward"
     return "all-reduces of input gradients run under the gradients of weights"
 

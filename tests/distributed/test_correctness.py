@@ -20,9 +20,17 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
 WIRINGS: dict[str, dict[str, Any]] = {
     "standard": {},
     "ladder": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2, 3)},
-    "parallel": {"residual_mode": "parallel", "ladder_layers": (0, 1, 2, 3)},
+    "parallel": {"residual_mode": "parallel"},
     "hybrid": {"residual_mode": "ladder", "ladder_layers": (1, 3)},
 }
+MORE_WIRINGS: dict[str, dict[str, Any]] = {
+    "ladder-parallel": {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2, 3)},
+    "hybrid-parallel": {"residual_mode": "ladder-parallel", "ladder_layers": (1, 2)},
+    "staleness-2": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2, 3), "residual_staleness": 2},
+    "staleness-3-hybrid": {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 3},
+    "ladder-parallel-2": {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2), "residual_staleness": 2},
+}
+
 FEATURES: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True, "rope_scaling": "linear", "rope_scaling_factor": 2.0},
     "biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
@@ -74,6 +82,17 @@ def test_wirings(
 ) -> None:
     config = small_model(**WIRINGS[wiring])
     check(gloo_pools, tensor_parallel, config, StackOptions(overlap, recompute), dtype)
+
+
+@pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
+@pytest.mark.parametrize("wiring", MORE_WIRINGS)
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_more_wirings(
+    gloo_pools: GlooPools, tensor_parallel: int, wiring: str, overlap: bool, recompute: int
+) -> None:
+    config = small_model(**MORE_WIRINGS[wiring])
+    check(gloo_pools, tensor_parallel, config, StackOptions(overlap, recompute), torch.float64)
 
 
 @pytest.mark.parametrize(

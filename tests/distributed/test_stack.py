@@ -20,7 +20,9 @@ from tests.distributed.sharded import mesh_of, small_model
 
 LADDER = {"residual_mode": "ladder", "ladder_layers": (0, 1, 2)}
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1,)}
-PARALLEL = {"residual_mode": "parallel", "ladder_layers": (0, 1, 2)}
+PARALLEL = {"residual_mode": "parallel"}
+LADDER_PARALLEL = {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2)}
+STALENESS_2 = LADDER | {"residual_staleness": 2}
 
 
 class RecordingGroup(CommGroup):
@@ -80,8 +82,10 @@ def forward_events(config: ModelConfig, options: StackOptions, training: bool) -
         (LADDER, "B0 L0 B1 L1 W0 B2 L2 W1 B3 L3 W2 B4 L4 W3 B5 L5 W4 W5"),
         (HYBRID, "B0 L0 W0 B1 L1 B2 L2 W1 B3 L3 W2 W3 B4 L4 W4 B5 L5 W5"),
         (PARALLEL, "B0 L0 W0 B1 L1 W1 B2 L2 W2"),
+        (LADDER_PARALLEL, "B0 L0 B1 L1 W0 B2 L2 W1 W2"),
+        (STALENESS_2, "B0 L0 B1 L1 B2 L2 W0 B3 L3 W1 B4 L4 W2 B5 L5 W3 W4 W5"),
     ],
-    ids=["standard", "ladder", "hybrid", "parallel"],
+    ids=["standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2"],
 )
 def test_forward_keeps_reduces_in_flight(
     gloo_pools: GlooPools, wiring: dict[str, Any], expected: str, training: bool, recompute: int
@@ -121,8 +125,13 @@ RECOMPUTED_BACKWARD = "B5 L5 B4 L4 B3 W5 L3 B2 W4 L2 B1 W3 L1 B0 W2 L0 W1 W0"
         (HYBRID, 0, "L5 W5 L4 W4 L3 L2 W3 L1 W2 W1 L0 W0"),
         ({}, 0, "L5 W5 L4 W4 L3 W3 L2 W2 L1 W1 L0 W0"),
         (PARALLEL, 0, "L2 W2 L1 W1 L0 W0"),
+        (LADDER_PARALLEL, 0, "L2 L1 W2 L0 W1 W0"),
+        (STALENESS_2, 0, "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"),
     ],
-    ids=["ladder", "ladder-recomputed", "ladder-qk-norm", "hybrid", "standard", "parallel"],
+    ids=[
+        "ladder", "ladder-recomputed", "ladder-qk-norm", "hybrid", "standard", "parallel", "ladder-parallel",
+        "staleness-2",
+    ],
 )
 def test_backward_is_the_mirror(
     gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int, expected: str
@@ -213,7 +222,11 @@ def chained_ranges(config: ModelConfig, cut: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("wiring", [{}, LADDER, HYBRID, PARALLEL], ids=["standard", "ladder", "hybrid", "parallel"])
+@pytest.mark.parametrize(
+    "wiring",
+    [{}, LADDER, HYBRID, PARALLEL, LADDER_PARALLEL, STALENESS_2],
+    ids=["standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2"],
+)
 def test_ranges_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any], world: int) -> None:
     config = small_model(num_layers=3, **wiring)
     for cut in (1, 2):
@@ -224,3 +237,6 @@ def test_ranges_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, A
 def test_a_ladder_boundary_carries_one_pending_output() -> None:
     wirings = layer_wirings(small_model(num_layers=4, residual_mode="ladder", ladder_layers=(1, 2)))
     assert [pending_before(wirings, layer) for layer in range(5)] == [0, 1, 1, 0, 0]
+    two_late = small_model(num_layers=4, residual_mode="ladder", ladder_layers=(1, 2), residual_staleness=2)
+    # What the standard layer before it has drained cannot be missing again.
+    assert [pending_before(layer_wirings(two_late), layer) for layer in range(5)] == [0, 1, 2, 0, 0]

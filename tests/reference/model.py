@@ -41,16 +41,23 @@ class ReferenceConfig:
     qk_layernorm: bool = False
     residual_mode: str = "standard"
     ladder_layers: tuple[int, ...] = ()
-    """Layers whose wiring is `residual_mode`; the others are standard."""
+    """Layers that read the stream late."""
+    residual_staleness: int = 1
+    """By how many sub-blocks they do."""
 
     @classmethod
     def like(cls, config: Any) -> "ReferenceConfig":
         """The same model described by another object with attributes of these names."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
-    def wiring(self, layer: int) -> str:
-        """standard, ladder or parallel."""
-        return self.residual_mode if layer in self.ladder_layers else "standard"
+    @property
+    def one_norm(self) -> bool:
+        """Whether attention and MLP of a layer read the same norm of the same stream."""
+        return self.residual_mode in ("parallel", "ladder-parallel")
+
+    def staleness(self, layer: int) -> int:
+        """By how many sub-blocks this layer's read the stream late."""
+        return self.residual_staleness if layer in self.ladder_layers else 0
 
 
 def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
@@ -74,7 +81,7 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.attention.q_norm.weight"] = (d,)
             shapes[f"{prefix}.attention.k_norm.weight"] = (d,)
         add_linear(f"{prefix}.attention.o_proj", h, query, config.add_attention_output_bias)
-        if config.wiring(layer) != "parallel":
+        if not config.one_norm:
             shapes[f"{prefix}.mlp_norm.weight"] = (h,)
         add_linear(f"{prefix}.mlp.gate_proj", ffn, h, config.add_mlp_bias)
         add_linear(f"{prefix}.mlp.up_proj", ffn, h, config.add_mlp_bias)
@@ -109,18 +116,12 @@ def reference_logits(weights: Weights, config: ReferenceConfig, tokens: Tensor) 
     """
     _check(weights, config)
     stream = weights["embedding.weight"][tokens]
-    # x_{-1} = x_0: the first ladder sub-block reads the embedding.
-    streams = [stream, stream]
+    # x_i = x_{i-1} + h_i(x_{i-1-s}), with x_0 for what lies before it; what was read once is not unread.
+    streams, read = [stream], 0
     for layer in range(config.num_layers):
-        prefix, wiring = f"layers.{layer}", config.wiring(layer)
-        if wiring == "parallel":
-            normed = _rms_norm(streams[-1], weights[f"{prefix}.attention_norm.weight"], config.norm_epsilon)
-            attended = _attention(weights, f"{prefix}.attention", config, normed)
-            streams.append(streams[-1] + attended + _mlp(weights, f"{prefix}.mlp", normed))
-            continue
-        for sub_block in _sub_blocks(weights, prefix, config):
-            read = {"standard": streams[-1], "ladder": streams[-2]}[wiring]
-            streams.append(streams[-1] + sub_block(read))
+        for sub_block in _sub_blocks(weights, f"layers.{layer}", config):
+            read = max(read, len(streams) - 1 - config.staleness(layer))
+            streams.append(streams[-1] + sub_block(streams[read]))
     normed = _rms_norm(streams[-1], weights["final_norm.weight"], config.norm_epsilon)
     head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
     return normed @ head.T
@@ -197,8 +198,8 @@ def inverse_frequencies(config: ReferenceConfig) -> list[float]:
 
 def _sub_blocks(
     weights: Weights, prefix: str, config: ReferenceConfig
-) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """h_i of a layer: norm, then attention or MLP; the residual is left to the wiring."""
+) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """h_i of a layer: norm, then attention or MLP or the sum of both; the residual is left to the wiring."""
 
     def attention(stream: Tensor) -> Tensor:
         normed = _rms_norm(stream, weights[f"{prefix}.attention_norm.weight"], config.norm_epsilon)
@@ -208,7 +209,11 @@ def _sub_blocks(
         normed = _rms_norm(stream, weights[f"{prefix}.mlp_norm.weight"], config.norm_epsilon)
         return _mlp(weights, f"{prefix}.mlp", normed)
 
-    return attention, mlp
+    def attention_mlp(stream: Tensor) -> Tensor:
+        normed = _rms_norm(stream, weights[f"{prefix}.attention_norm.weight"], config.norm_epsilon)
+        return _attention(weights, f"{prefix}.attention", config, normed) + _mlp(weights, f"{prefix}.mlp", normed)
+
+    return (attention_mlp,) if config.one_norm else (attention, mlp)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

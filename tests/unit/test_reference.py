@@ -281,21 +281,48 @@ def parallel(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
     return x1 + m.attention_1(x1) + m.parallel_mlp_1(x1)
 
 
+def ladder_parallel(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
+    x1 = x0 + m.attention_0(x0) + m.parallel_mlp_0(x0)
+    return x1 + m.attention_1(x0) + m.parallel_mlp_1(x0)
+
+
+def two_late(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
+    x1 = x0 + m.attention_0(x0)
+    x2 = x1 + m.mlp_0(x0)
+    x3 = x2 + m.attention_1(x0)
+    return x3 + m.mlp_1(x1)
+
+
+def upper_layer_is_two_late(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
+    x1 = x0 + m.attention_0(x0)
+    x2 = x1 + m.mlp_0(x1)
+    # The lower layer's MLP has read x1, so x1 is what there is; it cannot be unread.
+    x3 = x2 + m.attention_1(x1)
+    return x3 + m.mlp_1(x1)
+
+
 @pytest.mark.parametrize(
-    ("mode", "layers", "expected"),
+    ("mode", "layers", "staleness", "expected"),
     [
-        ("standard", (), standard),
-        ("ladder", (0, 1), ladder),
-        ("ladder", (1,), upper_layer_is_ladder),
-        ("ladder", (0,), lower_layer_is_ladder),
-        ("ladder", (), standard),
-        ("parallel", (0, 1), parallel),
+        ("standard", (), 1, standard),
+        ("ladder", (0, 1), 1, ladder),
+        ("ladder", (1,), 1, upper_layer_is_ladder),
+        ("ladder", (0,), 1, lower_layer_is_ladder),
+        ("ladder", (), 1, standard),
+        ("ladder", (0, 1), 2, two_late),
+        ("ladder", (1,), 2, upper_layer_is_two_late),
+        ("parallel", (), 1, parallel),
+        ("ladder-parallel", (0, 1), 1, ladder_parallel),
+        ("ladder-parallel", (0,), 1, parallel),
     ],
 )
 def test_wirings_are_those_written_by_hand(
-    mode: str, layers: tuple[int, ...], expected: Callable[[SimpleNamespace, np.ndarray], np.ndarray]
+    mode: str,
+    layers: tuple[int, ...],
+    staleness: int,
+    expected: Callable[[SimpleNamespace, np.ndarray], np.ndarray],
 ) -> None:
-    config = replace(TINY, residual_mode=mode, ladder_layers=layers)
+    config = replace(TINY, residual_mode=mode, ladder_layers=layers, residual_staleness=staleness)
     weights = make_weights(config, seed=3, dtype=torch.float64)
     model = by_hand(config, weights)
     logits = reference_logits(weights, config, torch.tensor([[4], [2]])).numpy()
@@ -348,10 +375,10 @@ def test_weights_of_another_model_are_refused() -> None:
 
 
 def test_a_parallel_layer_has_one_norm_and_like_copies_by_name() -> None:
-    mixed = replace(BASE, residual_mode="parallel", ladder_layers=(1,))
-    names = weight_shapes(ReferenceConfig.like(SimpleNamespace(**vars(mixed), unknown=1)))
-    assert "layers.0.mlp_norm.weight" in names
-    assert "layers.1.mlp_norm.weight" not in names
+    for mode, one_norm in (("ladder", False), ("parallel", True), ("ladder-parallel", True)):
+        config = replace(BASE, residual_mode=mode, ladder_layers=(1,))
+        names = weight_shapes(ReferenceConfig.like(SimpleNamespace(**vars(config), unknown=1)))
+        assert ("layers.0.mlp_norm.weight" in names, "layers.1.mlp_norm.weight" in names) == (not one_norm,) * 2
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.3])

@@ -56,9 +56,13 @@ def test_defaults_are_llamas() -> None:
 def test_wiring_flags() -> None:
     assert resolve(residual_mode="ladder")[0].ladder_layers == tuple(range(12))
     assert resolve(residual_mode="ladder", ladder_layers="4")[0].ladder_layers == (8, 9, 10, 11)
-    assert resolve(residual_mode="parallel")[0].ladder_layers == tuple(range(12))
+    assert resolve(residual_mode="parallel")[0].ladder_layers == ()
+    two_late = resolve(residual_mode="ladder-parallel", ladder_layers="2", residual_staleness=2)[0]
+    assert (two_late.ladder_layers, two_late.residual_staleness) == ((10, 11), 2)
     for mode in ("standard", "parallel"):
         assert "--ladder-layers 4 has no meaning" in resolve(residual_mode=mode, ladder_layers="4")[1][0]
+        assert "--residual-staleness 2 has no meaning" in resolve(residual_mode=mode, residual_staleness=2)[1][0]
+    assert "--residual-staleness 0 must be above zero" in resolve(residual_mode="ladder", residual_staleness=0)[1]
     assert "--ladder-layers 13" in resolve(residual_mode="ladder", ladder_layers="13")[1][0]
 
 

@@ -81,12 +81,9 @@ def test_parameters_are_those_of_transformers(make: Any, model: ModelConfig) -> 
 
 
 def test_a_parallel_layer_has_one_norm_less() -> None:
-    everywhere = replace(SMALL, residual_mode="parallel", ladder_layers=(0, 1, 2))
-    ladder = replace(everywhere, residual_mode="ladder")
-    assert parameter_count(SMALL).total - parameter_count(everywhere).total == 3 * SMALL.hidden_size
-    assert parameter_count(ladder) == parameter_count(SMALL)
-    upper = parameter_count(replace(everywhere, ladder_layers=(2,))).layers
-    assert upper[0] == upper[1] == upper[2] + SMALL.hidden_size
+    for mode, layers, saved in (("ladder", (1, 2), 0), ("parallel", (), 3), ("ladder-parallel", (2,), 3)):
+        count = parameter_count(replace(SMALL, residual_mode=mode, ladder_layers=layers))
+        assert parameter_count(SMALL).total - count.total == saved * SMALL.hidden_size
 
 
 @pytest.mark.parametrize(
