@@ -1,0 +1,56 @@
+"""apex is known by what it has, not by its name."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.errors import UserError
+from megatron_ladder.model.norm import select_norm, torch_rms_norm
+from megatron_ladder.optim.adamw import build_adamw
+from megatron_ladder.parallel.apex import find_in_apex
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def unrelated_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package apex of the Python index: it imports, and has nothing of NVIDIA's."""
+    for name in ("apex", "apex.optimizers", "apex.normalization", "apex.normalization.fused_layer_norm"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+
+
+def test_a_missing_apex_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "apex", None)
+    found, reason = find_in_apex("apex.optimizers", "FusedAdam", CUDA)
+    assert found is None and "not installed" in reason and "unrelated" in reason
+
+
+def test_the_unrelated_package_is_told(unrelated_apex: None) -> None:
+    found, reason = find_in_apex("apex.optimizers", "FusedAdam", CUDA)
+    assert found is None and "it is not NVIDIA's" in reason
+    with pytest.raises(UserError, match="--norm-implementation apex: .* not NVIDIA's.*use --norm-implementation torch"):
+        select_norm("apex", CUDA)
+    function, description = select_norm("auto", CUDA)
+    assert function is torch_rms_norm and "not NVIDIA's" in description
+
+
+def test_nvidias_package_is_used(unrelated_apex: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    module = sys.modules["apex.normalization.fused_layer_norm"]
+    monkeypatch.setattr(module, "fused_rms_norm_affine", lambda *given: calls.append(given) or given[0], raising=False)
+    function, description = select_norm("auto", CUDA)
+    x, weight = torch.randn(2, 3), torch.ones(3)
+    assert function(x, weight, 1e-5) is x and description == "apex FusedRMSNorm"
+    assert calls == [(x, weight, weight.shape, 1e-5)]
+
+
+def test_apex_is_never_used_on_a_cpu(unrelated_apex: None) -> None:
+    group = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.1}]
+    optimizer, description = build_adamw(group, OptimizerConfig(lr=0.1), CPU)
+    assert type(optimizer) is torch.optim.AdamW and description == "torch"
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95) and optimizer.param_groups[0]["weight_decay"] == 0.1
+    with pytest.raises(UserError, match="CUDA device"):
+        build_adamw(group, OptimizerConfig(lr=0.1, optimizer_implementation="apex"), CPU)

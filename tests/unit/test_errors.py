@@ -1,0 +1,50 @@
+"""One table of exit codes, for every way in which a program can end."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.commands import REPOSITORY_ROOT, clean_environment
+
+PROGRAM = """
+from megatron_ladder import errors
+errors.GRACE_SECONDS = 0.01
+def main(argv):
+    {body}
+errors.run_program(main, [])
+"""
+
+
+def run(body: str, rank: int | None = None) -> subprocess.CompletedProcess[str]:
+    environment = clean_environment() | ({} if rank is None else {"RANK": str(rank)})
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(body=body)],
+        capture_output=True, text=True, env=environment, cwd=REPOSITORY_ROOT, timeout=30,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "told"),
+    [
+        ("print('fine')", 0, ""),
+        ("raise errors.UserError('--a is wrong', '--b too')", 2, "error: --a is wrong\nerror: --b too\n"),
+        ("raise errors.BadNumbersError('nan')", 3, "error: BadNumbersError: nan\n"),
+        ("raise errors.LostPeerError('gone')", 4, "error: LostPeerError: gone\n"),
+    ],
+)
+def test_exit_codes(body: str, code: int, told: str) -> None:
+    done = run(body)
+    assert (done.returncode, done.stderr) == (code, told)
+
+
+def test_a_fault_of_ours_shows_where_it_is() -> None:
+    done = run("return 1 // 0", rank=3)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and 'File "<string>", line 5, in main' in done.stderr
+    assert "error: rank 3: ZeroDivisionError: " in done.stderr.splitlines()[-1]
+
+
+def test_a_rank_that_is_left_after_the_others_speaks_for_itself() -> None:
+    done = run("raise errors.UserError('only here')", rank=1)
+    assert (done.returncode, done.stderr) == (2, "error: only here\n")
