@@ -110,7 +110,7 @@ run_once training "$run/checkpoint/latest" \
     --tensor-model-parallel-size "$tp" --zero-stage 1 ${precision[@]+"${precision[@]}"} \
     --residual-mode ladder --num-layers 8 --hidden-size 256 --num-attention-heads 8 --num-key-value-heads 4 \
     --seq-length 256 --max-position-embeddings 1024 --micro-batch-size 8 --global-batch-size 8 \
-    --train-iters 250 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 25 --lr-decay-style cosine \
+    --train-iters 200 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 20 --lr-decay-style cosine \
     --train-data-path "$run/data/train_text_document" --valid-data-path "$run/data/valid_text_document" \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/data/tokenizer.model" \
     --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 100 \

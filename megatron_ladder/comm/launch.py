@@ -1,14 +1,16 @@
 """The start of a process: its place among the others, its device, and the first process group."""
 
+import contextlib
 import importlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import LostPeerError, UserError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What `deepspeed` and `torchrun` put into the environment of each process."""
@@ -86,9 +88,15 @@ def start_deepspeed(place: Place, device: torch.device) -> None:
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
 
 
-def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another process is gone or does not answer."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+@contextlib.contextmanager
+def naming_lost_peers() -> Iterator[None]:
+    """Turns what a collective raises when another process is gone or does not answer into a LostPeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+            raise LostPeerError(f"another process is gone or does not answer: {error}") from error
+        raise
 
 
 def stop_process_group() -> None:

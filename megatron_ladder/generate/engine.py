@@ -7,7 +7,7 @@ so that no rounding can lead two ranks to different texts.
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -124,15 +124,19 @@ class GenerationEngine:
         self.tokenizer = tokenizer
         self.device = model.embedding.weight.device
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """Continues all prompts to their ends; every rank must call it alike. See `stream`."""
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_token: Callable[[NewToken], None] | None = None
+    ) -> list[Generation]:
+        """Continues all prompts to their ends, telling `on_token` of each token; see `stream`."""
         stream = self.stream(requests)
         while True:
             try:
-                next(stream)
+                token = next(stream)
             except StopIteration as finished:
                 generations: list[Generation] = finished.value
                 return generations
+            if on_token is not None:
+                on_token(token)
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Generator[NewToken, None, list[Generation]]:
         """Continues all prompts side by side and yields tokens as they come, in the order of the requests.

@@ -6,8 +6,133 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ladder.config.fields import flag, parse_command_line
-from megatron_ladder.data.kinds import TokenizerType
 from megatron_ladder.errors import UserError
 
 PROGRAM = "generate.py"
 DESCRIPTION = "Continues prompts with a trained model, tensor-parallel. Text goes to stdout, statistics to stderr."
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Model. Sizes and wiring come from the checkpoint."""
+
+    model: Path
+    """A checkpoint, or a directory of checkpoints: the one that its file `latest` names."""
+    tp: int | None = flag(None, aliases=("--tensor-model-parallel-size",))
+    """Processes that share the model. Under a launcher, all that it started; otherwise 1, and more are started here,
+    on this machine."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """What the weights are turned into; fp32 on a CPU and bf16 on a GPU if not given."""
+    overlap: bool = True
+    """Wait for every all-reduce at once instead of leaving it in flight under the next sub-block; for comparison."""
+    tokenizer_type: str | None = None
+    """SentencePieceTokenizer or HuggingFaceTokenizer; together with --tokenizer-model, instead of the tokenizer that
+    the checkpoint holds."""
+    tokenizer_model: Path | None = None
+    """The tokenizer's file or directory."""
+    local_rank: int | None = flag(None, aliases=("--local_rank",))
+    """Given by launchers; the environment's LOCAL_RANK is what counts."""
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Prompts. All that are given are continued side by side, in this order."""
+
+    prompt: tuple[str, ...] = ()
+    """A text to continue. One that begins with a dash is given as --prompt=TEXT."""
+    prompt_file: tuple[Path, ...] = ()
+    """A file of prompts: .jsonl, .json and .ndjson hold a JSON object a line, with the text under "prompt"; any other
+    file is one prompt, without its last line end."""
+    tokens: tuple[str, ...] = ()
+    """One prompt as token ids, separated by blanks or commas; needs no tokenizer."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Sampling. How tokens are chosen, and when to stop."""
+
+    max_new_tokens: int = 64
+    """Tokens to generate for each prompt at most."""
+    temperature: float = 1.0
+    """Divides the logits: below 1 is safer, above 1 more varied. 0 takes the most likely token each time."""
+    top_k: int = 0
+    """Draw from the N most likely tokens alone; 0 means from all."""
+    top_p: float = 1.0
+    """Draw from the fewest most likely tokens that have this probability together, counted after --top-k."""
+    seed: int = 1234
+    """Equal seeds give equal texts, at any --tp and in any batch."""
+    ignore_eos: bool = False
+    """Go on to --max-new-tokens behind the token that ends a document."""
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Output. Plain text repeats each prompt before its continuation."""
+
+    json: bool = False
+    """Print a JSON object a line for each prompt instead of text."""
+    stream: bool = False
+    """Show text as it comes; with several prompts, the first one that is not finished."""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The whole command line."""
+
+    model: ModelOptions
+    prompts: PromptOptions
+    sampling: SamplingOptions
+    output: OutputOptions
+
+
+def parse_options(argv: Sequence[str]) -> GenerateOptions:
+    """Reads the command line.
+
+    Raises:
+        UserError: with a line for everything that is wrong before any file is opened.
+    """
+    mistakes: list[str] = []
+    sections = [ModelOptions, PromptOptions, SamplingOptions, OutputOptions]
+    options = GenerateOptions(*parse_command_line(sections, argv, PROGRAM, DESCRIPTION, found=mistakes))
+    mistakes += option_mistakes(options)
+    if mistakes:
+        raise UserError(*mistakes)
+    return options
+
+
+def option_mistakes(options: GenerateOptions) -> list[str]:
+    """One line for each value, or combination of values, that cannot be."""
+    model, prompts, sampling, output = options.model, options.prompts, options.sampling, options.output
+    mistakes = []
+    if model.tp is not None and model.tp < 1:
+        mistakes.append(f"--tp {model.tp}: expected 1 or more")
+    if (model.tokenizer_type is None) != (model.tokenizer_model is None):
+        mistakes.append("--tokenizer-type and --tokenizer-model belong together: give both, or neither")
+    if not (prompts.prompt or prompts.prompt_file or prompts.tokens):
+        mistakes.append("nothing to continue: give --prompt, --prompt-file or --tokens")
+    try:
+        token_ids(prompts.tokens)
+    except ValueError as error:
+        mistakes.append(f"--tokens: {error}")
+    if sampling.max_new_tokens < 1:
+        mistakes.append(f"--max-new-tokens {sampling.max_new_tokens}: expected 1 or more")
+    if not 0 <= sampling.temperature < float("inf"):
+        mistakes.append(f"--temperature {sampling.temperature}: expected 0 (the most likely token) or more")
+    if sampling.top_k < 0:
+        mistakes.append(f"--top-k {sampling.top_k}: expected 1 or more, or 0 for all tokens")
+    if not 0 < sampling.top_p <= 1:
+        mistakes.append(f"--top-p {sampling.top_p}: expected a share above 0 and up to 1")
+    if not 0 <= sampling.seed < 1 << 63:
+        mistakes.append(f"--seed {sampling.seed}: expected 0 to 2^63 - 1")
+    if output.json and output.stream:
+        mistakes.append("--stream shows text as it comes, and --json an object when all is there: give one of them")
+    return mistakes
+
+
+def token_ids(words: Sequence[str]) -> tuple[int, ...]:
+    """The ids of --tokens; raises ValueError that names a word which is none."""
+    parts = [part for word in words for part in word.replace(",", " ").split()]
+    strange = [part for part in parts if not (part.isascii() and part.isdigit())]
+    if strange:
+        raise ValueError(f"{strange[0]!r} is no token id")
+    return tuple(int(part) for part in parts)

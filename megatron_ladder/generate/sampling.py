@@ -6,6 +6,7 @@ The draw inverts the cumulative distribution in the order of the vocabulary: one
 gives the same tokens wherever the logits agree up to rounding, at any tensor-parallel size and in any batch.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,12 @@ class SamplingParameters:
     """Probability that the tokens which may be drawn have together, above 0."""
     seed: int = 1234
     """Of the request's own generator."""
+
+
+def request_seed(seed: int, prompt_ids: Sequence[int]) -> int:
+    """A seed for each prompt under one --seed, lest all draw the same numbers; the same one in every batch."""
+    digest = hashlib.sha256(f"{seed}/{','.join(map(str, prompt_ids))}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
 
 
 class Sampler:
@@ -77,8 +84,6 @@ def keep_most_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     probabilities = descending.masked_fill(~kept, -math.inf).softmax(-1)
     more_likely = probabilities.cumsum(-1) - probabilities
     kept &= more_likely < top_p
-    # The first is kept whatever rounding does.
-    kept[..., 0] = True
     return logits.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), -math.inf)
 
 
@@ -93,5 +98,4 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
         [b] int64, never a token of probability zero.
     """
     cumulative = probabilities.cumsum(-1)
-    total = cumulative[:, -1:].contiguous()
-    return torch.searchsorted(cumulative, uniform * total, right=True).squeeze(-1).clamp(max=probabilities.shape[-1] - 1)
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(-1)

@@ -42,6 +42,8 @@ class StackOptions:
     """Of this range, the first layers whose sub-blocks keep only their input for backward."""
     norm: NormFunction = torch_rms_norm
     """The function that computes RMSNorm."""
+    mirrored_backward: bool = True
+    """With overlap, walk backward by the mirrored rule; False leaves it to autograd, which waits at once."""
 
 
 class TransformerLayer(nn.Module):
@@ -110,7 +112,8 @@ class TransformerStack(nn.Module):
 
     def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
         """[1 + pending_in, s, b, h] -> [1 + pending_out, s, b, h]."""
-        if self.options.tp_overlap and self.group.size > 1 and torch.is_grad_enabled():
+        mirrored = self.options.tp_overlap and self.options.mirrored_backward
+        if mirrored and self.group.size > 1 and torch.is_grad_enabled():
             return run_overlapped(state, self.sub_blocks(), context, self.pending_out)
         stream, *missing = state.unbind(0)
         pending = deque(self._keep_or_wait(start_all_reduce(partial.clone(), self.group)) for partial in missing)

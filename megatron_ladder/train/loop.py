@@ -8,11 +8,11 @@ import torch
 from megatron_ladder import __version__
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
-from megatron_ladder.comm.launch import find_place, is_lost_peer, stop_process_group
+from megatron_ladder.comm.launch import find_place, naming_lost_peers, stop_process_group
 from megatron_ladder.data.loader import GlobalBatchLoader
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.tokenizers import Tokenizer, copy_tokenizer
-from megatron_ladder.errors import BadNumbersError, LostPeerError, UserError
+from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.train.inputs import RunInputs, read_inputs
 from megatron_ladder.train.log import RunLog, banner, say
 from megatron_ladder.train.setup import Trainer, build_trainer
@@ -29,16 +29,12 @@ def pretrain(argv: Sequence[str]) -> None:
     """
     place = find_place()
     inputs = read_inputs(argv, place)
-    try:
+    with naming_lost_peers():
         trainer = build_trainer(inputs, place)
         say(banner(trainer), place.rank)
         iteration, consumed_samples = resume(trainer, inputs)
         train(trainer, inputs, iteration, consumed_samples)
         stop_process_group()
-    except RuntimeError as error:
-        if is_lost_peer(error):
-            raise LostPeerError(f"another process is gone or does not answer: {error}") from error
-        raise
 
 
 def resume(trainer: Trainer, inputs: RunInputs) -> tuple[int, int]:

@@ -29,12 +29,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": PARALLEL | {"optim"},
     "train": PARALLEL | {"model", "pipeline"} | FEEDS_TRAINING,
     "generate": PARALLEL | {"model", "data", "checkpoint"},
+    "bench": PARALLEL | {"model", "generate", "cost"},
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 
 HOMES = {
     "deepspeed": ("pipeline/", "train/", "checkpoint/", "comm/mpu.py", "comm/launch.py"),
-    "apex": ("model/norm.py", "optim/"),
+    "apex": ("parallel/apex.py",),
 }
 """Where alone these libraries are imported or probed for."""
 
@@ -175,7 +176,7 @@ def test_a_wrong_import_is_found(relative: str, source: str) -> None:
         ("cli/pretrain.py", "from megatron_ladder.train.loop import train"),
         ("generate/engine.py", "from megatron_ladder.data.tokenizers import load_tokenizer"),
         ("comm/launch.py", "import deepspeed"),
-        ("model/norm.py", 'importlib.import_module("apex.normalization")'),
+        ("parallel/apex.py", 'importlib.import_module("apex.normalization")'),
         ("config/model.py", "from megatron_ladder import __version__"),
     ],
 )

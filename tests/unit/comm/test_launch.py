@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_ladder.comm.launch import LAUNCHER_VARIABLES, Place, find_place, is_lost_peer
-from megatron_ladder.errors import UserError
+from megatron_ladder.comm.launch import LAUNCHER_VARIABLES, Place, find_place, naming_lost_peers
+from megatron_ladder.errors import LostPeerError, UserError
 
 
 @pytest.fixture(autouse=True)
@@ -30,5 +30,7 @@ def test_half_a_launcher_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lost_peers_are_told_from_other_faults() -> None:
-    assert is_lost_peer(RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
-    assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(LostPeerError, match="Connection closed"), naming_lost_peers():
+        raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="multiplied"), naming_lost_peers():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")

@@ -1,5 +1,6 @@
 """The decode loop of one process, against a model that computes everything anew for every token."""
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_ladder.generate.engine import GenerationEngine, GenerationRequest,
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.language_model import LanguageModel
 from tests.reference import greedy_continuation, make_weights, reference_logits
+from tests.unit.generate.plain_tokenizers import Bytes
 from tests.unit.generate.tiny_model import MODELS, PROMPTS, fill, reference_of, tiny_config, tiny_engine
 
 GREEDY = SamplingParameters(temperature=0.0)
@@ -87,7 +89,9 @@ def test_a_sample_ends_at_any_of_its_eos_ids_and_the_others_go_on() -> None:
     engine = tiny_engine(config, weights)
     expected = [greedy_continuation(weights, reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
     third = expected[2][3]
-    ends = [frozenset({66, expected[0][0]}), frozenset[int](), frozenset({third}), frozenset[int]()]
+    never = sorted(set(range(config.vocab_size)) - {token for tokens in expected for token in tokens})
+    assert never[0] < third and expected[0][0] < never[-1]
+    ends = [frozenset({expected[0][0], never[-1]}), frozenset[int](), frozenset({never[0], third}), frozenset(never)]
     requests = [
         GenerationRequest(prompt, NEW_TOKENS, GREEDY, eos_ids) for prompt, eos_ids in zip(PROMPTS, ends, strict=True)
     ]
@@ -115,10 +119,24 @@ def test_tokens_come_one_by_one_in_order() -> None:
     assert next(engine.stream(requests)) == told[0]
 
 
+def test_pieces_joined_are_the_text_of_the_ids() -> None:
+    """A model of random bytes: many begin a character that is never completed, also at the end."""
+    config = tiny_config(vocab_size=256)
+    engine = tiny_engine(config, reference_of(config)[0])
+    engine.tokenizer = Bytes()
+    requests = [GenerationRequest((65, 66), 3, SamplingParameters(seed=seed)) for seed in range(30)]
+    told: list[NewToken] = []
+    generations = engine.generate(requests, told.append)
+    texts = [Bytes().decode(generation.ids) for generation in generations]
+    assert [generation.text for generation in generations] == texts
+    assert ["".join(token.text for token in told if token.sample == sample) for sample in range(30)] == texts
+    assert any(0xC2 <= generation.ids[-1] <= 0xF4 for generation in generations)
+
+
 def test_timings_count_tokens_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look at the clock is two seconds after the last."""
     clock = iter(range(0, 1000, 2))
-    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     config = tiny_config()
     engine = tiny_engine(config, reference_of(config)[0])
     (generation, _) = engine.generate([GenerationRequest((1, 2, 3), 4), GenerationRequest((1,), 3)])

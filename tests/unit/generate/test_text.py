@@ -9,35 +9,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.generate.text import TextStream
+from tests.unit.generate.plain_tokenizers import Bytes, Words
 from tests.unit.generate.tiny_model import train_tokenizer
 
 TEXT = "def größe(x):\n    return '日本 🙂🙂'  # Ωmega  \n"
-
-
-class Bytes:
-    """Ids are bytes; the plainest tokenizer that cuts characters."""
-
-    kind = "bytes"
-    files: tuple[Path, ...] = ()
-    sha256 = ""
-    vocab_size = 256
-    eod_id = 0
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(ids).decode(errors="replace")
-
-
-class Words(Bytes):
-    """Every token is a word with a blank before it, which is dropped at the beginning of a text."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(f" w{number}" for number in ids).removeprefix(" ")
 
 
 def pieces_of(stream: TextStream, ids: Sequence[int]) -> list[str]:
@@ -67,6 +42,10 @@ def test_the_blank_before_a_word_is_kept() -> None:
     assert pieces_of(TextStream(Words(), [1, 2]), [3, 4]) == [" w3", " w4", ""]
     assert pieces_of(TextStream(Words(), [7] * 30), [3] * 30) == [" w3"] * 30 + [""]
     assert pieces_of(TextStream(Words(), []), [3, 4]) == ["w3", " w4", ""]
+
+
+def test_control_tokens_have_no_text_and_cost_no_blank() -> None:
+    assert pieces_of(TextStream(Words(), [1]), [3, 0, 0, 4]) == [" w3", "", "", " w4", ""]
 
 
 def test_ids_beyond_the_tokenizer_have_no_text() -> None:

@@ -15,11 +15,10 @@ from megatron_ladder.checkpoint import (
     write_manifest,
 )
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig, key_value_replicas
+from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer, copy_tokenizer, train_sentencepiece
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
 from tests.reference import ReferenceConfig, make_weights
 
@@ -34,7 +33,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "vocab_size": 67,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 96,
 }
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -63,23 +62,18 @@ def reference_of(config: ModelConfig, seed: int = 3) -> tuple[dict[str, Tensor],
 
 
 def fill(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
-    """Puts this rank's slices of whole weights into a model."""
+    """Puts whole weights into a model of one rank; rows beyond the vocabulary must have no part in anything."""
     with torch.no_grad():
         for parameter, sections in parameter_sections(model):
-            parameter.zero_()
+            parameter.fill_(1e3)
             for section in sections:
-                share = weights[section.name].narrow(section.dim, section.global_start, section.length)
-                section.view(parameter).copy_(share)
+                section.view(parameter).copy_(weights[section.name])
 
 
-def tiny_engine(
-    config: ModelConfig, weights: Mapping[str, Tensor], tensor_parallel: int = 1, overlap: bool = True
-) -> GenerationEngine:
-    """On every rank of the default process group; alone if `tensor_parallel` is 1."""
+def tiny_engine(config: ModelConfig, weights: Mapping[str, Tensor]) -> GenerationEngine:
+    """Of one rank."""
     mesh = ProcessMesh.single()
-    if tensor_parallel > 1:
-        mesh = ProcessMesh.build(tensor_parallel, kv_replicas=key_value_replicas(config, tensor_parallel))
-    model = LanguageModel(config, mesh, StackOptions(tp_overlap=overlap))
+    model = LanguageModel(config, mesh)
     fill(model, weights)
     return GenerationEngine(model, mesh)
 

@@ -1,0 +1,26 @@
+"""Prompts to texts, with a trained model."""
+
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron_ladder.comm.ranks import run_ranks
+from megatron_ladder.errors import run_program
+from megatron_ladder.generate.options import parse_options
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the command line and does the work, as one rank or as the parent of several."""
+    options = parse_options(argv)
+    if (options.model.tp or 1) > 1 and "WORLD_SIZE" not in os.environ:
+        run_ranks(__name__, argv, options.model.tp or 1)
+        return
+    # Imports torch, for which a parent of ranks has no use.
+    from megatron_ladder.generate.program import generate
+
+    generate(options)
+
+
+def entry_point() -> NoReturn:
+    """Console entry point."""
+    run_program(main)

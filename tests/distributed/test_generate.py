@@ -1,0 +1,147 @@
+"""Generation over several ranks: the same tokens as plain arithmetic gives in one, and the command as users call it."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from megatron_ladder.cli.generate import main
+from megatron_ladder.config.model import ModelConfig, key_value_replicas
+from megatron_ladder.generate.engine import GenerationEngine, GenerationRequest
+from megatron_ladder.generate.sampling import SamplingParameters
+from megatron_ladder.model.stack import StackOptions
+from tests.distributed.commands import REPOSITORY_ROOT, run_command
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import build, mesh_of
+from tests.distributed.test_stack import recorded_model
+from tests.reference import greedy_continuation
+from tests.unit.generate.tiny_model import (
+    MODELS,
+    PROMPTS,
+    reference_of,
+    tiny_config,
+    tiny_engine,
+    write_checkpoint_with_tokenizer,
+)
+
+Tokens = list[tuple[int, ...]]
+
+NEW_TOKENS = 8
+GREEDY = SamplingParameters(temperature=0.0)
+PROGRAM = REPOSITORY_ROOT / "tools" / "generate.py"
+
+
+def sampled_requests(seed: int) -> list[GenerationRequest]:
+    """Each prompt in a way of its own."""
+    ways = [
+        SamplingParameters(seed=seed),
+        SamplingParameters(seed=seed + 1, top_k=10),
+        SamplingParameters(seed=seed + 2, top_p=0.7),
+        SamplingParameters(seed=seed, temperature=1.5, top_k=30, top_p=0.9),
+    ]
+    return [GenerationRequest(prompt, NEW_TOKENS, way) for prompt, way in zip(PROMPTS, ways, strict=True)]
+
+
+def greedy_and_sampled(engine: GenerationEngine) -> tuple[Tokens, Tokens]:
+    """Only rank 0 draws by the seed that counts."""
+    greedy = engine.generate([GenerationRequest(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS])
+    sampled = engine.generate(sampled_requests(seed=1 + 100 * engine.group.rank))
+    return [generation.ids for generation in greedy], [generation.ids for generation in sampled]
+
+
+def generate_here(
+    config: ModelConfig, weights: Mapping[str, Tensor], tensor_parallel: int, overlap: bool
+) -> tuple[Tokens, Tokens]:
+    """On each rank."""
+    mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
+    model = build(config, weights, tensor_parallel, StackOptions(tp_overlap=overlap))
+    return greedy_and_sampled(GenerationEngine(model, mesh))
+
+
+@pytest.mark.parametrize("tensor_parallel", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_size_gives_the_same_tokens(name: str, tensor_parallel: int, gloo_pools: GlooPools) -> None:
+    """Greedy ones are those of the reference; of a seed, those of one process."""
+    config = tiny_config(**MODELS[name])
+    weights, reference = reference_of(config)
+    expected_greedy = [tuple(greedy_continuation(weights, reference, prompt, NEW_TOKENS)) for prompt in PROMPTS]
+    alone_greedy, alone_sampled = greedy_and_sampled(tiny_engine(config, weights))
+    assert alone_greedy == expected_greedy
+    assert alone_sampled != alone_greedy
+    overlap = (name, tensor_parallel) != ("ladder", 2)
+    results = gloo_pools(tensor_parallel).run(generate_here, config, weights, tensor_parallel, overlap)
+    assert results == [(expected_greedy, alone_sampled)] * tensor_parallel
+
+
+def recorded_reduces(config: ModelConfig) -> list[str]:
+    """The model's reduces in the second decode step."""
+    model, group = recorded_model(config, StackOptions())
+    engine = GenerationEngine(model, replace(mesh_of(2), tensor=group))
+    stream = engine.stream([GenerationRequest((1, 2), 3, GREEDY)])
+    next(stream), next(stream)
+    group.events.clear()
+    group.started = 0
+    next(stream)
+    return group.events
+
+
+def test_reduces_stay_in_flight_while_decoding(gloo_pools: GlooPools) -> None:
+    """0 is the embedding; then a sub-block starts before its predecessor's sum is waited for, and the last drains."""
+    config = tiny_config(residual_mode="ladder", ladder_layers=(0, 1, 2))
+    events = gloo_pools(2).run(recorded_reduces, config)[0]
+    assert " ".join(events) == "L0 W0 L1 L2 W1 L3 W2 L4 W3 L5 W4 L6 W5 W6"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint_with_tokenizer(tmp_path_factory.mktemp("model"))[0]
+
+
+FLAGS = ["--prompt", "def größe", "class", "--max-new-tokens", "12", "--seed", "5", "--top-k", "50"]
+
+
+def test_two_ranks_started_by_the_program_itself(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--model", str(model), *FLAGS, "--json"])
+    expected = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    done = run_command([sys.executable, PROGRAM, "--model", model, "--tp", "2", *FLAGS, "--json"], timeout=120)
+
+    assert done.returncode == 0, done.stderr
+    printed = [json.loads(line) for line in done.stdout.splitlines()]
+    for one, other in zip(printed, expected, strict=True):
+        for key in ("prompt", "prompt_ids", "ids", "text", "finish_reason", "prompt_tokens", "generated_tokens"):
+            assert one[key] == other[key]
+        assert one["time_to_first_token"] > 0 and one["decode_tokens_per_second"] > 0
+    statistics = done.stderr.splitlines()
+    assert len(statistics) == 2, done.stderr
+    assert "ladder, 3 layers, fp32 on cpu, tensor parallel 2" in statistics[0]
+    assert statistics[1].startswith("2 prompts: ")
+
+
+def test_a_mistake_of_the_user_ends_all_ranks(model: Path) -> None:
+    done = run_command([sys.executable, PROGRAM, "--model", model, "--tp", "3", "--tokens", "1"], timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: --tp 3 does not fit the model; 1, 2, 4 would: ")
+
+
+NEEDS_LITTLE = """
+import runpy, sys
+for module in ("deepspeed", "transformers", "datasets", "tensorboard", "apex", "matplotlib"):
+    sys.modules[module] = None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_one_process_needs_few_packages_and_streams_text(model: Path) -> None:
+    program = [sys.executable, "-c", NEEDS_LITTLE, str(PROGRAM)]
+    done = run_command([*program, "--model", str(model), *FLAGS, "--stream", "--temperature", "0"], timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("--- 1 of 2 ---\ndef größe")
+    assert "\n--- 2 of 2 ---\nclass" in done.stdout
+    assert len(done.stderr.splitlines()) == 2, done.stderr

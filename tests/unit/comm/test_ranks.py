@@ -1,0 +1,106 @@
+"""The parent of ranks: codes and signals go through it, and nothing outlives it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_ladder.comm import ranks
+from megatron_ladder.comm.ranks import run_ranks
+from megatron_ladder.errors import LostPeerError
+
+ROOT = Path(__file__).resolve().parents[3]
+MODULE = "tests.unit.comm.rank_program"
+
+
+@pytest.fixture(autouse=True)
+def ranks_find_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def process_ids(folder: Path) -> list[int]:
+    return [int(path.read_text() or 0) for path in sorted(folder.glob("pid.*"))]
+
+
+def gone(folder: Path) -> bool:
+    return not any(psutil.pid_exists(number) for number in process_ids(folder))
+
+
+def soon(happened: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return happened()
+
+
+def test_all_is_well_when_every_rank_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    before = signal.getsignal(signal.SIGINT)
+    run_ranks(MODULE, [str(tmp_path), "0", "0"], 2)
+    assert len(process_ids(tmp_path)) == 2
+    assert signal.getsignal(signal.SIGINT) is before
+    first, second = ((tmp_path / f"environment.{rank}").read_text().splitlines() for rank in range(2))
+    assert {"RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "OMP_NUM_THREADS=3"} <= set(first)
+    assert {"RANK=1", "LOCAL_RANK=1"} <= set(second)
+    (port,) = {line for line in first + second if line.startswith("MASTER_PORT=")}
+    assert port != "MASTER_PORT=0"
+
+
+@pytest.mark.parametrize("words", [("2", "sleep"), ("sleep", "2"), ("0", "2")])
+def test_the_code_of_a_rank_that_fails_is_the_programs(tmp_path: Path, words: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_ranks(MODULE, [str(tmp_path), *words], 2)
+    assert ended.value.code == 2
+    assert gone(tmp_path)
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LostPeerError, match="rank 1 of 2 was ended by SIGKILL"):
+        run_ranks(MODULE, [str(tmp_path), "sleep", "killed"], 2)
+    assert gone(tmp_path)
+
+
+class Ended:
+    """A process as `subprocess` shows it."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+
+def test_of_ranks_that_end_at_once_the_killed_one_is_the_cause() -> None:
+    processes = [Ended(0), Ended(1), Ended(-9), Ended(4)]
+    assert ranks._wait(processes, []) == (2, -9)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.1)
+    with pytest.raises(SystemExit):
+        run_ranks(MODULE, [str(tmp_path), "stubborn", "3"], 2)
+    assert gone(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    program = (
+        "from megatron_ladder.errors import run_program; from megatron_ladder.comm.ranks import run_ranks; "
+        f"run_program(lambda argv: run_ranks({MODULE!r}, argv, 2))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), "sleep", "sleep"]
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True) as parent:
+        assert soon(lambda: len(list(tmp_path.glob("environment.*"))) == 2)
+        # Ctrl-C reaches all processes of a terminal.
+        os.killpg(parent.pid, number) if number == signal.SIGINT else parent.send_signal(number)
+        assert parent.wait(10) == code
+        assert soon(lambda: gone(tmp_path))
+        assert parent.stderr is not None and parent.stderr.read() == ""

@@ -1,0 +1,270 @@
+"""Flags, prompts and checkpoints as a user gives them, and what is printed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import models
+
+from megatron_ladder.cli.generate import main
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.errors import UserError
+from megatron_ladder.generate.engine import Generation, NewToken, Timings
+from megatron_ladder.generate.loading import load_model, open_model
+from megatron_ladder.generate.options import PromptOptions, parse_options, token_ids
+from megatron_ladder.generate.output import TextOutput, summary
+from megatron_ladder.generate.prompts import Prompt, read_prompts
+from tests.reference import greedy_continuation
+from tests.unit.generate.tiny_model import (
+    reference_of,
+    tiny_config,
+    train_tokenizer,
+    write_checkpoint,
+    write_checkpoint_with_tokenizer,
+)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint_with_tokenizer(tmp_path_factory.mktemp("model"))[0]
+
+
+@pytest.fixture(scope="module")
+def without_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config()
+    folder = tmp_path_factory.mktemp("bare")
+    write_checkpoint(folder, config, reference_of(config)[0])
+    return folder
+
+
+def mistakes_of(argv: list[str]) -> tuple[str, ...]:
+    with pytest.raises(UserError) as raised:
+        main(argv)
+    return raised.value.mistakes
+
+
+def test_all_mistakes_of_a_command_line_are_named_together() -> None:
+    words = "--tp 0 --max-new-tokens 0 --temperature nan --top-k -1 --top-p 0 --seed -1 --tokens 1 x --json --stream"
+    mistakes = mistakes_of(["--promt", "a", "--tokenizer-type", "HFTokenizer", *words.split()])
+    beginnings = [
+        "--promt is no flag of this program: did you mean --prompt?",
+        "--model is required",
+        "--tp 0: ",
+        "--tokenizer-type and --tokenizer-model belong together",
+        "--tokens: 'x' is no token id",
+        "--max-new-tokens 0: ",
+        "--temperature nan: ",
+        "--top-k -1: ",
+        "--top-p 0.0: ",
+        "--seed -1: ",
+        "--stream shows text as it comes",
+    ]
+    assert len(mistakes) == len(beginnings)
+    assert all(line.startswith(beginning) for line, beginning in zip(mistakes, beginnings, strict=True)), mistakes
+    (missing,) = mistakes_of(["--model", "somewhere"])
+    assert missing.startswith("nothing to continue: ")
+
+
+def test_flags_as_they_are_given() -> None:
+    options = parse_options("--model M --prompt a b --prompt c --tp 2 --no-overlap --tokens 7,90 12".split())
+    assert options.prompts.prompt == ("a", "b", "c")
+    assert token_ids(options.prompts.tokens) == (7, 90, 12)
+    assert (options.model.tp, options.model.overlap) == (2, False)
+    assert parse_options(["--model", "M", "--prompt=--dashes", "--local_rank=1"]).prompts.prompt == ("--dashes",)
+
+
+def test_ids_need_no_tokenizer(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights, reference = reference_of(tiny_config())
+    expected = greedy_continuation(weights, reference, (7, 60, 12), 5)
+    argv = ["--model", str(without_tokenizer), "--tokens", "7", "60,12", "--max-new-tokens", "5", "--temperature", "0"]
+    main(argv)
+    assert capsys.readouterr().out.split() == [str(number) for number in expected]
+    main([*argv, "--json"])
+    (line,) = capsys.readouterr().out.splitlines()
+    printed = json.loads(line)
+    assert (printed["prompt"], printed["text"]) == (None, None)
+    assert (printed["prompt_ids"], printed["ids"]) == ([7, 60, 12], expected)
+    assert (printed["prompt_tokens"], printed["generated_tokens"], printed["finish_reason"]) == (3, 5, "length")
+
+
+def test_bf16_weights_are_rounded(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--model", str(without_tokenizer), "--tokens", "7", "--dtype", "bf16", "--max-new-tokens", "2"])
+    captured = capsys.readouterr()
+    assert len(captured.out.split()) == 2
+    assert "standard, 3 layers, bf16 on cpu, tensor parallel 1" in captured.err
+
+
+def test_text_repeats_the_prompt(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Streamed or not, and equal to the text of the JSON object."""
+    argv = ["--model", str(run_folder), "--prompt", "def add(", "--max-new-tokens", "30", "--seed", "3"]
+    main([*argv, "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    for how in ([], ["--stream"]):
+        main([*argv, *how])
+        captured = capsys.readouterr()
+        assert captured.out == "def add(" + printed["text"] + "\n"
+        assert captured.err.splitlines()[-1].startswith("1 prompt: ")
+
+
+def test_the_tokenizers_end_ends_a_text(tmp_path: Path, run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model", str(run_folder), "--tokens", "4", "5", "--max-new-tokens", "12", "--seed", "3", "--json"]
+    main(argv)
+    ids = json.loads(capsys.readouterr().out)["ids"]
+    end = ids[4]
+    words = {f"w{number}": number for number in range(300)}
+    tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": f"w{end}"}))
+    argv += ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(tmp_path)]
+    main(argv)
+    ended = json.loads(capsys.readouterr().out)
+    until_end = ids[: ids.index(end) + 1]
+    assert (ended["ids"], ended["finish_reason"]) == (until_end, "eos")
+    assert f"w{end}" not in ended["text"].split()
+    assert f"w{until_end[0]}" in ended["text"].split()
+    main([*argv, "--ignore-eos"])
+    on = json.loads(capsys.readouterr().out)
+    assert (on["ids"], on["finish_reason"]) == (ids, "length")
+    assert f"w{end}" in on["text"].split()
+
+
+def test_flags_of_sampling_reach_the_sampler(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ids(*flags: str) -> list[list[int]]:
+        main(["--model", str(run_folder), "--prompt", "def", "class", "--max-new-tokens", "5", "--json", *flags])
+        return [json.loads(line)["ids"] for line in capsys.readouterr().out.splitlines()]
+
+    greedy, uniform = ids("--temperature", "0"), ["--temperature", "1e6"]
+    assert ids(*uniform, "--top-k", "1") == greedy
+    assert ids("--temperature", "1", "--top-p", "1e-9") == greedy
+    # Where all tokens are equally likely, the numbers that are drawn alone decide.
+    first, second = ids(*uniform, "--seed", "1")
+    assert first != second
+    assert ids(*uniform, "--seed", "1") == [first, second]
+    assert ids(*uniform, "--seed", "2")[0] != first
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_overlap_is_the_models(run_folder: Path, overlap: bool) -> None:
+    stored = open_model(run_folder, None, None)
+    model = load_model(stored, ProcessMesh.single(), torch.float32, torch.device("cpu"), overlap)
+    assert model.stack.options.tp_overlap is overlap
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(tmp_path, ["def size(x):\n    return x\n"] * 20)
+    text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    text.write_bytes("\ufeffdef f(x):\n    größe\n".encode())
+    lines.write_text('{"prompt": "one\\n", "id": 3}\n\n{"prompt": "two"}')
+    prompts = read_prompts(PromptOptions(prompt=("zero",), prompt_file=(text, lines), tokens=("5",)), tokenizer)
+    assert [prompt.text for prompt in prompts] == ["zero", "def f(x):\n    größe", "one\n", "two", None]
+    assert [tokenizer.decode(prompt.ids) for prompt in prompts[:4]] == [prompt.text for prompt in prompts[:4]]
+    assert prompts[4].ids == (5,)
+    assert prompts[3].source == f"--prompt-file {lines}:3"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", b"", "a.txt: an empty prompt"),
+        ("a.txt", b"caf\xe9s", "a.txt: not UTF-8: invalid continuation byte at byte 3"),
+        ("a.txt", None, "a.txt: cannot be read: No such file or directory"),
+        ("a.jsonl", b"\n\n", "a.jsonl: holds no line with a prompt"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"text": "x"}', "a.jsonl:2: expected a JSON object"),
+        ("a.jsonl", b'{"prompt": 3}', "a.jsonl:1: expected a JSON object"),
+        ("a.jsonl", b'["prompt"]', "a.jsonl:1: expected a JSON object"),
+        ("a.jsonl", b'{"prompt"', "a.jsonl:1: expected a JSON object"),
+        ("a.jsonl", b'{"prompt": "\\ud800"}', "a.jsonl:1: expected a JSON object"),
+        ("a.jsonl", b'{"prompt": ""}', "a.jsonl:1: an empty prompt"),
+    ],
+)
+def test_bad_prompt_files(tmp_path: Path, run_folder: Path, name: str, content: bytes | None, expected: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    (mistake,) = mistakes_of(["--model", str(run_folder), "--prompt-file", str(path)])
+    assert mistake.startswith(f"--prompt-file {tmp_path}/{expected}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--prompt", "a", ""], "--prompt '': an empty prompt cannot be continued"),
+        (["--tokens", "1", "300"], "--tokens: the id 300 is not one of the model's 300"),
+        (["--tokens", "1", "--max-new-tokens", "96"], "--tokens: 1 tokens and --max-new-tokens 96 are 97, and the"),
+        (["--prompt", "x " * 40], "--prompt 'x x x x x x x x x x x x x x x x x x x x ...': 80 tokens and"),
+        (
+            ["--tokens", "1", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "no.model"],
+            "--tokenizer-model no.model: no such file",
+        ),
+    ],
+)
+def test_prompts_that_cannot_be_continued(run_folder: Path, flags: list[str], expected: str) -> None:
+    (mistake,) = mistakes_of(["--model", str(run_folder), *flags])
+    assert mistake.startswith(expected)
+
+
+def test_longest_prompt_that_fits(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--model", str(without_tokenizer), "--tokens", *["1"] * 95, "--max-new-tokens", "1"])
+    assert len(capsys.readouterr().out.split()) == 1
+
+
+def test_directories_that_are_no_model(tmp_path: Path, run_folder: Path, without_tokenizer: Path) -> None:
+    text = ["--prompt", "a"]
+    (mistake,) = mistakes_of(["--model", str(tmp_path / "none"), *text])
+    assert mistake == f"--model {tmp_path / 'none'}: there is no checkpoint here"
+    (mistake,) = mistakes_of(["--model", str(without_tokenizer), *text])
+    assert mistake.startswith("--prompt 'a': the model's directory holds no tokenizer: give --tokenizer-type")
+    cut = shutil.copytree(run_folder, tmp_path / "cut") / "iter_0000010" / "weights_rank_00000.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    first, *others = mistakes_of(["--model", str(tmp_path / "cut"), *text])
+    assert first.startswith(f"--model {tmp_path / 'cut'}: none of its 1 checkpoints is whole")
+    tokenizer = train_tokenizer(tmp_path, ["def size(x):\n    return x\n"] * 20).files[0]
+    flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer)]
+    (mistake,) = mistakes_of(["--model", str(without_tokenizer), *text, *flags])
+    assert mistake == f"{tokenizer}: the tokenizer has 300 ids and the model 67: it is of another model"
+
+
+def test_a_lost_weight_is_named(tmp_path: Path) -> None:
+    config = tiny_config()
+    weights, _ = reference_of(config)
+    del weights["layers.1.mlp.up_proj.weight"]
+    write_checkpoint(tmp_path, config, weights)
+    (mistake,) = mistakes_of(["--model", str(tmp_path), "--tokens", "1"])
+    assert "layers.1.mlp.up_proj.weight" in mistake
+
+
+def test_text_of_several_prompts_is_shown_in_order() -> None:
+    shown: list[str] = []
+    prompts = [Prompt("", text, (1,)) for text in ("A", "B", "C")]
+    tokenizer = object()
+    output = TextOutput(prompts, tokenizer, shown.append)  # type: ignore[arg-type]
+    steps = [
+        (NewToken(0, 1, " a", None), "--- 1 of 3 ---\nA a"),
+        (NewToken(1, 1, " b", None), ""),
+        (NewToken(2, 1, " c", "eos"), ""),
+        (NewToken(1, 1, " b", None), ""),
+        (NewToken(0, 1, "!", "length"), "!\n--- 2 of 3 ---\nB b b"),
+        (NewToken(1, 1, "?", "eos"), "?\n--- 3 of 3 ---\nC c\n"),
+    ]
+    for token, expected in steps:
+        output.add(token)
+        assert "".join(shown) == expected
+        shown.clear()
+
+
+def test_summary_counts_a_batch() -> None:
+    timings = Timings(0.5, 10.0, 25.25)
+    generations = [Generation((1, 2), (3, 4, 5), None, "eos", timings), Generation((1,), (3,), None, "eos", timings)]
+    assert summary(generations) == (
+        "2 prompts: 3 tokens in, 4 out; first token after 500 ms; tokens/s: prefill 10.0, decode 25.2"
+    )
+    alone = [Generation((1, 2), (3,), None, "eos", Timings(0.5, 4.0, None))]
+    assert summary(alone) == "1 prompt: 2 tokens in, 1 out; first token after 500 ms; tokens/s: prefill 4.0"
+
+
+def test_nothing_of_torch_is_left_behind() -> None:
+    assert not torch.distributed.is_initialized()
+    assert not torch.is_inference_mode_enabled()
