@@ -13,6 +13,7 @@ PROGRAMS = {
     "train-tokenizer": "train_tokenizer",
     "prepare-corpus": "prepare_corpus",
     "generate": "generate",
+    "benchmark": "benchmark",
     "plot-loss": "plot_loss",
 }
 """megatron-ladder-<key> runs entry_point of megatron_ladder.cli.<value>."""
@@ -30,7 +31,7 @@ REQUIRED = [
 ]
 PLOT = ["matplotlib>=3.9,<4"]
 DATA = ["datasets>=4.0,<6"]
-TEST = ["mypy>=1.18", "pytest>=8.4", "ruff>=0.14", "transformers>=5.0,<6", *PLOT]
+TEST = ["mypy>=1.18", "psutil>=6", "pytest>=8.4", "ruff>=0.14", "transformers>=5.0,<6", *PLOT]
 
 
 def read_version() -> str:

@@ -23,6 +23,8 @@ HYBRID = {"residual_mode": "ladder", "ladder_layers": (1,)}
 PARALLEL = {"residual_mode": "parallel"}
 LADDER_PARALLEL = {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2)}
 STALENESS_2 = LADDER | {"residual_staleness": 2}
+DESYNC_2 = {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2}
+DESYNC_4 = DESYNC_2 | {"desync_interval": 4}
 
 
 class RecordingGroup(CommGroup):
@@ -84,8 +86,10 @@ def forward_events(config: ModelConfig, options: StackOptions, training: bool) -
         (PARALLEL, "B0 L0 W0 B1 L1 W1 B2 L2 W2"),
         (LADDER_PARALLEL, "B0 L0 B1 L1 W0 B2 L2 W1 W2"),
         (STALENESS_2, "B0 L0 B1 L1 B2 L2 W0 B3 L3 W1 B4 L4 W2 B5 L5 W3 W4 W5"),
+        (DESYNC_2, "B0 B1 L0 W0 B2 B3 L1 W1 B4 B5 L2 W2"),
+        (DESYNC_4, "B0 B1 B2 B3 L0 W0 B4 B5 L1 W1"),
     ],
-    ids=["standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2"],
+    ids=["standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2", "desync-2", "desync-4"],
 )
 def test_forward_keeps_reduces_in_flight(
     gloo_pools: GlooPools, wiring: dict[str, Any], expected: str, training: bool, recompute: int
@@ -178,18 +182,47 @@ def test_without_overlap_every_reduce_is_waited_for_at_once(gloo_pools: GlooPool
     assert gloo_pools(2).run(forward_events, config, StackOptions(tp_overlap=False), True) == [expected, expected]
 
 
-def collectives(config: ModelConfig, options: StackOptions) -> int:
-    """On each rank: collectives of a forward and backward pass."""
+def collectives_and_computations(config: ModelConfig, options: StackOptions) -> tuple[int, int]:
+    """On each rank: collectives, and sub-blocks computed, in a forward and backward pass."""
     model, group = recorded_model(config, options)
+    computed: list[int] = []
+    for step in model.stack.sub_blocks():
+        step.norm.register_forward_pre_hook(lambda *_: computed.append(1))
     tokens = torch.arange(24).view(2, 12)
     model(tokens, tokens).backward()
-    return group.started + group.blocking
+    return group.started + group.blocking, len(computed)
 
 
-def test_no_collective_runs_twice_under_recomputation(gloo_pools: GlooPools) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sub_blocks_are_computed_again_and_no_collective_runs_twice(gloo_pools: GlooPools, overlap: bool) -> None:
     config = small_model(num_layers=3, **LADDER)
-    counts = [gloo_pools(2).run(collectives, config, StackOptions(recompute_layers=n)) for n in (0, 2, 3)]
-    assert counts[0] == counts[1] == counts[2]
+    found = [
+        gloo_pools(2).run(collectives_and_computations, config, StackOptions(overlap, recomputed))[0]
+        for recomputed in (0, 2, 3)
+    ]
+    assert [computed for _, computed in found] == [6, 6 + 4, 6 + 6]
+    assert len({collectives for collectives, _ in found}) == 1
+
+
+def desync_reduces(config: ModelConfig, options: StackOptions) -> tuple[int, int]:
+    """On each rank: reduces of the stack's forward pass, and of its backward pass."""
+    model, group = recorded_model(config, options)
+    state = torch.randn(1, 12, 2, config.hidden_size, requires_grad=True)
+    output = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
+    forward = group.started + group.blocking
+    output.sum().backward()
+    return forward, group.started + group.blocking - forward
+
+
+@pytest.mark.parametrize("recompute", [0, 4])
+@pytest.mark.parametrize(("wiring", "intervals"), [(DESYNC_2, 5), (DESYNC_4, 3)])
+def test_desync_reduces_once_an_interval(
+    gloo_pools: GlooPools, wiring: dict[str, Any], intervals: int, recompute: int
+) -> None:
+    """Also backward: the stream's gradient and that of the norm which reads it go together."""
+    config = small_model(num_layers=5, **wiring)
+    options = StackOptions(recompute_layers=recompute)
+    assert gloo_pools(2).run(desync_reduces, config, options) == [(intervals, intervals)] * 2
 
 
 def chained_ranges(config: ModelConfig, cut: int) -> tuple[float, float]:
@@ -231,6 +264,15 @@ def test_ranges_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, A
     config = small_model(num_layers=3, **wiring)
     for cut in (1, 2):
         for output, gradient in gloo_pools(world).run(chained_ranges, config, cut):
+            assert output < 1e-12 and gradient < 1e-11
+
+
+@pytest.mark.parametrize("wiring", [DESYNC_2, DESYNC_4], ids=["desync-2", "desync-4"])
+def test_desync_ranges_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
+    """In desync-4, each rank's own stream crosses at 1, and one for all at 2."""
+    config = small_model(num_layers=3, **wiring)
+    for cut in (1, 2):
+        for output, gradient in gloo_pools(2).run(chained_ranges, config, cut):
             assert output < 1e-12 and gradient < 1e-11
 
 
