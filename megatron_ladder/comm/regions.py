@@ -6,6 +6,7 @@ region is whole on every rank.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -21,6 +22,19 @@ class _CopyToTensorParallelRegion(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_reduce(gradient.contiguous().clone()), None
+
+
+class _EnterTogether(Function):
+    @staticmethod
+    def forward(ctx: Any, group: CommGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        whole = ctx.group.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+        parts = whole.split([gradient.numel() for gradient in gradients])
+        return None, *(part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True))
 
 
 class _SumGradientRows(Function):
@@ -44,6 +58,11 @@ def copy_to_tensor_parallel_region(tensor: Tensor, group: CommGroup) -> Tensor:
     heads (the norms of queries and keys).
     """
     return tensor if group.size == 1 else _CopyToTensorParallelRegion.apply(tensor, group)
+
+
+def enter_tensor_parallel_region(group: CommGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`copy_to_tensor_parallel_region` of several tensors of one dtype, their gradients summed by one reduce."""
+    return tensors if group.size == 1 else _EnterTogether.apply(group, *tensors)
 
 
 def sum_gradient_rows(weight: Tensor, start: int, stop: int, group: CommGroup) -> Tensor:

@@ -8,12 +8,14 @@ from typing import Any, Literal, get_args
 from megatron_ladder.config.fields import ValueType, flag, flag_name, to_plain
 from megatron_ladder.errors import UserError
 
-ResidualMode = Literal["standard", "ladder", "parallel", "ladder-parallel"]
+ResidualMode = Literal["standard", "ladder", "parallel", "ladder-parallel", "desync"]
 RESIDUAL_MODES: tuple[str, ...] = get_args(ResidualMode)
 STALE_MODES = ("ladder", "ladder-parallel")
 """Modes whose sub-blocks read the stream late; they alone have --ladder-layers and --residual-staleness."""
 ONE_NORM_MODES = ("parallel", "ladder-parallel")
 """Modes in which every layer is attention and MLP of one norm."""
+DESYNC_INTERVALS = (2, 4)
+"""Values of --desync-interval."""
 FFN_MULTIPLE = 256
 """The default MLP width, 8/3 of the hidden size, is rounded up to a multiple of this."""
 
@@ -68,12 +70,15 @@ class ModelFlags:
     """Wiring of the layers. ladder: in --ladder-layers a sub-block reads the residual stream one sub-block late,
     so that its all-reduce runs under the next one; the other layers are standard. parallel: attention and MLP of
     a layer read one norm and share one all-reduce. ladder-parallel: both at once; layers outside --ladder-layers
-    are parallel."""
+    are parallel. desync: each tensor-parallel rank has a stream of its own, and they are summed after every
+    --desync-interval sub-blocks; the tensor-parallel size is part of the model."""
     ladder_layers: str = "all"
     """Layers that read the stream late: all, none, N (the upper N layers), or indices from 0 as in 16-31,
     3,7,9-12 or [16] (one layer)."""
     residual_staleness: int = 1
     """By how many sub-blocks a ladder layer reads the stream late, and so how many all-reduces are in flight."""
+    desync_interval: int = 2
+    """With --residual-mode desync, sub-blocks between two all-reduces: 2 or 4."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,10 @@ class ModelConfig:
     """Sorted indices of the layers that read the stream late."""
     residual_staleness: int = 1
     """By how many sub-blocks they do."""
+    desync_interval: int = 0
+    """Sub-blocks between two all-reduces of a desynchronised stream; 0 without desync."""
+    desync_tp: int | None = None
+    """Tensor-parallel size that a desync model was made for, and the only one that it has; None without desync."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; the inverse of `from_dict`."""
@@ -158,8 +167,9 @@ class ModelConfig:
                 layers = range(read["num_layers"] - layers, read["num_layers"])
             read["ladder_layers"] = tuple(sorted(int(layer) for layer in layers or ()))
             for name, field in known.items():
-                if name in read and name != "ladder_layers":
-                    read[name] = ValueType.of(field.type).scalar(read[name])
+                kind = ValueType.of(field.type)
+                if name in read and name != "ladder_layers" and not (kind.optional and read[name] is None):
+                    read[name] = kind.scalar(read[name])
         except (TypeError, ValueError) as error:
             raise UserError(f"{source}: the model's description cannot be read: {error}") from None
         config = ModelConfig(**read)
@@ -204,7 +214,9 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def resolve_model(flags: ModelFlags, vocab_size: int, seq_length: int, mistakes: list[str]) -> ModelConfig:
+def resolve_model(
+    flags: ModelFlags, vocab_size: int, seq_length: int, tensor_parallel: int, mistakes: list[str]
+) -> ModelConfig:
     """Fills in what the flags leave open. Mistakes are appended, and harmless values stand in for them."""
     hidden, heads = flags.hidden_size, max(flags.num_attention_heads, 1)
     if flags.head_dim is None and hidden % heads:
@@ -212,12 +224,13 @@ def resolve_model(flags: ModelFlags, vocab_size: int, seq_length: int, mistakes:
             f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: "
             "change one of them, or give --head-dim"
         )
-    late = flags.residual_mode in STALE_MODES
-    for name in ("ladder_layers", "residual_staleness"):
-        if not late and getattr(flags, name) != getattr(ModelFlags, name):
+    late, desync = flags.residual_mode in STALE_MODES, flags.residual_mode == "desync"
+    meaningful_in = {"ladder_layers": STALE_MODES, "residual_staleness": STALE_MODES, "desync_interval": ("desync",)}
+    for name, modes in meaningful_in.items():
+        if flags.residual_mode not in modes and getattr(flags, name) != getattr(ModelFlags, name):
             mistakes.append(
                 f"{flag_name(name)} {getattr(flags, name)} has no meaning with --residual-mode "
-                f"{flags.residual_mode}: give --residual-mode {' or '.join(STALE_MODES)}, or leave it out"
+                f"{flags.residual_mode}: give --residual-mode {' or '.join(modes)}, or leave it out"
             )
     try:
         layers = parse_layers(flags.ladder_layers, flags.num_layers)
@@ -233,6 +246,8 @@ def resolve_model(flags: ModelFlags, vocab_size: int, seq_length: int, mistakes:
         vocab_size=vocab_size,
         max_position_embeddings=flags.max_position_embeddings or seq_length,
         ladder_layers=layers if late else (),
+        desync_interval=flags.desync_interval if desync else 0,
+        desync_tp=tensor_parallel if desync else None,
     )
     config = ModelConfig(**values)
     mistakes.extend(model_mistakes(config))
@@ -268,6 +283,15 @@ def model_mistakes(config: ModelConfig) -> list[str]:
         mistakes.append(f"--ladder-layers {list(config.ladder_layers)} has layers outside 0-{config.num_layers - 1}")
     if config.residual_mode not in RESIDUAL_MODES:
         mistakes.append(f"--residual-mode {config.residual_mode} is not one of {', '.join(RESIDUAL_MODES)}")
+    if config.residual_mode == "desync":
+        if config.desync_interval not in DESYNC_INTERVALS:
+            possible = " or ".join(map(str, DESYNC_INTERVALS))
+            mistakes.append(f"--desync-interval {config.desync_interval} is not {possible}")
+        if config.desync_tp is None or config.desync_tp < 2:
+            mistakes.append(
+                f"--residual-mode desync with --tensor-model-parallel-size {config.desync_tp}: there is nothing to "
+                "desynchronise; use at least 2 ranks, or --residual-mode standard"
+            )
     return mistakes
 
 
@@ -286,7 +310,24 @@ def tensor_parallel_mistakes(config: ModelConfig, tensor_parallel: int) -> list[
             f"--num-key-value-heads {kv_heads} and --tensor-model-parallel-size {tensor_parallel}: "
             "one must divide the other (heads are shared out, or replicated)"
         )
+    if config.desync_tp not in (None, tensor_parallel):
+        mistakes.append(
+            f"--tensor-model-parallel-size {tensor_parallel}: this desync model is one of {config.desync_tp} "
+            f"tensor-parallel ranks, each with norms of its own: use {config.desync_tp}"
+        )
     return mistakes
+
+
+def synchronised_after(config: ModelConfig, sub_block: int) -> bool:
+    """Whether the stream is the same on all tensor-parallel ranks after this sub-block of the model.
+
+    Args:
+        sub_block: counted from 0 over all layers; -1 asks for what the embedding gives. In desync, attention of
+            layer N is 2 N and its MLP 2 N + 1.
+    """
+    if config.residual_mode != "desync":
+        return True
+    return (sub_block + 1) % config.desync_interval == 0 or sub_block == 2 * config.num_layers - 1
 
 
 def key_value_replicas(config: ModelConfig, tensor_parallel: int) -> int:

@@ -81,8 +81,8 @@ def parse_run(argv: Sequence[str], mistakes: list[str]) -> RunFlags:
 def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: list[str]) -> RunConfig:
     """Derives what the flags leave open, and appends a line to `mistakes` for each number that cannot be."""
     training, parallel = flags.training, flags.parallel
-    model = resolve_model(flags.model, vocab_size, training.seq_length, mistakes)
     tensor_parallel = parallel.tensor_model_parallel_size
+    model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, mistakes)
     _check_sizes(flags, model, mistakes)
     if tensor_parallel < 1 or world_size % tensor_parallel:
         mistakes.append(

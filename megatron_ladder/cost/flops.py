@@ -13,7 +13,7 @@ length.
 
 from dataclasses import dataclass
 
-from megatron_ladder.config.model import ONE_NORM_MODES, ModelConfig
+from megatron_ladder.config.model import ONE_NORM_MODES, ModelConfig, synchronised_after
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,16 @@ class ParameterCount:
 
 
 def parameter_count(model: ModelConfig) -> ParameterCount:
-    """Counts a model's parameters exactly."""
+    """Counts a model's parameters exactly; where a desync stream differs, each rank's norm counts."""
     matrix = model.vocab_size * model.hidden_size
-    layers = (_layer_parameters(model),) * model.num_layers
+    layers = tuple(_layer_parameters(model) + _more_norms(model, layer) for layer in range(model.num_layers))
     return ParameterCount(matrix, layers, model.hidden_size, 0 if model.tie_embeddings else matrix)
+
+
+def _more_norms(model: ModelConfig, layer: int) -> int:
+    """Beyond one for each norm: a desync model has one a rank where the stream that is read is each rank's own."""
+    own = sum(not synchronised_after(model, read) for read in (2 * layer - 1, 2 * layer))
+    return own * ((model.desync_tp or 1) - 1) * model.hidden_size
 
 
 def _layer_parameters(model: ModelConfig) -> int:

@@ -14,7 +14,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
-from megatron_ladder.config.model import ModelConfig, key_value_replicas
+from megatron_ladder.config.model import ModelConfig, key_value_replicas, synchronised_after
 from megatron_ladder.model.norm import NormFunction, RMSNorm
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary
 from megatron_ladder.parallel.input_gradient import InputGradient
@@ -127,6 +127,7 @@ class Attention(nn.Module):
             kv_replica_group=mesh.kv_replica,
             dtype=dtype,
             device=device,
+            sum_input_gradient=config.residual_mode != "desync",
         )
         self.heads = AttentionHeads(config, layer, norm, mesh.tensor, dtype, device)
         self.o_proj = attention_output(config, layer, mesh, dtype, device)
@@ -158,4 +159,5 @@ def attention_output(
         dtype=dtype,
         device=device,
         block=config.head_dim,
+        equal_gradients=synchronised_after(config, 2 * layer),
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.config.model import ModelConfig, synchronised_after
 from megatron_ladder.model.attention import SequenceContext, output_std
 from megatron_ladder.parallel.input_gradient import InputGradient
 from megatron_ladder.parallel.linear import ColumnParallelLinear, ColumnShare, RowParallelLinear
@@ -36,6 +36,7 @@ def mlp_output(
         group=mesh.tensor,
         dtype=dtype,
         device=device,
+        equal_gradients=synchronised_after(config, 2 * layer + 1),
     )
 
 
@@ -54,6 +55,7 @@ class MLP(nn.Module):
             kv_replica_group=mesh.kv_replica,
             dtype=dtype,
             device=device,
+            sum_input_gradient=config.residual_mode != "desync",
         )
         self.down_proj = mlp_output(config, layer, mesh, dtype, device)
 

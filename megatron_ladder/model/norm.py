@@ -1,8 +1,10 @@
-"""RMSNorm over the last dimension, replicated on every tensor-parallel rank.
+"""RMSNorm over the last dimension.
 
     y = x / sqrt(mean(x^2) + epsilon) * weight           (mean in fp32 at least)
 
-Its gradient is whole on every rank when its output enters a tensor-parallel region behind it.
+The weight [n] is the same on every tensor-parallel rank, and its gradient is whole on every rank when the output enters
+a tensor-parallel region behind it. A norm of what each rank has for its own has a weight for each rank: the canonical
+weight is [ranks, n], and a rank holds its row, [1, n].
 """
 
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.parallel.apex import find_in_apex
-from megatron_ladder.parallel.layout import ParallelModule, replicated
+from megatron_ladder.parallel.layout import ParallelModule, Section, replicated
 
 NormFunction = Callable[[Tensor, Tensor, float], Tensor]
 """(x [..., n], weight [n], epsilon) -> [..., n]."""
@@ -63,14 +65,25 @@ class RMSNorm(ParallelModule):
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        per_rank: int | None = None,
     ) -> None:
-        """`name` is canonical, without `.weight`; `rank` is the tensor-parallel rank."""
+        """
+        Args:
+            name: canonical, without `.weight`.
+            rank: the tensor-parallel rank.
+            per_rank: how many ranks have a weight of their own; None means that all have the same one.
+        """
         super().__init__()
         self.epsilon = epsilon
         self.function = function
-        share = replicated(f"{name}.weight", (size,), rank, mean=1.0)
-        self.add_parameter("weight", (size,), (share,), dtype, device, sharded=False)
+        if per_rank is None:
+            share = replicated(f"{name}.weight", (size,), rank, mean=1.0)
+            self.add_parameter("weight", (size,), (share,), dtype, device, sharded=False)
+        else:
+            share = Section(f"{name}.weight", (per_rank, size), global_start=rank, length=1, mean=1.0)
+            self.add_parameter("weight", (1, size), (share,), dtype, device, sharded=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]."""
-        return self.function(x, self.weight, self.epsilon)
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """[..., size] -> [..., size]; `weight` stands in for the norm's own."""
+        weight = self.weight if weight is None else weight
+        return self.function(x, weight.flatten(), self.epsilon)

@@ -6,7 +6,8 @@
         pending.append(start_all_reduce(h_i(r)))            # flies under the next s_i sub-blocks
     while pending:                 r = r + pending.pop_first().wait()
 
-With s = 0 everywhere this is the ordinary transformer; with s = 1 it is Ladder Residual.
+With s = 0 everywhere this is the ordinary transformer; with s = 1 it is Ladder Residual. The one wiring outside of the
+rule has a walk of its own, `desync.py`.
 
 A stack is a range of layers. Its state, the stream and the outputs still missing from it, enters and leaves as
 one tensor [1 + pending, s, b, h], so that a pipeline can cut a model of any wiring at any layer. The missing
@@ -22,10 +23,11 @@ from torch import Tensor, nn
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, start_all_reduce
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.config.model import ModelConfig, synchronised_after
 from megatron_ladder.model.attention import Attention, SequenceContext
 from megatron_ladder.model.attention_mlp import AttentionMLP
 from megatron_ladder.model.backward import run_overlapped
+from megatron_ladder.model.desync import walk_desync
 from megatron_ladder.model.mlp import MLP
 from megatron_ladder.model.norm import NormFunction, RMSNorm, torch_rms_norm
 from megatron_ladder.model.sub_block import SubBlock, drain, walk
@@ -57,11 +59,13 @@ class TransformerLayer(nn.Module):
         self.wiring = wiring
         self.norms = nn.ModuleDict()
         self.bodies = nn.ModuleDict()
-        for kind in wiring.sub_blocks:
+        for place, kind in enumerate(wiring.sub_blocks):
             name = f"layers.{layer}.{'mlp' if kind is SubBlockKind.MLP else 'attention'}_norm"
+            reads_own_stream = not synchronised_after(config, len(wiring.sub_blocks) * layer + place - 1)
             self.norms[kind.value] = RMSNorm(
-                name, config.hidden_size, config.norm_epsilon, norm, rank=mesh.tensor.rank, dtype=dtype, device=device
-            )
+                name, config.hidden_size, config.norm_epsilon, norm, rank=mesh.tensor.rank, dtype=dtype, device=device,
+                per_rank=mesh.tensor.size if reads_own_stream else None,
+            )  # fmt: skip
             self.bodies[kind.value] = self._body(kind, config, layer, mesh, norm, dtype, device)
 
     @staticmethod
@@ -97,10 +101,18 @@ class TransformerStack(nn.Module):
         self, config: ModelConfig, layers: range, mesh: ProcessMesh, options: StackOptions,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
+        """
+        Raises:
+            ValueError: a desync model of another tensor-parallel size.
+        """
         super().__init__()
+        if config.desync_tp not in (None, mesh.tensor.size):
+            raise ValueError(f"a desync model of {config.desync_tp} tensor-parallel ranks on {mesh.tensor.size}")
         wirings = layer_wirings(config)
         self.options = options
         self.group = mesh.tensor
+        self.desync = config.residual_mode == "desync"
+        self.synchronised = [synchronised_after(config, i) for i in range(2 * layers.start - 1, 2 * layers.stop)]
         self.pending_in = pending_before(wirings, layers.start)
         self.pending_out = pending_before(wirings, layers.stop)
         self.layers = nn.ModuleDict(
@@ -112,6 +124,8 @@ class TransformerStack(nn.Module):
 
     def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
         """[1 + pending_in, s, b, h] -> [1 + pending_out, s, b, h]."""
+        if self.desync:
+            return walk_desync(state[0], self.sub_blocks(), self.synchronised, context).unsqueeze(0)
         mirrored = self.options.tp_overlap and self.options.mirrored_backward
         if mirrored and self.group.size > 1 and torch.is_grad_enabled():
             return run_overlapped(state, self.sub_blocks(), context, self.pending_out)

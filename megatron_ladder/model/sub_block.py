@@ -33,11 +33,15 @@ class SubBlock(NamedTuple):
         in_flight: InFlight = self.body(self.norm(stream), context)
         return in_flight
 
-    def unreduced(self, stream: Tensor, context: SequenceContext) -> Tensor:
-        """This rank's partial sum of the output; no collective lies inside what is recomputed, so none runs twice."""
+    def unreduced(self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None) -> Tensor:
+        """This rank's partial sum of the output; no collective lies inside what is recomputed, so none runs twice.
+
+        Args:
+            norm_weight: stands in for the norm's own.
+        """
 
         def partial_sum(stream: Tensor) -> Tensor:
-            partial: Tensor = self.body(self.norm(stream), context, launch=False).partial
+            partial: Tensor = self.body(self.norm(stream, norm_weight), context, launch=False).partial
             return partial
 
         if self.recompute and torch.is_grad_enabled():

@@ -5,7 +5,8 @@ One rule serves all (it is written out in `stack.py`): sub-block i reads the str
 
     x_i = x_{i-1} + AllReduce(h_i(x_{i-2}))          (arXiv 2501.06589)
 
-since the output of h_{i-1} is the one that is missing. A new wiring is a new row of `SUB_BLOCKS`.
+since the output of h_{i-1} is the one that is missing. A new wiring is a new row of `SUB_BLOCKS`. One is outside of
+the rule: desync misses nothing, but its ranks have streams of their own (`desync.py`).
 """
 
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ SUB_BLOCKS: dict[str, tuple[SubBlockKind, ...]] = {
     "ladder": (SubBlockKind.ATTENTION, SubBlockKind.MLP),
     "parallel": (SubBlockKind.ATTENTION_MLP,),
     "ladder-parallel": (SubBlockKind.ATTENTION_MLP,),
+    "desync": (SubBlockKind.ATTENTION, SubBlockKind.MLP),
 }
 """`--residual-mode` -> the sub-blocks of every layer."""
 

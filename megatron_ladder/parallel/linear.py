@@ -8,6 +8,7 @@ Shapes per rank, with t ranks, s positions, b samples:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,8 @@ class ColumnShare:
 class ColumnParallelLinear(ParallelModule):
     """`y_shard = x @ weight_shard^T + bias_shard`, for one or several matrices of the same input side by side.
 
-    The gradient of x is summed over the group; so is that of rows which several ranks hold, over those ranks.
+    The gradient of x is summed over the group, unless each rank has an x of its own; so is that of rows which several
+    ranks hold, over those ranks.
     """
 
     weight: nn.Parameter
@@ -58,9 +60,15 @@ class ColumnParallelLinear(ParallelModule):
         kv_replica_group: CommGroup,
         dtype: torch.dtype,
         device: torch.device,
+        sum_input_gradient: bool = True,
     ) -> None:
+        """
+        Args:
+            sum_input_gradient: False for an input that is each rank's own, or whose gradient the caller sums.
+        """
         super().__init__()
         self.group = group
+        self.sum_input_gradient = sum_input_gradient
         self.kv_replica_group = kv_replica_group
         self.widths = [share.rows * share.replicas // group.size for share in shares]
         self.biased = [share.bias for share in shares]
@@ -86,7 +94,7 @@ class ColumnParallelLinear(ParallelModule):
             self.bias = None
 
     def forward(self, hidden_states: Tensor, input_gradient: InputGradient | None = None) -> Tensor:
-        """[s, b, in], equal on every rank -> [s, b, sum of widths]: the shares' columns one after another.
+        """[s, b, in] -> [s, b, sum of widths]: the shares' columns one after another.
 
         Args:
             input_gradient: takes the gradient of `hidden_states`, its sum over the group started, in place of
@@ -96,7 +104,9 @@ class ColumnParallelLinear(ParallelModule):
         bias = self._bias_of_all_columns()
         if input_gradient is not None:
             return linear_giving_input_gradient(hidden_states, weight, bias, input_gradient)
-        return F.linear(copy_to_tensor_parallel_region(hidden_states, self.group), weight, bias)
+        if self.sum_input_gradient:
+            hidden_states = copy_to_tensor_parallel_region(hidden_states, self.group)
+        return F.linear(hidden_states, weight, bias)
 
     def split(self, output: Tensor) -> tuple[Tensor, ...]:
         """The output of each share."""
@@ -153,6 +163,7 @@ class RowParallelLinear(ParallelModule):
         device: torch.device,
         block: int = ROWS_PER_BLOCK,
         reduce: bool = False,
+        equal_gradients: bool = True,
     ) -> None:
         """
         Args:
@@ -161,10 +172,12 @@ class RowParallelLinear(ParallelModule):
             std: standard deviation of the initial weight.
             block: columns that are initialised together: a head.
             reduce: wait for the sum and return it as a plain tensor.
+            equal_gradients: False when each rank goes on with its partial sum, so that its gradient is not the others'.
         """
         super().__init__()
         self.group = group
         self.reduce = reduce
+        self.equal_gradients = equal_gradients
         width = in_features // group.size
         share = Section(
             f"{name}.weight", (out_features, in_features), 1, group.rank * width, width, 0, block, std=std
@@ -185,7 +198,7 @@ class RowParallelLinear(ParallelModule):
         """
         partial = F.linear(x_shard, self.weight)
         if self.bias is not None:
-            partial = _add_once(partial, self.bias, self.group)
+            partial = _add_once(partial, self.bias, self.group, self.equal_gradients)
         if not launch:
             return InFlight(partial, None)
         in_flight = start_all_reduce(partial, self.group)
@@ -193,17 +206,22 @@ class RowParallelLinear(ParallelModule):
 
 
 class _AddOnRankZero(torch.autograd.Function):
-    """Forward: rank 0 adds the bias. Backward: every rank has the gradient of the sum, so also the bias's."""
+    """Forward: rank 0 adds the bias. Backward: every rank has the gradient of the sum, so also the bias's.
+
+    Where the partial sums are not added up, the bias met rank 0's stream alone, and the others get its gradient.
+    """
 
     @staticmethod
-    def forward(ctx: object, partial: Tensor, bias: Tensor, group: CommGroup) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, bias: Tensor, group: CommGroup, equal_gradients: bool) -> Tensor:
+        ctx.group, ctx.equal_gradients = group, equal_gradients
         return partial + bias if group.rank == 0 else partial.clone()
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, gradient.flatten(0, -2).sum(0), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        of_bias = gradient.flatten(0, -2).sum(0)
+        return gradient, of_bias if ctx.equal_gradients else ctx.group.broadcast(of_bias), None, None
 
 
-def _add_once(partial: Tensor, bias: Tensor, group: CommGroup) -> Tensor:
-    added: Tensor = _AddOnRankZero.apply(partial, bias, group)
+def _add_once(partial: Tensor, bias: Tensor, group: CommGroup, equal_gradients: bool) -> Tensor:
+    added: Tensor = _AddOnRankZero.apply(partial, bias, group, equal_gradients)
     return added

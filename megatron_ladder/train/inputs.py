@@ -108,8 +108,15 @@ def _open_checkpoint(run: RunConfig, about_files: list[str]) -> Checkpoint | Non
 
 def _disagreements(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
     """A line for each value of the command line that the checkpoint contradicts."""
-    stored, given = stored_model(checkpoint).to_dict(), run.model.to_dict()
+    model = stored_model(checkpoint)
+    stored, given = model.to_dict(), run.model.to_dict()
     pairs = {name: (given[name], stored[name]) for name in stored if name not in FREE_TO_CHANGE}
+    # What follows from the wiring is told only of the same wiring, and in the words of a flag.
+    ours, theirs = pairs.pop("desync_tp")
+    if model.residual_mode == run.model.residual_mode:
+        pairs["tensor_model_parallel_size"] = ours, theirs
+    else:
+        del pairs["desync_interval"]
     training = checkpoint.manifest.get("run", {}).get("training", {})
     pairs |= {name: (getattr(run.training, name), training[name]) for name in DEFINES_ORDER if name in training}
     return [

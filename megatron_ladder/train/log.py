@@ -32,6 +32,8 @@ def banner(trainer: Trainer) -> str:
     if wiring in STALE_MODES:
         which = "all layers" if len(layers) == model.num_layers else f"layers {list(layers)} of {model.num_layers}"
         wiring += f": {which} read the stream {model.residual_staleness} sub-block(s) late"
+    if wiring == "desync":
+        wiring += f": {model.desync_tp} streams, summed after every {model.desync_interval} sub-blocks"
     rows = {
         "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {run.parallel.zero_stage}",
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
@@ -58,6 +60,8 @@ def banner(trainer: Trainer) -> str:
 def _overlap(run: RunConfig) -> str:
     if run.parallel.tensor_model_parallel_size == 1:
         return "nothing to hide: one tensor-parallel process"
+    if run.model.residual_mode == "desync":
+        return "none: the sum of desynchronised streams is waited for at once"
     if not run.parallel.tp_overlap:
         return "off: every all-reduce is waited for at once"
     if run.model.ladder_layers:

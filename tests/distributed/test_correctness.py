@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig, key_value_replicas
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
@@ -30,6 +31,11 @@ MORE_WIRINGS: dict[str, dict[str, Any]] = {
     "staleness-3-hybrid": {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 3},
     "ladder-parallel-2": {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2), "residual_staleness": 2},
 }
+
+def desync(tensor_parallel: int, interval: int) -> dict[str, Any]:
+    """Desync residual, whose layout is part of the model."""
+    return {"residual_mode": "desync", "desync_interval": interval, "desync_tp": tensor_parallel}
+
 
 FEATURES: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True, "rope_scaling": "linear", "rope_scaling_factor": 2.0},
@@ -95,6 +101,23 @@ def test_more_wirings(
     check(gloo_pools, tensor_parallel, config, StackOptions(overlap, recompute), torch.float64)
 
 
+@pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
+@pytest.mark.parametrize("interval", [2, 4])
+@pytest.mark.parametrize("tensor_parallel", [2, 4])
+def test_desync(gloo_pools: GlooPools, tensor_parallel: int, interval: int, overlap: bool, recompute: int) -> None:
+    # Of ten sub-blocks, the last interval of four is a short one.
+    config = small_model(num_layers=5, **desync(tensor_parallel, interval))
+    check(gloo_pools, tensor_parallel, config, StackOptions(overlap, recompute), torch.float64)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("tensor_parallel", "interval"), [(2, 4), (4, 2)])
+def test_desync_features(gloo_pools: GlooPools, tensor_parallel: int, interval: int, feature: str) -> None:
+    config = small_model(num_layers=3, **desync(tensor_parallel, interval), **FEATURES[feature])
+    check(gloo_pools, tensor_parallel, config, StackOptions(recompute_layers=2), torch.float64)
+
+
 @pytest.mark.parametrize(
     ("tensor_parallel", "wiring", "feature"),
     list(itertools.product([1, 2, 4], ["ladder", "parallel"], FEATURES)),
@@ -129,3 +152,18 @@ def test_initial_model_does_not_depend_on_the_layout(gloo_pools: GlooPools, wiri
     assert not torch.equal(full["layers.0.mlp.up_proj.weight"], full["layers.0.mlp.gate_proj.weight"])
     assert not torch.equal(full["layers.0.mlp.up_proj.weight"], full["layers.1.mlp.up_proj.weight"])
     assert not torch.equal(full["embedding.weight"][:37], full["embedding.weight"][64:])
+
+
+@pytest.mark.parametrize("tensor_parallel", [2, 4])
+def test_initial_desync_model_is_the_standard_one_with_more_norms(gloo_pools: GlooPools, tensor_parallel: int) -> None:
+    (whole,) = gloo_pools(1).run(initial_pieces, small_model(), 1)
+    full = {name: values for name, _, values in whole}
+    for layer, kind in ((0, "mlp"), (1, "attention"), (1, "mlp"), (2, "mlp"), (3, "attention"), (3, "mlp")):
+        full[f"layers.{layer}.{kind}_norm.weight"] = torch.ones(tensor_parallel, 32)
+    config = small_model(**desync(tensor_parallel, 4))
+    assert_pieces(gloo_pools(tensor_parallel).run(initial_pieces, config, tensor_parallel), full, 0.0)
+
+
+def test_a_desync_model_has_one_tensor_parallel_size() -> None:
+    with pytest.raises(ValueError, match="of 2 tensor-parallel ranks on 1"):
+        LanguageModel(small_model(**desync(2, 2)), ProcessMesh.single())

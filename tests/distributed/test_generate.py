@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megatron_ladder.cli.generate import main
 from megatron_ladder.config.model import ModelConfig, key_value_replicas
+from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine, GenerationRequest
+from megatron_ladder.generate.loading import check_tensor_parallel
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.stack import StackOptions
 from tests.distributed.commands import REPOSITORY_ROOT, run_command
@@ -75,6 +77,17 @@ def test_every_size_gives_the_same_tokens(name: str, tensor_parallel: int, gloo_
     overlap = (name, tensor_parallel) != ("ladder", 2)
     results = gloo_pools(tensor_parallel).run(generate_here, config, weights, tensor_parallel, overlap)
     assert results == [(expected_greedy, alone_sampled)] * tensor_parallel
+
+
+@pytest.mark.parametrize(("tensor_parallel", "interval"), [(2, 4), (4, 2)])
+def test_a_desync_model_generates_at_its_own_size(tensor_parallel: int, interval: int, gloo_pools: GlooPools) -> None:
+    config = tiny_config(residual_mode="desync", desync_interval=interval, desync_tp=tensor_parallel)
+    weights, reference = reference_of(config)
+    expected = [tuple(greedy_continuation(weights, reference, prompt, NEW_TOKENS)) for prompt in PROMPTS]
+    results = gloo_pools(tensor_parallel).run(generate_here, config, weights, tensor_parallel, True)
+    assert [greedy for greedy, _ in results] == [expected] * tensor_parallel
+    with pytest.raises(UserError, match=f"--tp 1 does not fit the model; {tensor_parallel} would: "):
+        check_tensor_parallel(config, 1)
 
 
 def recorded_reduces(config: ModelConfig) -> list[str]:

@@ -58,13 +58,31 @@ def test_steps_equal_a_plain_model(
         "--residual-mode", "ladder", "--ladder-layers", "2", "--global-batch-size", "8", "--qk-layernorm",
         "--add-attention-output-bias",
     ]  # fmt: skip
+    check_steps(gloo_pools, argv, world)
+
+
+@pytest.mark.parametrize("zero_stage", ["0", "1"])
+@pytest.mark.parametrize(("tensor_parallel", "data_parallel", "interval"), [(2, 1, 2), (2, 2, 4), (4, 1, 2)])
+def test_desync_steps_equal_a_plain_model(
+    gloo_pools: GlooPools, tensor_parallel: int, data_parallel: int, interval: int, zero_stage: str
+) -> None:
+    """The gradient's norm counts each rank's norms, and they do not decay, although they are rows of a matrix."""
+    argv = [
+        *RECIPE, "--tensor-model-parallel-size", str(tensor_parallel), "--zero-stage", zero_stage,
+        "--residual-mode", "desync", "--desync-interval", str(interval), "--global-batch-size", "8",
+        "--add-attention-output-bias",
+    ]  # fmt: skip
+    check_steps(gloo_pools, argv, tensor_parallel * data_parallel)
+
+
+def check_steps(gloo_pools: GlooPools, argv: list[str], world: int) -> None:
     run = run_of(argv, world)
     config = ReferenceConfig.like(run.model)
     weights = make_weights(config, seed=1, dtype=torch.float32)
     batches = steps_of_batches(STEPS, 4)
     expected, final = reference_training(
         weights, config, batches, build_schedule(run).at, (0.9, 0.95), 1e-8, 0.1, 0.5,
-        no_decay=lambda name: weights[name].dim() == 1,
+        no_decay=lambda name: name.endswith(("norm.weight", ".bias")),
     )  # fmt: skip
     assert any(norm > 0.5 for _, norm in expected), "nothing was clipped, so clipping is not tested"
     results = gloo_pools(world).run(train, argv, weights, batches)
@@ -127,6 +145,10 @@ def test_resumed_steps_are_bitwise_those_of_one_run(
         *RECIPE, *precision.split(), "--tensor-model-parallel-size", str(tensor_parallel), "--global-batch-size", "8",
         "--residual-mode", "ladder", "--ladder-layers", "0,2", "--tie-embeddings",
     ]  # fmt: skip
+    check_resume(gloo_pools, tmp_path, argv, world)
+
+
+def check_resume(gloo_pools: GlooPools, tmp_path: Path, argv: list[str], world: int) -> None:
     batches = steps_of_batches(STEPS, 4)
     whole = gloo_pools(world).run(uninterrupted, argv, batches)
     resumed = gloo_pools(world).run(interrupted, argv, batches, str(tmp_path / "save"), 3)
@@ -134,6 +156,12 @@ def test_resumed_steps_are_bitwise_those_of_one_run(
         assert losses == losses_resumed
         for (name, _, values), (_, _, values_resumed) in zip(pieces, pieces_resumed, strict=True):
             assert torch.equal(values, values_resumed), name
+
+
+@pytest.mark.parametrize(("world", "precision"), [(2, "--zero-stage 0"), (4, "--zero-stage 1"), (4, "--bf16")])
+def test_desync_resumes_bitwise(gloo_pools: GlooPools, tmp_path: Path, world: int, precision: str) -> None:
+    argv = [*RECIPE, *precision.split(), *"--tensor-model-parallel-size 2 --global-batch-size 8".split()]
+    check_resume(gloo_pools, tmp_path, [*argv, "--residual-mode", "desync", "--desync-interval", "4"], world)
 
 
 def load_elsewhere(argv: list[str], save: str) -> Pieces:

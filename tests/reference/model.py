@@ -7,11 +7,13 @@ float64 and then rounded to that dtype.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.reference.desync import desync_stream, is_reduced, rank_weights
 
 Weights = Mapping[str, Tensor]
 
@@ -44,6 +46,10 @@ class ReferenceConfig:
     """Layers that read the stream late."""
     residual_staleness: int = 1
     """By how many sub-blocks they do."""
+    desync_interval: int = 0
+    """Sub-blocks between two sums of the ranks' streams; 0 without desync."""
+    desync_tp: int | None = None
+    """Ranks that have a stream of their own."""
 
     @classmethod
     def like(cls, config: Any) -> "ReferenceConfig":
@@ -59,6 +65,13 @@ class ReferenceConfig:
         """By how many sub-blocks this layer's read the stream late."""
         return self.residual_staleness if layer in self.ladder_layers else 0
 
+    def norm_shape(self, sub_block: int) -> tuple[int, ...]:
+        """Of the norm's weight: one for each rank where the stream before is each rank's own."""
+        if self.residual_mode != "desync" or is_reduced(self, sub_block - 1):
+            return (self.hidden_size,)
+        assert self.desync_tp is not None
+        return self.desync_tp, self.hidden_size
+
 
 def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
     """Canonical name and full shape of every weight, in the order of the model."""
@@ -73,7 +86,7 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
 
     for layer in range(config.num_layers):
         prefix = f"layers.{layer}"
-        shapes[f"{prefix}.attention_norm.weight"] = (h,)
+        shapes[f"{prefix}.attention_norm.weight"] = config.norm_shape(2 * layer)
         add_linear(f"{prefix}.attention.q_proj", query, h, config.add_qkv_bias)
         add_linear(f"{prefix}.attention.k_proj", key_value, h, config.add_qkv_bias)
         add_linear(f"{prefix}.attention.v_proj", key_value, h, config.add_qkv_bias)
@@ -82,7 +95,7 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.attention.k_norm.weight"] = (d,)
         add_linear(f"{prefix}.attention.o_proj", h, query, config.add_attention_output_bias)
         if not config.one_norm:
-            shapes[f"{prefix}.mlp_norm.weight"] = (h,)
+            shapes[f"{prefix}.mlp_norm.weight"] = config.norm_shape(2 * layer + 1)
         add_linear(f"{prefix}.mlp.gate_proj", ffn, h, config.add_mlp_bias)
         add_linear(f"{prefix}.mlp.up_proj", ffn, h, config.add_mlp_bias)
         add_linear(f"{prefix}.mlp.down_proj", h, ffn, config.add_mlp_bias)
@@ -115,16 +128,36 @@ def reference_logits(weights: Weights, config: ReferenceConfig, tokens: Tensor) 
         ValueError: names, shapes or dtypes of the weights are not this model's.
     """
     _check(weights, config)
-    stream = weights["embedding.weight"][tokens]
+    stream = _last_stream(weights, config, weights["embedding.weight"][tokens])
+    normed = _rms_norm(stream, weights["final_norm.weight"], config.norm_epsilon)
+    head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
+    return normed @ head.T
+
+
+def _last_stream(weights: Weights, config: ReferenceConfig, stream: Tensor) -> Tensor:
+    """The stream after the last layer."""
+    if config.residual_mode == "desync":
+        return _desync_stream(weights, config, stream)
     # x_i = x_{i-1} + h_i(x_{i-1-s}), with x_0 for what lies before it; what was read once is not unread.
     streams, read = [stream], 0
     for layer in range(config.num_layers):
         for sub_block in _sub_blocks(weights, f"layers.{layer}", config):
             read = max(read, len(streams) - 1 - config.staleness(layer))
             streams.append(streams[-1] + sub_block(streams[read]))
-    normed = _rms_norm(streams[-1], weights["final_norm.weight"], config.norm_epsilon)
-    head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
-    return normed @ head.T
+    return streams[-1]
+
+
+def _desync_stream(weights: Weights, config: ReferenceConfig, stream: Tensor) -> Tensor:
+    ranks = config.desync_tp
+    assert ranks is not None
+    heads, kv_heads = config.num_attention_heads // ranks, max(1, config.num_key_value_heads // ranks)
+    share = replace(config, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    sub_blocks = []
+    for rank in range(ranks):
+        own = rank_weights(weights, config, rank)
+        layers = [_sub_blocks(own, f"layers.{layer}", share) for layer in range(config.num_layers)]
+        sub_blocks.append([sub_block for layer in layers for sub_block in layer])
+    return desync_stream(config, stream, sub_blocks)
 
 
 def reference_loss(

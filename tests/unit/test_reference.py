@@ -331,6 +331,46 @@ def test_wirings_are_those_written_by_hand(
         assert np.abs(logits[row, 0] - by_arithmetic).max() < 1e-12
 
 
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 2}, {"num_key_value_heads": 1, "qk_layernorm": True},
+                                     {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True}])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_desync_summed_after_every_sub_block_is_standard(ranks: int, changes: dict[str, Any]) -> None:
+    """So the ranks' slices together are the whole."""
+    config = replace(BASE, **changes)
+    weights, tokens = make_weights(config, seed=3, dtype=torch.float64), random_ids(config, 2, 9)
+    desync = replace(config, residual_mode="desync", desync_interval=1, desync_tp=ranks)
+    difference = reference_logits(weights, desync, tokens) - reference_logits(weights, config, tokens)
+    assert difference.abs().max() < 1e-12
+
+
+def test_desync_is_that_written_by_hand() -> None:
+    """Two ranks, a head each; the streams are summed after the first MLP and after the last."""
+    config = replace(TINY, residual_mode="desync", desync_interval=2, desync_tp=2)
+    weights = make_weights(config, seed=3, dtype=torch.float64)
+    assert weights["layers.0.attention_norm.weight"].shape == (4,)
+    assert weights["layers.1.mlp_norm.weight"].shape == (2, 4)
+    models = []
+    for rank in range(2):
+        own = dict(weights)
+        for name, weight in weights.items():
+            if "mlp_norm" in name:
+                own[name] = weight[rank]
+            elif "v_proj" in name or "gate_proj" in name or "up_proj" in name:
+                own[name] = weight.chunk(2, 0)[rank]
+            elif "o_proj" in name or "down_proj" in name:
+                own[name] = weight.chunk(2, 1)[rank]
+        models.append(by_hand(config, own))
+    a, b = models
+    logits = reference_logits(weights, config, torch.tensor([[4], [2]])).numpy()
+    for row, token in enumerate((4, 2)):
+        x = a.embedding[token]
+        xa, xb = x + a.attention_0(x), x + b.attention_0(x)
+        x = (a.mlp_0(xa) + xa / 2) + (b.mlp_0(xb) + xb / 2)
+        xa, xb = x + a.attention_1(x), x + b.attention_1(x)
+        x = (a.mlp_1(xa) + xa / 2) + (b.mlp_1(xb) + xb / 2)
+        assert np.abs(logits[row, 0] - a.head(x)).max() < 1e-12
+
+
 def test_a_token_sees_only_its_past() -> None:
     config = replace(BASE, residual_mode="ladder", ladder_layers=(0, 1))
     weights = make_weights(config, seed=4)

@@ -10,14 +10,16 @@ from megatron_ladder.config.model import (
     key_value_replicas,
     parse_layers,
     resolve_model,
+    synchronised_after,
     tensor_parallel_mistakes,
 )
 from megatron_ladder.errors import UserError
 
 
-def resolve(**changes: object) -> tuple[ModelConfig, list[str]]:
+def resolve(tensor_parallel: int = 2, **changes: object) -> tuple[ModelConfig, list[str]]:
     mistakes: list[str] = []
-    config = resolve_model(replace(ModelFlags(), **changes), 1000, 2048, mistakes)  # type: ignore[arg-type]
+    flags = replace(ModelFlags(), **changes)  # type: ignore[arg-type]
+    config = resolve_model(flags, 1000, 2048, tensor_parallel, mistakes)
     return config, mistakes
 
 
@@ -62,8 +64,43 @@ def test_wiring_flags() -> None:
     for mode in ("standard", "parallel"):
         assert "--ladder-layers 4 has no meaning" in resolve(residual_mode=mode, ladder_layers="4")[1][0]
         assert "--residual-staleness 2 has no meaning" in resolve(residual_mode=mode, residual_staleness=2)[1][0]
+        assert "--desync-interval 4 has no meaning" in resolve(residual_mode=mode, desync_interval=4)[1][0]
     assert "--residual-staleness 0 must be above zero" in resolve(residual_mode="ladder", residual_staleness=0)[1]
     assert "--ladder-layers 13" in resolve(residual_mode="ladder", ladder_layers="13")[1][0]
+
+
+def test_desync_flags() -> None:
+    config, mistakes = resolve(tensor_parallel=4, residual_mode="desync")
+    assert (config.desync_interval, config.desync_tp, mistakes) == (2, 4, [])
+    assert resolve(residual_mode="desync", desync_interval=4)[0].desync_interval == 4
+    ladder = resolve(residual_mode="ladder")[0]
+    assert (ladder.desync_interval, ladder.desync_tp) == (0, None)
+    for changes, message in (
+        ({"ladder_layers": "4"}, "--ladder-layers 4 has no meaning with --residual-mode desync"),
+        ({"residual_staleness": 2}, "--residual-staleness 2 has no meaning with --residual-mode desync"),
+        ({"desync_interval": 3}, "--desync-interval 3 is not 2 or 4"),
+        ({"tensor_parallel": 1}, "--tensor-model-parallel-size 1: there is nothing to desynchronise"),
+    ):
+        (found,) = resolve(residual_mode="desync", **changes)[1]  # type: ignore[arg-type]
+        assert message in found
+
+
+def test_a_desync_model_keeps_its_tensor_parallel_size() -> None:
+    config, _ = resolve(residual_mode="desync")
+    assert tensor_parallel_mistakes(config, 2) == []
+    (found,) = tensor_parallel_mistakes(config, 4)
+    assert "--tensor-model-parallel-size 4: this desync model is one of 2 tensor-parallel ranks" in found
+    stored = config.to_dict()
+    assert (stored["desync_interval"], stored["desync_tp"]) == (2, 2)
+    assert ModelConfig.from_dict(stored, "file") == config
+    with pytest.raises(UserError, match="file.*nothing to desynchronise"):
+        ModelConfig.from_dict(stored | {"desync_tp": None}, "file")
+
+
+def test_streams_are_synchronised_after_every_interval_and_at_the_end() -> None:
+    config, _ = resolve(residual_mode="desync", desync_interval=4, num_layers=5)
+    assert [index for index in range(-1, 10) if synchronised_after(config, index)] == [-1, 3, 7, 9]
+    assert all(synchronised_after(resolve(residual_mode="ladder")[0], index) for index in range(-1, 24))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +139,8 @@ def test_the_stored_form_round_trips() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"hidden_size": "wide"}, {"unknown": 1}, {"num_layers": -1}, {"ladder_layers": [99]}, {"residual_mode": "x"}],
+    [{"hidden_size": "wide"}, {"unknown": 1}, {"num_layers": -1}, {"ladder_layers": [99]}, {"residual_mode": "x"},
+     {"hidden_size": None}],
 )
 def test_a_damaged_stored_form_names_its_file(change: dict[str, object]) -> None:
     with pytest.raises(UserError, match="file"):

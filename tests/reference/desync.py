@@ -1,0 +1,55 @@
+"""Desync residual in one process: every tensor-parallel rank is simulated with its slices and its own stream."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SubBlock = Callable[[Tensor], Tensor]
+"""h_i with the slices of one rank: a stream [b, s, h] -> the rank's partial sum."""
+
+
+def is_reduced(config: Any, sub_block: int) -> bool:
+    """Whether the ranks' streams are summed after this sub-block of the model; -1 is the embedding."""
+    return (sub_block + 1) % config.desync_interval == 0 or sub_block + 1 == 2 * config.num_layers
+
+
+def rank_weights(weights: Mapping[str, Tensor], config: Any, rank: int) -> dict[str, Tensor]:
+    """The layers' weights as this rank has them, for sub-blocks with its heads alone."""
+    d, ranks = config.head_dim, config.desync_tp
+    heads = range(rank * config.num_attention_heads // ranks, (rank + 1) * config.num_attention_heads // ranks)
+    group = config.num_attention_heads // config.num_key_value_heads
+    kv_heads = sorted({head // group for head in heads})
+    of_query = torch.tensor([head * d + i for head in heads for i in range(d)])
+    of_kv = torch.tensor([head * d + i for head in kv_heads for i in range(d)])
+    of_ffn = torch.arange(config.ffn_hidden_size).chunk(ranks)[rank]
+    rows = {"q_proj": of_query, "k_proj": of_kv, "v_proj": of_kv, "gate_proj": of_ffn, "up_proj": of_ffn}
+    columns = {"o_proj": of_query, "down_proj": of_ffn}
+    sliced = {}
+    for name, weight in weights.items():
+        *_, module, kind = name.split(".")
+        if module in rows:
+            weight = weight[rows[module]]
+        elif module in columns and kind == "weight":
+            weight = weight[:, columns[module]]
+        elif module in columns and rank > 0:
+            weight = torch.zeros_like(weight)
+        elif weight.dim() == 2 and module in ("attention_norm", "mlp_norm"):
+            weight = weight[rank]
+        sliced[name] = weight
+    return sliced
+
+
+def desync_stream(config: Any, stream: Tensor, ranks: Sequence[Sequence[SubBlock]]) -> Tensor:
+    """The stream after the last layer; `ranks` are the sub-blocks of each rank, those of all layers in order."""
+    streams = [stream] * len(ranks)
+    for index, sub_blocks in enumerate(zip(*ranks, strict=True)):
+        partial = [sub_block(own) for sub_block, own in zip(sub_blocks, streams, strict=True)]
+        if is_reduced(config, index):
+            total = sum(y + own / len(ranks) for y, own in zip(partial, streams, strict=True))
+            assert isinstance(total, Tensor)
+            streams = [total] * len(ranks)
+        else:
+            streams = [own + y for y, own in zip(partial, streams, strict=True)]
+    return streams[0]
