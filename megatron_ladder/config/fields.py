@@ -130,6 +130,7 @@ def build_parser(config_classes: Sequence[type], program: str, description: str)
     """One argument group per dataclass. Values stay text here; `parse_command_line` reads them."""
     parser = _CollectingParser(
         prog=program,
+        usage="%(prog)s [flags]",
         description=description,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -140,7 +141,9 @@ def build_parser(config_classes: Sequence[type], program: str, description: str)
         group = parser.add_argument_group(heading)
         documented = field_docstrings(config_class)
         hints = typing.get_type_hints(config_class)
-        for field in dataclasses.fields(config_class):
+        # What a class itself declares comes before what it inherits.
+        own_first = sorted(dataclasses.fields(config_class), key=lambda f: f.name not in config_class.__annotations__)
+        for field in own_first:
             _add_flag(group, field, ValueType.of(hints[field.name]), documented[field.name])
     return parser
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from megatron_ladder.config.fields import ValueType, flag, flag_name, to_plain
@@ -20,26 +20,10 @@ FFN_MULTIPLE = 256
 """The default MLP width, 8/3 of the hidden size, is rounded up to a multiple of this."""
 
 
-@dataclass(frozen=True)
-class ModelFlags:
-    """Model. Sizes and wiring of the decoder; defaults are Llama's."""
+@dataclass(frozen=True, kw_only=True)
+class ModelTraits:
+    """What needs no resolving: the same on the command line and in a checkpoint."""
 
-    num_layers: int = 12
-    """Transformer layers."""
-    hidden_size: int = 768
-    """Width of the residual stream."""
-    ffn_hidden_size: int | None = None
-    """Width of the MLP; 8/3 of the hidden size rounded up to a multiple of 256 if not given."""
-    num_attention_heads: int = 12
-    """Query heads."""
-    num_key_value_heads: int | None = flag(None, aliases=("--num-query-groups",))
-    """Key and value heads (grouped-query attention); as many as query heads if not given."""
-    head_dim: int | None = flag(None, aliases=("--kv-channels",))
-    """Width of one head; hidden size over query heads if not given."""
-    vocab_size: int | None = None
-    """Number of token ids; taken from the tokenizer if not given. It is padded to 128 x tensor-parallel size."""
-    max_position_embeddings: int | None = None
-    """Longest sequence the model may see; the training sequence length if not given."""
     norm_epsilon: float = flag(1e-5, aliases=("--layernorm-epsilon",))
     """Added to the mean square in RMSNorm."""
     rotary_base: float = flag(10000.0, aliases=("--rope-theta",))
@@ -72,17 +56,39 @@ class ModelFlags:
     a layer read one norm and share one all-reduce. ladder-parallel: both at once; layers outside --ladder-layers
     are parallel. desync: each tensor-parallel rank has a stream of its own, and they are summed after every
     --desync-interval sub-blocks; the tensor-parallel size is part of the model."""
+    residual_staleness: int = 1
+    """By how many sub-blocks a ladder layer reads the stream late, and so how many all-reduces are in flight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags(ModelTraits):
+    """Model. Sizes and wiring of the decoder; defaults are Llama's."""
+
+    num_layers: int = 12
+    """Transformer layers."""
+    hidden_size: int = 768
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP; 8/3 of the hidden size rounded up to a multiple of 256 if not given."""
+    num_attention_heads: int = 12
+    """Query heads."""
+    num_key_value_heads: int | None = flag(None, aliases=("--num-query-groups",))
+    """Key and value heads (grouped-query attention); as many as query heads if not given."""
+    head_dim: int | None = flag(None, aliases=("--kv-channels",))
+    """Width of one head; hidden size over query heads if not given."""
+    vocab_size: int | None = None
+    """Number of token ids; taken from the tokenizer if not given. It is padded to 128 x tensor-parallel size."""
+    max_position_embeddings: int | None = None
+    """Longest sequence the model may see; the training sequence length if not given."""
     ladder_layers: str = "all"
     """Layers that read the stream late: all, none, N (the upper N layers), or indices from 0 as in 16-31,
     3,7,9-12 or [16] (one layer)."""
-    residual_staleness: int = 1
-    """By how many sub-blocks a ladder layer reads the stream late, and so how many all-reduces are in flight."""
     desync_interval: int = 2
     """With --residual-mode desync, sub-blocks between two all-reduces: 2 or 4."""
 
 
-@dataclass(frozen=True)
-class ModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelTraits):
     """A model with nothing left open; the form in which a checkpoint keeps it.
 
     Attributes are those of `ModelFlags` after `resolve_model`. `ladder_layers` is the sorted tuple of indices of
@@ -105,38 +111,8 @@ class ModelConfig:
     """Number of token ids, without padding."""
     max_position_embeddings: int
     """Longest sequence the model may see."""
-    norm_epsilon: float = 1e-5
-    """Added to the mean square in RMSNorm."""
-    rotary_base: float = 10000.0
-    """Base of the rotary embedding's wavelengths."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
-    """How rotary frequencies are stretched."""
-    rope_scaling_factor: float = 1.0
-    """Factor by which the context is stretched."""
-    rope_low_freq_factor: float = 1.0
-    """Llama 3 scaling: lower frequency factor."""
-    rope_high_freq_factor: float = 4.0
-    """Llama 3 scaling: higher frequency factor."""
-    rope_original_max_position_embeddings: int = 8192
-    """Llama 3 scaling: positions before stretching."""
-    tie_embeddings: bool = False
-    """The embedding matrix is the output head."""
-    add_qkv_bias: bool = False
-    """Biases on q, k and v."""
-    add_attention_output_bias: bool = False
-    """A bias on the attention's output projection."""
-    add_mlp_bias: bool = False
-    """Biases on the MLP's projections."""
-    qk_layernorm: bool = False
-    """RMSNorm over each query and key head."""
-    init_method_std: float = 0.02
-    """Standard deviation of the initial weights."""
-    residual_mode: ResidualMode = "standard"
-    """Wiring of the layers."""
     ladder_layers: tuple[int, ...] = ()
     """Sorted indices of the layers that read the stream late."""
-    residual_staleness: int = 1
-    """By how many sub-blocks they do."""
     desync_interval: int = 0
     """Sub-blocks between two all-reduces of a desynchronised stream; 0 without desync."""
     desync_tp: int | None = None
@@ -157,7 +133,7 @@ class ModelConfig:
         """
         known = {field.name: field for field in fields(ModelConfig)}
         strange = sorted(set(values) - set(known))
-        absent = sorted(name for name in list(known)[:8] if name not in values)
+        absent = sorted(name for name, field in known.items() if field.default is MISSING and name not in values)
         if strange or absent:
             raise UserError(f"{source}: not a model of this version: unknown keys {strange}, missing keys {absent}")
         read = dict(values)

@@ -3,7 +3,6 @@
 Layouts: hidden_states [s, b, h]; queries [s, b, heads/t, d]; the attention product itself [b, heads/t, s, d].
 """
 
-import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,11 +13,11 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
-from megatron_ladder.config.model import ModelConfig, key_value_replicas, synchronised_after
+from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.model.norm import NormFunction, RMSNorm
+from megatron_ladder.model.projections import attention_output, input_projection, query_key_value_shares
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary
 from megatron_ladder.parallel.input_gradient import InputGradient
-from megatron_ladder.parallel.linear import ColumnParallelLinear, ColumnShare, RowParallelLinear
 
 
 class KeyValueCache(Protocol):
@@ -94,23 +93,6 @@ class AttentionHeads(nn.Module):
         return norm.function(x, weight, norm.epsilon)
 
 
-def query_key_value_shares(config: ModelConfig, layer: int, group: CommGroup) -> list[ColumnShare]:
-    """The three projections that one column-parallel product computes side by side."""
-    d, replicas = config.head_dim, key_value_replicas(config, group.size)
-    kv_rows = config.num_key_value_heads * d
-    name, bias = f"layers.{layer}.attention", config.add_qkv_bias
-    return [
-        ColumnShare(f"{name}.q_proj", config.num_attention_heads * d, block=d, bias=bias),
-        ColumnShare(f"{name}.k_proj", kv_rows, block=d, replicas=replicas, bias=bias),
-        ColumnShare(f"{name}.v_proj", kv_rows, block=d, replicas=replicas, bias=bias),
-    ]
-
-
-def output_std(config: ModelConfig) -> float:
-    """Standard deviation of the projections that write to the residual stream: std / sqrt(2 x layers)."""
-    return config.init_method_std / math.sqrt(2 * config.num_layers)
-
-
 class Attention(nn.Module):
     """Fused q, k, v projection -> heads -> output projection in flight."""
 
@@ -119,16 +101,8 @@ class Attention(nn.Module):
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.qkv_proj = ColumnParallelLinear(
-            config.hidden_size,
-            query_key_value_shares(config, layer, mesh.tensor),
-            std=config.init_method_std,
-            group=mesh.tensor,
-            kv_replica_group=mesh.kv_replica,
-            dtype=dtype,
-            device=device,
-            sum_input_gradient=config.residual_mode != "desync",
-        )
+        shares = query_key_value_shares(config, layer, mesh.tensor.size)
+        self.qkv_proj = input_projection(config, shares, mesh, dtype, device)
         self.heads = AttentionHeads(config, layer, norm, mesh.tensor, dtype, device)
         self.o_proj = attention_output(config, layer, mesh, dtype, device)
 
@@ -143,21 +117,3 @@ class Attention(nn.Module):
         queries, keys, values = self.qkv_proj.split(self.qkv_proj(normed, input_gradient))
         in_flight: InFlight = self.o_proj(self.heads(queries, keys, values, context, input_gradient), launch=launch)
         return in_flight
-
-
-def attention_output(
-    config: ModelConfig, layer: int, mesh: ProcessMesh, dtype: torch.dtype, device: torch.device
-) -> RowParallelLinear:
-    """The projection from all heads back to the residual stream."""
-    return RowParallelLinear(
-        f"layers.{layer}.attention.o_proj",
-        config.num_attention_heads * config.head_dim,
-        config.hidden_size,
-        bias=config.add_attention_output_bias,
-        std=output_std(config),
-        group=mesh.tensor,
-        dtype=dtype,
-        device=device,
-        block=config.head_dim,
-        equal_gradients=synchronised_after(config, 2 * layer),
-    )

@@ -7,16 +7,16 @@ from torch import Tensor, nn
 from megatron_ladder.comm.inflight import InFlight, start_all_reduce
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
-from megatron_ladder.model.attention import (
-    AttentionHeads,
-    SequenceContext,
+from megatron_ladder.model.attention import AttentionHeads, SequenceContext
+from megatron_ladder.model.norm import NormFunction
+from megatron_ladder.model.projections import (
     attention_output,
+    gate_up_shares,
+    input_projection,
+    mlp_output,
     query_key_value_shares,
 )
-from megatron_ladder.model.mlp import gate_up_shares, mlp_output
-from megatron_ladder.model.norm import NormFunction
 from megatron_ladder.parallel.input_gradient import InputGradient
-from megatron_ladder.parallel.linear import ColumnParallelLinear
 
 
 class AttentionMLP(nn.Module):
@@ -28,15 +28,8 @@ class AttentionMLP(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.group = mesh.tensor
-        self.in_proj = ColumnParallelLinear(
-            config.hidden_size,
-            [*query_key_value_shares(config, layer, mesh.tensor), *gate_up_shares(config, layer)],
-            std=config.init_method_std,
-            group=mesh.tensor,
-            kv_replica_group=mesh.kv_replica,
-            dtype=dtype,
-            device=device,
-        )
+        shares = [*query_key_value_shares(config, layer, mesh.tensor.size), *gate_up_shares(config, layer)]
+        self.in_proj = input_projection(config, shares, mesh, dtype, device)
         self.heads = AttentionHeads(config, layer, norm, mesh.tensor, dtype, device)
         self.o_proj = attention_output(config, layer, mesh, dtype, device)
         self.down_proj = mlp_output(config, layer, mesh, dtype, device)

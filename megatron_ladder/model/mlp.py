@@ -9,35 +9,10 @@ from torch import Tensor, nn
 
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig, synchronised_after
-from megatron_ladder.model.attention import SequenceContext, output_std
+from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.model.attention import SequenceContext
+from megatron_ladder.model.projections import gate_up_shares, input_projection, mlp_output
 from megatron_ladder.parallel.input_gradient import InputGradient
-from megatron_ladder.parallel.linear import ColumnParallelLinear, ColumnShare, RowParallelLinear
-
-
-def gate_up_shares(config: ModelConfig, layer: int) -> list[ColumnShare]:
-    """The two projections that one column-parallel product computes side by side."""
-    return [
-        ColumnShare(f"layers.{layer}.mlp.{which}_proj", config.ffn_hidden_size, bias=config.add_mlp_bias)
-        for which in ("gate", "up")
-    ]
-
-
-def mlp_output(
-    config: ModelConfig, layer: int, mesh: ProcessMesh, dtype: torch.dtype, device: torch.device
-) -> RowParallelLinear:
-    """The projection back to the residual stream."""
-    return RowParallelLinear(
-        f"layers.{layer}.mlp.down_proj",
-        config.ffn_hidden_size,
-        config.hidden_size,
-        bias=config.add_mlp_bias,
-        std=output_std(config),
-        group=mesh.tensor,
-        dtype=dtype,
-        device=device,
-        equal_gradients=synchronised_after(config, 2 * layer + 1),
-    )
 
 
 class MLP(nn.Module):
@@ -47,16 +22,7 @@ class MLP(nn.Module):
         self, config: ModelConfig, layer: int, mesh: ProcessMesh, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.gate_up_proj = ColumnParallelLinear(
-            config.hidden_size,
-            gate_up_shares(config, layer),
-            std=config.init_method_std,
-            group=mesh.tensor,
-            kv_replica_group=mesh.kv_replica,
-            dtype=dtype,
-            device=device,
-            sum_input_gradient=config.residual_mode != "desync",
-        )
+        self.gate_up_proj = input_projection(config, gate_up_shares(config, layer), mesh, dtype, device)
         self.down_proj = mlp_output(config, layer, mesh, dtype, device)
 
     def forward(

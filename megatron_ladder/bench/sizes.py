@@ -1,0 +1,40 @@
+"""Model shapes that a benchmark knows by name."""
+
+from megatron_ladder.config.model import ModelConfig
+
+LLAMA3_VOCABULARY = 128256
+STARCODER_VOCABULARY = 49152
+POSITIONS = 8192
+
+
+def _shape(
+    layers: int, hidden: int, ffn: int, heads: int, key_value_heads: int, vocabulary: int, tied: bool = False
+) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=hidden // heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=POSITIONS,
+        tie_embeddings=tied,
+    )
+
+
+SIZES: dict[str, ModelConfig] = {
+    "small": _shape(8, 1024, 1408, 16, 16, 4096),
+    "small-llama": _shape(8, 1024, 2816, 16, 4, 4096),
+    "small-train": _shape(6, 512, 704, 8, 8, 2048),
+    "paper-1.2b": _shape(40, 1536, 4096, 24, 24, STARCODER_VOCABULARY),
+    "paper-3.5b": _shape(40, 2304, 9216, 36, 36, STARCODER_VOCABULARY),
+    "llama-1b": _shape(16, 2048, 8192, 32, 8, LLAMA3_VOCABULARY, tied=True),
+    "llama-3b": _shape(28, 3072, 8192, 24, 8, LLAMA3_VOCABULARY, tied=True),
+    "llama-8b": _shape(32, 4096, 14336, 32, 8, LLAMA3_VOCABULARY),
+    "llama-34b": _shape(48, 8192, 22016, 64, 8, 32000),
+    "llama-70b": _shape(80, 8192, 28672, 64, 8, LLAMA3_VOCABULARY),
+    "llama-405b": _shape(126, 16384, 53248, 128, 8, LLAMA3_VOCABULARY),
+}
+"""small and small-train: attention and MLP of equal weight, for two CPU cores; small-llama: the MLP twice as heavy as
+the attention, as in Llama. The others are those of the paper (arXiv 2501.06589) and of Llama 3 (34b: CodeLlama)."""

@@ -1,0 +1,304 @@
+"""How long an all-reduce takes on real interconnects, and a step with a wiring on such a wire.
+
+`PRESETS` are fitted to measurements. They are for an all-reduce of S bytes on each of n ranks.
+
+The step-time model walks the same list of sub-blocks as the model does, by the same rule (a sub-block of staleness s
+starts when at most s of the earlier outputs are missing), against a clock instead of a computation. All ranks are
+taken to run alike, so one of them stands for all. On equal sub-blocks of compute time c and all-reduce time t a layer
+comes to
+
+    wiring                    serial wire             pipelined wire
+    standard                  2c + 2t                 2c + 2t
+    parallel                  2c + t                  2c + t
+    ladder                    2 max(c, t)             max(2c, c + t)
+    ladder-parallel           max(2c, t)              max(2c, c + t/2)
+    ladder of staleness 2     2 max(c, t)             max(2c, 2 (c + t)/3)
+
+On a pipelined wire s + 1 sub-blocks of staleness s end within one c + t: the output of a sub-block is launched when
+that ends, and is missed for the first time by the one s + 1 later.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+MICROSECOND = 1e-6
+KILOBYTE = 2**10
+MEGABYTE = 2**20
+"""Sizes are those of tensors, hence binary."""
+GIGABYTE_PER_SECOND = 1e9
+"""Rates are decimal, as vendors give them."""
+
+
+@dataclass(frozen=True)
+class LinkPreset:
+    """The time of one all-reduce on a kind of interconnect."""
+
+    name: str
+    """As on a command line."""
+    seconds: Callable[[int, int], float]
+    """(bytes of one rank's tensor, number of ranks) -> seconds; 0 for one rank. Raises ValueError for a number of
+    ranks that the measurements do not cover."""
+    sources: Mapping[str, str]
+    """Figure in the formula -> where it is from."""
+
+
+def wire_bytes(num_bytes: int, ranks: int) -> float:
+    """Bytes that each rank of a ring sends for an all-reduce: 2 (n - 1)/n S."""
+    return 2 * (ranks - 1) / ranks * num_bytes
+
+
+def nvlink_seconds(num_bytes: int, ranks: int) -> float:
+    """4.1 us + 2.12 us n + max(14 us sqrt(S / MB), wire bytes / 282 GB/s)."""
+    if _is_alone(ranks, range(2, 9), "nvlink"):
+        return 0.0
+    latency = (4.1 + 2.12 * ranks) * MICROSECOND
+    return latency + max(_root(14, num_bytes), wire_bytes(num_bytes, ranks) / (282 * GIGABYTE_PER_SECOND))
+
+
+def no_p2p_seconds(num_bytes: int, ranks: int) -> float:
+    """n > 2: -4.1 us + 6.05 us n + max(1.16 us (n - 1) log2(1 + S / 8 KB), wire bytes / 233 GB/s);
+    n = 2: 8 us + max(89 us sqrt(S / MB), wire bytes / 15.5 GB/s)."""
+    if _is_alone(ranks, range(2, 9), "no-p2p"):
+        return 0.0
+    on_wire = wire_bytes(num_bytes, ranks)
+    if ranks == 2:
+        return 8 * MICROSECOND + max(_root(89, num_bytes), on_wire / (15.5 * GIGABYTE_PER_SECOND))
+    latency = (-4.1 + 6.05 * ranks) * MICROSECOND
+    steps = 1.16 * MICROSECOND * (ranks - 1) * math.log2(1 + num_bytes / (8 * KILOBYTE))
+    return latency + max(steps, on_wire / (233 * GIGABYTE_PER_SECOND))
+
+
+def infiniband_seconds(num_bytes: int, ranks: int) -> float:
+    """Through 44 us at 32 KB and 66 us at 512 KB with a square root of S, as on NVLink; never faster than 310 GB/s."""
+    if _is_alone(ranks, range(16, 17), "infiniband"):
+        return 0.0
+    small, large = (32 * KILOBYTE, 44 * MICROSECOND), (512 * KILOBYTE, 66 * MICROSECOND)
+    slope = (large[1] - small[1]) / (math.sqrt(large[0]) - math.sqrt(small[0]))
+    latency = small[1] - slope * math.sqrt(small[0])
+    return latency + max(slope * math.sqrt(num_bytes), wire_bytes(num_bytes, ranks) / (310 * GIGABYTE_PER_SECOND))
+
+
+_FIT = (
+    "fit of a step-time model to 170 benchmark runs published by the authors of arXiv 2501.06589 (Llama 3 of 1B, 8B "
+    "and 70B on H100, prompt 1024, 512 new tokens; median error of decode times on held-out halves 2.0 %)"
+)
+_NVLINK_CHECKS = (
+    "to compare: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB, 20.9 us at 512 KB, 27.0 us at 1 MB "
+    "(sgl-project/sglang PR 22734)"
+)
+PRESETS: Mapping[str, LinkPreset] = {
+    preset.name: preset
+    for preset in (
+        LinkPreset(
+            "nvlink",
+            nvlink_seconds,
+            {
+                "4.1 us + 2.12 us n": f"{_FIT}; {_NVLINK_CHECKS}",
+                "14 us sqrt(S / MB)": _FIT,
+                "282 GB/s": f"{_FIT}; to compare: bus 365-370 GB/s by ring (NVIDIA/nccl issue 1455)",
+            },
+        ),
+        LinkPreset(
+            "no-p2p",
+            no_p2p_seconds,
+            {
+                "n > 2: -4.1 us + 6.05 us n": f"{_FIT}, those with NCCL_P2P_DISABLE=1",
+                "n > 2: 1.16 us (n - 1) log2(1 + S / 8 KB)": f"{_FIT}, those with NCCL_P2P_DISABLE=1",
+                "n > 2: 233 GB/s": (
+                    f"{_FIT}, those with NCCL_P2P_DISABLE=1: NVLS was left on, so large tensors went over NVSwitch"
+                ),
+                "n = 2: 8 us, 89 us sqrt(S / MB), 15.5 GB/s": (
+                    f"{_FIT}, those with NCCL_P2P_DISABLE=1: staged through the host, since NVLS takes more than 2 "
+                    "GPUs (vllm issue 9699); to compare: copies 37 GB/s (NVIDIA/nccl issue 1264)"
+                ),
+            },
+        ),
+        LinkPreset(
+            "infiniband",
+            infiniband_seconds,
+            {
+                "44 us at 32 KB, 66 us at 512 KB": (
+                    "fit of the same authors' runs on 2 x 8 GPUs; to compare: 46-48 us at 1 KB and less "
+                    "(NVIDIA/nccl issue 1244)"
+                ),
+                "sqrt(S) between and beyond": "assumed: the form that fits NVLink; only two sizes are known",
+                "310 GB/s": "bus of two nodes of 8 GPUs (NVIDIA/nccl issue 1031)",
+            },
+        ),
+    )
+}
+
+
+def gpu_contention(num_bytes: int) -> float:
+    """Share of the overlap that a GPU gives back, since a collective takes multiprocessors: 0.57 S / (S + 0.33 MB).
+
+    Of the same fit as the presets. 0.03 at 16 KB; a collective bounded in multiprocessors gives back about 0.2.
+    """
+    return 0.57 * num_bytes / (num_bytes + 0.33 * MEGABYTE)
+
+
+def _root(microseconds: float, num_bytes: int) -> float:
+    return microseconds * MICROSECOND * math.sqrt(num_bytes / MEGABYTE)
+
+
+def _is_alone(ranks: int, measured: range, name: str) -> bool:
+    if ranks != 1 and ranks not in measured:
+        known = f"{measured[0]}" if len(measured) == 1 else f"{measured[0]} to {measured[-1]}"
+        raise ValueError(f"{name}: measured for {known} ranks, found {ranks}")
+    return ranks == 1
+
+
+@dataclass(frozen=True)
+class SubBlockTime:
+    """What one sub-block costs a rank, in seconds."""
+
+    forward_seconds: float
+    """Its computation."""
+    reduce_seconds: float
+    """The wire time of the all-reduce of its output, and of that of its input's gradient, which has the same size."""
+    staleness: int = 0
+    """Earlier outputs that may be missing from the stream when it starts."""
+    dgrad_seconds: float = 0.0
+    """Backward, up to the gradient of its input."""
+    wgrad_seconds: float = 0.0
+    """Backward, the rest: the weight-gradient product of its column-parallel layer, which nothing else needs."""
+
+
+@dataclass(frozen=True)
+class WireModel:
+    """How collectives of one rank share the wire, and what they cost the processor."""
+
+    serial: bool = True
+    """Whether a collective begins only when the one launched before it has ended."""
+    launch_seconds: float = 0.0
+    """Compute time to start a collective."""
+    finish_seconds: float = 0.0
+    """Compute time of waiting for one; it runs while the collective is on the wire, if that is not done."""
+    contention: float = 0.0
+    """Compute time lost for each second in which the wire is busy under it: max(c, t) + contention min(c, t)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Collective:
+    seconds_left: float
+
+
+class _Clock:
+    """One rank's time: it computes, or it waits; collectives advance meanwhile."""
+
+    def __init__(self, wire: WireModel) -> None:
+        self.wire = wire
+        self.now = 0.0
+        self._in_flight: list[_Collective] = []
+
+    def launch(self, seconds: float) -> _Collective:
+        """Starts a collective."""
+        self.compute(self.wire.launch_seconds)
+        collective = _Collective(seconds)
+        self._in_flight.append(collective)
+        return collective
+
+    def compute(self, seconds: float) -> None:
+        """The rank computes for so long, longer with contention."""
+        while seconds > 0:
+            moving = self._moving()
+            if not moving:
+                self.now += seconds
+                return
+            overlapped = min(seconds, *(each.seconds_left for each in moving))
+            seconds -= overlapped
+            self._advance(moving, overlapped)
+            self.now += self.wire.contention * overlapped
+
+    def wait(self, collective: _Collective) -> None:
+        """Returns when `collective` is done; collectives are waited for in launch order."""
+        self.compute(self.wire.finish_seconds)
+        while collective.seconds_left > 0:
+            moving = self._moving()
+            self._advance(moving, min(each.seconds_left for each in moving))
+
+    def _moving(self) -> list[_Collective]:
+        """Drops what is done; of the rest, what the wire carries now."""
+        if self.wire.serial:
+            while self._in_flight and self._in_flight[0].seconds_left <= 0:
+                self._in_flight.pop(0)
+            return self._in_flight[:1]
+        self._in_flight = [each for each in self._in_flight if each.seconds_left > 0]
+        return self._in_flight
+
+    def _advance(self, moving: list[_Collective], seconds: float) -> None:
+        self.now += seconds
+        for each in moving:
+            each.seconds_left -= seconds
+
+
+def forward_seconds(sub_blocks: Sequence[SubBlockTime], wire: WireModel, head_seconds: float = 0.0) -> float:
+    """Time of a forward pass: the sub-blocks by the rule, the drain, then the head.
+
+    Args:
+        head_seconds: all that comes after the last output is there, its exposed collectives included.
+    """
+    clock = _Clock(wire)
+    pending: deque[_Collective] = deque()
+    for block in sub_blocks:
+        while len(pending) > block.staleness:
+            clock.wait(pending.popleft())
+        clock.compute(block.forward_seconds)
+        pending.append(clock.launch(block.reduce_seconds))
+    while pending:
+        clock.wait(pending.popleft())
+    clock.compute(head_seconds)
+    return clock.now
+
+
+def backward_seconds(
+    sub_blocks: Sequence[SubBlockTime],
+    wire: WireModel,
+    head_seconds: float = 0.0,
+    *,
+    launch_before_wgrad: bool = False,
+    wait_at_once: bool = False,
+) -> float:
+    """Time of a backward pass, the mirror of the forward one.
+
+    The gradient of sub-block j's output is that of the stream from where the output is added. So the backward of j
+    needs the reduced input gradient of every later sub-block that read a stream with this output in it; the others
+    may be in flight: for ladder that of j + 1, for standard none.
+
+    Args:
+        head_seconds: backward of the head, before the first sub-block's.
+        launch_before_wgrad: launch the reduce as soon as the input's gradient is there, so that it flies under the
+            weight-gradient product: for the standard wiring Megatron's overlap. Otherwise after both.
+        wait_at_once: wait for each reduce before the next backward, whatever the wiring allows: what autograd does
+            with collectives that are asynchronous and nothing more.
+    """
+    clock = _Clock(wire)
+    clock.compute(head_seconds)
+    added = outputs_added([block.staleness for block in sub_blocks])
+    in_flight: deque[tuple[int, _Collective]] = deque()
+    for index in reversed(range(len(sub_blocks))):
+        block = sub_blocks[index]
+        while in_flight and in_flight[0][0] > index:
+            clock.wait(in_flight.popleft()[1])
+        clock.compute(block.dgrad_seconds if launch_before_wgrad else block.dgrad_seconds + block.wgrad_seconds)
+        reduce = clock.launch(block.reduce_seconds)
+        if launch_before_wgrad:
+            clock.compute(block.wgrad_seconds)
+        if wait_at_once:
+            clock.wait(reduce)
+        else:
+            in_flight.append((added[index], reduce))
+    while in_flight:
+        clock.wait(in_flight.popleft()[1])
+    return clock.now
+
+
+def outputs_added(staleness: Sequence[int]) -> list[int]:
+    """For each sub-block, how many outputs, from the first on, are in the stream that it reads."""
+    added, done = [], 0
+    for index, missing in enumerate(staleness):
+        done = max(done, index - missing)
+        added.append(done)
+    return added

@@ -1,0 +1,62 @@
+"""The benchmark's machinery in a pool: what waits, what does not, and that all variants compute the same model."""
+
+import pytest
+import torch
+
+from megatron_ladder.bench.options import BenchmarkOptions, Case
+from megatron_ladder.bench.program import Benchmark, Row
+from megatron_ladder.bench.variants import VARIANTS
+from megatron_ladder.comm.launch import Place
+from tests.distributed.pool import GlooPools
+
+ALPHA = 0.004
+
+
+def benchmark_of(case: Case, wirings: tuple[str, ...]) -> Benchmark:
+    options = BenchmarkOptions(wirings=wirings, size="small-train", sequence=16, tokens=1, rounds=4)
+    return Benchmark(case, options, Place(torch.distributed.get_rank(), 2, 0))
+
+
+def timed_rows(case: Case) -> list[Row]:
+    """On each rank: the rows of two wirings and their bound at one interconnect time."""
+    benchmark = benchmark_of(case, ("standard", "ladder"))
+    prediction = benchmark.calibrate()
+    assert prediction.by_modules[False].head > 0 and min(prediction.by_modules[False].forward) > 0
+    rows = benchmark.rows(prediction, f"{ALPHA}s")
+    benchmark.link.close()
+    return rows
+
+
+@pytest.mark.parametrize(("case", "reduces_a_layer"), [("decode", 2), ("prefill", 2), ("train", 4)])
+def test_standard_waits_for_every_reduce_and_no_comm_for_none(
+    gloo_pools: GlooPools, case: Case, reduces_a_layer: int
+) -> None:
+    for rows in gloo_pools(2).run(timed_rows, case):
+        by_wiring = {row.wiring: row for row in rows}
+        assert list(by_wiring) == ["standard", "ladder", "no-comm"]
+        assert by_wiring["no-comm"].exposed_seconds_per_layer == 0
+        # Training hides the part of a reduce that the weight's gradient covers; the forward half stays.
+        waiting = reduces_a_layer if case != "train" else reduces_a_layer / 2
+        assert by_wiring["standard"].exposed_seconds_per_layer >= waiting * ALPHA * 0.9
+        assert by_wiring["standard"].ratio_to_standard == 1.0
+        assert 1.0 < by_wiring["ladder"].predicted_ratio < by_wiring["no-comm"].predicted_ratio
+
+
+def losses_of_variants() -> dict[str, float]:
+    """On each rank: the loss of every variant that leaves no reduce out, on the same weights."""
+    names = tuple(name for name, variant in VARIANTS.items() if not variant.without_reduces)
+    benchmark = benchmark_of("train", names)
+    ids = torch.arange(34).view(2, 17)
+    losses = {name: benchmark.models[name](ids[:, :-1], ids[:, 1:]).item() for name in names}
+    benchmark.link.close()
+    return losses
+
+
+def test_variants_of_one_wiring_are_the_same_model(gloo_pools: GlooPools) -> None:
+    for losses in gloo_pools(2).run(losses_of_variants):
+        for name in ("standard", "ladder"):
+            same = [value for variant, value in losses.items() if VARIANTS[variant].residual_mode == name]
+            same = same if name == "standard" else [losses[v] for v in ("ladder", "ladder-blocking", "ladder-autograd")]
+            assert same == pytest.approx([same[0]] * len(same), rel=1e-6) and len(same) > 1
+        wirings = [losses[name] for name in ("standard", "ladder", "staleness-2", "parallel", "ladder-parallel")]
+        assert len({round(value, 4) for value in wirings}) == 5

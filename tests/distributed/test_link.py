@@ -1,0 +1,424 @@
+"""The emulated interconnect: sums as torch.distributed's, ends by the rule, and nothing left behind.
+
+Ends are compared with the rule and never with how fast this machine is: a rank reads the clock before and after each
+launch, and the launch that the link stamped must lie between.
+"""
+
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ladder.comm import shared_memory
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.link import EmulatedLink, LinkSpec, LinkWork, NoCommGroup
+from megatron_ladder.comm.shared_memory import IN_FLIGHT, RECORDS, map_shared
+from megatron_ladder.errors import LostPeerError, UserError
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import mesh_of, small_model
+
+FREE = LinkSpec(0.0, 0.0, serial=True)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+MILLISECOND = 10**6
+
+
+def everyone() -> CommGroup:
+    return CommGroup(range(dist.get_world_size()), dist.get_rank(), dist.group.WORLD)
+
+
+class Timing(NamedTuple):
+    """What a rank saw of one all-reduce, in nanoseconds of the monotonic clock that all ranks share."""
+
+    before: int
+    after: int
+    wire: int
+    end: int
+    done: int
+
+
+class Launched(NamedTuple):
+    work: LinkWork
+    before: int
+    after: int
+
+
+def launch(link: EmulatedLink, tensor: Tensor) -> Launched:
+    before = time.monotonic_ns()
+    work = link.start_all_reduce(tensor)
+    after = time.monotonic_ns()
+    assert isinstance(work, LinkWork)
+    return Launched(work, before, after)
+
+
+def finish(launched: Launched) -> Timing:
+    launched.work.wait()
+    done = time.monotonic_ns()
+    return Timing(launched.before, launched.after, launched.work.wire_ns, launched.work.end_ns, done)
+
+
+def assert_rule(ranks: list[list[Timing]], serial: bool) -> None:
+    """Timings in launch order: every end is the latest launch, or the end before, plus the wire's time."""
+    wire_free = 0
+    for timings in zip(*ranks, strict=True):
+        assert len({(timing.end, timing.wire) for timing in timings}) == 1, "the ranks disagree"
+        assert all(timing.done >= timing.end for timing in timings), "a wait returned too early"
+        begin = timings[0].end - timings[0].wire
+        earliest, latest = max(timing.before for timing in timings), max(timing.after for timing in timings)
+        if serial:
+            earliest, latest = max(earliest, wire_free), max(latest, wire_free)
+        assert earliest <= begin <= latest
+        wire_free = timings[0].end
+
+
+def random_traffic(seed: int, count: int, serial: bool) -> tuple[list[Tensor], list[Tensor], list[Timing]]:
+    """On each rank: sums over the link, sums by gloo, timings. Sizes are the ranks' own secret, orders of waits too."""
+    common, own = random.Random(seed), random.Random(1000 * seed + dist.get_rank())
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    tensors, expected, flying = [], [], {}
+    timings: dict[int, Timing] = {}
+    with EmulatedLink(everyone(), LinkSpec(20e-6, 1e-10, serial)) as link:
+        for number in range(count):
+            shape = common.choice([(), (0,), (1,), (7, 3), (1000,), (2, 3, 500), (40_000,)])
+            tensor = torch.randn(shape, generator=generator, dtype=torch.float64).to(common.choice(DTYPES))
+            tensors.append(tensor)
+            expected.append(tensor.clone())
+            dist.all_reduce(expected[-1])
+            flying[number] = launch(link, tensor)
+            while flying and own.random() < 0.45:
+                chosen = own.choice(sorted(flying))
+                timings[chosen] = finish(flying.pop(chosen))
+        for chosen in own.sample(sorted(flying), len(flying)):
+            timings[chosen] = finish(flying.pop(chosen))
+        assert link.collectives == count
+    return tensors, expected, [timings[number] for number in range(count)]
+
+
+@pytest.mark.parametrize(("world", "serial"), [(2, True), (2, False), (4, True)])
+def test_sums_are_those_of_torch_and_ends_follow_the_rule(gloo_pools: GlooPools, world: int, serial: bool) -> None:
+    results = gloo_pools(world).run(random_traffic, seed=world + serial, count=120, serial=serial)
+    assert_rule([timings for _, _, timings in results], serial)
+    for got, expected, _ in results:
+        for ours, theirs, first in zip(got, expected, results[0][0], strict=True):
+            assert ours.equal(first), "ranks got different bits"
+            if world == 2:
+                assert ours.equal(theirs)
+            else:
+                torch.testing.assert_close(ours, theirs, atol=0.05 if ours.dtype == torch.bfloat16 else 1e-5, rtol=0.02)
+
+
+def many_in_flight(count: int, size: int) -> tuple[list[Tensor], list[Timing]]:
+    """On each rank: `count` sums launched before any is waited for; rank 0 waits for the last one first.
+
+    Sizes differ, so that some do not fit at the end of the ring, and one in the middle needs a larger ring.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = [20_000 if number == count // 5 else size + 100 * (number % 5) for number in range(count)]
+    tensors = [torch.full((size,), number * world + rank, dtype=torch.float64) for number, size in enumerate(sizes)]
+    with EmulatedLink(everyone(), LinkSpec(1e-6, 0.0, serial=True)) as link:
+        flying = [launch(link, tensor) for tensor in tensors]
+        order = list(range(count))[:: 1 if rank else -1]
+        timings = {number: finish(flying[number]) for number in order}
+    return tensors, [timings[number] for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("world", "count", "size"), [(2, 200, 8192), (2, 2 * RECORDS + 9, 3), (4, 60, 1000), (2, 8, 300_000)]
+)
+def test_any_number_may_be_in_flight(gloo_pools: GlooPools, world: int, count: int, size: int) -> None:
+    results = gloo_pools(world).run(many_in_flight, count, size)
+    assert_rule([timings for _, timings in results], serial=True)
+    for tensors, _ in results:
+        for number, tensor in enumerate(tensors):
+            expected = number * world * world + sum(range(world))
+            assert tensor.eq(expected).all(), f"sum {number}: {tensor.unique()}, expected {expected}"
+
+
+def overtaken() -> list[float]:
+    """On each rank: sums of which rank 0 waits for the last first, while rank 1 goes on to use the ring again."""
+    with EmulatedLink(everyone(), FREE) as link:
+        tensors = [torch.full((8192,), float(number)) for number in range(4 * IN_FLIGHT)]
+        flying = [launch(link, tensor) for tensor in tensors[:IN_FLIGHT]]
+        flying[-1].work.wait()
+        link.barrier()
+        if dist.get_rank() == 0:
+            time.sleep(0.05)
+        flying += [launch(link, tensor) for tensor in tensors[IN_FLIGHT:]]
+        for launched in flying:
+            launched.work.wait()
+    return [tensor.unique().item() for tensor in tensors]
+
+
+def test_what_a_late_rank_has_not_read_is_kept(gloo_pools: GlooPools) -> None:
+    assert gloo_pools(2).run(overtaken) == [[2.0 * number for number in range(4 * IN_FLIGHT)]] * 2
+
+
+def launched_together(serial: bool) -> list[Timing]:
+    """On each rank: five sums at once; the third is waited for first, the first one last."""
+    with EmulatedLink(everyone(), LinkSpec(3e-3, 1e-6, serial)) as link:
+        link.barrier()
+        flying = [launch(link, torch.ones(500)) for _ in range(5)]
+        timings = {number: finish(flying[number]) for number in (2, 4, 1, 3, 0)}
+        # What was in the ring when the wire was slow must not be taken for its speed now.
+        link.set_wire(1e-3, 0.0)
+        timings[5] = finish(launch(link, torch.ones(500)))
+    return [timings[number] for number in range(6)]
+
+
+@pytest.mark.parametrize("serial", [True, False])
+def test_a_serial_wire_carries_one_at_a_time(gloo_pools: GlooPools, serial: bool) -> None:
+    ranks = gloo_pools(2).run(launched_together, serial)
+    assert_rule(ranks, serial)
+    for timings in ranks:
+        assert [timing.wire for timing in timings] == [5 * MILLISECOND] * 5 + [MILLISECOND]
+        for number, timing in enumerate(timings[:5]):
+            shortest = (number + 1 if serial else 1) * 5 * MILLISECOND
+            assert timing.done - timings[0].before >= shortest
+
+
+def late_peer(after: int) -> tuple[Timing, float, float]:
+    """On each rank: the sum that rank 1 launches 60 ms late, seconds in its wait, and its processor's seconds."""
+    with EmulatedLink(everyone(), replace(FREE, serial=False)) as link:
+        for _ in range(after):
+            link.all_reduce(torch.ones(3))
+        link.set_wire(2e-3, 0.0)
+        link.barrier()
+        link.reset_counters()
+        if dist.get_rank() == 1:
+            time.sleep(0.06)
+        launched = launch(link, torch.ones(3))
+        began = time.thread_time()
+        timing = finish(launched)
+        return timing, link.waited_seconds, time.thread_time() - began
+
+
+@pytest.mark.parametrize("after", [0, RECORDS])
+def test_the_latest_rank_decides(gloo_pools: GlooPools, after: int) -> None:
+    (first, waited, busy), (second, _, _) = gloo_pools(2).run(late_peer, after)
+    assert_rule([[first], [second]], serial=False)
+    assert first.done >= second.before + 2 * MILLISECOND
+    assert busy < 0.5 * waited + 0.005, "a rank that waits for long must leave the core to others"
+
+
+def long_hold() -> tuple[Timing, float, float]:
+    """On each rank: a sum over a slow wire, seconds in its wait, and its processor's seconds."""
+    with EmulatedLink(everyone(), LinkSpec(0.05, 0.0, serial=True)) as link:
+        launched = launch(link, torch.ones(3))
+        began = time.thread_time()
+        timing = finish(launched)
+        return timing, link.waited_seconds, time.thread_time() - began
+
+
+def test_a_long_hold_sleeps(gloo_pools: GlooPools) -> None:
+    for timing, waited, busy in gloo_pools(2).run(long_hold):
+        assert 0.005 < waited <= (timing.done - timing.before) * 1e-9
+        assert busy < 0.5 * waited + 0.005
+
+
+def reset_and_count() -> list[tuple[int, bool]]:
+    """On each rank: collectives, and whether anything was waited for, at three moments."""
+    with EmulatedLink(everyone(), LinkSpec(1e-3, 0.0, serial=True)) as link:
+        seen = [(link.collectives, link.waited_seconds > 0)]
+        link.all_reduce(torch.ones(3))
+        work = link.start_all_reduce(torch.ones(3))
+        assert work is not None
+        work.wait()
+        seen.append((link.collectives, link.waited_seconds > 0))
+        link.reset_counters()
+        return [*seen, (link.collectives, link.waited_seconds > 0)]
+
+
+def test_counters(gloo_pools: GlooPools) -> None:
+    assert gloo_pools(2).run(reset_and_count) == [[(0, False), (2, True), (0, False)]] * 2
+
+
+def other_collectives() -> list[Tensor]:
+    """On each rank: what the link hands to the real group."""
+    rank = torch.tensor([float(dist.get_rank())])
+    with EmulatedLink(everyone(), FREE) as link:
+        link.barrier()
+        largest = link.all_reduce(rank.clone(), dist.ReduceOp.MAX)
+        results = [largest, link.all_gather(rank, 0), link.broadcast(rank + 5, 1)]
+        assert link.collectives == 0
+    return results
+
+
+def test_other_collectives_take_the_real_group(gloo_pools: GlooPools) -> None:
+    for rank in gloo_pools(4).run(other_collectives):
+        assert [tensor.tolist() for tensor in rank] == [[3], [0, 1, 2, 3], [6]]
+
+
+def across_modes() -> list[float]:
+    """On each rank: sums in inference mode, where the arena also grows, and after it; and of a leaf of autograd."""
+    with EmulatedLink(everyone(), FREE) as link:
+        leaf = torch.ones(3, requires_grad=True)
+        version = leaf._version
+        sums = [link.all_reduce(leaf)]
+        assert leaf._version == version and leaf.grad_fn is None
+        # More than a ring holds, so that the other mode gets the same places.
+        for inference in (True, False, True):
+            with torch.inference_mode(inference):
+                sums += [link.all_reduce(torch.ones(100_000)) for _ in range(3 * IN_FLIGHT)]
+    return [total.sum().item() / total.numel() for total in sums]
+
+
+def test_every_mode_of_autograd(gloo_pools: GlooPools) -> None:
+    assert gloo_pools(2).run(across_modes) == [[2.0] * (1 + 9 * IN_FLIGHT)] * 2
+
+
+def loss_and_gradients(alpha_seconds: float | None) -> list[Tensor]:
+    """On each rank: a ladder model's loss and gradients, over the emulated wire or (None) over gloo."""
+    mesh = mesh_of(2)
+    config = small_model(num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
+    if alpha_seconds is not None:
+        mesh = replace(mesh, tensor=EmulatedLink(mesh.tensor, LinkSpec(alpha_seconds, 0.0, serial=True)))
+    model = LanguageModel(config, mesh, StackOptions(), seed=1)
+    tokens = torch.arange(24).view(2, 12)
+    loss = model(tokens, tokens)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def test_a_model_computes_the_same_bits_over_a_link(gloo_pools: GlooPools) -> None:
+    pool = gloo_pools(2)
+    over_gloo, over_link = pool.run(loss_and_gradients, None), pool.run(loss_and_gradients, 1e-4)
+    for expected, got in zip(over_gloo, over_link, strict=True):
+        assert len(got) > 10
+        assert all(ours.equal(theirs) for ours, theirs in zip(got, expected, strict=True))
+
+
+def without_communication() -> list[Tensor]:
+    """On each rank: what a reduce leaves, and what still goes through."""
+    group = NoCommGroup(everyone())
+    own = torch.tensor([float(dist.get_rank())])
+    started = own.clone()
+    assert group.start_all_reduce(started) is None
+    return [started, group.all_reduce(own.clone()), group.all_gather(own, 0)]
+
+
+def test_without_communication_reduces_do_nothing(gloo_pools: GlooPools) -> None:
+    results = [[tensor.tolist() for tensor in rank] for rank in gloo_pools(2).run(without_communication)]
+    assert results == [[[0], [0], [0, 1]], [[1], [1], [0, 1]]]
+
+
+def our_mappings() -> list[str]:
+    with open("/proc/self/maps") as maps:
+        return [line for line in maps if "/megatron_ladder_" in line]
+
+
+def open_and_close() -> tuple[list[bool], int, list[str]]:
+    """On each rank: of each mapping whether its file is gone, mappings left, and what a closed link says."""
+    before = len(our_mappings())
+    link = EmulatedLink(everyone(), FREE)
+    link.all_reduce(torch.ones(100_000))
+    flying = launch(link, torch.ones(3))
+    gone = [line.endswith(" (deleted)\n") for line in our_mappings()[before:]]
+    link.close()
+    link.close()
+    said = []
+    for use in (flying.work.wait, lambda: link.start_all_reduce(torch.ones(3))):
+        with pytest.raises(RuntimeError) as caught:
+            use()
+        said.append(str(caught.value))
+    del flying, caught
+    return gone, len(our_mappings()) - before, said
+
+
+def test_nothing_is_left_behind(gloo_pools: GlooPools) -> None:
+    said = ["this emulated link is closed"] * 2
+    assert gloo_pools(2).run(open_and_close) == [([True, True], 0, said)] * 2
+
+
+def lost_peer() -> str:
+    """On each rank: the error of a rank whose peer does not launch."""
+    with EmulatedLink(everyone(), FREE, timeout_seconds=0.2) as link:
+        link.all_reduce(torch.ones(3))
+        said = ""
+        if dist.get_rank() == 0:
+            with pytest.raises(LostPeerError) as caught:
+                link.all_reduce(torch.ones(3))
+            said = str(caught.value)
+        link.barrier()
+    return said
+
+
+def test_a_lost_peer_is_named(gloo_pools: GlooPools) -> None:
+    expected = "ranks [1] have not launched all-reduce 2 of an emulated link within 0.2 s"
+    assert gloo_pools(2).run(lost_peer) == [expected, ""]
+
+
+def out_of_step() -> str:
+    """On each rank: the error when the ranks reduce different tensors."""
+    with EmulatedLink(everyone(), FREE) as link, pytest.raises(RuntimeError) as caught:
+        link.all_reduce(torch.ones(3 + dist.get_rank()))
+    return str(caught.value)
+
+
+def test_ranks_out_of_step_are_told(gloo_pools: GlooPools) -> None:
+    for said in gloo_pools(2).run(out_of_step):
+        assert "all-reduce 1 " in said and "rank 0: 12 bytes" in said and "rank 1: 16 bytes" in said
+
+
+def refusals(folder: Path) -> list[str]:
+    """On each rank: what is said when shared memory cannot be had."""
+    group, said = everyone(), []
+    elsewhere = FileNotFoundError(2, "No such file or directory")
+    unreachable = {"side_effect": elsewhere} if group.rank == 1 else {"wraps": shared_memory._open}
+    with patch.object(shared_memory, "SHARED_FOLDER", folder):
+        with pytest.raises(UserError) as caught:
+            map_shared(group, 1 << 62)
+        said.append(str(caught.value))
+        with patch.object(shared_memory, "_open", **unreachable), pytest.raises(UserError) as caught:
+            map_shared(group, 4096)
+        said.append(str(caught.value))
+    with patch.object(shared_memory, "SHARED_FOLDER", folder / "missing"), pytest.raises(UserError) as caught:
+        map_shared(group, 4096)
+    said.append(str(caught.value))
+    with patch("platform.machine", return_value="aarch64"), pytest.raises(UserError) as caught:
+        EmulatedLink(group, FREE)
+    said.append(str(caught.value))
+    return said
+
+
+def test_no_shared_memory_is_a_mistake_of_every_rank(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    ranks = gloo_pools(2).run(refusals, tmp_path)
+    assert ranks[0] == ranks[1]
+    too_large, elsewhere, missing, unordered = ranks[0]
+    assert "--shm-size" in too_large
+    assert "rank 1" in elsewhere and "one machine" in elsewhere
+    assert "an emulated link needs" in missing
+    assert "aarch64" in unordered
+    assert not list(tmp_path.iterdir())
+
+
+def bad_tensors() -> None:
+    with EmulatedLink(everyone(), FREE) as link:
+        for tensor in (torch.ones(4, 4).t(), torch.ones(3, device="meta")):
+            with pytest.raises(ValueError, match="contiguous tensor on the CPU"):
+                link.start_all_reduce(tensor)
+
+
+def test_tensors_that_a_link_does_not_take(gloo_pools: GlooPools) -> None:
+    gloo_pools(2).run(bad_tensors)
+
+
+def test_a_rank_alone_has_nobody_to_wait_for() -> None:
+    with EmulatedLink(CommGroup.alone(), LinkSpec(10.0, 0.0, serial=True)) as link:
+        tensor = torch.ones(3)
+        assert link.start_all_reduce(tensor) is None
+        assert link.all_reduce(tensor) is tensor and tensor.tolist() == [1, 1, 1]
+
+
+def test_the_wire_s_time() -> None:
+    assert LinkSpec(1e-3, 2e-6, serial=True).seconds(500) == pytest.approx(2e-3)
+    for alpha, beta in ((-1e-6, 0.0), (0.0, -1e-6), (float("nan"), 0.0), (0.0, float("inf"))):
+        with pytest.raises(ValueError, match="expected a time of 0 or more"):
+            LinkSpec(alpha, beta, serial=True)
