@@ -90,9 +90,13 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
 
 
 def _end(code: ExitCode) -> NoReturn:
-    """Ends the process now when it failed: destructors of process groups may wait for ranks that never come."""
+    """Ends the process now when it failed or is one of several.
+
+    Destructors of process groups may wait for ranks that never come, and their threads may abort a process whose
+    work is done when a peer leaves a moment earlier.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    if code is ExitCode.DONE:
+    if code is ExitCode.DONE and "RANK" not in os.environ:
         sys.exit(0)
     os._exit(code)

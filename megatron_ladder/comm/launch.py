@@ -100,6 +100,7 @@ def naming_lost_peers() -> Iterator[None]:
 
 
 def stop_process_group() -> None:
-    """Leaves the default process group."""
+    """Leaves the default process group together with the others: one that left early would look like a lost peer."""
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
