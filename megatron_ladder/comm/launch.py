@@ -59,6 +59,9 @@ def start_process_group(place: Place, timeout_minutes: float) -> torch.device:
     """Joins the default process group (NCCL on GPUs, gloo on CPUs) and returns this process's device.
 
     A process that is alone gets a group of one that needs no address.
+
+    Raises:
+        UserError: the launcher's port is in use.
     """
     device = place.device()
     if device.type == "cuda":
@@ -66,7 +69,13 @@ def start_process_group(place: Place, timeout_minutes: float) -> torch.device:
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     if place.launched:
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            port = os.environ["MASTER_PORT"]
+            raise UserError(f"MASTER_PORT {port} is in use: give the launcher another --master_port") from error
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

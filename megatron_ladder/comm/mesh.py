@@ -5,6 +5,7 @@ machine, are tensor-parallel, the most talkative dimension. The mesh is built on
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -36,11 +37,14 @@ class ProcessMesh:
         return ProcessMesh(alone, alone, alone, alone, alone, alone)
 
     @staticmethod
-    def build(tensor_parallel: int, pipeline_parallel: int = 1, kv_replicas: int = 1) -> "ProcessMesh":
+    def build(
+        tensor_parallel: int, pipeline_parallel: int = 1, kv_replicas: int = 1, timeout: timedelta | None = None
+    ) -> "ProcessMesh":
         """Makes the groups; every rank of the default process group must call this alike.
 
         Args:
             kv_replicas: tensor-parallel ranks that share one key and value head.
+            timeout: after which a collective of any of the groups is an error; torch's default if not given.
 
         Raises:
             ValueError: the world's size is not a multiple of tensor x pipeline.
@@ -51,15 +55,17 @@ class ProcessMesh:
         grid = torch.arange(world_size).view(pipeline_parallel, -1, tensor_parallel)
         everyone = CommGroup(range(world_size), rank, dist.group.WORLD)
         # DeepSpeed asks for a process group also where a rank is alone; only that rank need take part in making it.
-        process_group = dist.new_group([rank], use_local_synchronization=True) if world_size > 1 else dist.group.WORLD
+        process_group = dist.group.WORLD
+        if world_size > 1:
+            process_group = dist.new_group([rank], timeout, use_local_synchronization=True)
         alone = CommGroup([rank], 0, process_group)
         return ProcessMesh(
             world=everyone,
-            tensor=_group_of(alone, grid.reshape(-1, tensor_parallel)),
-            data=_group_of(alone, grid.transpose(1, 2).reshape(-1, grid.shape[1])),
-            pipeline=_group_of(alone, grid.permute(1, 2, 0).reshape(-1, pipeline_parallel)),
-            model=_group_of(alone, grid.transpose(0, 1).reshape(grid.shape[1], -1)),
-            kv_replica=_group_of(alone, grid.reshape(-1, kv_replicas)),
+            tensor=_group_of(alone, grid.reshape(-1, tensor_parallel), timeout),
+            data=_group_of(alone, grid.transpose(1, 2).reshape(-1, grid.shape[1]), timeout),
+            pipeline=_group_of(alone, grid.permute(1, 2, 0).reshape(-1, pipeline_parallel), timeout),
+            model=_group_of(alone, grid.transpose(0, 1).reshape(grid.shape[1], -1), timeout),
+            kv_replica=_group_of(alone, grid.reshape(-1, kv_replicas), timeout),
         )
 
     def describe(self) -> str:
@@ -68,13 +74,13 @@ class ProcessMesh:
         return f"{self.world.size} processes: {sizes}"
 
 
-def _group_of(alone: CommGroup, rows: torch.Tensor) -> CommGroup:
+def _group_of(alone: CommGroup, rows: torch.Tensor, timeout: timedelta | None) -> CommGroup:
     """Makes a process group of each row of `rows`, and returns the one that holds this rank."""
     mine, rank = alone, alone.ranks[0]
     if rows.shape[1] == 1:
         return mine
     for row in rows.tolist():
-        process_group = dist.new_group(row)
+        process_group = dist.new_group(row, timeout)
         if rank in row:
             mine = CommGroup(row, row.index(rank), process_group)
     return mine

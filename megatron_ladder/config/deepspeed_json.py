@@ -14,6 +14,7 @@ REFUSED_SECTIONS = {
     "amp": "half precision is --bf16; remove it",
     "pipeline": "remove it",
     "activation_checkpointing": "use --recompute-granularity full; remove it",
+    "torch_autocast": "half precision is --bf16; remove it",
     "tensor_parallel": "use --tensor-model-parallel-size; remove it",
 }
 """Sections of DeepSpeed's JSON that would take over what the command line decides."""
@@ -88,6 +89,10 @@ def _merge(
         path = prefix + key
         if isinstance(derived.get(key), Mapping) and isinstance(value, Mapping):
             merged[key] = _merge(derived[key], value, source, path + ".", mistakes)
+        elif isinstance(derived.get(key), Mapping):
+            mistakes.append(f"{source}: {path} is {json.dumps(value)}, expected an object")
+        elif path.startswith("zero_optimization.offload"):
+            mistakes.append(f"{source}: {path} is not supported by this version: remove it")
         elif value == "auto":
             if path not in FLAGS:
                 mistakes.append(f'{source}: {path} is "auto", and no flag decides it: give a value or leave it out')

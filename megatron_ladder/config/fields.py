@@ -17,16 +17,15 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import math
 import textwrap
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, Union
+from typing import Any, Literal, NoReturn, Union
 
 from megatron_ladder.errors import UserError
-
-T = TypeVar("T")
 
 
 def flag(default: Any, aliases: Sequence[str] = ()) -> Any:
@@ -100,9 +99,12 @@ class ValueType:
                 raise ValueError(f"{word!r} is not a whole number") from None
         if self.scalar is float:
             try:
-                return float(word)
+                number = float(word)
             except ValueError:
                 raise ValueError(f"{word!r} is not a number") from None
+            if not math.isfinite(number):
+                raise ValueError(f"{word!r} is not finite")
+            return number
         return self.scalar(word)
 
     @property
@@ -269,7 +271,7 @@ def _take_unknown_flags(words: list[str], known: Sequence[str], mistakes: list[s
         if _is_flag(word):
             skipping = name not in known
             if skipping:
-                near = difflib.get_close_matches(name, known, n=1)
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
                 mend = f"did you mean {near[0]}?" if near else "see --help"
                 mistakes.append(f"{name} is no flag of this program: {mend}")
         if not skipping:
@@ -313,23 +315,3 @@ def to_plain(config: Any) -> dict[str, Any]:
         return value
 
     return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
-
-
-def from_plain(config_class: type[T], values: Mapping[str, Any], source: str) -> T:
-    """The inverse of `to_plain`. Unknown or missing keys are a UserError that names `source`."""
-    fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(config_class)
-    unknown = sorted(set(values) - set(fields))
-    missing = sorted(n for n, f in fields.items() if n not in values and f.default is dataclasses.MISSING)
-    if unknown or missing:
-        raise UserError(f"{source}: unknown keys {unknown}, missing keys {missing} for {config_class.__name__}")
-    read: dict[str, Any] = {}
-    for name, value in values.items():
-        value_type = ValueType.of(hints[name])
-        if value is None:
-            read[name] = None
-        elif value_type.many:
-            read[name] = tuple(value_type.scalar(item) for item in value)
-        else:
-            read[name] = value_type.scalar(value)
-    return config_class(**read)

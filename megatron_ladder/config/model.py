@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, get_args
 
 from megatron_ladder.config.fields import ValueType, flag, flag_name, to_plain
@@ -30,7 +30,7 @@ class ModelTraits:
     """Base of the rotary embedding's wavelengths."""
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
     """How rotary frequencies are stretched for longer contexts."""
-    rope_scaling_factor: float = flag(1.0, aliases=("--rotary-seq-len-interpolation-factor",))
+    rope_scaling_factor: float = 1.0
     """Factor by which the context is stretched (linear and llama3)."""
     rope_low_freq_factor: float = 1.0
     """Llama 3 scaling: wavelengths above original positions / this are stretched in full."""
@@ -154,10 +154,6 @@ class ModelConfig(ModelTraits):
             raise UserError(*(f"{source}: {mistake}" for mistake in mistakes))
         return config
 
-    def with_vocab_size(self, vocab_size: int) -> "ModelConfig":
-        """The same model for another vocabulary."""
-        return replace(self, vocab_size=vocab_size)
-
 
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     """The sorted layer indices that `--ladder-layers` names.
@@ -216,11 +212,11 @@ def resolve_model(
     default_ffn = -(-8 * hidden // 3 // FFN_MULTIPLE) * FFN_MULTIPLE
     values = {field.name: getattr(flags, field.name) for field in fields(ModelFlags)}
     values.update(
-        ffn_hidden_size=flags.ffn_hidden_size or default_ffn,
-        num_key_value_heads=flags.num_key_value_heads or heads,
-        head_dim=flags.head_dim or hidden // heads,
+        ffn_hidden_size=default_ffn if flags.ffn_hidden_size is None else flags.ffn_hidden_size,
+        num_key_value_heads=heads if flags.num_key_value_heads is None else flags.num_key_value_heads,
+        head_dim=hidden // heads if flags.head_dim is None else flags.head_dim,
         vocab_size=vocab_size,
-        max_position_embeddings=flags.max_position_embeddings or seq_length,
+        max_position_embeddings=seq_length if flags.max_position_embeddings is None else flags.max_position_embeddings,
         ladder_layers=layers if late else (),
         desync_interval=flags.desync_interval if desync else 0,
         desync_tp=tensor_parallel if desync else None,
@@ -236,7 +232,7 @@ def model_mistakes(config: ModelConfig) -> list[str]:
     positive = (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
         "vocab_size", "max_position_embeddings", "norm_epsilon", "rotary_base", "rope_scaling_factor",
-        "residual_staleness",
+        "rope_original_max_position_embeddings", "residual_staleness",
     )  # fmt: skip
     for name in positive:
         if getattr(config, name) <= 0:
@@ -247,6 +243,13 @@ def model_mistakes(config: ModelConfig) -> list[str]:
         mistakes.append(
             f"--num-attention-heads {config.num_attention_heads} is not divisible by "
             f"--num-key-value-heads {config.num_key_value_heads}: every key head serves as many query heads"
+        )
+    if config.init_method_std < 0:
+        mistakes.append(f"--init-method-std {config.init_method_std} must not be negative")
+    if config.rope_scaling == "none" and config.rope_scaling_factor != 1.0:
+        mistakes.append(
+            f"--rope-scaling-factor {config.rope_scaling_factor} has no meaning with --rope-scaling none: "
+            "give --rope-scaling linear or llama3"
         )
     if config.head_dim % 2:
         mistakes.append(f"--head-dim {config.head_dim} is odd: the rotary embedding turns pairs")

@@ -94,7 +94,7 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: lis
         mistakes.extend(tensor_parallel_mistakes(model, tensor_parallel))
         data_parallel = world_size // tensor_parallel
     samples_at_once = max(training.micro_batch_size, 1) * data_parallel
-    global_batch_size = training.global_batch_size or samples_at_once
+    global_batch_size = samples_at_once if training.global_batch_size is None else training.global_batch_size
     if global_batch_size % samples_at_once:
         mistakes.append(
             f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size "
@@ -127,10 +127,13 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
         "--eval-interval": logging.eval_interval,
         "--distributed-timeout-minutes": parallel.distributed_timeout_minutes,
     }
-    if flags.checkpoint.save_interval is not None:
-        above_zero["--save-interval"] = flags.checkpoint.save_interval
-    if training.global_batch_size is not None:
-        above_zero["--global-batch-size"] = training.global_batch_size
+    optional = {
+        "--save-interval": flags.checkpoint.save_interval,
+        "--global-batch-size": training.global_batch_size,
+        "--lr-decay-iters": optimizer.lr_decay_iters,
+        "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
+    }
+    above_zero |= {name: value for name, value in optional.items() if value is not None}
     mistakes.extend(f"{name} {value} must be above zero" for name, value in above_zero.items() if value <= 0)
     not_negative = {
         "--min-lr": optimizer.min_lr,
@@ -146,7 +149,12 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
             mistakes.append(f"{name} {beta} must lie in [0, 1)")
     if optimizer.min_lr > optimizer.lr:
         mistakes.append(f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}")
-    decay_iters = optimizer.lr_decay_iters or training.train_iters
+    decay_iters = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
+    if (optimizer.lr_wsd_decay_iters or 0) > max(0, decay_iters - optimizer.lr_warmup_iters):
+        mistakes.append(
+            f"--lr-wsd-decay-iters {optimizer.lr_wsd_decay_iters} is more than the {decay_iters} decay iterations "
+            f"leave after --lr-warmup-iters {optimizer.lr_warmup_iters}"
+        )
     if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters:
         mistakes.append(
             f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves no step of the {decay_iters} decay iterations"
@@ -170,7 +178,7 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
         )
     if training.recompute_num_layers is not None and training.recompute_granularity is None:
         mistakes.append("--recompute-num-layers has no meaning without --recompute-granularity full")
-    if (training.recompute_num_layers or 0) > model.num_layers:
+    if training.recompute_num_layers is not None and training.recompute_num_layers > model.num_layers > 0:
         mistakes.append(
             f"--recompute-num-layers {training.recompute_num_layers} is above --num-layers {model.num_layers}"
         )

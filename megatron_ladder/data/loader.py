@@ -90,10 +90,6 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
             for rows in batch.view(-1, self.micro_batch_size, batch.shape[1]).unbind()
         ]
 
-    def state_dict(self) -> dict[str, int]:
-        """All that a resumed run needs to read on where this one stopped, in any layout."""
-        return {"consumed_samples": self.consumed_samples}
-
 
 class Sources(NamedTuple):
     """Samples of each part; None where there is none. Only training is shuffled."""

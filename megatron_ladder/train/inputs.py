@@ -1,10 +1,12 @@
 """From a command line to everything a run is made of, all mistakes found before a process group exists."""
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
+from megatron_ladder.checkpoint.publish import is_published_name
 from megatron_ladder.checkpoint.weights import stored_model
 from megatron_ladder.comm.launch import Place
 from megatron_ladder.config.data import DataConfig
@@ -12,6 +14,7 @@ from megatron_ladder.config.deepspeed_json import deepspeed_json
 from megatron_ladder.config.fields import flag_name
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.loader import Sources, check_tokenizer, open_sources
+from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_ladder.errors import UserError
 
@@ -46,8 +49,13 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
     tokenizer, vocab_size = _find_vocabulary(flags.data, flags.model.vocab_size, mistakes, about_files)
     run = resolve_run(flags, vocab_size, place.world_size, mistakes)
     engine_config = deepspeed_json(run, about_files)
-    sources = _open_data(run, tokenizer, about_files)
-    checkpoint = _open_checkpoint(run, about_files)
+    sources = None if _is_pointless(run) else _open_data(run, tokenizer, about_files)
+    _check_folders(run, about_files)
+    vocabulary_is_known = tokenizer is not None or flags.model.vocab_size is not None
+    ignored = FREE_TO_CHANGE if vocabulary_is_known else (*FREE_TO_CHANGE, "vocab_size")
+    checkpoint = _open_checkpoint(run, ignored, about_files)
+    if checkpoint is not None and sources is not None:
+        about_files.extend(_other_data(checkpoint, describe_data(sources, tokenizer)))
     if mistakes or about_files or sources is None:
         raise UserError(*mistakes, *about_files)
     return RunInputs(run, engine_config, tokenizer, sources, checkpoint)
@@ -76,6 +84,24 @@ def _find_vocabulary(
     return tokenizer, vocab_size or tokenizer.vocab_size
 
 
+def _is_pointless(run: RunConfig) -> bool:
+    """Whether numbers, reported already, make it pointless to look at the data."""
+    return run.training.seq_length < 1
+
+
+def _check_folders(run: RunConfig, about_files: list[str]) -> None:
+    """Makes the directories that the run writes to: better now than after hours."""
+    for flag, folder in (("--save", run.checkpoint.save), ("--tensorboard-dir", run.logging.tensorboard_dir)):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            about_files.append(f"{flag} {folder}: cannot be written to: {error.strerror}: give another directory")
+
+
 def _open_data(run: RunConfig, tokenizer: Tokenizer | None, about_files: list[str]) -> Sources | None:
     data = run.data
     parts = ["train", "valid"] if run.logging.eval_iters > 0 else ["train"]
@@ -86,31 +112,69 @@ def _open_data(run: RunConfig, tokenizer: Tokenizer | None, about_files: list[st
         )  # fmt: skip
         if tokenizer is not None:
             check_tokenizer(sources, tokenizer)
+        about_files.extend(_ids_beyond(sources, run.model.vocab_size))
     except UserError as error:
         about_files.extend(error.mistakes)
         return None
     return sources
 
 
-def _open_checkpoint(run: RunConfig, about_files: list[str]) -> Checkpoint | None:
+def _ids_beyond(sources: Sources, vocab_size: int) -> list[str]:
+    """A line for each data set whose sidecar tells of ids that the model lacks."""
+    prefixes = {source.dataset.prefix for source in sources if source is not None}
+    sidecars = {prefix: read_sidecar(prefix) for prefix in sorted(prefixes)}
+    return [
+        f"{prefix}: holds token ids up to {sidecar.largest_id}, the model has {vocab_size}: "
+        "give the --tokenizer-model or --vocab-size of the data"
+        for prefix, sidecar in sidecars.items()
+        if sidecar is not None and sidecar.largest_id >= vocab_size > 1
+    ]
+
+
+def describe_data(sources: Sources, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What a checkpoint keeps of the data, so that a resumed run reads the same samples on."""
+    assert sources.train is not None
+    return {
+        "train_documents": len(sources.train.documents),
+        "train_tokens": sources.train.tokens,
+        "tokenizer_sha256": None if tokenizer is None else tokenizer.sha256,
+    }
+
+
+def _open_checkpoint(run: RunConfig, ignored: Sequence[str], about_files: list[str]) -> Checkpoint | None:
     """What --load names; a directory without checkpoints is none, and the caller says so."""
-    if run.checkpoint.load is None:
+    load = run.checkpoint.load
+    if load is None:
+        return None
+    if is_published_name(load.name) and not load.exists():
+        about_files.append(f"--load {load}: there is no such checkpoint")
         return None
     try:
-        checkpoint = find_checkpoint(run.checkpoint.load)
+        checkpoint = find_checkpoint(load)
         if checkpoint is not None:
-            about_files.extend(_disagreements(run, checkpoint))
+            about_files.extend(_disagreements(run, checkpoint, ignored))
     except UserError as error:
         about_files.extend(error.mistakes)
         return None
     return checkpoint
 
 
-def _disagreements(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
+def _other_data(checkpoint: Checkpoint, data: dict[str, Any]) -> list[str]:
+    """A line if the samples that a resumed run would read are not those that the checkpoint was trained on."""
+    stored = checkpoint.manifest.get("data", {})
+    return [
+        f"--data-path or --tokenizer-model: {name} is {value}, and {checkpoint.directory} was trained with "
+        f"{stored[name]}: give the same data"
+        for name, value in data.items()
+        if name in stored and stored[name] != value
+    ]
+
+
+def _disagreements(run: RunConfig, checkpoint: Checkpoint, ignored: Sequence[str]) -> list[str]:
     """A line for each value of the command line that the checkpoint contradicts."""
     model = stored_model(checkpoint)
     stored, given = model.to_dict(), run.model.to_dict()
-    pairs = {name: (given[name], stored[name]) for name in stored if name not in FREE_TO_CHANGE}
+    pairs = {name: (given[name], stored[name]) for name in stored if name not in ignored}
     # What follows from the wiring is told only of the same wiring, and in the words of a flag.
     ours, theirs = pairs.pop("desync_tp")
     if model.residual_mode == run.model.residual_mode:

@@ -46,7 +46,8 @@ def banner(trainer: Trainer) -> str:
         f"{run.data_parallel_size} data-parallel ranks x {run.training.micro_batch_size}",
         "tokens": f"{run.tokens_per_step:,} a step, {run.tokens_per_step * run.training.train_iters:,} in "
         f"{run.training.train_iters:,} steps",
-        "model FLOPs": f"{flops.training * run.global_batch_size:.3e} a step",
+        "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step; with recomputation "
+        f"{flops.training_on_hardware(run.recompute_layers) * run.global_batch_size:.3e} on the hardware",
         "overlap": _overlap(run),
         "recompute": f"{run.recompute_layers} layers" if run.recompute_layers else "none",
         "norm": trainer.implementations["norm"],
@@ -181,7 +182,7 @@ def duration(seconds: float) -> str:
 
 
 def _engineering(value: float) -> str:
-    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= size:
             return f"{value / size:.2f} {prefix}"
     return f"{value:.0f} "

@@ -11,9 +11,9 @@ from megatron_ladder.checkpoint.training_state import load_training_state, save_
 from megatron_ladder.comm.launch import find_place, naming_lost_peers, stop_process_group
 from megatron_ladder.data.loader import GlobalBatchLoader
 from megatron_ladder.data.samples import SampleSource
-from megatron_ladder.data.tokenizers import Tokenizer, copy_tokenizer
+from megatron_ladder.data.tokenizers import copy_tokenizer
 from megatron_ladder.errors import BadNumbersError, UserError
-from megatron_ladder.train.inputs import RunInputs, read_inputs
+from megatron_ladder.train.inputs import RunInputs, describe_data, read_inputs
 from megatron_ladder.train.log import RunLog, banner, say
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import StepResult, evaluate, train_step
@@ -73,7 +73,6 @@ def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples:
         return
     assert inputs.sources.train is not None
     batches = loader(trainer, inputs.sources.train, consumed_samples)
-    saved = iteration
     losses: list[torch.Tensor] = []
     with RunLog(trainer, iteration + 1) as log:
         while iteration < last:
@@ -83,18 +82,19 @@ def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples:
             if iteration % run.logging.log_interval == 0 or iteration == last:
                 report(trainer, log, iteration, losses, result)
                 losses.clear()
-            if inputs.sources.valid is not None and (
-                iteration % run.logging.eval_interval == 0 or iteration == last
-            ):
+            # Saved first: what an evaluation may meet must not cost the steps before it.
+            if _is_due(iteration, run.checkpoint.save_interval, last):
+                with log.without_time():
+                    save(trainer, inputs, iteration, batches.consumed_samples)
+            if inputs.sources.valid is not None and _is_due(iteration, run.logging.eval_interval, last):
                 with log.without_time():
                     valid = loader(trainer, inputs.sources.valid, consumed_samples=0)
                     log.validation(iteration, evaluate(trainer, valid, run.logging.eval_iters))
-            if run.checkpoint.save_interval and iteration % run.checkpoint.save_interval == 0:
-                with log.without_time():
-                    save(trainer, inputs.tokenizer, iteration, batches.consumed_samples)
-                saved = iteration
-    if saved < iteration:
-        save(trainer, inputs.tokenizer, iteration, batches.consumed_samples)
+
+
+def _is_due(iteration: int, interval: int | None, last: int) -> bool:
+    """Whether what happens every `interval` steps, and after the last one, happens now."""
+    return iteration == last or (interval is not None and iteration % interval == 0)
 
 
 def report(
@@ -123,9 +123,9 @@ def loader(trainer: Trainer, source: SampleSource, consumed_samples: int) -> Glo
     )
 
 
-def save(trainer: Trainer, tokenizer: Tokenizer | None, iteration: int, consumed_samples: int) -> None:
+def save(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples: int) -> None:
     """Publishes a checkpoint in --save, if that was given; all ranks take part."""
-    run = trainer.run
+    run, tokenizer = trainer.run, inputs.tokenizer
     if run.checkpoint.save is None:
         return
     header = {
@@ -133,6 +133,7 @@ def save(trainer: Trainer, tokenizer: Tokenizer | None, iteration: int, consumed
         "consumed_samples": consumed_samples,
         "model": run.model.to_dict(),
         "run": run.to_dict(),
+        "data": describe_data(inputs.sources, tokenizer),
         "tokenizer": None if tokenizer is None else {"type": tokenizer.kind, "sha256": tokenizer.sha256},
         "versions": {"megatron_ladder": __version__, "torch": torch.__version__},
     }
@@ -146,5 +147,5 @@ def save(trainer: Trainer, tokenizer: Tokenizer | None, iteration: int, consumed
             run.checkpoint.save, header, trainer.state, trainer.mesh.world, add_tokenizer
         )
     except OSError as error:
-        raise UserError(f"--save {run.checkpoint.save}: {error.strerror}: {error.filename}") from error
+        raise UserError(f"--save {run.checkpoint.save}: {error.strerror or error}") from error
     say(f"saved {published}", trainer.mesh.world.rank)

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ def build_mesh(run: RunConfig) -> ProcessMesh:
         tensor_parallel,
         run.parallel.pipeline_model_parallel_size,
         kv_replicas=key_value_replicas(run.model, tensor_parallel),
+        timeout=timedelta(minutes=run.parallel.distributed_timeout_minutes),
     )
 
 
@@ -94,7 +96,7 @@ def build_engine(
 def build_schedule(run: RunConfig) -> LearningRateSchedule:
     """The learning rate of every step."""
     optimizer = run.optimizer
-    decay_iters = optimizer.lr_decay_iters or run.training.train_iters
+    decay_iters = run.training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
     return LearningRateSchedule(
         lr=optimizer.lr,
         min_lr=optimizer.min_lr,

@@ -62,8 +62,8 @@ def test_resume_reads_on_where_it_stopped(make_dataset: MakeDataset) -> None:
     stopped = loader_of(source, 2, 1, 3)
     for _ in range(2):
         next(stopped)
-    assert stopped.state_dict() == {"consumed_samples": 2 * GLOBAL_BATCH}
-    resumed = loader_of(source, 2, 1, 3, consumed=stopped.state_dict()["consumed_samples"])
+    assert stopped.consumed_samples == 2 * GLOBAL_BATCH
+    resumed = loader_of(source, 2, 1, 3, consumed=stopped.consumed_samples)
     for expected, found in zip(steps[2:], resumed, strict=False):
         assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(expected, found, strict=True))
 

@@ -47,7 +47,7 @@ def mistakes_of(argv: list[str]) -> tuple[str, ...]:
 
 
 def test_all_mistakes_of_a_command_line_are_named_together() -> None:
-    words = "--tp 0 --max-new-tokens 0 --temperature nan --top-k -1 --top-p 0 --seed -1 --tokens 1 x --json --stream"
+    words = "--tp 0 --max-new-tokens 0 --temperature -1 --top-k -1 --top-p 0 --seed -1 --tokens 1 x --json --stream"
     mistakes = mistakes_of(["--promt", "a", "--tokenizer-type", "HFTokenizer", *words.split()])
     beginnings = [
         "--promt is no flag of this program: did you mean --prompt?",
@@ -56,7 +56,7 @@ def test_all_mistakes_of_a_command_line_are_named_together() -> None:
         "--tokenizer-type and --tokenizer-model belong together",
         "--tokens: 'x' is no token id",
         "--max-new-tokens 0: ",
-        "--temperature nan: ",
+        "--temperature -1.0: ",
         "--top-k -1: ",
         "--top-p 0.0: ",
         "--seed -1: ",

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_ladder.comm.launch import Place
+from megatron_ladder.data.indexed import IndexedDatasetWriter
+from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import read_inputs
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
@@ -19,6 +22,26 @@ def mistakes_about(save: Path, words: str) -> list[str]:
     with pytest.raises(UserError) as raised:
         read_inputs([*SIZES, "--load", str(save), *words.split()], Place(0, 4, 0))
     return [mistake.split(":")[0] for mistake in raised.value.mistakes if "was trained with" in mistake]
+
+
+def test_what_a_run_cannot_use_is_told_before_it_starts(tmp_path: Path) -> None:
+    """Files are looked at after numbers, and every one of them."""
+    prefix = tmp_path / "tokens"
+    writer = IndexedDatasetWriter(prefix, np.dtype(np.uint16))
+    writer.add_document(np.full(40, 99))
+    writer.publish()
+    write_sidecar(prefix, Sidecar("t", "0" * 64, 100, 0, False, largest_id=99, documents=1, tokens=40))
+    (tmp_path / "file").touch()
+    words = f"--data-path {prefix} --split 1 --eval-iters 0 --save {tmp_path}/file --tensorboard-dir {tmp_path}/file/x"
+    with pytest.raises(UserError) as raised:
+        read_inputs([*SIZES, *words.split(), "--load", f"{tmp_path}/iter_0000009"], Place(0, 1, 0))
+    starts = [
+        f"{prefix}: holds token ids up to 99, the model has 67",
+        f"--save {tmp_path}/file: cannot be written to",
+        f"--tensorboard-dir {tmp_path}/file/x: cannot be written to",
+        f"--load {tmp_path}/iter_0000009: there is no such",
+    ]
+    assert [line.startswith(start) for line, start in zip(raised.value.mistakes, starts, strict=True)] == [True] * 4
 
 
 def test_a_desync_model_resumes_at_its_own_size(tmp_path: Path) -> None:
