@@ -80,9 +80,9 @@ class ModelFlags(ModelTraits):
     """Number of token ids; taken from the tokenizer if not given. It is padded to 128 x tensor-parallel size."""
     max_position_embeddings: int | None = None
     """Longest sequence the model may see; the training sequence length if not given."""
-    ladder_layers: str = "all"
-    """Layers that read the stream late: all, none, N (the upper N layers), or indices from 0 as in 16-31,
-    3,7,9-12 or [16] (one layer)."""
+    ladder_layers: str | None = None
+    """Layers that read the stream late: all (if not given), none, N (the upper N layers), or indices from 0 as in
+    16-31, 3,7,9-12 or [16] (one layer)."""
     desync_interval: int = 2
     """With --residual-mode desync, sub-blocks between two all-reduces: 2 or 4."""
 
@@ -205,7 +205,7 @@ def resolve_model(
                 f"{flags.residual_mode}: give --residual-mode {' or '.join(modes)}, or leave it out"
             )
     try:
-        layers = parse_layers(flags.ladder_layers, flags.num_layers)
+        layers = parse_layers("all" if flags.ladder_layers is None else flags.ladder_layers, flags.num_layers)
     except ValueError as error:
         mistakes.append(f"--ladder-layers {flags.ladder_layers}: {error}")
         layers = ()

@@ -63,6 +63,7 @@ def test_wiring_flags() -> None:
     assert (two_late.ladder_layers, two_late.residual_staleness) == ((10, 11), 2)
     for mode in ("standard", "parallel"):
         assert "--ladder-layers 4 has no meaning" in resolve(residual_mode=mode, ladder_layers="4")[1][0]
+        assert "--ladder-layers all has no meaning" in resolve(residual_mode=mode, ladder_layers="all")[1][0]
         assert "--residual-staleness 2 has no meaning" in resolve(residual_mode=mode, residual_staleness=2)[1][0]
         assert "--desync-interval 4 has no meaning" in resolve(residual_mode=mode, desync_interval=4)[1][0]
     assert "--residual-staleness 0 must be above zero" in resolve(residual_mode="ladder", residual_staleness=0)[1]
