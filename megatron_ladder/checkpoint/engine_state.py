@@ -124,19 +124,6 @@ class EngineState(ABC):
             if not torch.equal(span.master.to(span.weight.dtype), span.weight):
                 raise RuntimeError(f"the fp32 master of {span.sections[0].name} is not the model's weight")
 
-    def _flat_spans(
-        self, parameters: Sequence[nn.Parameter], offsets: Sequence[int], flat_master: Tensor, partition: int
-    ) -> Iterator[Span]:
-        """Runs of parameters that lie at `offsets` of a flat vector, of which this rank holds one partition."""
-        low = partition * flat_master.numel()
-        high = low + flat_master.numel()
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            first, last = max(offset, low), min(offset + parameter.numel(), high)
-            if first < last:
-                weight = parameter.detach().view(-1).narrow(0, first - offset, last - first)
-                sections = self._sections[id(parameter)]
-                yield Span(parameter, sections, first - offset, weight, flat_master, first - low, owned=True)
-
 
 class PlainState(EngineState):
     """ZeRO-0 in fp32: torch's optimizer on the parameters themselves, the same on every data-parallel rank."""
@@ -162,20 +149,52 @@ class PlainState(EngineState):
         return
 
 
-class Bf16State(EngineState):
-    """ZeRO-1 in bf16 with fp32 gradient accumulation (`BF16_Optimizer`)."""
+class _FlatGroup(NamedTuple):
+    """Parameters that lie in one flat vector, of which this rank holds a partition."""
+
+    parameters: Sequence[nn.Parameter]
+    offsets: Sequence[int]
+    """Where each begins in the vector."""
+    flat_master: Tensor
+    """This rank's partition, fp32."""
+
+
+class FlatState(EngineState):
+    """ZeRO-1: parameters are flattened group by group, and each data-parallel rank updates one partition of each."""
 
     @property
     def base(self) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = self.engine.optimizer.optimizer
         return optimizer
 
+    @abstractmethod
+    def groups(self) -> Iterator[_FlatGroup]:
+        """The groups, in the optimizer's order."""
+
     def spans(self) -> Iterator[Span]:
+        for index, (parameters, offsets, flat_master) in enumerate(self.groups()):
+            low = dist.get_rank(self.engine.optimizer.real_dp_process_group[index]) * flat_master.numel()
+            high = low + flat_master.numel()
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                first, last = max(offset, low), min(offset + parameter.numel(), high)
+                if first < last:
+                    weight = parameter.detach().view(-1).narrow(0, first - offset, last - first)
+                    sections = self._sections[id(parameter)]
+                    yield Span(parameter, sections, first - offset, weight, flat_master, first - low, owned=True)
+
+    def masters_changed(self) -> None:
+        self.engine.optimizer.update_lp_params()
+
+
+class Bf16State(FlatState):
+    """ZeRO-1 in bf16 with fp32 gradient accumulation (`BF16_Optimizer`)."""
+
+    def groups(self) -> Iterator[_FlatGroup]:
         optimizer = self.engine.optimizer
-        for index, flat_master in enumerate(optimizer.fp32_groups_flat_partition):
-            parameters = optimizer.bf16_groups[index]
-            partition = dist.get_rank(optimizer.real_dp_process_group[index])
-            yield from self._flat_spans(parameters, _packed_offsets(parameters), flat_master, partition)
+        for parameters, flat_master in zip(
+            optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True
+        ):
+            yield _FlatGroup(parameters, _packed_offsets(parameters), flat_master)
 
     def gradients(self) -> Iterator[Tensor]:
         optimizer = self.engine.optimizer
@@ -184,25 +203,19 @@ class Bf16State(EngineState):
         for span in self.spans():
             yield of_master[id(span.flat_master)].narrow(0, span.offset, span.length)
 
-    def masters_changed(self) -> None:
-        self.engine.optimizer.update_lp_params()
 
-
-class Zero1State(EngineState):
+class Zero1State(FlatState):
     """ZeRO-1 in fp32 (`DeepSpeedZeroOptimizer`)."""
 
-    @property
-    def base(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self.engine.optimizer.optimizer
-        return optimizer
-
-    def spans(self) -> Iterator[Span]:
+    def groups(self) -> Iterator[_FlatGroup]:
         optimizer = self.engine.optimizer
-        for index, flat_master in enumerate(optimizer.single_partition_of_fp32_groups):
-            parameters = optimizer.round_robin_bit16_groups[index]
-            offsets = optimizer.round_robin_bit16_offsets[index]
-            partition = dist.get_rank(optimizer.real_dp_process_group[index])
-            yield from self._flat_spans(parameters, offsets, flat_master, partition)
+        for parameters, offsets, flat_master in zip(
+            optimizer.round_robin_bit16_groups,
+            optimizer.round_robin_bit16_offsets,
+            optimizer.single_partition_of_fp32_groups,
+            strict=True,
+        ):
+            yield _FlatGroup(parameters, offsets, flat_master)
 
     def gradients(self) -> Iterator[Tensor]:
         optimizer = self.engine.optimizer
@@ -217,9 +230,6 @@ class Zero1State(EngineState):
             if gradient is None or gradient.numel() != span.length:
                 raise RuntimeError(f"the engine holds no gradient of {span.sections[0].name} at element {span.offset}")
             yield gradient
-
-    def masters_changed(self) -> None:
-        self.engine.optimizer.update_lp_params()
 
 
 STATES: dict[str, type[EngineState]] = {
