@@ -46,6 +46,29 @@ class CommGroup:
             return None
         return dist.all_reduce(tensor, group=self.process_group, async_op=True)
 
+    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        """Starts summing `tensor` [n, ...] (contiguous), of which each rank gets n / size rows, in rank order.
+
+        Returns:
+            The rows' place, and the handle; the tensor itself and None when this rank is alone.
+        """
+        if self.size == 1:
+            return tensor, None
+        rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        # gloo copies the sum there when it is waited for, of which autograd must not hear.
+        return rows, dist.reduce_scatter_single(rows.data, tensor, group=self.process_group, async_op=True)
+
+    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        """Starts joining all ranks' `tensor` [n, ...] (contiguous) along the first dimension, in rank order.
+
+        Returns:
+            The place of the [size x n, ...], and the handle; the tensor itself and None when this rank is alone.
+        """
+        if self.size == 1:
+            return tensor, None
+        whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:])
+        return whole, dist.all_gather_single(whole.data, tensor, group=self.process_group, async_op=True)
+
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduces `tensor` in place and returns it."""
         if self.size > 1:

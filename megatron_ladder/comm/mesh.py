@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.stream import ReplicatedStream, ShardedStream, StreamLayout
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,15 @@ class ProcessMesh:
     """Ranks that together hold one model: tensor x pipeline."""
     kv_replica: CommGroup
     """Tensor-parallel ranks that hold the same key and value heads."""
+    sequence_parallel: bool = False
+    """Whether a tensor-parallel rank holds only its part of the positions of the residual stream."""
+
+    @property
+    def stream(self) -> StreamLayout:
+        """How the tensor-parallel ranks share the residual stream."""
+        if self.sequence_parallel and self.tensor.size > 1:
+            return ShardedStream(self.tensor)
+        return ReplicatedStream(self.tensor)
 
     @staticmethod
     def single() -> "ProcessMesh":
@@ -38,7 +48,11 @@ class ProcessMesh:
 
     @staticmethod
     def build(
-        tensor_parallel: int, pipeline_parallel: int = 1, kv_replicas: int = 1, timeout: timedelta | None = None
+        tensor_parallel: int,
+        pipeline_parallel: int = 1,
+        kv_replicas: int = 1,
+        timeout: timedelta | None = None,
+        sequence_parallel: bool = False,
     ) -> "ProcessMesh":
         """Makes the groups; every rank of the default process group must call this alike.
 
@@ -66,6 +80,7 @@ class ProcessMesh:
             pipeline=_group_of(alone, grid.permute(1, 2, 0).reshape(-1, pipeline_parallel), timeout),
             model=_group_of(alone, grid.transpose(0, 1).reshape(grid.shape[1], -1), timeout),
             kv_replica=_group_of(alone, grid.reshape(-1, kv_replicas), timeout),
+            sequence_parallel=sequence_parallel,
         )
 
     def describe(self) -> str:

@@ -3,6 +3,7 @@
 Layouts: hidden_states [s, b, h]; queries [s, b, heads/t, d]; the attention product itself [b, heads/t, s, d].
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.model.norm import NormFunction, RMSNorm
 from megatron_ladder.model.projections import attention_output, input_projection, query_key_value_shares
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary
 from megatron_ladder.parallel.input_gradient import InputGradient
+
+Midway = Callable[[Tensor], None]
+"""Called by a sub-block between its two products, with what lies between them: when collectives that fly under it may
+make progress."""
 
 
 class KeyValueCache(Protocol):
@@ -48,14 +52,13 @@ class AttentionHeads(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.layer = layer
-        self.group = group
         self.head_dim = config.head_dim
         self.q_norm, self.k_norm = None, None
         if config.qk_layernorm:
             self.q_norm, self.k_norm = (
                 RMSNorm(
                     f"layers.{layer}.attention.{which}_norm", config.head_dim, config.norm_epsilon, norm,
-                    rank=group.rank, dtype=dtype, device=device,
+                    rank=group.rank, dtype=dtype, device=device, partial_over=group,
                 )
                 for which in "qk"
             )  # fmt: skip
@@ -71,8 +74,8 @@ class AttentionHeads(nn.Module):
         """Projections [s, b, heads/t * d] -> [s, b, heads/t * d]."""
         q, k, v = (x.view(*x.shape[:-1], -1, self.head_dim) for x in (queries, keys, values))
         if self.q_norm is not None and self.k_norm is not None:
-            q = self._norm_heads(self.q_norm, q, input_gradient)
-            k = self._norm_heads(self.k_norm, k, input_gradient)
+            later = None if input_gradient is None else input_gradient.partial_gradients
+            q, k = self.q_norm(q, partial_gradients=later), self.k_norm(k, partial_gradients=later)
         q, k = apply_rotary(q, context.rotary), apply_rotary(k, context.rotary)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         if context.cache is not None:
@@ -83,14 +86,6 @@ class AttentionHeads(nn.Module):
             q, k, v, attn_mask=context.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )
         return attended.permute(2, 0, 1, 3).flatten(2)
-
-    def _norm_heads(self, norm: RMSNorm, x: Tensor, input_gradient: InputGradient | None) -> Tensor:
-        """The norm's weight meets only this rank's heads, so its gradient is summed over the ranks."""
-        if input_gradient is None:
-            weight = copy_to_tensor_parallel_region(norm.weight, self.group)
-        else:
-            weight = input_gradient.defer(norm.weight)
-        return norm.function(x, weight, norm.epsilon)
 
 
 class Attention(nn.Module):
@@ -112,8 +107,12 @@ class Attention(nn.Module):
         context: SequenceContext,
         launch: bool = True,
         input_gradient: InputGradient | None = None,
+        midway: Midway | None = None,
     ) -> InFlight:
         """[s, b, h] normed -> the attention's output [s, b, h], in flight (unreduced if not `launch`)."""
         queries, keys, values = self.qkv_proj.split(self.qkv_proj(normed, input_gradient))
-        in_flight: InFlight = self.o_proj(self.heads(queries, keys, values, context, input_gradient), launch=launch)
+        attended = self.heads(queries, keys, values, context, input_gradient)
+        if midway is not None:
+            midway(attended)
+        in_flight: InFlight = self.o_proj(attended, launch=launch)
         return in_flight

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ladder.comm.inflight import InFlight, start_all_reduce
+from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
-from megatron_ladder.model.attention import AttentionHeads, SequenceContext
+from megatron_ladder.model.attention import AttentionHeads, Midway, SequenceContext
 from megatron_ladder.model.norm import NormFunction
 from megatron_ladder.model.projections import (
     attention_output,
@@ -27,7 +27,7 @@ class AttentionMLP(nn.Module):
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.group = mesh.tensor
+        self.layout = mesh.stream
         shares = [*query_key_value_shares(config, layer, mesh.tensor.size), *gate_up_shares(config, layer)]
         self.in_proj = input_projection(config, shares, mesh, dtype, device)
         self.heads = AttentionHeads(config, layer, norm, mesh.tensor, dtype, device)
@@ -40,9 +40,13 @@ class AttentionMLP(nn.Module):
         context: SequenceContext,
         launch: bool = True,
         input_gradient: InputGradient | None = None,
+        midway: Midway | None = None,
     ) -> InFlight:
         """[s, b, h] normed -> the sum of both outputs [s, b, h], in flight (unreduced if not `launch`)."""
         queries, keys, values, gate, up = self.in_proj.split(self.in_proj(normed, input_gradient))
-        attended = self.o_proj(self.heads(queries, keys, values, context, input_gradient), launch=False).partial
-        partial = attended + self.down_proj(F.silu(gate) * up, launch=False).partial
-        return start_all_reduce(partial, self.group) if launch else InFlight(partial, None)
+        attended = self.heads(queries, keys, values, context, input_gradient)
+        if midway is not None:
+            midway(attended)
+        partial = self.o_proj(attended, launch=False).partial
+        partial = partial + self.down_proj(F.silu(gate) * up, launch=False).partial
+        return self.layout.start_write(partial) if launch else InFlight(partial, None)

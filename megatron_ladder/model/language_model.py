@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.model.attention import SequenceContext
-from megatron_ladder.model.norm import RMSNorm
+from megatron_ladder.model.norm import RMSNorm, positions_over
 from megatron_ladder.model.rotary import rotary_table
 from megatron_ladder.model.stack import StackOptions, TransformerStack
 from megatron_ladder.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -44,32 +44,35 @@ class LanguageModel(nn.Module):
         self.compute_dtype = dtype
         std = config.init_method_std
         self.embedding = VocabParallelEmbedding(
-            "embedding", config.vocab_size, config.hidden_size, std=std, group=mesh.tensor, dtype=dtype, device=device
-        )
+            "embedding", config.vocab_size, config.hidden_size, std=std, group=mesh.tensor, layout=mesh.stream,
+            dtype=dtype, device=device,
+        )  # fmt: skip
         self.stack = TransformerStack(config, range(config.num_layers), mesh, options, dtype, device)
         self.final_norm = RMSNorm(
             "final_norm", config.hidden_size, config.norm_epsilon, options.norm,
-            rank=mesh.tensor.rank, dtype=dtype, device=device,
+            rank=mesh.tensor.rank, dtype=dtype, device=device, partial_over=positions_over(mesh),
         )  # fmt: skip
         self.lm_head: VocabParallelHead | None = None
         if not config.tie_embeddings:
             self.lm_head = VocabParallelHead(
-                "lm_head", config.vocab_size, config.hidden_size, std=std, group=mesh.tensor, dtype=dtype, device=device
-            )
+                "lm_head", config.vocab_size, config.hidden_size, std=std, group=mesh.tensor, layout=mesh.stream,
+                dtype=dtype, device=device,
+            )  # fmt: skip
         if seed is not None:
             initialize(self, seed)
 
     def hidden_states(self, tokens: Tensor, context: SequenceContext) -> Tensor:
-        """Token ids [b, s] -> the stream after the last layer, [s, b, h], everything drained."""
+        """Token ids [b, s] -> the stream after the last layer, everything drained: [s, b, h], or this rank's
+        positions of it."""
         state = self.embedding(tokens).unsqueeze(0)
         stream: Tensor = self.stack(state, context)[0]
         return stream
 
     def logits_shard(self, hidden_states: Tensor) -> Tensor:
-        """[s, b, h] -> this rank's part of the logits, [s, b, padded V / t]; see `VocabParallelHead.valid`."""
+        """The stream -> this rank's part of the logits, [s, b, padded V / t]; see `VocabParallelHead.valid`."""
         normed = self.final_norm(hidden_states)
         if self.lm_head is None:
-            return vocab_parallel_logits(normed, self.embedding.weight, self.group)
+            return vocab_parallel_logits(normed, self.embedding.weight, self.embedding.layout)
         logits: Tensor = self.lm_head(normed)
         return logits
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
-from megatron_ladder.model.attention import SequenceContext
+from megatron_ladder.model.attention import Midway, SequenceContext
 from megatron_ladder.model.projections import gate_up_shares, input_projection, mlp_output
 from megatron_ladder.parallel.input_gradient import InputGradient
 
@@ -31,8 +31,12 @@ class MLP(nn.Module):
         context: SequenceContext,
         launch: bool = True,
         input_gradient: InputGradient | None = None,
+        midway: Midway | None = None,
     ) -> InFlight:
         """[s, b, h] normed -> the MLP's output [s, b, h], in flight (unreduced if not `launch`)."""
         gate, up = self.gate_up_proj.split(self.gate_up_proj(normed, input_gradient))
-        in_flight: InFlight = self.down_proj(F.silu(gate) * up, launch=launch)
+        inner = F.silu(gate) * up
+        if midway is not None:
+            midway(inner)
+        in_flight: InFlight = self.down_proj(inner, launch=launch)
         return in_flight

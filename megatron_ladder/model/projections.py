@@ -46,7 +46,7 @@ def input_projection(
         kv_replica_group=mesh.kv_replica,
         dtype=dtype,
         device=device,
-        sum_input_gradient=config.residual_mode != "desync",
+        sum_input_gradient=config.residual_mode != "desync" and mesh.stream.shards == 1,
     )
 
 
@@ -61,6 +61,7 @@ def attention_output(
         bias=config.add_attention_output_bias,
         std=_output_std(config),
         group=mesh.tensor,
+        layout=mesh.stream,
         dtype=dtype,
         device=device,
         block=config.head_dim,
@@ -79,6 +80,7 @@ def mlp_output(
         bias=config.add_mlp_bias,
         std=_output_std(config),
         group=mesh.tensor,
+        layout=mesh.stream,
         dtype=dtype,
         device=device,
         equal_gradients=synchronised_after(config, 2 * layer + 1),

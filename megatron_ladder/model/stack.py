@@ -12,6 +12,9 @@ rule has a walk of its own, `desync.py`.
 A stack is a range of layers. Its state, the stream and the outputs still missing from it, enters and leaves as
 one tensor [1 + pending, s, b, h], so that a pipeline can cut a model of any wiring at any layer. The missing
 outputs cross unreduced: the next range starts their reduce, which runs under its first sub-block.
+
+With sequence parallelism a rank's stream is its own positions, a reduce is a reduce-scatter, and an all-gather comes
+before each sub-block (`comm/stream.py`); the state is [1 + pending x t, s/t, b, h] with t ranks.
 """
 
 from collections import deque
@@ -21,16 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.inflight import InFlight, start_all_reduce
+from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.config.model import ModelConfig, synchronised_after
-from megatron_ladder.model.attention import Attention, SequenceContext
+from megatron_ladder.model.attention import Attention, Midway, SequenceContext
 from megatron_ladder.model.attention_mlp import AttentionMLP
 from megatron_ladder.model.backward import run_overlapped
 from megatron_ladder.model.desync import walk_desync
 from megatron_ladder.model.mlp import MLP
-from megatron_ladder.model.norm import NormFunction, RMSNorm, torch_rms_norm
-from megatron_ladder.model.sub_block import SubBlock, drain, walk
+from megatron_ladder.model.norm import NormFunction, RMSNorm, positions_over, torch_rms_norm
+from megatron_ladder.model.sub_block import NormedStream, SubBlock, drain, join_state, split_state, walk
 from megatron_ladder.model.wiring import LayerWiring, SubBlockKind, layer_wirings, pending_before
 
 
@@ -64,7 +68,7 @@ class TransformerLayer(nn.Module):
             reads_own_stream = not synchronised_after(config, len(wiring.sub_blocks) * layer + place - 1)
             self.norms[kind.value] = RMSNorm(
                 name, config.hidden_size, config.norm_epsilon, norm, rank=mesh.tensor.rank, dtype=dtype, device=device,
-                per_rank=mesh.tensor.size if reads_own_stream else None,
+                per_rank=mesh.tensor.size if reads_own_stream else None, partial_over=positions_over(mesh),
             )  # fmt: skip
             self.bodies[kind.value] = self._body(kind, config, layer, mesh, norm, dtype, device)
 
@@ -79,13 +83,13 @@ class TransformerLayer(nn.Module):
             return MLP(config, layer, mesh, dtype, device)
         return AttentionMLP(config, layer, norm, mesh, dtype, device)
 
-    def sub_blocks(self, group: CommGroup, recompute: bool) -> list[SubBlock]:
+    def sub_blocks(self, group: CommGroup, layout: StreamLayout, recompute: bool) -> list[SubBlock]:
         """The steps of this layer."""
         steps = []
         for kind in self.wiring.sub_blocks:
             norm, body = self.norms[kind.value], self.bodies[kind.value]
             assert isinstance(norm, RMSNorm)
-            steps.append(SubBlock(norm, body, self.wiring.staleness, group, recompute))
+            steps.append(SubBlock(norm, body, self.wiring.staleness, group, layout, recompute))
         return steps
 
 
@@ -111,6 +115,7 @@ class TransformerStack(nn.Module):
         wirings = layer_wirings(config)
         self.options = options
         self.group = mesh.tensor
+        self.layout = mesh.stream
         self.desync = config.residual_mode == "desync"
         self.synchronised = [synchronised_after(config, i) for i in range(2 * layers.start - 1, 2 * layers.stop)]
         self.pending_in = pending_before(wirings, layers.start)
@@ -123,31 +128,35 @@ class TransformerStack(nn.Module):
         )
 
     def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
-        """[1 + pending_in, s, b, h] -> [1 + pending_out, s, b, h]."""
+        """The state with `pending_in` outputs missing -> the state with `pending_out` missing."""
         if self.desync:
             return walk_desync(state[0], self.sub_blocks(), self.synchronised, context).unsqueeze(0)
         mirrored = self.options.tp_overlap and self.options.mirrored_backward
         if mirrored and self.group.size > 1 and torch.is_grad_enabled():
             return run_overlapped(state, self.sub_blocks(), context, self.pending_out)
-        stream, *missing = state.unbind(0)
-        pending = deque(self._keep_or_wait(start_all_reduce(partial.clone(), self.group)) for partial in missing)
+        stream, missing = split_state(state, self.layout)
+        pending = deque(self._keep_or_wait(self.layout.start_write(partial.clone())) for partial in missing)
         steps = self.sub_blocks()
         launched = len(steps) - self.pending_out
+
+        def start(step: SubBlock, reading: NormedStream, midway: Midway | None) -> InFlight:
+            return self._keep_or_wait(step.start(reading, context, midway))
+
+        read_ahead = self.options.tp_overlap and self.layout.shards > 1
+        stream = walk(stream, pending, steps[:launched], SubBlock.read, start, read_ahead)
         stream = walk(
-            stream, pending, steps[:launched], lambda step, stream: self._keep_or_wait(step.start(stream, context))
-        )
-        stream = walk(
-            stream, pending, steps[launched:], lambda step, stream: InFlight(step.unreduced(stream, context), None)
-        )
+            stream, pending, steps[launched:], lambda _, stream: stream,
+            lambda step, stream, _: InFlight(step.unreduced(stream, context), None),
+        )  # fmt: skip
         stream = drain(stream, pending, self.pending_out)
-        return torch.stack([stream, *(in_flight.partial for in_flight in pending)])
+        return join_state(stream, (in_flight.partial for in_flight in pending))
 
     def sub_blocks(self) -> list[SubBlock]:
         """The steps of all layers of this range."""
         steps: list[SubBlock] = []
         for index, layer in enumerate(self.layers.values()):
             assert isinstance(layer, TransformerLayer)
-            steps += layer.sub_blocks(self.group, recompute=index < self.options.recompute_layers)
+            steps += layer.sub_blocks(self.group, self.layout, recompute=index < self.options.recompute_layers)
         return steps
 
     def _keep_or_wait(self, in_flight: InFlight) -> InFlight:

@@ -1,17 +1,35 @@
-"""One step of a model, and the rule that walks a list of them."""
+"""One step of a model, and the rule that walks a list of them.
+
+Layouts: the stream and what is added to it are [s, b, h], or this rank's positions of that, as `comm/stream.py` says;
+what a body computes with is [s, b, h]. Between processes they travel as one tensor, the state: the stream, and the
+outputs that are missing from it as unreduced partial sums, each in as many parts as the stream is cut into,
+[1 + pending x shards, s / shards, b, h].
+"""
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.inflight import InFlight, start_all_reduce
-from megatron_ladder.model.attention import SequenceContext
+from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.stream import StreamLayout
+from megatron_ladder.model.attention import Midway, SequenceContext
 from megatron_ladder.model.norm import RMSNorm
+
+Reading = TypeVar("Reading")
+"""What a sub-block has read: the stream, on its way through the norm to the sub-block's first product."""
+
+
+class NormedStream(NamedTuple):
+    """What a sub-block has read, in autograd's graph."""
+
+    stream: Tensor
+    whole: InFlight | None
+    """The normed stream, [s, b, h]; None if norm and body are computed together, and again in backward."""
 
 
 class SubBlock(NamedTuple):
@@ -23,25 +41,37 @@ class SubBlock(NamedTuple):
     """Earlier outputs that may be missing from the stream it reads."""
     group: CommGroup
     """The ranks that its output is summed over."""
+    layout: StreamLayout
+    """How they share the stream."""
     recompute: bool
     """Keep only the input for backward."""
 
-    def start(self, stream: Tensor, context: SequenceContext) -> InFlight:
-        """The output for the stream [s, b, h], its all-reduce started."""
+    def read(self, stream: Tensor) -> NormedStream:
+        """Norms the stream and starts to make it whole."""
         if self.recompute and torch.is_grad_enabled():
-            return start_all_reduce(self.unreduced(stream, context), self.group)
-        in_flight: InFlight = self.body(self.norm(stream), context)
+            return NormedStream(stream, None)
+        return NormedStream(stream, self.layout.start_read(self.norm(stream)))
+
+    def start(self, reading: NormedStream, context: SequenceContext, midway: Midway | None = None) -> InFlight:
+        """The output for what was read, its sum started."""
+        if reading.whole is None:
+            return self.layout.start_write(self.unreduced(reading.stream, context))
+        in_flight: InFlight = self.body(reading.whole.wait(), context, midway=midway)
         return in_flight
 
     def unreduced(self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None) -> Tensor:
-        """This rank's partial sum of the output; no collective lies inside what is recomputed, so none runs twice.
+        """This rank's partial sum of the output, [s, b, h].
+
+        The output's sum does not lie inside what is recomputed, so it does not run twice; the gather of a sharded
+        stream does, since what it gathers is what is not kept.
 
         Args:
             norm_weight: stands in for the norm's own.
         """
 
         def partial_sum(stream: Tensor) -> Tensor:
-            partial: Tensor = self.body(self.norm(stream, norm_weight), context, launch=False).partial
+            normed = self.layout.start_read(self.norm(stream, norm_weight)).wait()
+            partial: Tensor = self.body(normed, context, launch=False).partial
             return partial
 
         if self.recompute and torch.is_grad_enabled():
@@ -53,13 +83,35 @@ class SubBlock(NamedTuple):
 def walk(
     stream: Tensor,
     pending: deque[InFlight],
-    sub_blocks: Iterable[SubBlock],
-    apply: Callable[[SubBlock, Tensor], InFlight],
+    sub_blocks: Sequence[SubBlock],
+    read: Callable[[SubBlock, Tensor], Reading],
+    apply: Callable[[SubBlock, Reading, Midway | None], InFlight],
+    read_ahead: bool = False,
 ) -> Tensor:
-    """The rule. Returns the stream after the last read; `pending` then holds what is still missing from it."""
-    for sub_block in sub_blocks:
-        stream = drain(stream, pending, sub_block.staleness)
-        pending.append(apply(sub_block, stream))
+    """The rule. Returns the stream after the last read; `pending` then holds what is still missing from it.
+
+    Args:
+        read_ahead: a sub-block that may read late does so while the one before it is halfway, since what it reads
+            has to be gathered first: that wait, add, norm and gather then all fly under the sub-block before it.
+    """
+    ahead: list[Reading] = []
+
+    def read_now(sub_block: SubBlock, missing: int) -> Reading:
+        nonlocal stream
+        stream = drain(stream, pending, missing)
+        return read(sub_block, stream)
+
+    for index, sub_block in enumerate(sub_blocks):
+        reading = ahead.pop() if ahead else read_now(sub_block, sub_block.staleness)
+        midway: Midway | None = None
+        if read_ahead and index + 1 < len(sub_blocks) and sub_blocks[index + 1].staleness > 0:
+            following = sub_blocks[index + 1]
+
+            def midway(_: Tensor, following: SubBlock = following) -> None:
+                # The output of the sub-block that is under way will be missing as well.
+                ahead.append(read_now(following, following.staleness - 1))
+
+        pending.append(apply(sub_block, reading, midway))
     return stream
 
 
@@ -68,3 +120,15 @@ def drain(stream: Tensor, pending: deque[InFlight], remaining: int) -> Tensor:
     while len(pending) > remaining:
         stream = stream + pending.popleft().wait()
     return stream
+
+
+def split_state(state: Tensor, layout: StreamLayout) -> tuple[Tensor, list[Tensor]]:
+    """The stream, and the partial sums [s, b, h] of what is missing from it."""
+    parts, positions, *rest = state.shape
+    missing = state[1:].reshape((parts - 1) // layout.shards, layout.shards * positions, *rest)
+    return state[0], list(missing.unbind(0))
+
+
+def join_state(stream: Tensor, missing: Iterable[Tensor]) -> Tensor:
+    """The state of a stream and the partial sums of what is missing from it."""
+    return torch.cat([stream.unsqueeze(0), *(partial.reshape(-1, *stream.shape) for partial in missing)])

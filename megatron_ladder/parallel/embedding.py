@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.inflight import start_all_reduce
-from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
+from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.parallel.layout import ParallelModule, Section
 
 VOCABULARY_MULTIPLE = 128
@@ -41,11 +40,12 @@ class _VocabParallelMatrix(ParallelModule):
         *,
         std: float,
         group: CommGroup,
+        layout: StreamLayout,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.group = group
+        self.layout = layout
         rows = padded_vocab_size(vocab_size, group.size) // group.size
         self.start = group.rank * rows
         self.valid = max(0, min(rows, vocab_size - self.start))
@@ -59,22 +59,22 @@ class VocabParallelEmbedding(_VocabParallelMatrix):
     """Looks up tokens; a rank contributes zero for words that others hold, and the ranks' rows are summed."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids [b, s] -> [s, b, h], equal on every rank."""
+        """Token ids [b, s] -> the stream: [s, b, h], or this rank's positions of it."""
         local = tokens.t() - self.start
         elsewhere = (local < 0) | (local >= self.valid)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return start_all_reduce(partial, self.group).wait()
+        return self.layout.start_write(partial).wait()
 
 
 class VocabParallelHead(_VocabParallelMatrix):
     """`logits_shard_v = x @ weight_shard^T`."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, padded V / t]; columns from `valid` on are padding."""
-        return vocab_parallel_logits(hidden_states, self.weight, self.group)
+        """The stream -> [s, b, padded V / t]; columns from `valid` on are padding."""
+        return vocab_parallel_logits(hidden_states, self.weight, self.layout)
 
 
-def vocab_parallel_logits(hidden_states: Tensor, weight_shard_v: Tensor, group: CommGroup) -> Tensor:
-    """[s, b, h] and this rank's rows of a head (or of a tied embedding) -> [s, b, padded V / t]."""
-    return F.linear(copy_to_tensor_parallel_region(hidden_states, group), weight_shard_v)
+def vocab_parallel_logits(hidden_states: Tensor, weight_shard_v: Tensor, layout: StreamLayout) -> Tensor:
+    """The stream and this rank's rows of a head (or of a tied embedding) -> [s, b, padded V / t]."""
+    return F.linear(layout.enter(hidden_states), weight_shard_v)

@@ -3,36 +3,38 @@
 Each rank has a partial sum of it. Left to autograd, the sum would be waited for where it arises. A caller that walks
 sub-blocks backward itself (`model/backward.py`) gives the layer an `InputGradient` instead: the layer starts the sum
 there and goes on with the gradient of its weight, and the caller waits when it needs the result, another sub-block
-later. Gradients of replicated parameters that met only this rank's heads ride along in the same reduce, and reach
-their parameters when they are whole, since ZeRO takes a gradient away the moment that it arrives.
+later.
 """
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_ladder.comm.group import CommGroup, Work
+from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.stream import StreamLayout
+from megatron_ladder.parallel.partial_gradients import PartialGradients
 
 
 class InputGradient:
-    """Serves one backward pass of one sub-block; owned by whoever walks it."""
+    """Serves one backward pass of one sub-block; owned by whoever walks it.
 
-    def __init__(self, group: CommGroup) -> None:
-        self.group = group
-        self._replicated: list[tuple[GradientEdge, Tensor]] = []
-        self._buffer: Tensor | None = None
-        self._shape = torch.Size()
-        self._work: Work | None = None
+    Attributes:
+        partial_gradients: takes those of replicated parameters inside the sub-block.
+        input_again: the layer's input, which the walker gathers again for backward; None while it is not on its way.
+    """
 
-    def defer(self, parameter: Tensor) -> Tensor:
-        """A stand-in for a replicated parameter; the gradient that it gets is summed before the parameter's own."""
-        stand_in = parameter.detach().requires_grad_()
-        self._replicated.append((get_gradient_edge(parameter.view_as(parameter)), stand_in))
-        return stand_in
+    def __init__(self, layout: StreamLayout, partial_gradients: PartialGradients, keeps_input: bool = True) -> None:
+        """
+        Args:
+            keeps_input: False if the walker sets `input_again` before the layer goes backward.
+        """
+        self.layout = layout
+        self.partial_gradients = partial_gradients
+        self.keeps_input = keeps_input
+        self.input_again: InFlight | None = None
+        self._in_flight: InFlight | None = None
 
     def start(self, output_gradient: Tensor, weight: Tensor) -> None:
         """Computes this rank's part of the input's gradient, `output_gradient @ weight`, and starts the sum.
@@ -41,37 +43,12 @@ class InputGradient:
             output_gradient: [s, b, out/t].
             weight: [out/t, in].
         """
-        self._shape = torch.Size((*output_gradient.shape[:-1], weight.shape[1]))
-        size = self._shape.numel()
-        extra = sum(stand_in.numel() for _, stand_in in self._replicated)
-        self._buffer = output_gradient.new_empty(size + extra)
-        rows = self._buffer[:size].view(-1, weight.shape[1])
-        torch.mm(output_gradient.reshape(-1, weight.shape[0]), weight, out=rows)
-        for (_, stand_in), part in zip(self._replicated, self._parts(), strict=True):
-            if stand_in.grad is None:
-                part.zero_()
-            else:
-                part.copy_(stand_in.grad)
-        self._work = self.group.start_all_reduce(self._buffer)
+        self._in_flight = self.layout.start_write(output_gradient @ weight)
 
     def wait(self) -> Tensor:
-        """The whole gradient of the input, [s, b, in]; replicated parameters have theirs when this returns."""
-        assert self._buffer is not None, "the column-parallel layer's backward has not run"
-        if self._work is not None:
-            self._work.wait()
-        if self._replicated:
-            edges = [edge for edge, _ in self._replicated]
-            torch.autograd.backward(edges, self._parts())
-        return self._buffer[: self._shape.numel()].view(self._shape)
-
-    def _parts(self) -> list[Tensor]:
-        """The buffer's places of the replicated parameters, in their shapes."""
-        assert self._buffer is not None
-        parts, position = [], self._shape.numel()
-        for _, stand_in in self._replicated:
-            parts.append(self._buffer[position : position + stand_in.numel()].view_as(stand_in))
-            position += stand_in.numel()
-        return parts
+        """The gradient of the input, summed: [s, b, in], or this rank's positions of it."""
+        assert self._in_flight is not None, "the column-parallel layer's backward has not run"
+        return self._in_flight.wait()
 
 
 class _LinearGivingInputGradient(Function):
@@ -79,15 +56,16 @@ class _LinearGivingInputGradient(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(weight, *([x] if input_gradient.keeps_input else []))
         ctx.input_gradient = input_gradient
         ctx.has_bias = bias is not None
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
         ctx.input_gradient.start(gradient, weight)
+        x = kept[0] if kept else ctx.input_gradient.input_again.wait()
         rows = gradient.reshape(-1, weight.shape[0])
         weight_gradient = rows.t() @ x.reshape(-1, weight.shape[1])
         return None, weight_gradient, rows.sum(0) if ctx.has_bias else None, None

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.inflight import InFlight, start_all_reduce
+from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region, sum_gradient_rows
+from megatron_ladder.comm.stream import ReplicatedStream, StreamLayout
 from megatron_ladder.parallel.input_gradient import InputGradient, linear_giving_input_gradient
 from megatron_ladder.parallel.layout import ParallelModule, Section, replicated
 
@@ -161,6 +162,7 @@ class RowParallelLinear(ParallelModule):
         group: CommGroup,
         dtype: torch.dtype,
         device: torch.device,
+        layout: StreamLayout | None = None,
         block: int = ROWS_PER_BLOCK,
         reduce: bool = False,
         equal_gradients: bool = True,
@@ -170,12 +172,14 @@ class RowParallelLinear(ParallelModule):
             name: canonical name without `.weight`.
             in_features: width of the whole input; this rank gets `in_features / group.size` of it.
             std: standard deviation of the initial weight.
+            layout: how the ranks share the sum; each holds all of it if not given.
             block: columns that are initialised together: a head.
             reduce: wait for the sum and return it as a plain tensor.
             equal_gradients: False when each rank goes on with its partial sum, so that its gradient is not the others'.
         """
         super().__init__()
         self.group = group
+        self.layout = layout or ReplicatedStream(group)
         self.reduce = reduce
         self.equal_gradients = equal_gradients
         width = in_features // group.size
@@ -190,7 +194,8 @@ class RowParallelLinear(ParallelModule):
             self.bias = None
 
     def forward(self, x_shard: Tensor, launch: bool = True) -> InFlight | Tensor:
-        """[s, b, in/t] -> the sum over the ranks, [s, b, out], in flight (or there, with `reduce`).
+        """[s, b, in/t] -> the sum over the ranks, in flight (or there, with `reduce`): [s, b, out], or this rank's
+        positions of it.
 
         Args:
             launch: False leaves the partial sum unreduced, with no handle, for a caller that adds to it or sends
@@ -201,7 +206,7 @@ class RowParallelLinear(ParallelModule):
             partial = _add_once(partial, self.bias, self.group, self.equal_gradients)
         if not launch:
             return InFlight(partial, None)
-        in_flight = start_all_reduce(partial, self.group)
+        in_flight = self.layout.start_write(partial)
         return in_flight.wait() if self.reduce else in_flight
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,10 +37,15 @@ def small_model(**changes: Any) -> ModelConfig:
 
 
 def build(
-    config: ModelConfig, weights: Mapping[str, Tensor], tensor_parallel: int, options: StackOptions
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    tensor_parallel: int,
+    options: StackOptions,
+    sequence_parallel: bool = False,
 ) -> LanguageModel:
     """This rank's slices of the full `weights`."""
     mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
+    mesh = replace(mesh, sequence_parallel=sequence_parallel)
     dtype = weights["embedding.weight"].dtype
     model = LanguageModel(config, mesh, options, dtype=dtype)
     with torch.no_grad():

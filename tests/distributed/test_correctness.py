@@ -48,10 +48,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 def run_case(
     config: ModelConfig, weights: Weights, tensor_parallel: int, options: StackOptions,
-    tokens: Tensor, labels: Tensor, mask: Tensor,
+    tokens: Tensor, labels: Tensor, mask: Tensor, sequence_parallel: bool,
 ) -> tuple[float, Pieces]:  # fmt: skip
     """On each rank: the loss a masked token, and every gradient that this rank holds."""
-    model = build(config, weights, tensor_parallel, options)
+    model = build(config, weights, tensor_parallel, options, sequence_parallel)
     loss = model(tokens, labels, mask) / mask.sum()
     loss.backward()
     return loss.item(), gradient_pieces(model)
@@ -65,13 +65,13 @@ def batch(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 
 
 def check(gloo_pools: GlooPools, tensor_parallel: int, config: ModelConfig, options: StackOptions,
-          dtype: torch.dtype) -> None:  # fmt: skip
+          dtype: torch.dtype, sequence_parallel: bool = False) -> None:  # fmt: skip
     reference = ReferenceConfig.like(config)
     weights = make_weights(reference, seed=1, dtype=dtype)
     tokens, labels, mask = batch(config, dtype)
     loss, gradients = reference_gradients(weights, reference, tokens, labels, mask)
     results = gloo_pools(tensor_parallel).run(
-        run_case, config, weights, tensor_parallel, options, tokens, labels, mask
+        run_case, config, weights, tensor_parallel, options, tokens, labels, mask, sequence_parallel
     )
     for found, _ in results:
         assert found == pytest.approx(float(loss), rel=TOLERANCE[dtype])
@@ -102,6 +102,20 @@ def test_more_wirings(
 
 
 @pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "overlap", [(True, True), (True, False), (False, True)], ids=["overlap", "forward-overlap", "blocking"]
+)
+@pytest.mark.parametrize("wiring", [*WIRINGS, *MORE_WIRINGS])
+@pytest.mark.parametrize("tensor_parallel", [2, 4])
+def test_sequence_parallel(
+    gloo_pools: GlooPools, tensor_parallel: int, wiring: str, overlap: tuple[bool, bool], recompute: int
+) -> None:
+    config = small_model(**(WIRINGS | MORE_WIRINGS)[wiring])
+    options = StackOptions(overlap[0], recompute, mirrored_backward=overlap[1])
+    check(gloo_pools, tensor_parallel, config, options, torch.float64, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
 @pytest.mark.parametrize("interval", [2, 4])
 @pytest.mark.parametrize("tensor_parallel", [2, 4])
@@ -125,6 +139,20 @@ def test_desync_features(gloo_pools: GlooPools, tensor_parallel: int, interval: 
 def test_features(gloo_pools: GlooPools, tensor_parallel: int, wiring: str, feature: str) -> None:
     config = small_model(**WIRINGS[wiring], **FEATURES[feature])
     check(gloo_pools, tensor_parallel, config, StackOptions(recompute_layers=2), torch.float64)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
+@pytest.mark.parametrize(
+    ("tensor_parallel", "wiring", "feature"),
+    [(2, "ladder", "biases"), (4, "ladder", "qwen"), (2, "parallel", "tied"), (4, "hybrid", "multi-head")],
+)
+def test_sequence_parallel_features(
+    gloo_pools: GlooPools, tensor_parallel: int, wiring: str, feature: str, overlap: bool
+) -> None:
+    config = small_model(**WIRINGS[wiring], **FEATURES[feature])
+    check(
+        gloo_pools, tensor_parallel, config, StackOptions(overlap, 2), torch.float64, sequence_parallel=True
+    )  # fmt: skip
 
 
 def initial_pieces(config: ModelConfig, tensor_parallel: int) -> Pieces:

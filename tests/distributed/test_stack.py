@@ -28,20 +28,36 @@ DESYNC_4 = DESYNC_2 | {"desync_interval": 4}
 
 
 class RecordingGroup(CommGroup):
-    """A group that notes when a reduce is started (`L3`: that of sub-block 3) and waited for (`W3`)."""
+    """A group that notes when a reduce, or reduce-scatter, is started (`L3`: that of sub-block 3) and waited for
+    (`W3`), and all-gathers likewise (`G3`, `H3`)."""
 
     def __init__(self, group: CommGroup) -> None:
         super().__init__(group.ranks, group.rank, group.process_group)
         self.events: list[str] = []
         self.started = 0
+        self.gathers = 0
         self.blocking = 0
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
-        work, number = super().start_all_reduce(tensor), self.started
+        return self._note("L", "W", self._next_reduce(), super().start_all_reduce(tensor))
+
+    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        rows, work = super().start_reduce_scatter(tensor)
+        return rows, self._note("L", "W", self._next_reduce(), work)
+
+    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        whole, work = super().start_all_gather(tensor)
+        self.gathers += 1
+        return whole, self._note("G", "H", self.gathers - 1, work)
+
+    def _next_reduce(self) -> int:
         self.started += 1
-        self.events.append(f"L{number}")
+        return self.started - 1
+
+    def _note(self, launch: str, wait: str, number: int, work: Work | None) -> "RecordedWork":
         assert work is not None
-        return RecordedWork(work, lambda: self.events.append(f"W{number}"))
+        self.events.append(f"{launch}{number}")
+        return RecordedWork(work, lambda: self.events.append(f"{wait}{number}"))
 
     def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.blocking += 1
@@ -58,10 +74,13 @@ class RecordedWork:
         self.work.wait()
 
 
-def recorded_model(config: ModelConfig, options: StackOptions) -> tuple[LanguageModel, RecordingGroup]:
+def recorded_model(
+    config: ModelConfig, options: StackOptions, sequence_parallel: bool = False
+) -> tuple[LanguageModel, RecordingGroup]:
     mesh = mesh_of(2)
     group = RecordingGroup(mesh.tensor)
-    return LanguageModel(config, replace(mesh, tensor=group), options, seed=1), group
+    mesh = replace(mesh, tensor=group, sequence_parallel=sequence_parallel)
+    return LanguageModel(config, mesh, options, seed=1), group
 
 
 def forward_events(config: ModelConfig, options: StackOptions, training: bool) -> str:
@@ -111,7 +130,8 @@ def backward_events(config: ModelConfig, options: StackOptions) -> str:
         step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
     group.events.clear()
     output.sum().backward()
-    assert group.blocking == 0, "a reduce was waited for where it arose"
+    partial_gradients = int(config.qk_layernorm)
+    assert group.blocking == partial_gradients, "a reduce was waited for where it arose"
     last = 2 * len(steps) - 1
     return " ".join(e if e[0] == "B" else f"{e[0]}{last - int(e[1:])}" for e in group.events)
 
@@ -143,6 +163,79 @@ def test_backward_is_the_mirror(
     config = small_model(num_layers=3, **wiring)
     options = StackOptions(recompute_layers=recompute)
     assert gloo_pools(2).run(backward_events, config, options) == [expected, expected]
+
+
+def sharded_forward_events(config: ModelConfig, options: StackOptions, training: bool) -> str:
+    """On each rank: as `forward_events`, of a sharded stream; `B3`: sub-block 3's first product."""
+    model, group = recorded_model(config, options, sequence_parallel=True)
+    for number, step in enumerate(model.stack.sub_blocks()):
+        step.body.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
+    with torch.set_grad_enabled(training):
+        state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=training)
+        model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
+    return " ".join(group.events)
+
+
+@pytest.mark.parametrize(("training", "recompute"), [(True, 0), (True, 3), (False, 0)])
+@pytest.mark.parametrize(
+    ("wiring", "expected"),
+    [
+        ({}, "G0 H0 B0 L0 W0 G1 H1 B1 L1 W1 G2 H2 B2 L2 W2 G3 H3 B3 L3 W3 G4 H4 B4 L4 W4 G5 H5 B5 L5 W5"),
+        # Under sub-block 2: the end of reduce 1, add, norm, and the gather for sub-block 3.
+        (LADDER, "G0 H0 B0 G1 L0 H1 B1 W0 G2 L1 H2 B2 W1 G3 L2 H3 B3 W2 G4 L3 H4 B4 W3 G5 L4 H5 B5 L5 W4 W5"),
+        (HYBRID, "G0 H0 B0 L0 W0 G1 H1 B1 G2 L1 H2 B2 W1 G3 L2 H3 B3 L3 W2 W3 G4 H4 B4 L4 W4 G5 H5 B5 L5 W5"),
+        (LADDER_PARALLEL, "G0 H0 B0 G1 L0 H1 B1 W0 G2 L1 H2 B2 L2 W1 W2"),
+        (STALENESS_2, "G0 H0 B0 G1 L0 H1 B1 G2 L1 H2 B2 W0 G3 L2 H3 B3 W1 G4 L3 H4 B4 W2 G5 L4 H5 B5 L5 W3 W4 W5"),
+    ],
+    ids=["standard", "ladder", "hybrid", "ladder-parallel", "staleness-2"],
+)
+def test_a_sharded_stream_is_read_under_the_sub_block_before(
+    gloo_pools: GlooPools, wiring: dict[str, Any], expected: str, training: bool, recompute: int
+) -> None:
+    config = small_model(num_layers=3, **wiring)
+    options = StackOptions(recompute_layers=recompute)
+    assert gloo_pools(2).run(sharded_forward_events, config, options, training) == [expected, expected]
+
+
+def sharded_backward_events(config: ModelConfig, options: StackOptions) -> str:
+    """On each rank: reduces (`L3`, `W3`), gathers of output gradients (`G3`, `H3`) and of inputs (`X3`, `Y3`), numbered
+    by their sub-blocks."""
+    model, group = recorded_model(config, options, sequence_parallel=True)
+    state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=True)
+    output = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
+    reduces, gathers = group.started, group.gathers
+    group.events.clear()
+    output.sum().backward()
+    assert group.blocking == 1, "the norms' gradients are summed by one reduce"
+    last = len(model.stack.sub_blocks()) - 1
+
+    def named(event: str) -> str:
+        kind, number = event[0], int(event[1:])
+        if kind in "LW":
+            return f"{kind}{last - (number - reduces)}"
+        # Of each sub-block, the input is asked for before the gradient.
+        index, is_gradient = divmod(number - gathers, 2)
+        return f"{kind if is_gradient else {'G': 'X', 'H': 'Y'}[kind]}{last - index}"
+
+    return " ".join(named(event) for event in group.events)
+
+
+@pytest.mark.parametrize(
+    ("wiring", "recompute", "expected"),
+    [
+        (PARALLEL, 0, "X2 G2 H2 X1 L2 Y2 W2 G1 H1 X0 L1 Y1 W1 G0 H0 L0 Y0 W0"),
+        # Under the backward of sub-block 1: the input of 0, the end of reduce 2, norm, add, and the gather for 0.
+        (LADDER_PARALLEL, 0, "X2 G2 H2 X1 G1 L2 Y2 H1 X0 W2 G0 L1 Y1 H0 L0 Y0 W1 W0"),
+        (LADDER_PARALLEL, 3, "X2 Y2 G2 H2 X1 G1 L2 Y1 H1 X0 W2 G0 L1 Y0 H0 L0 W1 W0"),
+    ],
+    ids=["parallel", "ladder-parallel", "ladder-parallel-recomputed"],
+)
+def test_backward_of_a_sharded_stream_is_the_mirror(
+    gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int, expected: str
+) -> None:
+    config = small_model(num_layers=3, **wiring)
+    options = StackOptions(recompute_layers=recompute)
+    assert gloo_pools(2).run(sharded_backward_events, config, options) == [expected, expected]
 
 
 def weight_gradient_events(config: ModelConfig) -> list[str]:
@@ -225,9 +318,11 @@ def test_desync_reduces_once_an_interval(
     assert gloo_pools(2).run(desync_reduces, config, options) == [(intervals, intervals)] * 2
 
 
-def chained_ranges(config: ModelConfig, cut: int) -> tuple[float, float]:
+def chained_ranges(config: ModelConfig, cut: int, sequence_parallel: bool = False) -> tuple[float, float]:
     """On each rank: the largest difference of output and of input gradient, two ranges against the whole."""
     mesh = mesh_of(2) if torch.distributed.get_world_size() > 1 else ProcessMesh.single()
+    mesh = replace(mesh, sequence_parallel=sequence_parallel)
+    positions = 12 // mesh.stream.shards
     model = LanguageModel(config, mesh, seed=1, dtype=torch.float64)
     tokens = torch.arange(24).view(2, 12)
     context = model.training_context(tokens)
@@ -237,13 +332,13 @@ def chained_ranges(config: ModelConfig, cut: int) -> tuple[float, float]:
         part.load_state_dict({k: v for k, v in model.stack.state_dict().items() if int(k.split(".")[1]) in layers})
         parts.append(part)
     torch.manual_seed(0)
-    whole_input = torch.randn(1, 12, 2, config.hidden_size, dtype=torch.float64, requires_grad=True)
+    whole_input = torch.randn(1, positions, 2, config.hidden_size, dtype=torch.float64, requires_grad=True)
     cut_input = whole_input.detach().clone().requires_grad_()
-    weight = torch.randn(1, 12, 2, config.hidden_size, dtype=torch.float64)
+    weight = torch.randn(1, positions, 2, config.hidden_size, dtype=torch.float64)
     whole = model.stack(whole_input, context)
     (whole * weight).sum().backward()
     crossing = parts[0](cut_input, context)
-    assert crossing.shape[0] == 1 + pending_before(layer_wirings(config), cut)
+    assert crossing.shape[0] == 1 + mesh.stream.shards * pending_before(layer_wirings(config), cut)
     # What crosses between processes is a new leaf there, and its gradient comes back.
     received = crossing.detach().clone().requires_grad_()
     chained = parts[1](received, context)
@@ -264,6 +359,17 @@ def test_ranges_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, A
     config = small_model(num_layers=3, **wiring)
     for cut in (1, 2):
         for output, gradient in gloo_pools(world).run(chained_ranges, config, cut):
+            assert output < 1e-12 and gradient < 1e-11
+
+
+@pytest.mark.parametrize(
+    "wiring", [{}, LADDER, HYBRID, LADDER_PARALLEL, STALENESS_2],
+    ids=["standard", "ladder", "hybrid", "ladder-parallel", "staleness-2"],
+)  # fmt: skip
+def test_ranges_of_a_sharded_stream_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
+    config = small_model(num_layers=3, **wiring)
+    for cut in (1, 2):
+        for output, gradient in gloo_pools(2).run(chained_ranges, config, cut, True):
             assert output < 1e-12 and gradient < 1e-11
 
 

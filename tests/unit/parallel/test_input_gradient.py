@@ -1,4 +1,4 @@
-"""The reduce of an input's gradient starts before the weight's gradient is computed, and carries what rides along."""
+"""The sum of an input's gradient starts before the weight's gradient is computed; partial gradients arrive whole."""
 
 from typing import Any
 
@@ -7,7 +7,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ladder.comm.group import CommGroup, Work
+from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.stream import ReplicatedStream
 from megatron_ladder.parallel.input_gradient import InputGradient, linear_giving_input_gradient
+from megatron_ladder.parallel.partial_gradients import PartialGradients
 
 
 class DoublingGroup(CommGroup):
@@ -16,6 +19,12 @@ class DoublingGroup(CommGroup):
     def __init__(self, events: list[str]) -> None:
         super().__init__([0, 1], 0, None)
         self.events = events
+
+    def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        work = self.start_all_reduce(tensor)
+        assert work is not None
+        work.wait()
+        return tensor
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         self.events.append("start")
@@ -44,7 +53,8 @@ class Products(TorchDispatchMode):
 
 def test_the_sum_starts_between_the_two_products() -> None:
     events: list[str] = []
-    input_gradient = InputGradient(DoublingGroup(events))
+    group = DoublingGroup(events)
+    input_gradient = InputGradient(ReplicatedStream(group), PartialGradients(group))
     x, weight = torch.randn(3, 2, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     bias = torch.randn(5, dtype=torch.float64)
     own_x, own_weight, own_bias = (tensor.clone().requires_grad_() for tensor in (x, weight, bias))
@@ -61,15 +71,29 @@ def test_the_sum_starts_between_the_two_products() -> None:
     torch.testing.assert_close((weight.grad, bias.grad), (own_weight.grad, own_bias.grad), rtol=1e-12, atol=1e-14)
 
 
-def test_a_replicated_parameter_gets_its_gradient_once_and_whole() -> None:
+def test_an_input_that_is_not_kept_is_taken_from_the_walker() -> None:
+    group = DoublingGroup([])
+    input_gradient = InputGradient(ReplicatedStream(group), PartialGradients(group), keeps_input=False)
+    x, weight = torch.randn(3, 2, 4), torch.randn(5, 4, requires_grad=True)
+    output = linear_giving_input_gradient(x, weight, None, input_gradient)
+    again = x.clone()
+    x.zero_()
+    input_gradient.input_again = InFlight(again, None)
+    output.sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, again.sum((0, 1)).expand(5, 4))
+
+
+def test_partial_gradients_arrive_once_and_whole() -> None:
     events: list[str] = []
-    input_gradient = InputGradient(DoublingGroup(events))
-    scale = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    scale.register_hook(lambda gradient: events.append("arrives"))
-    x, weight = torch.ones(1, 1, 3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64)
-    output = linear_giving_input_gradient(x, weight.requires_grad_(), None, input_gradient)
-    (output * input_gradient.defer(scale)).sum().backward()
+    partial_gradients = PartialGradients(DoublingGroup(events))
+    scale, unused = (torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(2))
+    for name, parameter in (("scale", scale), ("unused", unused)):
+        parameter.register_hook(lambda gradient, name=name: events.append(name))
+    (torch.tensor([3.0, 4.0]) * partial_gradients.defer(scale)).sum().backward()
+    partial_gradients.defer(unused)
     assert scale.grad is None
-    input_gradient.wait()
-    assert events == ["start", "wait", "arrives"]
-    assert scale.grad is not None and scale.grad.tolist() == [6.0, 6.0]
+    partial_gradients.flush()
+    assert events[:2] == ["start", "wait"] and sorted(events[2:]) == ["scale", "unused"]
+    assert scale.grad is not None and scale.grad.tolist() == [6.0, 8.0]
+    assert unused.grad is not None and unused.grad.tolist() == [0.0, 0.0]
