@@ -8,7 +8,8 @@ Only the completion is emulated: collective k is done at
     end(k) = max(latest rank's launch of k, end(k - 1)) + alpha + bytes * beta         serial wire
     end(k) =     latest rank's launch of k              + alpha + bytes * beta         pipelined wire
 
-in launch order, whatever the order of the waits. `start_all_reduce` returns as soon as the copy is made; `wait` sums
+in launch order, whatever the order of the waits. A reduce-scatter and an all-gather are the two halves of an all-reduce
+and take half of its time each. `start_all_reduce` returns as soon as the copy is made; `wait` sums
 and then holds until end(k), asleep except for the last moment:
 
     rank 0   [copy][ computes                ][ wait: sums | sleeps  | spins ]
@@ -26,7 +27,7 @@ compute stream wait for its event. With it one GPU runs one rank's share of a la
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -74,10 +75,10 @@ class LinkWork:
 
     link: "EmulatedLink"
     number: int
-    tensor: Tensor
-    """Flat; gets the sum."""
+    combine: Callable[[Sequence[Tensor]], object]
+    """Makes the result of what the ranks contributed."""
     parts: tuple[Tensor, ...]
-    """What each rank contributed, in rank order; empty once the sum is made."""
+    """What each rank contributed, flat, in rank order; empty once the result is made."""
     wire_ns: int
     end_ns: int = 0
     """When the wire is done with it; known once all ranks have launched it."""
@@ -164,28 +165,31 @@ class EmulatedLink(CommGroup):
         """
         if self.size == 1:
             return None
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError(f"expected a contiguous tensor on the CPU, found {tensor.stride()} on {tensor.device}")
-        board, arena = self._memory()
-        num_bytes = tensor.numel() * tensor.element_size()
-        if not arena.holds(num_bytes):
-            arena = self._grow(num_bytes)
-        number = self._last_number + 1
-        offset, in_the_way = arena.claim(number, num_bytes)
-        if in_the_way:
-            self._make_room(in_the_way)
-        parts = arena.views(offset, num_bytes, tensor.dtype)
         # As with torch.distributed, neither autograd nor the tensor's version hears of the write.
-        flat = tensor.data.view(-1)
-        parts[self.rank].copy_(flat)
-        wire_ns = round(self.spec.seconds(num_bytes) * 1e9)
-        board.publish(number, Record(time.monotonic_ns(), num_bytes, wire_ns))
-        self._last_number = number
-        self.collectives += 1
-        work = LinkWork(self, number, flat, parts, wire_ns)
-        self._without_end.append(work)
-        self._without_sum.append(work)
-        return work
+        data = tensor.data
+        return self._launch(tensor, lambda parts: _add_up(data.view(-1), parts), self.spec.seconds(_bytes_of(tensor)))
+
+    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        """As `start_all_reduce`, each rank getting its rows of the sum, in half of the time."""
+        if self.size == 1:
+            return tensor, None
+        rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+
+        def add_up_own(parts: Sequence[Tensor]) -> None:
+            _add_up(rows.data.view(-1), [part.chunk(self.size)[self.rank] for part in parts])
+
+        return rows, self._launch(tensor, add_up_own, self.spec.seconds(_bytes_of(tensor)) / 2)
+
+    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        """Joins all ranks' rows in half of the time that an all-reduce of the result takes."""
+        if self.size == 1:
+            return tensor, None
+        whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:])
+
+        def join(parts: Sequence[Tensor]) -> None:
+            torch.cat(list(parts), out=whole.data.view(-1))
+
+        return whole, self._launch(tensor, join, self.spec.seconds(_bytes_of(whole)) / 2)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Sums `tensor` in place over the wire and returns it; another operator takes the real group."""
@@ -214,6 +218,29 @@ class EmulatedLink(CommGroup):
             self._board.close()
         self._board = self._arena = None
 
+    def _launch(self, tensor: Tensor, combine: Callable[[Sequence[Tensor]], object], seconds: float) -> LinkWork:
+        """Shows `tensor` to the other ranks, and takes the wire for so long."""
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(f"expected a contiguous tensor on the CPU, found {tensor.stride()} on {tensor.device}")
+        board, arena = self._memory()
+        num_bytes = _bytes_of(tensor)
+        if not arena.holds(num_bytes):
+            arena = self._grow(num_bytes)
+        number = self._last_number + 1
+        offset, in_the_way = arena.claim(number, num_bytes)
+        if in_the_way:
+            self._make_room(in_the_way)
+        parts = arena.views(offset, num_bytes, tensor.dtype)
+        parts[self.rank].copy_(tensor.data.view(-1))
+        wire_ns = round(seconds * 1e9)
+        board.publish(number, Record(time.monotonic_ns(), num_bytes, wire_ns))
+        self._last_number = number
+        self.collectives += 1
+        work = LinkWork(self, number, combine, parts, wire_ns)
+        self._without_end.append(work)
+        self._without_sum.append(work)
+        return work
+
     def _memory(self) -> tuple[Board, Arena]:
         if self._board is None or self._arena is None:
             raise RuntimeError("this emulated link is closed")
@@ -225,10 +252,7 @@ class EmulatedLink(CommGroup):
         self._await_peers(board.launched, work.number, "launched")
         while self._without_end and self._without_end[0].number <= work.number:
             self._find_end(board, self._without_end.popleft())
-        first, second, *others = work.parts
-        torch.add(first, second, out=work.tensor)
-        for part in others:
-            work.tensor.add_(part)
+        work.combine(work.parts)
         work.parts = ()
         last = 0
         while self._without_sum and not self._without_sum[0].parts:
@@ -294,9 +318,28 @@ class NoCommGroup(CommGroup):
         """None: there is nothing to wait for."""
         return None
 
+    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        """This rank's rows of its own part."""
+        return tensor.chunk(self.size)[self.rank], None
+
+    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        """This rank's rows, once for each rank."""
+        return torch.cat([tensor] * self.size), None
+
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """`tensor` as it is."""
         return tensor
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _add_up(output: Tensor, parts: Sequence[Tensor]) -> None:
+    first, second, *others = parts
+    torch.add(first, second, out=output)
+    for part in others:
+        output.add_(part)
 
 
 def hold_until(end_ns: int, spin_ns: int) -> None:

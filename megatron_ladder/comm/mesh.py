@@ -86,7 +86,8 @@ class ProcessMesh:
     def describe(self) -> str:
         """The grid in words."""
         sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size} x data {self.data.size}"
-        return f"{self.world.size} process{'es' if self.world.size > 1 else ''}: {sizes}"
+        cut = ", the sequence cut over the tensor ranks" if self.stream.shards > 1 else ""
+        return f"{self.world.size} process{'es' if self.world.size > 1 else ''}: {sizes}{cut}"
 
 
 def _group_of(alone: CommGroup, rows: torch.Tensor, timeout: timedelta | None) -> CommGroup:

@@ -66,7 +66,6 @@ REFUSED: dict[str, str] = {
     "--topk": _NO_MOE,
     "--cp-comm-type": _NO_CONTEXT,
     "--force-ds-sequence-parallel": _NO_CONTEXT,
-    "--sequence-parallel": "the residual stream is replicated; leave the flag out",
     "--fp8-format": _NO_FP8,
     "--fp8-hybrid": _NO_FP8,
     "--fp8-margin": _NO_FP8,

@@ -19,6 +19,9 @@ class ParallelConfig:
     """What data-parallel processes share out: 0 nothing, 1 the optimizer's state. --bf16 needs 1."""
     tp_overlap: bool = True
     """Wait for every tensor-parallel all-reduce as soon as it is started (for comparison; the results are equal)."""
+    sequence_parallel: bool = False
+    """Keep the residual stream and its norms cut along the sequence over the tensor-parallel processes, which saves
+    activation memory: all-reduces become a reduce-scatter and an all-gather. Not for --residual-mode desync."""
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a collective that a process waits in is an error."""
     deepspeed: bool = False

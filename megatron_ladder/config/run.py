@@ -164,6 +164,18 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
             f"--seq-length {training.seq_length} is longer than --max-position-embeddings "
             f"{model.max_position_embeddings}"
         )
+    if parallel.sequence_parallel:
+        if model.residual_mode == "desync":
+            mistakes.append(
+                "--sequence-parallel cuts one stream, and with --residual-mode desync every process has its own: "
+                "leave one of them out"
+            )
+        tensor_parallel = max(1, parallel.tensor_model_parallel_size)
+        if training.seq_length % tensor_parallel:
+            mistakes.append(
+                f"--seq-length {training.seq_length} cannot be cut by --sequence-parallel into "
+                f"{tensor_parallel} equal parts: make it a multiple of --tensor-model-parallel-size"
+            )
     if parallel.pipeline_model_parallel_size != 1:
         mistakes.append(
             f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is not supported by this "

@@ -66,8 +66,10 @@ def _overlap(run: RunConfig) -> str:
     if not run.parallel.tp_overlap:
         return "off: every all-reduce is waited for at once"
     if run.model.ladder_layers:
-        return "ladder layers' all-reduces run under the next sub-block, forward and backward"
-    return "all-reduces of input gradients run under the gradients of weights"
+        reduces = "reduce-scatters and all-gathers" if run.parallel.sequence_parallel else "all-reduces"
+        return f"ladder layers' {reduces} run under the next sub-block, forward and backward"
+    reduces = "reduce-scatters" if run.parallel.sequence_parallel else "all-reduces"
+    return f"{reduces} of input gradients run under the gradients of weights"
 
 
 class RunLog:
@@ -130,6 +132,10 @@ class RunLog:
                 "memory/peak GB": peak_memory(self._device) / 1e9,
             },
         )
+
+    def activations(self, kept_bytes: int) -> None:
+        """What the first forward pass left occupied for its backward, on the fullest rank."""
+        say(f"activations kept by one micro-batch: {kept_bytes / 1e6:,.1f} MB on the fullest process", self._rank)
 
     def validation(self, iteration: int, loss: float) -> None:
         """One line for an evaluation."""

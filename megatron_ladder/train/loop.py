@@ -15,6 +15,7 @@ from megatron_ladder.data.tokenizers import copy_tokenizer
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data, read_inputs
 from megatron_ladder.train.log import RunLog, banner, say
+from megatron_ladder.train.memory import ActivationMeter
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import StepResult, evaluate, train_step
 
@@ -74,11 +75,14 @@ def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples:
     assert inputs.sources.train is not None
     batches = loader(trainer, inputs.sources.train, consumed_samples)
     losses: list[torch.Tensor] = []
-    with RunLog(trainer, iteration + 1) as log:
+    first = iteration + 1
+    with RunLog(trainer, first) as log, ActivationMeter(trainer.model, trainer.device) as meter:
         while iteration < last:
             iteration += 1
             result = train_step(trainer, next(batches), iteration)
             losses.append(result.loss_sum)
+            if iteration == first:
+                log.activations(meter.largest(trainer.mesh.world))
             if iteration % run.logging.log_interval == 0 or iteration == last:
                 report(trainer, log, iteration, losses, result)
                 losses.clear()

@@ -71,6 +71,7 @@ def build_mesh(run: RunConfig) -> ProcessMesh:
         run.parallel.pipeline_model_parallel_size,
         kv_replicas=key_value_replicas(run.model, tensor_parallel),
         timeout=timedelta(minutes=run.parallel.distributed_timeout_minutes),
+        sequence_parallel=run.parallel.sequence_parallel,
     )
 
 

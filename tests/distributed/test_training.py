@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
 from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.train.memory import ActivationMeter
 from megatron_ladder.train.setup import build_schedule
 from megatron_ladder.train.step import evaluate, train_step
 from tests.distributed.pool import GlooPools
@@ -73,6 +74,42 @@ def test_desync_steps_equal_a_plain_model(
         "--add-attention-output-bias",
     ]  # fmt: skip
     check_steps(gloo_pools, argv, tensor_parallel * data_parallel)
+
+
+@pytest.mark.parametrize("recompute", [[], ["--recompute-granularity", "full"]], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(("data_parallel", "zero_stage"), [(1, "0"), (2, "1")])
+def test_sequence_parallel_steps_equal_a_plain_model(
+    gloo_pools: GlooPools, data_parallel: int, zero_stage: str, recompute: list[str]
+) -> None:
+    argv = [
+        *RECIPE, "--tensor-model-parallel-size", "2", "--zero-stage", zero_stage, "--sequence-parallel", *recompute,
+        "--residual-mode", "ladder", "--ladder-layers", "2", "--global-batch-size", "8", "--qk-layernorm",
+        "--add-attention-output-bias",
+    ]  # fmt: skip
+    check_steps(gloo_pools, argv, 2 * data_parallel)
+
+
+def kept_for_backward(argv: list[str], batches: list[list[Batch]]) -> int:
+    """On each rank: what one forward pass keeps, in bytes, by the fullest rank."""
+    trainer = build_trainer_here(argv)
+    with ActivationMeter(trainer.model, trainer.device) as meter:
+        train_step(trainer, own_batches(trainer, batches[0]), 1)
+    return meter.largest(trainer.mesh.world)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("mode", ["standard", "ladder", "ladder-parallel"])
+def test_sequence_parallelism_keeps_less(gloo_pools: GlooPools, mode: str, recompute: bool) -> None:
+    """A sub-block no longer keeps the stream and the normed stream whole, or, recomputed, the stream."""
+    argv = [*RECIPE, "--tensor-model-parallel-size", "2", "--global-batch-size", "2", "--residual-mode", mode]
+    argv += ["--recompute-granularity", "full"] if recompute else []
+    batches = steps_of_batches(1, 1)
+    whole, *_ = gloo_pools(2).run(kept_for_backward, argv, batches)
+    cut, *_ = gloo_pools(2).run(kept_for_backward, [*argv, "--sequence-parallel"], batches)
+    stream = 12 * 2 * 32 * 4
+    sub_blocks = 3 if mode == "ladder-parallel" else 6
+    # Half of each; standard's first norm reads what the embedding gave, of which there is one more in either case.
+    assert whole - cut >= sub_blocks * (1 if recompute else 2) * stream / 2
 
 
 def check_steps(gloo_pools: GlooPools, argv: list[str], world: int) -> None:

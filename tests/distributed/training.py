@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ def build_trainer_here(argv: Sequence[str], weights: Mapping[str, Tensor] | None
     run = run_of(argv, torch.distributed.get_world_size())
     tensor_parallel = run.parallel.tensor_model_parallel_size
     mesh = mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel))
+    mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel)
     model, norm = build_model(run, mesh, CPU)
     if weights is not None:
         with torch.no_grad():

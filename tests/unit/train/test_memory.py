@@ -1,0 +1,45 @@
+"""What a forward pass keeps is counted as the tensors that it left."""
+
+import torch
+from torch import nn
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.train.memory import ActivationMeter
+
+CPU = torch.device("cpu")
+
+
+class Chain(nn.Module):
+    """Two products of a weight [8, 8], with squares between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x @ self.weight
+        return ((hidden * 3.0).square() @ self.weight).sum()
+
+
+def test_only_what_backward_needs_is_counted() -> None:
+    model, x = Chain(), torch.randn(100, 8)
+    with ActivationMeter(model, CPU) as meter:
+        loss = model(x)
+    # x was there before; hidden itself is freed; 3 hidden, its square, and the sum stay.
+    assert meter.kept_bytes == 2 * 100 * 8 * 4 + 4
+    assert meter.largest(CommGroup.alone()) == meter.kept_bytes
+    loss.backward()
+
+
+def test_the_first_training_pass_is_measured_and_no_other() -> None:
+    model = Chain()
+    with ActivationMeter(model, CPU) as meter:
+        with torch.no_grad():
+            model(torch.randn(10, 8))
+        assert meter.kept_bytes is None
+        first = model(torch.randn(20, 8))
+        kept = meter.kept_bytes
+        second = model(torch.randn(50, 8))
+        assert kept == meter.kept_bytes == 2 * 20 * 8 * 4 + 4
+    (first + second).backward()
+    assert not model._forward_hooks and not model._forward_pre_hooks
