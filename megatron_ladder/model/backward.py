@@ -85,7 +85,7 @@ class _Pass:
             partial = step.unreduced(stream, self.context)
             self._kept.append(leaf)
         else:
-            graph, partial = self._build(step, leaf)
+            graph, partial = self._build(step, leaf, "forward")
             self._kept.append(graph)
         leaves_unreduced = len(self._kept) > len(self.steps) - self.pending_out
         return InFlight(partial, None if leaves_unreduced else step.group.start_all_reduce(partial))
@@ -93,12 +93,12 @@ class _Pass:
     def last_graph(self) -> _Graph:
         """The graphs of the last sub-block that has not gone backward, which the pass then forgets."""
         kept = self._kept.pop()
-        return kept if isinstance(kept, _Graph) else self._build(self.steps[len(self._kept)], kept)[0]
+        return kept if isinstance(kept, _Graph) else self._build(self.steps[len(self._kept)], kept, "recompute")[0]
 
-    def _build(self, step: SubBlock, leaf: Tensor) -> tuple[_Graph, Tensor]:
+    def _build(self, step: SubBlock, leaf: Tensor, what: str) -> tuple[_Graph, Tensor]:
         """The graphs keep an edge to the partial sum and not the tensor, whose storage the reduce overwrites."""
         input_gradient = InputGradient(step.group)
-        with torch.enable_grad():
+        with torch.enable_grad(), step.named(what):
             normed = step.norm(leaf)
             partial = step.body(normed.detach().requires_grad_(), self.context, False, input_gradient).partial
         graph = _Graph(leaf, get_gradient_edge(normed), get_gradient_edge(partial), input_gradient)
@@ -129,8 +129,10 @@ class _OverlappedRange(Function):
         def absorb(gradient: Tensor, first: int) -> Tensor:
             """Adds the gradients of reads from sub-block `first` on."""
             while in_flight and in_flight[0][0] >= first:
-                _, graph = in_flight.popleft()
-                torch.autograd.backward([graph.normed], [graph.input_gradient.wait()])
+                index, graph = in_flight.popleft()
+                whole = graph.input_gradient.wait()
+                with a_pass.steps[index].named("norm backward"):
+                    torch.autograd.backward([graph.normed], [whole])
                 assert graph.stream.grad is not None
                 gradient = gradient + graph.stream.grad
             return gradient
@@ -139,7 +141,8 @@ class _OverlappedRange(Function):
             graph = a_pass.last_graph()
             gradient = absorb(gradient, known_at[ctx.pending_in + index])
             left = index - (count - a_pass.pending_out)
-            torch.autograd.backward([graph.partial], [of_unreduced[left] if left >= 0 else gradient])
+            with a_pass.steps[index].named("backward"):
+                torch.autograd.backward([graph.partial], [of_unreduced[left] if left >= 0 else gradient])
             in_flight.append((index, graph))
         of_missing = []
         for first in reversed(known_at[: ctx.pending_in]):

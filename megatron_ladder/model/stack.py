@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, start_all_reduce
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.config.model import ModelConfig, synchronised_after
 from megatron_ladder.model.attention import Attention, SequenceContext
 from megatron_ladder.model.attention_mlp import AttentionMLP
@@ -46,6 +47,8 @@ class StackOptions:
     """The function that computes RMSNorm."""
     mirrored_backward: bool = True
     """With overlap, walk backward by the mirrored rule; False leaves it to autograd, which waits at once."""
+    span: Span = no_span
+    """Names sub-blocks for a profiler."""
 
 
 class TransformerLayer(nn.Module):
@@ -79,13 +82,14 @@ class TransformerLayer(nn.Module):
             return MLP(config, layer, mesh, dtype, device)
         return AttentionMLP(config, layer, norm, mesh, dtype, device)
 
-    def sub_blocks(self, group: CommGroup, recompute: bool) -> list[SubBlock]:
-        """The steps of this layer."""
+    def sub_blocks(self, group: CommGroup, recompute: bool, name: str, span: Span) -> list[SubBlock]:
+        """The steps of this layer, which is called `name`."""
         steps = []
         for kind in self.wiring.sub_blocks:
             norm, body = self.norms[kind.value], self.bodies[kind.value]
             assert isinstance(norm, RMSNorm)
-            steps.append(SubBlock(norm, body, self.wiring.staleness, group, recompute))
+            full_name = f"{name}.{kind.value}"
+            steps.append(SubBlock(norm, body, self.wiring.staleness, group, recompute, full_name, span))
         return steps
 
 
@@ -145,9 +149,10 @@ class TransformerStack(nn.Module):
     def sub_blocks(self) -> list[SubBlock]:
         """The steps of all layers of this range."""
         steps: list[SubBlock] = []
-        for index, layer in enumerate(self.layers.values()):
+        for index, (number, layer) in enumerate(self.layers.items()):
             assert isinstance(layer, TransformerLayer)
-            steps += layer.sub_blocks(self.group, recompute=index < self.options.recompute_layers)
+            recompute = index < self.options.recompute_layers
+            steps += layer.sub_blocks(self.group, recompute, f"layers.{number}", self.options.span)
         return steps
 
     def _keep_or_wait(self, in_flight: InFlight) -> InFlight:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, start_all_reduce
+from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.model.attention import SequenceContext
 from megatron_ladder.model.norm import RMSNorm
 
@@ -25,12 +27,20 @@ class SubBlock(NamedTuple):
     """The ranks that its output is summed over."""
     recompute: bool
     """Keep only the input for backward."""
+    name: str = ""
+    """As a profiler shows it: `layers.3.attention`."""
+    span: Span = no_span
+
+    def named(self, what: str) -> AbstractContextManager[object]:
+        """Names what is done for this sub-block inside, `layers.3.attention forward`."""
+        return self.span(f"{self.name} {what}")
 
     def start(self, stream: Tensor, context: SequenceContext) -> InFlight:
         """The output for the stream [s, b, h], its all-reduce started."""
         if self.recompute and torch.is_grad_enabled():
             return start_all_reduce(self.unreduced(stream, context), self.group)
-        in_flight: InFlight = self.body(self.norm(stream), context)
+        with self.named("forward"):
+            in_flight: InFlight = self.body(self.norm(stream), context)
         return in_flight
 
     def unreduced(self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None) -> Tensor:
@@ -41,7 +51,8 @@ class SubBlock(NamedTuple):
         """
 
         def partial_sum(stream: Tensor) -> Tensor:
-            partial: Tensor = self.body(self.norm(stream, norm_weight), context, launch=False).partial
+            with self.named("forward"):
+                partial: Tensor = self.body(self.norm(stream, norm_weight), context, launch=False).partial
             return partial
 
         if self.recompute and torch.is_grad_enabled():

@@ -91,7 +91,12 @@ def _is_pointless(run: RunConfig) -> bool:
 
 def _check_folders(run: RunConfig, about_files: list[str]) -> None:
     """Makes the directories that the run writes to: better now than after hours."""
-    for flag, folder in (("--save", run.checkpoint.save), ("--tensorboard-dir", run.logging.tensorboard_dir)):
+    folders = {
+        "--save": run.checkpoint.save,
+        "--tensorboard-dir": run.logging.tensorboard_dir,
+        "--profile-dir": run.profile.profile_dir if run.profile.profile else None,
+    }
+    for flag, folder in folders.items():
         if folder is None:
             continue
         try:

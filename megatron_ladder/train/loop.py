@@ -15,6 +15,7 @@ from megatron_ladder.data.tokenizers import copy_tokenizer
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data, read_inputs
 from megatron_ladder.train.log import RunLog, banner, say
+from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import StepResult, evaluate, train_step
 
@@ -75,9 +76,11 @@ def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples:
     batches = loader(trainer, inputs.sources.train, consumed_samples)
     losses: list[torch.Tensor] = []
     with RunLog(trainer, iteration + 1) as log:
+        profiled = step_contexts(run, trainer.mesh.world, trainer.device, iteration + 1, log.without_time)
         while iteration < last:
             iteration += 1
-            result = train_step(trainer, next(batches), iteration)
+            with profiled(iteration):
+                result = train_step(trainer, next(batches), iteration)
             losses.append(result.loss_sum)
             if iteration % run.logging.log_interval == 0 or iteration == last:
                 report(trainer, log, iteration, losses, result)

@@ -20,6 +20,7 @@ from megatron_ladder.optim.adamw import build_adamw
 from megatron_ladder.optim.param_groups import parameter_groups
 from megatron_ladder.optim.schedule import LearningRateSchedule
 from megatron_ladder.train.inputs import RunInputs
+from megatron_ladder.train.profile import named_for_profiler
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ def build_mesh(run: RunConfig) -> ProcessMesh:
 def build_model(run: RunConfig, mesh: ProcessMesh, device: torch.device) -> tuple[LanguageModel, str]:
     """This rank's slices with their initial weights in fp32, and which norm they use."""
     norm, description = select_norm(run.training.norm_implementation, device)
-    options = StackOptions(tp_overlap=run.parallel.tp_overlap, recompute_layers=run.recompute_layers, norm=norm)
+    mesh, span = named_for_profiler(run, mesh)
+    options = StackOptions(
+        tp_overlap=run.parallel.tp_overlap, recompute_layers=run.recompute_layers, norm=norm, span=span
+    )
     return LanguageModel(run.model, mesh, options, device=device, seed=run.training.seed), description
 
 
