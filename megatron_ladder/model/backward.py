@@ -85,7 +85,7 @@ class _Pass:
             partial = step.unreduced(stream, self.context)
             self._kept.append(leaf)
         else:
-            graph, partial = self._build(step, leaf, "forward")
+            graph, partial = self._build(step, leaf)
             self._kept.append(graph)
         leaves_unreduced = len(self._kept) > len(self.steps) - self.pending_out
         return InFlight(partial, None if leaves_unreduced else step.group.start_all_reduce(partial))
@@ -93,12 +93,16 @@ class _Pass:
     def last_graph(self) -> _Graph:
         """The graphs of the last sub-block that has not gone backward, which the pass then forgets."""
         kept = self._kept.pop()
-        return kept if isinstance(kept, _Graph) else self._build(self.steps[len(self._kept)], kept, "recompute")[0]
+        if isinstance(kept, _Graph):
+            return kept
+        step = self.steps[len(self._kept)]
+        with step.named("recompute"):
+            return self._build(step, kept)[0]
 
-    def _build(self, step: SubBlock, leaf: Tensor, what: str) -> tuple[_Graph, Tensor]:
+    def _build(self, step: SubBlock, leaf: Tensor) -> tuple[_Graph, Tensor]:
         """The graphs keep an edge to the partial sum and not the tensor, whose storage the reduce overwrites."""
         input_gradient = InputGradient(step.group)
-        with torch.enable_grad(), step.named(what):
+        with torch.enable_grad():
             normed = step.norm(leaf)
             partial = step.body(normed.detach().requires_grad_(), self.context, False, input_gradient).partial
         graph = _Graph(leaf, get_gradient_edge(normed), get_gradient_edge(partial), input_gradient)

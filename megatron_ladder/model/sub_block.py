@@ -39,8 +39,7 @@ class SubBlock(NamedTuple):
         """The output for the stream [s, b, h], its all-reduce started."""
         if self.recompute and torch.is_grad_enabled():
             return start_all_reduce(self.unreduced(stream, context), self.group)
-        with self.named("forward"):
-            in_flight: InFlight = self.body(self.norm(stream), context)
+        in_flight: InFlight = self.body(self.norm(stream), context)
         return in_flight
 
     def unreduced(self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None) -> Tensor:
@@ -51,8 +50,7 @@ class SubBlock(NamedTuple):
         """
 
         def partial_sum(stream: Tensor) -> Tensor:
-            with self.named("forward"):
-                partial: Tensor = self.body(self.norm(stream, norm_weight), context, launch=False).partial
+            partial: Tensor = self.body(self.norm(stream, norm_weight), context, launch=False).partial
             return partial
 
         if self.recompute and torch.is_grad_enabled():
@@ -70,7 +68,8 @@ def walk(
     """The rule. Returns the stream after the last read; `pending` then holds what is still missing from it."""
     for sub_block in sub_blocks:
         stream = drain(stream, pending, sub_block.staleness)
-        pending.append(apply(sub_block, stream))
+        with sub_block.named("forward"):
+            pending.append(apply(sub_block, stream))
     return stream
 
 
