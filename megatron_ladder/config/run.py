@@ -177,6 +177,10 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
         )
     if training.bf16 and parallel.zero_stage == "0":
         mistakes.append("--bf16 needs --zero-stage 1: its fp32 master weights and gradients live in that optimizer")
+    if training.compile_sub_blocks and training.norm_implementation == "apex":
+        mistakes.append(
+            "--compile-sub-blocks compiles torch's norm: leave --norm-implementation apex out, or --compile-sub-blocks"
+        )
     if training.recompute_granularity == "selective":
         mistakes.append(
             "--recompute-granularity selective recomputes the score matrix, which the attention used here never "

@@ -3,6 +3,7 @@
 Layouts: hidden_states [s, b, h]; queries [s, b, heads/t, d]; the attention product itself [b, heads/t, s, d].
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,14 +40,40 @@ class SequenceContext(NamedTuple):
     sees the positions up to its own, and a single one, being the newest, all of them."""
 
 
+def split_heads(
+    projected: Tensor,
+    widths: Sequence[int],
+    head_dim: int,
+    table: RotaryTable,
+    norm: NormFunction,
+    norm_weights: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [b, heads/t, s, d] from their projections side by side [s, b, sum of widths].
+
+    Queries and keys are normed, if there are weights for that, and turned by their positions. A function of tensors
+    alone, so that it can be compiled.
+    """
+    q, k, v = (x.view(*x.shape[:-1], -1, head_dim) for x in torch.split(projected, list(widths), dim=-1))
+    if norm_weights is not None:
+        q, k = norm(q, norm_weights[0], epsilon), norm(k, norm_weights[1], epsilon)
+    q, k = apply_rotary(q, table), apply_rotary(k, table)
+    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+
 class AttentionHeads(nn.Module):
     """From projected queries, keys and values to the heads' outputs; owns the norms of queries and keys."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, norm: NormFunction, group: CommGroup,
+        self, config: ModelConfig, layer: int, norm: NormFunction, group: CommGroup, widths: Sequence[int],
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
+        """`widths`: of the queries, the keys and the values in the input product."""
         super().__init__()
+        self.widths = tuple(widths)
+        self.norm = norm
+        self.epsilon = config.norm_epsilon
+        self.split_heads = split_heads
         self.layer = layer
         self.group = group
         self.head_dim = config.head_dim
@@ -62,19 +89,17 @@ class AttentionHeads(nn.Module):
 
     def forward(
         self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        projected: Tensor,
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
     ) -> Tensor:
-        """Projections [s, b, heads/t * d] -> [s, b, heads/t * d]."""
-        q, k, v = (x.view(*x.shape[:-1], -1, self.head_dim) for x in (queries, keys, values))
+        """Projections [s, b, sum of widths] -> [s, b, heads/t * d]."""
+        norm_weights = None
         if self.q_norm is not None and self.k_norm is not None:
-            q = self._norm_heads(self.q_norm, q, input_gradient)
-            k = self._norm_heads(self.k_norm, k, input_gradient)
-        q, k = apply_rotary(q, context.rotary), apply_rotary(k, context.rotary)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+            norm_weights = self._weight(self.q_norm, input_gradient), self._weight(self.k_norm, input_gradient)
+        q, k, v = self.split_heads(
+            projected, self.widths, self.head_dim, context.rotary, self.norm, norm_weights, self.epsilon
+        )
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
         # torch aligns a causal mask at the first key, which would hide the cache from a single query.
@@ -84,13 +109,11 @@ class AttentionHeads(nn.Module):
         )
         return attended.permute(2, 0, 1, 3).flatten(2)
 
-    def _norm_heads(self, norm: RMSNorm, x: Tensor, input_gradient: InputGradient | None) -> Tensor:
+    def _weight(self, norm: RMSNorm, input_gradient: InputGradient | None) -> Tensor:
         """The norm's weight meets only this rank's heads, so its gradient is summed over the ranks."""
         if input_gradient is None:
-            weight = copy_to_tensor_parallel_region(norm.weight, self.group)
-        else:
-            weight = input_gradient.defer(norm.weight)
-        return norm.function(x, weight, norm.epsilon)
+            return copy_to_tensor_parallel_region(norm.weight, self.group)
+        return input_gradient.defer(norm.weight)
 
 
 class Attention(nn.Module):
@@ -103,7 +126,7 @@ class Attention(nn.Module):
         super().__init__()
         shares = query_key_value_shares(config, layer, mesh.tensor.size)
         self.qkv_proj = input_projection(config, shares, mesh, dtype, device)
-        self.heads = AttentionHeads(config, layer, norm, mesh.tensor, dtype, device)
+        self.heads = AttentionHeads(config, layer, norm, mesh.tensor, self.qkv_proj.widths, dtype, device)
         self.o_proj = attention_output(config, layer, mesh, dtype, device)
 
     def forward(
@@ -114,6 +137,6 @@ class Attention(nn.Module):
         input_gradient: InputGradient | None = None,
     ) -> InFlight:
         """[s, b, h] normed -> the attention's output [s, b, h], in flight (unreduced if not `launch`)."""
-        queries, keys, values = self.qkv_proj.split(self.qkv_proj(normed, input_gradient))
-        in_flight: InFlight = self.o_proj(self.heads(queries, keys, values, context, input_gradient), launch=launch)
+        projected = self.qkv_proj(normed, input_gradient)
+        in_flight: InFlight = self.o_proj(self.heads(projected, context, input_gradient), launch=launch)
         return in_flight

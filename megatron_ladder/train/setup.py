@@ -13,6 +13,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.mpu import DeepSpeedMpu
 from megatron_ladder.config.model import key_value_replicas
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.model.compiled import compile_sub_blocks
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import select_norm
 from megatron_ladder.model.stack import StackOptions
@@ -82,7 +83,11 @@ def build_model(run: RunConfig, mesh: ProcessMesh, device: torch.device) -> tupl
     options = StackOptions(
         tp_overlap=run.parallel.tp_overlap, recompute_layers=run.recompute_layers, norm=norm, span=span
     )
-    return LanguageModel(run.model, mesh, options, device=device, seed=run.training.seed), description
+    model = LanguageModel(run.model, mesh, options, device=device, seed=run.training.seed)
+    if run.training.compile_sub_blocks:
+        compile_sub_blocks(model)
+        description = "torch, compiled"
+    return model, description
 
 
 def build_engine(
