@@ -75,11 +75,12 @@ class _Pass:
         self._kept: list[_Graph | Tensor] = []
         """Of each sub-block, its graphs; or only the stream that it read, if it is computed again."""
 
-    def apply(self, step: SubBlock, stream: Tensor) -> InFlight:
+    def apply(self, step: SubBlock, stream: Tensor, missing: Tensor | None) -> tuple[Tensor, InFlight]:
         """Runs one sub-block, keeps what backward needs, and starts the reduce of its output.
 
         The last `pending_out` outputs leave the range unreduced.
         """
+        stream = stream if missing is None else stream + missing
         leaf = stream.detach().requires_grad_()
         if step.recompute:
             partial = step.unreduced(stream, self.context)
@@ -88,7 +89,7 @@ class _Pass:
             graph, partial = self._build(step, leaf)
             self._kept.append(graph)
         leaves_unreduced = len(self._kept) > len(self.steps) - self.pending_out
-        return InFlight(partial, None if leaves_unreduced else step.group.start_all_reduce(partial))
+        return stream, InFlight(partial, None if leaves_unreduced else step.group.start_all_reduce(partial))
 
     def last_graph(self) -> _Graph:
         """The graphs of the last sub-block that has not gone backward, which the pass then forgets."""

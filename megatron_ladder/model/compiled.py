@@ -1,9 +1,10 @@
 """torch.compile for what a sub-block does between its products.
 
 Compiled are functions of tensors alone: the norm, the way from the input product to queries, keys and values, and
-SwiGLU. Each becomes one kernel forward and one backward. The products, which start reduces, and the walk, which waits
-for them, stay outside, so the order of launches and waits is that of the uncompiled model. All layers share the
-compiled functions, so each is compiled once for a shape.
+SwiGLU. Each becomes one kernel forward and one backward. The addition before a norm is part of its kernel, except where
+`backward.py` keeps a graph of the norm alone. The products, which start reduces, and the walk, which waits for them,
+stay outside, so the order of launches and waits is that of the uncompiled model. All layers share the compiled
+functions, so each is compiled once for a shape.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from megatron_ladder.model.attention import AttentionHeads, split_heads
 from megatron_ladder.model.attention_mlp import AttentionMLP
 from megatron_ladder.model.mlp import MLP, swiglu
-from megatron_ladder.model.norm import RMSNorm, torch_rms_norm
+from megatron_ladder.model.norm import RMSNorm, add_rms_norm, torch_rms_norm
 
 
 def compile_sub_blocks(model: nn.Module, backend: str = "inductor") -> None:
@@ -22,11 +23,13 @@ def compile_sub_blocks(model: nn.Module, backend: str = "inductor") -> None:
         backend: of torch.compile; "inductor" needs a C++ compiler on a CPU.
     """
     norm = torch.compile(torch_rms_norm, fullgraph=True, backend=backend)
+    add_norm = torch.compile(add_rms_norm, fullgraph=True, backend=backend)
     compiled_split_heads = torch.compile(split_heads, fullgraph=True, backend=backend)
     compiled_swiglu = torch.compile(swiglu, fullgraph=True, backend=backend)
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.function = norm
+            module.add_function = add_norm
         elif isinstance(module, AttentionHeads):
             module.norm = torch_rms_norm
             module.split_heads = compiled_split_heads

@@ -20,11 +20,19 @@ from megatron_ladder.parallel.layout import ParallelModule, Section, replicated
 
 NormFunction = Callable[[Tensor, Tensor, float], Tensor]
 """(x [..., n], weight [n], epsilon) -> [..., n]."""
+AddNormFunction = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""(stream [..., n], output [..., n], weight [n], epsilon) -> their sum, and its norm."""
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm by torch's own operator."""
     return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def add_rms_norm(stream: Tensor, output: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The sum, and its RMSNorm by torch's own operator; compiled, one kernel that reads each input once."""
+    total = stream + output
+    return total, torch_rms_norm(total, weight, epsilon)
 
 
 def select_norm(
@@ -76,6 +84,7 @@ class RMSNorm(ParallelModule):
         super().__init__()
         self.epsilon = epsilon
         self.function = function
+        self.add_function: AddNormFunction | None = None
         if per_rank is None:
             share = replicated(f"{name}.weight", (size,), rank, mean=1.0)
             self.add_parameter("weight", (size,), (share,), dtype, device, sharded=False)
@@ -83,7 +92,19 @@ class RMSNorm(ParallelModule):
             share = Section(f"{name}.weight", (per_rank, size), global_start=rank, length=1, mean=1.0)
             self.add_parameter("weight", (1, size), (share,), dtype, device, sharded=True)
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[..., size] -> [..., size]; `weight` stands in for the norm's own."""
+    def forward(
+        self, x: Tensor, weight: Tensor | None = None, output: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """[..., size] -> [..., size].
+
+        Args:
+            weight: stands in for the norm's own.
+            output: of a sub-block, to be added to x before; the sum is then returned with its norm.
+        """
         weight = self.weight if weight is None else weight
-        return self.function(x, weight.flatten(), self.epsilon)
+        if output is None:
+            return self.function(x, weight.flatten(), self.epsilon)
+        if self.add_function is not None:
+            return self.add_function(x, output, weight.flatten(), self.epsilon)
+        total = x + output
+        return total, self.function(total, weight.flatten(), self.epsilon)

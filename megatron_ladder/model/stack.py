@@ -137,12 +137,17 @@ class TransformerStack(nn.Module):
         pending = deque(self._keep_or_wait(start_all_reduce(partial.clone(), self.group)) for partial in missing)
         steps = self.sub_blocks()
         launched = len(steps) - self.pending_out
-        stream = walk(
-            stream, pending, steps[:launched], lambda step, stream: self._keep_or_wait(step.start(stream, context))
-        )
-        stream = walk(
-            stream, pending, steps[launched:], lambda step, stream: InFlight(step.unreduced(stream, context), None)
-        )
+
+        def start(step: SubBlock, stream: Tensor, missing: Tensor | None) -> tuple[Tensor, InFlight]:
+            stream, in_flight = step.start(stream, missing, context)
+            return stream, self._keep_or_wait(in_flight)
+
+        def leave_unreduced(step: SubBlock, stream: Tensor, missing: Tensor | None) -> tuple[Tensor, InFlight]:
+            stream = stream if missing is None else stream + missing
+            return stream, InFlight(step.unreduced(stream, context), None)
+
+        stream = walk(stream, pending, steps[:launched], start)
+        stream = walk(stream, pending, steps[launched:], leave_unreduced)
         stream = drain(stream, pending, self.pending_out)
         return torch.stack([stream, *(in_flight.partial for in_flight in pending)])
 

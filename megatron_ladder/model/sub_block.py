@@ -35,12 +35,17 @@ class SubBlock(NamedTuple):
         """Names what is done for this sub-block inside, `layers.3.attention forward`."""
         return self.span(f"{self.name} {what}")
 
-    def start(self, stream: Tensor, context: SequenceContext) -> InFlight:
-        """The output for the stream [s, b, h], its all-reduce started."""
+    def start(self, stream: Tensor, missing: Tensor | None, context: SequenceContext) -> tuple[Tensor, InFlight]:
+        """The stream [s, b, h] that it reads, and its output for that, the all-reduce started.
+
+        Args:
+            missing: the output that is to be added to the stream before; the norm does it on its way.
+        """
         if self.recompute and torch.is_grad_enabled():
-            return start_all_reduce(self.unreduced(stream, context), self.group)
-        in_flight: InFlight = self.body(self.norm(stream), context)
-        return in_flight
+            stream = stream if missing is None else stream + missing
+            return stream, start_all_reduce(self.unreduced(stream, context), self.group)
+        stream, normed = (stream, self.norm(stream)) if missing is None else self.norm(stream, output=missing)
+        return stream, self.body(normed, context)
 
     def unreduced(self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None) -> Tensor:
         """This rank's partial sum of the output; no collective lies inside what is recomputed, so none runs twice.
@@ -63,13 +68,18 @@ def walk(
     stream: Tensor,
     pending: deque[InFlight],
     sub_blocks: Iterable[SubBlock],
-    apply: Callable[[SubBlock, Tensor], InFlight],
+    apply: Callable[[SubBlock, Tensor, Tensor | None], tuple[Tensor, InFlight]],
 ) -> Tensor:
-    """The rule. Returns the stream after the last read; `pending` then holds what is still missing from it."""
+    """The rule. Returns the stream after the last read; `pending` then holds what is still missing from it.
+
+    The newest output that a sub-block does not miss is given to `apply` beside the stream, since the norm can add it.
+    """
     for sub_block in sub_blocks:
-        stream = drain(stream, pending, sub_block.staleness)
+        stream = drain(stream, pending, sub_block.staleness + 1)
+        missing = pending.popleft().wait() if len(pending) > sub_block.staleness else None
         with sub_block.named("forward"):
-            pending.append(apply(sub_block, stream))
+            stream, in_flight = apply(sub_block, stream, missing)
+        pending.append(in_flight)
     return stream
 
 
