@@ -7,9 +7,13 @@ stay outside, so the order of launches and waits is that of the uncompiled model
 functions, so each is compiled once for a shape.
 """
 
+import os
+import shutil
+
 import torch
 from torch import nn
 
+from megatron_ladder.errors import UserError
 from megatron_ladder.model.attention import AttentionHeads, split_heads
 from megatron_ladder.model.attention_mlp import AttentionMLP
 from megatron_ladder.model.mlp import MLP, swiglu
@@ -35,3 +39,10 @@ def compile_sub_blocks(model: nn.Module, backend: str = "inductor") -> None:
             module.split_heads = compiled_split_heads
         elif isinstance(module, MLP | AttentionMLP):
             module.swiglu = compiled_swiglu
+
+
+def require_compiler(flag: str) -> None:
+    """Raises a UserError that names `flag` if there is no compiler, without which inductor fails at the first step."""
+    named = [os.environ[name] for name in ("CXX", "CC") if name in os.environ]
+    if not any(shutil.which(compiler) for compiler in (*named, "g++", "clang++", "gcc", "clang")):
+        raise UserError(f"{flag}: no C++ compiler was found (g++, clang++ or $CXX): install one, or leave {flag} out")
