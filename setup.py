@@ -15,6 +15,8 @@ PROGRAMS = {
     "generate": "generate",
     "benchmark": "benchmark",
     "plot-loss": "plot_loss",
+    "exposed-communication": "exposed_communication",
+    "throughput": "throughput",
 }
 """megatron-ladder-<key> runs entry_point of megatron_ladder.cli.<value>."""
 

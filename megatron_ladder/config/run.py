@@ -9,6 +9,7 @@ from megatron_ladder.config.fields import parse_command_line, to_plain
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
 from megatron_ladder.config.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_mistakes
 from megatron_ladder.config.parallel import ParallelConfig
+from megatron_ladder.config.profile import ProfileConfig, profile_mistakes
 from megatron_ladder.config.training import CheckpointConfig, LoggingConfig, OptimizerConfig, TrainingConfig
 
 PROGRAM = "pretrain_ladder.py"
@@ -26,10 +27,12 @@ class RunFlags:
     data: DataConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    profile: ProfileConfig
 
 
 SECTIONS = (
     ModelFlags, TrainingConfig, OptimizerConfig, ParallelConfig, DataConfig, CheckpointConfig, LoggingConfig,
+    ProfileConfig,
 )  # fmt: skip
 
 
@@ -44,6 +47,7 @@ class RunConfig:
     data: DataConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    profile: ProfileConfig
     world_size: int
     data_parallel_size: int
     global_batch_size: int
@@ -84,6 +88,7 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: lis
     tensor_parallel = parallel.tensor_model_parallel_size
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, mistakes)
     _check_sizes(flags, model, mistakes)
+    mistakes += profile_mistakes(flags.profile, training.train_iters, world_size, flags.logging.tensorboard_dir)
     if tensor_parallel < 1 or world_size % tensor_parallel:
         mistakes.append(
             f"--tensor-model-parallel-size {tensor_parallel} does not divide the {world_size} launched processes: "
@@ -108,6 +113,7 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: lis
         data=flags.data,
         checkpoint=flags.checkpoint,
         logging=flags.logging,
+        profile=flags.profile,
         world_size=world_size,
         data_parallel_size=data_parallel,
         global_batch_size=global_batch_size,
@@ -183,6 +189,10 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
         )
     if training.bf16 and parallel.zero_stage == "0":
         mistakes.append("--bf16 needs --zero-stage 1: its fp32 master weights and gradients live in that optimizer")
+    if training.compile_sub_blocks and training.norm_implementation == "apex":
+        mistakes.append(
+            "--compile-sub-blocks compiles torch's norm: leave --norm-implementation apex out, or --compile-sub-blocks"
+        )
     if training.recompute_granularity == "selective":
         mistakes.append(
             "--recompute-granularity selective recomputes the score matrix, which the attention used here never "

@@ -29,6 +29,9 @@ class TrainingConfig:
     """Layers whose sub-blocks are recomputed, from the first; all if not given."""
     norm_implementation: Literal["auto", "torch", "apex"] = "auto"
     """RMSNorm by torch or by NVIDIA apex; auto takes apex on CUDA if it is there."""
+    compile_sub_blocks: bool = False
+    """torch.compile for norms, SwiGLU and rotary embedding, between the products of each sub-block; all-reduces are
+    in flight as without it. Needs a C++ compiler at run time."""
     deterministic_mode: bool = False
     """On CUDA, use deterministic kernels only."""
 

@@ -18,6 +18,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.cache import StaticKeyValueCache
+from megatron_ladder.generate.graph import CapturedDecode, StepGraph
 from megatron_ladder.generate.sampling import NO_TOKEN, Sampler, SamplingParameters
 from megatron_ladder.generate.text import TextStream
 from megatron_ladder.model.attention import SequenceContext
@@ -113,15 +114,23 @@ class _Sample:
 class GenerationEngine:
     """A model that continues batches of prompts of unequal lengths."""
 
-    def __init__(self, model: LanguageModel, mesh: ProcessMesh, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        mesh: ProcessMesh,
+        tokenizer: Tokenizer | None = None,
+        new_graph: Callable[[], StepGraph] | None = None,
+    ) -> None:
         """
         Args:
             model: this rank's slices, with their weights.
             tokenizer: for texts; ids need none.
+            new_graph: makes what a batch's decode step is captured in; None runs it anew for every token.
         """
         self.model = model.eval()
         self.group = mesh.tensor
         self.tokenizer = tokenizer
+        self.new_graph = new_graph
         self.device = model.embedding.weight.device
 
     def generate(
@@ -155,6 +164,12 @@ class GenerationEngine:
         cache = StaticKeyValueCache(config, self.group.size, len(samples), positions, dtype, self.device)
         rotary = rotary_table(config, torch.arange(positions, device=self.device).unsqueeze(1), dtype)
         sampler = Sampler([request.sampling for request in requests], self.device)
+        captured: CapturedDecode | None = None
+        if self.new_graph is not None:
+            captured = CapturedDecode(
+                lambda tokens, columns: self._one_token(tokens, columns, cache, rotary, positions, masked=True),
+                len(samples), self.device, self.new_graph(),
+            )  # fmt: skip
 
         begun = time.perf_counter()
         chosen = self._choose(sampler, self._prefill(samples, cache, rotary))
@@ -162,7 +177,7 @@ class GenerationEngine:
         yield from _append(samples, chosen)
         while any(sample.finish_reason is None for sample in samples):
             begun = time.perf_counter()
-            chosen = self._choose(sampler, self._decode(samples, cache, rotary))
+            chosen = self._choose(sampler, self._decode(samples, cache, rotary, captured))
             decode_seconds += time.perf_counter() - begun
             yield from _append(samples, chosen)
         return _generations(samples, prefill_seconds, decode_seconds)
@@ -181,18 +196,40 @@ class GenerationEngine:
         return self._logits(newest.unsqueeze(0))
 
     @torch.inference_mode()
-    def _decode(self, samples: Sequence[_Sample], cache: StaticKeyValueCache, rotary: RotaryTable) -> Tensor:
+    def _decode(
+        self,
+        samples: Sequence[_Sample],
+        cache: StaticKeyValueCache,
+        rotary: RotaryTable,
+        captured: CapturedDecode | None,
+    ) -> Tensor:
         """The newest token of each sample -> logits [b, V] behind it.
 
         A sample that has ended stays in the batch: its last token is fed again, and what comes of it is dropped.
         """
         columns = torch.tensor([sample.column for sample in samples], device=self.device)
+        tokens = torch.tensor([sample.ids[-1:] for sample in samples], device=self.device)
+        if captured is not None:
+            return captured(tokens, columns)
         extent = max(sample.column for sample in samples) + 1
+        masked = any(sample.column + 1 < extent for sample in samples)
+        return self._one_token(tokens, columns, cache, rotary, extent, masked)
+
+    def _one_token(
+        self,
+        tokens: Tensor,
+        columns: Tensor,
+        cache: StaticKeyValueCache,
+        rotary: RotaryTable,
+        extent: int,
+        masked: bool,
+    ) -> Tensor:
+        """Ids [b, 1] for columns [b] -> logits [b, V]. Attention is given `extent` columns, and looks at all of them
+        unless `masked` hides those ahead."""
         mask = None
-        if any(sample.column + 1 < extent for sample in samples):
+        if masked:
             seen = torch.arange(extent, device=self.device) <= columns.unsqueeze(1)
             mask = seen[:, None, None, :]
-        tokens = torch.tensor([sample.ids[-1:] for sample in samples], device=self.device)
         turns = RotaryTable(rotary.cos[columns].transpose(0, 1), rotary.sin[columns].transpose(0, 1))
         context = SequenceContext(turns, cache.for_one_token(columns, extent), mask)
         return self._logits(self.model.hidden_states(tokens, context))

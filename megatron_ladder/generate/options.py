@@ -25,6 +25,10 @@ class ModelOptions:
     """What the weights are turned into; fp32 on a CPU and bf16 on a GPU if not given."""
     overlap: bool = True
     """Wait for every all-reduce at once instead of leaving it in flight under the next sub-block; for comparison."""
+    compile_sub_blocks: bool = False
+    """torch.compile for norms, SwiGLU and rotary embedding; needs a C++ compiler at run time."""
+    cuda_graph: bool = False
+    """Capture the decode step in a CUDA graph and replay it for every token; needs a GPU."""
     tokenizer_type: str | None = None
     """SentencePieceTokenizer or HuggingFaceTokenizer; together with --tokenizer-model, instead of the tokenizer that
     the checkpoint holds."""

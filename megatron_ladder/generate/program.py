@@ -18,11 +18,13 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig, key_value_replicas
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine, GenerationRequest
+from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.loading import DTYPES, StoredModel, check_tensor_parallel, load_model, open_model
-from megatron_ladder.generate.options import GenerateOptions, SamplingOptions
+from megatron_ladder.generate.options import GenerateOptions, ModelOptions, SamplingOptions
 from megatron_ladder.generate.output import TextOutput, json_line, summary, write_stdout
 from megatron_ladder.generate.prompts import Prompt, prompt_mistakes, read_prompts
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
+from megatron_ladder.model.compiled import compile_sub_blocks, require_compiler
 
 TIMEOUT_MINUTES = 60.0
 """How long ranks wait for one another: rank 0 may be held up by a reader of its output."""
@@ -36,7 +38,7 @@ def generate(options: GenerateOptions) -> None:
     """
     place = find_place()
     stored = open_model(options.model.model, options.model.tokenizer_type, options.model.tokenizer_model)
-    _check_place(place, options.model.tp, stored.config)
+    _check_place(place, options.model, stored.config)
     prompts = read_prompts(options.prompts, stored.tokenizer)
     mistakes = prompt_mistakes(prompts, stored.config, options.sampling.max_new_tokens)
     if mistakes:
@@ -47,7 +49,8 @@ def generate(options: GenerateOptions) -> None:
         stop_process_group()
 
 
-def _check_place(place: Place, tensor_parallel: int | None, config: ModelConfig) -> None:
+def _check_place(place: Place, options: ModelOptions, config: ModelConfig) -> None:
+    tensor_parallel = options.tp
     if tensor_parallel is not None and tensor_parallel != place.world_size:
         raise UserError(
             f"--tp {tensor_parallel}: {place.world_size} processes were launched, and all share the model: "
@@ -59,6 +62,10 @@ def _check_place(place: Place, tensor_parallel: int | None, config: ModelConfig)
             f"--tp {place.world_size}: this machine has {torch.cuda.device_count()} GPUs, and every process needs "
             "one: lower --tp, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
+    if options.cuda_graph and not torch.cuda.is_available():
+        raise UserError("--cuda-graph: there is no GPU here: leave it out")
+    if options.compile_sub_blocks:
+        require_compiler("--compile-sub-blocks")
 
 
 def _build_engine(place: Place, options: GenerateOptions, stored: StoredModel) -> GenerationEngine:
@@ -66,6 +73,8 @@ def _build_engine(place: Place, options: GenerateOptions, stored: StoredModel) -
     mesh, device = _start(place, stored.config)
     dtype_name = options.model.dtype or ("bf16" if device.type == "cuda" else "fp32")
     model = load_model(stored, mesh, DTYPES[dtype_name], device, options.model.overlap)
+    if options.model.compile_sub_blocks:
+        compile_sub_blocks(model)
     if place.rank == 0:
         config, warnings = stored.config, stored.checkpoint.warnings
         for warning in warnings:
@@ -76,7 +85,7 @@ def _build_engine(place: Place, options: GenerateOptions, stored: StoredModel) -
             file=sys.stderr,
             flush=True,
         )
-    return GenerationEngine(model, mesh, stored.tokenizer)
+    return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if options.model.cuda_graph else None)
 
 
 def _start(place: Place, config: ModelConfig) -> tuple[ProcessMesh, torch.device]:

@@ -3,7 +3,7 @@
 Layouts: hidden_states [s, b, h]; queries [s, b, heads/t, d]; the attention product itself [b, heads/t, s, d].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,14 +43,40 @@ class SequenceContext(NamedTuple):
     sees the positions up to its own, and a single one, being the newest, all of them."""
 
 
+def split_heads(
+    projected: Tensor,
+    widths: Sequence[int],
+    head_dim: int,
+    table: RotaryTable,
+    norm: NormFunction,
+    norm_weights: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [b, heads/t, s, d] from their projections side by side [s, b, sum of widths].
+
+    Queries and keys are normed, if there are weights for that, and turned by their positions. A function of tensors
+    alone, so that it can be compiled.
+    """
+    q, k, v = (x.view(*x.shape[:-1], -1, head_dim) for x in torch.split(projected, list(widths), dim=-1))
+    if norm_weights is not None:
+        q, k = norm(q, norm_weights[0], epsilon), norm(k, norm_weights[1], epsilon)
+    q, k = apply_rotary(q, table), apply_rotary(k, table)
+    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+
 class AttentionHeads(nn.Module):
     """From projected queries, keys and values to the heads' outputs; owns the norms of queries and keys."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, norm: NormFunction, group: CommGroup,
+        self, config: ModelConfig, layer: int, norm: NormFunction, group: CommGroup, widths: Sequence[int],
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
+        """`widths`: of the queries, the keys and the values in the input product."""
         super().__init__()
+        self.widths = tuple(widths)
+        self.norm = norm
+        self.epsilon = config.norm_epsilon
+        self.split_heads = split_heads
         self.layer = layer
         self.head_dim = config.head_dim
         self.q_norm, self.k_norm = None, None
@@ -65,19 +91,18 @@ class AttentionHeads(nn.Module):
 
     def forward(
         self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        projected: Tensor,
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
     ) -> Tensor:
-        """Projections [s, b, heads/t * d] -> [s, b, heads/t * d]."""
-        q, k, v = (x.view(*x.shape[:-1], -1, self.head_dim) for x in (queries, keys, values))
+        """Projections [s, b, sum of widths] -> [s, b, heads/t * d]."""
+        norm_weights = None
         if self.q_norm is not None and self.k_norm is not None:
             later = None if input_gradient is None else input_gradient.partial_gradients
-            q, k = self.q_norm(q, partial_gradients=later), self.k_norm(k, partial_gradients=later)
-        q, k = apply_rotary(q, context.rotary), apply_rotary(k, context.rotary)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+            norm_weights = self.q_norm.weight_in_use(later), self.k_norm.weight_in_use(later)
+        q, k, v = self.split_heads(
+            projected, self.widths, self.head_dim, context.rotary, self.norm, norm_weights, self.epsilon
+        )
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
         # torch aligns a causal mask at the first key, which would hide the cache from a single query.
@@ -98,7 +123,7 @@ class Attention(nn.Module):
         super().__init__()
         shares = query_key_value_shares(config, layer, mesh.tensor.size)
         self.qkv_proj = input_projection(config, shares, mesh, dtype, device)
-        self.heads = AttentionHeads(config, layer, norm, mesh.tensor, dtype, device)
+        self.heads = AttentionHeads(config, layer, norm, mesh.tensor, self.qkv_proj.widths, dtype, device)
         self.o_proj = attention_output(config, layer, mesh, dtype, device)
 
     def forward(
@@ -110,8 +135,7 @@ class Attention(nn.Module):
         midway: Midway | None = None,
     ) -> InFlight:
         """[s, b, h] normed -> the attention's output [s, b, h], in flight (unreduced if not `launch`)."""
-        queries, keys, values = self.qkv_proj.split(self.qkv_proj(normed, input_gradient))
-        attended = self.heads(queries, keys, values, context, input_gradient)
+        attended = self.heads(self.qkv_proj(normed, input_gradient), context, input_gradient)
         if midway is not None:
             midway(attended)
         in_flight: InFlight = self.o_proj(attended, launch=launch)

@@ -1,13 +1,13 @@
 """Attention and MLP of one norm, side by side (PaLM): one product in, one all-reduce out."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.model.attention import AttentionHeads, Midway, SequenceContext
+from megatron_ladder.model.mlp import swiglu
 from megatron_ladder.model.norm import NormFunction
 from megatron_ladder.model.projections import (
     attention_output,
@@ -27,10 +27,11 @@ class AttentionMLP(nn.Module):
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.swiglu = swiglu
         self.layout = mesh.stream
         shares = [*query_key_value_shares(config, layer, mesh.tensor.size), *gate_up_shares(config, layer)]
         self.in_proj = input_projection(config, shares, mesh, dtype, device)
-        self.heads = AttentionHeads(config, layer, norm, mesh.tensor, dtype, device)
+        self.heads = AttentionHeads(config, layer, norm, mesh.tensor, self.in_proj.widths[:3], dtype, device)
         self.o_proj = attention_output(config, layer, mesh, dtype, device)
         self.down_proj = mlp_output(config, layer, mesh, dtype, device)
 
@@ -43,10 +44,12 @@ class AttentionMLP(nn.Module):
         midway: Midway | None = None,
     ) -> InFlight:
         """[s, b, h] normed -> the sum of both outputs [s, b, h], in flight (unreduced if not `launch`)."""
-        queries, keys, values, gate, up = self.in_proj.split(self.in_proj(normed, input_gradient))
-        attended = self.heads(queries, keys, values, context, input_gradient)
+        widths = self.in_proj.widths
+        projected = self.in_proj(normed, input_gradient)
+        heads, gate_up = torch.split(projected, [sum(widths[:3]), sum(widths[3:])], dim=-1)
+        attended = self.heads(heads, context, input_gradient)
         if midway is not None:
             midway(attended)
         partial = self.o_proj(attended, launch=False).partial
-        partial = partial + self.down_proj(F.silu(gate) * up, launch=False).partial
+        partial = partial + self.down_proj(self.swiglu(gate_up), launch=False).partial
         return self.layout.start_write(partial) if launch else InFlight(partial, None)

@@ -45,7 +45,8 @@ def walk_desync(
         norm_weight = None
         if before:
             stream, norm_weight = enter_tensor_parallel_region(step.group, stream, step.norm.weight)
-        partial = step.unreduced(stream, context, norm_weight)
+        with step.named("forward"):
+            partial = step.unreduced(stream, context, norm_weight)
         if not after:
             stream = stream + partial
             continue

@@ -15,6 +15,12 @@ from megatron_ladder.model.projections import gate_up_shares, input_projection, 
 from megatron_ladder.parallel.input_gradient import InputGradient
 
 
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Gate and up side by side [s, b, 2 ffn/t] -> silu(gate) * up [s, b, ffn/t]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class MLP(nn.Module):
     """Fused gate and up projection -> SwiGLU -> down projection in flight."""
 
@@ -22,6 +28,7 @@ class MLP(nn.Module):
         self, config: ModelConfig, layer: int, mesh: ProcessMesh, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
+        self.swiglu = swiglu
         self.gate_up_proj = input_projection(config, gate_up_shares(config, layer), mesh, dtype, device)
         self.down_proj = mlp_output(config, layer, mesh, dtype, device)
 
@@ -34,8 +41,7 @@ class MLP(nn.Module):
         midway: Midway | None = None,
     ) -> InFlight:
         """[s, b, h] normed -> the MLP's output [s, b, h], in flight (unreduced if not `launch`)."""
-        gate, up = self.gate_up_proj.split(self.gate_up_proj(normed, input_gradient))
-        inner = F.silu(gate) * up
+        inner = self.swiglu(self.gate_up_proj(normed, input_gradient))
         if midway is not None:
             midway(inner)
         in_flight: InFlight = self.down_proj(inner, launch=launch)

@@ -25,11 +25,19 @@ from megatron_ladder.parallel.partial_gradients import PartialGradients
 
 NormFunction = Callable[[Tensor, Tensor, float], Tensor]
 """(x [..., n], weight [n], epsilon) -> [..., n]."""
+AddNormFunction = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""(stream [..., n], output [..., n], weight [n], epsilon) -> their sum, and its norm."""
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm by torch's own operator."""
     return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def add_rms_norm(stream: Tensor, output: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The sum, and its RMSNorm by torch's own operator; compiled, one kernel that reads each input once."""
+    total = stream + output
+    return total, torch_rms_norm(total, weight, epsilon)
 
 
 def positions_over(mesh: ProcessMesh) -> CommGroup | None:
@@ -89,6 +97,7 @@ class RMSNorm(ParallelModule):
         self.partial_over = partial_over
         self.epsilon = epsilon
         self.function = function
+        self.add_function: AddNormFunction | None = None
         if per_rank is None:
             share = replicated(f"{name}.weight", (size,), rank, mean=1.0)
             self.add_parameter("weight", (size,), (share,), dtype, device, sharded=False)
@@ -96,21 +105,36 @@ class RMSNorm(ParallelModule):
             share = Section(f"{name}.weight", (per_rank, size), global_start=rank, length=1, mean=1.0)
             self.add_parameter("weight", (1, size), (share,), dtype, device, sharded=True)
 
+    def weight_in_use(self, partial_gradients: PartialGradients | None = None) -> Tensor:
+        """The weight [n], its gradient summed over the ranks if each of them gets only a part.
+
+        Args:
+            partial_gradients: sums it later; without, it is summed where it arises.
+        """
+        if self.partial_over is None or not torch.is_grad_enabled():
+            return self.weight
+        if partial_gradients is None:
+            return copy_to_tensor_parallel_region(self.weight, self.partial_over)
+        return partial_gradients.defer(self.weight)
+
     def forward(
-        self, x: Tensor, weight: Tensor | None = None, partial_gradients: PartialGradients | None = None
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        weight: Tensor | None = None,
+        partial_gradients: PartialGradients | None = None,
+        output: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """[..., size] -> [..., size].
 
         Args:
             weight: stands in for the norm's own.
-            partial_gradients: sums the weight's gradient later, if it is partial; without, it is summed where it
-                arises.
+            partial_gradients: see `weight_in_use`.
+            output: of a sub-block, to be added to x before; the sum is then returned with its norm.
         """
-        if weight is None:
-            weight = self.weight
-            if self.partial_over is not None and torch.is_grad_enabled():
-                if partial_gradients is None:
-                    weight = copy_to_tensor_parallel_region(weight, self.partial_over)
-                else:
-                    weight = partial_gradients.defer(weight)
-        return self.function(x, weight.flatten(), self.epsilon)
+        weight = (self.weight_in_use(partial_gradients) if weight is None else weight).flatten()
+        if output is None:
+            return self.function(x, weight, self.epsilon)
+        if self.add_function is not None:
+            return self.add_function(x, output, weight, self.epsilon)
+        total = x + output
+        return total, self.function(total, weight, self.epsilon)

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.stream import StreamLayout
+from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.config.model import ModelConfig, synchronised_after
 from megatron_ladder.model.attention import Attention, Midway, SequenceContext
 from megatron_ladder.model.attention_mlp import AttentionMLP
@@ -36,6 +35,7 @@ from megatron_ladder.model.mlp import MLP
 from megatron_ladder.model.norm import NormFunction, RMSNorm, positions_over, torch_rms_norm
 from megatron_ladder.model.sub_block import NormedStream, SubBlock, drain, join_state, split_state, walk
 from megatron_ladder.model.wiring import LayerWiring, SubBlockKind, layer_wirings, pending_before
+from megatron_ladder.parallel.partial_gradients import PartialSums
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class StackOptions:
     """The function that computes RMSNorm."""
     mirrored_backward: bool = True
     """With overlap, walk backward by the mirrored rule; False leaves it to autograd, which waits at once."""
+    span: Span = no_span
+    """Names sub-blocks for a profiler."""
 
 
 class TransformerLayer(nn.Module):
@@ -83,13 +85,17 @@ class TransformerLayer(nn.Module):
             return MLP(config, layer, mesh, dtype, device)
         return AttentionMLP(config, layer, norm, mesh, dtype, device)
 
-    def sub_blocks(self, group: CommGroup, layout: StreamLayout, recompute: bool) -> list[SubBlock]:
-        """The steps of this layer."""
+    def sub_blocks(self, mesh: ProcessMesh, recompute: bool, name: str, span: Span) -> list[SubBlock]:
+        """The steps of this layer, which is called `name`."""
         steps = []
         for kind in self.wiring.sub_blocks:
             norm, body = self.norms[kind.value], self.bodies[kind.value]
             assert isinstance(norm, RMSNorm)
-            steps.append(SubBlock(norm, body, self.wiring.staleness, group, layout, recompute))
+            steps.append(
+                SubBlock(
+                    norm, body, self.wiring.staleness, mesh.tensor, mesh.stream, recompute, f"{name}.{kind.value}", span
+                )
+            )
         return steps
 
 
@@ -99,6 +105,7 @@ class TransformerStack(nn.Module):
     Attributes:
         pending_in: outputs that are missing from the stream when it enters.
         pending_out: outputs that are missing when it leaves.
+        partial_sums: gradients whose sum over the ranks may wait for the last of several backward passes.
     """
 
     def __init__(
@@ -114,12 +121,13 @@ class TransformerStack(nn.Module):
             raise ValueError(f"a desync model of {config.desync_tp} tensor-parallel ranks on {mesh.tensor.size}")
         wirings = layer_wirings(config)
         self.options = options
-        self.group = mesh.tensor
+        self.mesh = mesh
         self.layout = mesh.stream
         self.desync = config.residual_mode == "desync"
         self.synchronised = [synchronised_after(config, i) for i in range(2 * layers.start - 1, 2 * layers.stop)]
         self.pending_in = pending_before(wirings, layers.start)
         self.pending_out = pending_before(wirings, layers.stop)
+        self.partial_sums = PartialSums(mesh.tensor)
         self.layers = nn.ModuleDict(
             {
                 str(layer): TransformerLayer(config, layer, wirings[layer], mesh, options.norm, dtype, device)
@@ -132,31 +140,43 @@ class TransformerStack(nn.Module):
         if self.desync:
             return walk_desync(state[0], self.sub_blocks(), self.synchronised, context).unsqueeze(0)
         mirrored = self.options.tp_overlap and self.options.mirrored_backward
-        if mirrored and self.group.size > 1 and torch.is_grad_enabled():
-            return run_overlapped(state, self.sub_blocks(), context, self.pending_out)
+        if mirrored and self.mesh.tensor.size > 1 and torch.is_grad_enabled():
+            return run_overlapped(state, self.sub_blocks(), context, self.pending_out, self.partial_sums)
         stream, missing = split_state(state, self.layout)
-        pending = deque(self._keep_or_wait(self.layout.start_write(partial.clone())) for partial in missing)
         steps = self.sub_blocks()
-        launched = len(steps) - self.pending_out
+        # A range shorter than its staleness hands outputs on that it neither made nor read.
+        reduced_here = len(missing) + len(steps) - self.pending_out
+        pending = deque(
+            self._keep_or_wait(self.layout.start_write(partial.clone()))
+            if place < reduced_here
+            else InFlight(partial, None)
+            for place, partial in enumerate(missing)
+        )
+        launched = max(0, len(steps) - self.pending_out)
 
         def start(step: SubBlock, reading: NormedStream, midway: Midway | None) -> InFlight:
             return self._keep_or_wait(step.start(reading, context, midway))
 
+        def read_stream(_: SubBlock, stream: Tensor, output: Tensor | None) -> tuple[Tensor, Tensor]:
+            stream = stream if output is None else stream + output
+            return stream, stream
+
+        def leave_unreduced(step: SubBlock, stream: Tensor, _: Midway | None) -> InFlight:
+            return InFlight(step.unreduced(stream, context), None)
+
         read_ahead = self.options.tp_overlap and self.layout.shards > 1
         stream = walk(stream, pending, steps[:launched], SubBlock.read, start, read_ahead)
-        stream = walk(
-            stream, pending, steps[launched:], lambda _, stream: stream,
-            lambda step, stream, _: InFlight(step.unreduced(stream, context), None),
-        )  # fmt: skip
+        stream = walk(stream, pending, steps[launched:], read_stream, leave_unreduced)
         stream = drain(stream, pending, self.pending_out)
         return join_state(stream, (in_flight.partial for in_flight in pending))
 
     def sub_blocks(self) -> list[SubBlock]:
         """The steps of all layers of this range."""
         steps: list[SubBlock] = []
-        for index, layer in enumerate(self.layers.values()):
+        for index, (number, layer) in enumerate(self.layers.items()):
             assert isinstance(layer, TransformerLayer)
-            steps += layer.sub_blocks(self.group, self.layout, recompute=index < self.options.recompute_layers)
+            recompute = index < self.options.recompute_layers
+            steps += layer.sub_blocks(self.mesh, recompute, f"layers.{number}", self.options.span)
         return steps
 
     def _keep_or_wait(self, in_flight: InFlight) -> InFlight:

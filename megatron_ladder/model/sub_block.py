@@ -8,6 +8,7 @@ outputs that are missing from it as unreduced partial sums, each in as many part
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.model.attention import Midway, SequenceContext
 from megatron_ladder.model.norm import RMSNorm
@@ -45,12 +47,25 @@ class SubBlock(NamedTuple):
     """How they share the stream."""
     recompute: bool
     """Keep only the input for backward."""
+    name: str = ""
+    """As a profiler shows it: `layers.3.attention`."""
+    span: Span = no_span
 
-    def read(self, stream: Tensor) -> NormedStream:
-        """Norms the stream and starts to make it whole."""
+    def named(self, what: str) -> AbstractContextManager[object]:
+        """Names what is done for this sub-block inside, `layers.3.attention forward`."""
+        return self.span(f"{self.name} {what}")
+
+    def read(self, stream: Tensor, output: Tensor | None) -> tuple[Tensor, NormedStream]:
+        """Norms the stream, after adding an output to it if there is one, and starts to make it whole.
+
+        Returns:
+            The stream, and what was read of it.
+        """
         if self.recompute and torch.is_grad_enabled():
-            return NormedStream(stream, None)
-        return NormedStream(stream, self.layout.start_read(self.norm(stream)))
+            stream = stream if output is None else stream + output
+            return stream, NormedStream(stream, None)
+        stream, normed = (stream, self.norm(stream)) if output is None else self.norm(stream, output=output)
+        return stream, NormedStream(stream, self.layout.start_read(normed))
 
     def start(self, reading: NormedStream, context: SequenceContext, midway: Midway | None = None) -> InFlight:
         """The output for what was read, its sum started."""
@@ -84,13 +99,15 @@ def walk(
     stream: Tensor,
     pending: deque[InFlight],
     sub_blocks: Sequence[SubBlock],
-    read: Callable[[SubBlock, Tensor], Reading],
+    read: Callable[[SubBlock, Tensor, Tensor | None], tuple[Tensor, Reading]],
     apply: Callable[[SubBlock, Reading, Midway | None], InFlight],
     read_ahead: bool = False,
 ) -> Tensor:
     """The rule. Returns the stream after the last read; `pending` then holds what is still missing from it.
 
     Args:
+        read: given the stream, and the newest output that the sub-block does not miss, since its norm can add that
+            on its way; returns the stream with it, and what the sub-block computes with.
         read_ahead: a sub-block that may read late does so while the one before it is halfway, since what it reads
             has to be gathered first: that wait, add, norm and gather then all fly under the sub-block before it.
     """
@@ -98,8 +115,11 @@ def walk(
 
     def read_now(sub_block: SubBlock, missing: int) -> Reading:
         nonlocal stream
-        stream = drain(stream, pending, missing)
-        return read(sub_block, stream)
+        stream = drain(stream, pending, missing + 1)
+        output = pending.popleft().wait() if len(pending) > missing else None
+        with sub_block.named("norm forward"):
+            stream, reading = read(sub_block, stream, output)
+        return reading
 
     for index, sub_block in enumerate(sub_blocks):
         reading = ahead.pop() if ahead else read_now(sub_block, sub_block.staleness)
@@ -111,7 +131,8 @@ def walk(
                 # The output of the sub-block that is under way will be missing as well.
                 ahead.append(read_now(following, following.staleness - 1))
 
-        pending.append(apply(sub_block, reading, midway))
+        with sub_block.named("forward"):
+            pending.append(apply(sub_block, reading, midway))
     return stream
 
 

@@ -25,9 +25,12 @@ class InputGradient:
         input_again: the layer's input, which the walker gathers again for backward; None while it is not on its way.
     """
 
-    def __init__(self, layout: StreamLayout, partial_gradients: PartialGradients, keeps_input: bool = True) -> None:
+    def __init__(
+        self, layout: StreamLayout | None, partial_gradients: PartialGradients, keeps_input: bool = True
+    ) -> None:
         """
         Args:
+            layout: how the ranks share the sum; None leaves it to the caller, who gets this rank's part.
             keeps_input: False if the walker sets `input_again` before the layer goes backward.
         """
         self.layout = layout
@@ -43,10 +46,11 @@ class InputGradient:
             output_gradient: [s, b, out/t].
             weight: [out/t, in].
         """
-        self._in_flight = self.layout.start_write(output_gradient @ weight)
+        partial = output_gradient @ weight
+        self._in_flight = InFlight(partial, None) if self.layout is None else self.layout.start_write(partial)
 
     def wait(self) -> Tensor:
-        """The gradient of the input, summed: [s, b, in], or this rank's positions of it."""
+        """The gradient of the input: [s, b, in], summed, or this rank's positions of it, or its part of the sum."""
         assert self._in_flight is not None, "the column-parallel layer's backward has not run"
         return self._in_flight.wait()
 

@@ -109,10 +109,6 @@ class ColumnParallelLinear(ParallelModule):
             hidden_states = copy_to_tensor_parallel_region(hidden_states, self.group)
         return F.linear(hidden_states, weight, bias)
 
-    def split(self, output: Tensor) -> tuple[Tensor, ...]:
-        """The output of each share."""
-        return torch.split(output, self.widths, dim=-1)
-
     def _bias_of_all_columns(self) -> Tensor | None:
         """The biases in the order of the columns, zeros for shares that have none."""
         if self.bias is None:

@@ -17,6 +17,7 @@ from megatron_ladder.data.loader import Sources, check_tokenizer, open_sources
 from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_ladder.errors import UserError
+from megatron_ladder.model.compiled import require_compiler
 
 FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
 """What a resumed run may say otherwise of its model: it changes no stored tensor and no step."""
@@ -51,6 +52,11 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
     engine_config = deepspeed_json(run, about_files)
     sources = None if _is_pointless(run) else _open_data(run, tokenizer, about_files)
     _check_folders(run, about_files)
+    if run.training.compile_sub_blocks:
+        try:
+            require_compiler("--compile-sub-blocks")
+        except UserError as error:
+            about_files.extend(error.mistakes)
     vocabulary_is_known = tokenizer is not None or flags.model.vocab_size is not None
     ignored = FREE_TO_CHANGE if vocabulary_is_known else (*FREE_TO_CHANGE, "vocab_size")
     checkpoint = _open_checkpoint(run, ignored, about_files)
@@ -91,7 +97,12 @@ def _is_pointless(run: RunConfig) -> bool:
 
 def _check_folders(run: RunConfig, about_files: list[str]) -> None:
     """Makes the directories that the run writes to: better now than after hours."""
-    for flag, folder in (("--save", run.checkpoint.save), ("--tensorboard-dir", run.logging.tensorboard_dir)):
+    folders = {
+        "--save": run.checkpoint.save,
+        "--tensorboard-dir": run.logging.tensorboard_dir,
+        "--profile-dir": run.profile.profile_dir if run.profile.profile else None,
+    }
+    for flag, folder in folders.items():
         if folder is None:
             continue
         try:

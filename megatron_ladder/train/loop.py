@@ -16,6 +16,7 @@ from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data, read_inputs
 from megatron_ladder.train.log import RunLog, banner, say
 from megatron_ladder.train.memory import ActivationMeter
+from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import StepResult, evaluate, train_step
 
@@ -77,9 +78,11 @@ def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples:
     losses: list[torch.Tensor] = []
     first = iteration + 1
     with RunLog(trainer, first) as log, ActivationMeter(trainer.model, trainer.device) as meter:
+        profiled = step_contexts(run, trainer.mesh.world, trainer.device, first, log.without_time)
         while iteration < last:
             iteration += 1
-            result = train_step(trainer, next(batches), iteration)
+            with profiled(iteration):
+                result = train_step(trainer, next(batches), iteration)
             losses.append(result.loss_sum)
             if iteration == first:
                 log.activations(meter.largest(trainer.mesh.world))

@@ -13,6 +13,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.mpu import DeepSpeedMpu
 from megatron_ladder.config.model import key_value_replicas
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.model.compiled import compile_sub_blocks
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import select_norm
 from megatron_ladder.model.stack import StackOptions
@@ -20,6 +21,7 @@ from megatron_ladder.optim.adamw import build_adamw
 from megatron_ladder.optim.param_groups import parameter_groups
 from megatron_ladder.optim.schedule import LearningRateSchedule
 from megatron_ladder.train.inputs import RunInputs
+from megatron_ladder.train.profile import named_for_profiler
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,15 @@ def build_mesh(run: RunConfig) -> ProcessMesh:
 def build_model(run: RunConfig, mesh: ProcessMesh, device: torch.device) -> tuple[LanguageModel, str]:
     """This rank's slices with their initial weights in fp32, and which norm they use."""
     norm, description = select_norm(run.training.norm_implementation, device)
-    options = StackOptions(tp_overlap=run.parallel.tp_overlap, recompute_layers=run.recompute_layers, norm=norm)
-    return LanguageModel(run.model, mesh, options, device=device, seed=run.training.seed), description
+    mesh, span = named_for_profiler(run, mesh)
+    options = StackOptions(
+        tp_overlap=run.parallel.tp_overlap, recompute_layers=run.recompute_layers, norm=norm, span=span
+    )
+    model = LanguageModel(run.model, mesh, options, device=device, seed=run.training.seed)
+    if run.training.compile_sub_blocks:
+        compile_sub_blocks(model)
+        description = "torch, compiled"
+    return model, description
 
 
 def build_engine(

@@ -10,7 +10,7 @@ from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.stream import ReplicatedStream
 from megatron_ladder.parallel.input_gradient import InputGradient, linear_giving_input_gradient
-from megatron_ladder.parallel.partial_gradients import PartialGradients
+from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
 
 
 class DoublingGroup(CommGroup):
@@ -54,7 +54,7 @@ class Products(TorchDispatchMode):
 def test_the_sum_starts_between_the_two_products() -> None:
     events: list[str] = []
     group = DoublingGroup(events)
-    input_gradient = InputGradient(ReplicatedStream(group), PartialGradients(group))
+    input_gradient = InputGradient(ReplicatedStream(group), PartialGradients(PartialSums(group)))
     x, weight = torch.randn(3, 2, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     bias = torch.randn(5, dtype=torch.float64)
     own_x, own_weight, own_bias = (tensor.clone().requires_grad_() for tensor in (x, weight, bias))
@@ -73,7 +73,7 @@ def test_the_sum_starts_between_the_two_products() -> None:
 
 def test_an_input_that_is_not_kept_is_taken_from_the_walker() -> None:
     group = DoublingGroup([])
-    input_gradient = InputGradient(ReplicatedStream(group), PartialGradients(group), keeps_input=False)
+    input_gradient = InputGradient(ReplicatedStream(group), PartialGradients(PartialSums(group)), keeps_input=False)
     x, weight = torch.randn(3, 2, 4), torch.randn(5, 4, requires_grad=True)
     output = linear_giving_input_gradient(x, weight, None, input_gradient)
     again = x.clone()
@@ -86,14 +86,29 @@ def test_an_input_that_is_not_kept_is_taken_from_the_walker() -> None:
 
 def test_partial_gradients_arrive_once_and_whole() -> None:
     events: list[str] = []
-    partial_gradients = PartialGradients(DoublingGroup(events))
+    partial_gradients = PartialGradients(PartialSums(DoublingGroup(events)))
     scale, unused = (torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(2))
     for name, parameter in (("scale", scale), ("unused", unused)):
         parameter.register_hook(lambda gradient, name=name: events.append(name))
     (torch.tensor([3.0, 4.0]) * partial_gradients.defer(scale)).sum().backward()
     partial_gradients.defer(unused)
     assert scale.grad is None
-    partial_gradients.flush()
+    partial_gradients.end_pass()
     assert events[:2] == ["start", "wait"] and sorted(events[2:]) == ["scale", "unused"]
     assert scale.grad is not None and scale.grad.tolist() == [6.0, 8.0]
     assert unused.grad is not None and unused.grad.tolist() == [0.0, 0.0]
+
+
+def test_parts_of_several_passes_are_summed_once() -> None:
+    events: list[str] = []
+    sums = PartialSums(DoublingGroup(events))
+    scale = torch.tensor([1.0], dtype=torch.bfloat16, requires_grad=True)
+    sums.expect(3)
+    for part in (256.0, 1.0, 1.0):
+        assert scale.grad is None and not events
+        a_pass = PartialGradients(sums)
+        (torch.tensor([part], dtype=torch.bfloat16) * a_pass.defer(scale)).sum().backward()
+        a_pass.end_pass()
+    assert events == ["start", "wait"]
+    # In bf16, 256 + 1 is 256.
+    assert scale.grad is not None and scale.grad.tolist() == [516.0]

@@ -1,0 +1,59 @@
+"""Compiled sub-blocks: the gradients of uncompiled ones, and launches and waits in the same order."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.model.compiled import compile_sub_blocks
+from megatron_ladder.model.stack import StackOptions
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import small_model
+from tests.distributed.test_stack import HYBRID, LADDER, PARALLEL, recorded_model
+
+BACKEND = "aot_eager"
+"""Traces forward and backward as inductor does, and needs no compiler."""
+
+
+def gradients_and_events(config: ModelConfig, options: StackOptions, compiled: bool) -> tuple[list[Tensor], list[str]]:
+    """On each rank: loss and all gradients, and launches and waits, of a forward and backward pass."""
+    model, group = recorded_model(config, options)
+    if compiled:
+        torch.compiler.reset()
+        counters.clear()
+        compile_sub_blocks(model, BACKEND)
+    tokens = torch.arange(24).view(2, 12)
+    loss = model(tokens, tokens)
+    loss.backward()
+    if compiled:
+        # Norm, heads and SwiGLU, with a graph and without, whatever the number of layers.
+        assert 2 < counters["stats"]["unique_graphs"] <= 8, counters["stats"]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) == len(list(model.parameters()))
+    return [loss.detach(), *gradients], group.events
+
+
+@pytest.mark.parametrize(
+    ("wiring", "options"),
+    [
+        (LADDER | {"qk_layernorm": True}, StackOptions()),
+        (LADDER, StackOptions(recompute_layers=3)),
+        (HYBRID, StackOptions(tp_overlap=False, recompute_layers=2)),
+        (PARALLEL, StackOptions()),
+        ({}, StackOptions(mirrored_backward=False)),
+    ],
+    ids=["ladder-qk-norm", "ladder-recomputed", "hybrid-blocking", "parallel", "standard-autograd"],
+)
+def test_compiled_sub_blocks_change_neither_gradients_nor_order(
+    gloo_pools: GlooPools, wiring: dict[str, Any], options: StackOptions
+) -> None:
+    config = small_model(num_layers=3, **wiring)
+    plain = gloo_pools(2).run(gradients_and_events, config, options, compiled=False)
+    compiled = gloo_pools(2).run(gradients_and_events, config, options, compiled=True)
+    for (wanted, order), (found, order_compiled) in zip(plain, compiled, strict=True):
+        assert order and order_compiled == order
+        for a, b in zip(found, wanted, strict=True):
+            assert (a - b).abs().max() <= 1e-5 * b.abs().max()

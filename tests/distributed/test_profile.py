@@ -1,0 +1,128 @@
+"""Traces of real training steps over two ranks, and what is read from them."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ladder.bench.exposed import ELSEWHERE, Event, communication, read_events
+from megatron_ladder.cli.exposed_communication import step_rows, sub_block_rows
+from megatron_ladder.train.profile import step_contexts
+from megatron_ladder.train.step import train_step
+from tests.distributed.pool import GlooPools
+from tests.distributed.training import CPU, build_trainer_here, own_batches
+
+RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --global-batch-size 4 --tensor-model-parallel-size 2".split()
+
+
+def profiled_steps(argv: list[str], first_iteration: int = 1) -> list[float]:
+    """On each rank: the losses of the steps up to the fifth, around them what --profile puts there."""
+    trainer = build_trainer_here([*RECIPE, *argv])
+    around = step_contexts(trainer.run, trainer.mesh.world, CPU, first_iteration, contextlib.nullcontext)
+    ids = torch.arange(26).view(2, 13)
+    batch = (ids[:, :-1], ids[:, 1:], torch.ones(2, 12))
+    losses = []
+    for iteration in range(first_iteration, 6):
+        with around(iteration):
+            losses.append(train_step(trainer, own_batches(trainer, [batch, batch]), iteration).loss_sum.item())
+    return losses
+
+
+def arguments(folder: Path, *, mode: str, ranks: str, start: int = 2, end: int = 4) -> list[str]:
+    return [
+        "--residual-mode", mode, "--profile", "--profile-step-start", str(start), "--profile-step-end", str(end),
+        "--profile-ranks", *ranks.split(), "--profile-dir", str(folder),
+    ]  # fmt: skip
+
+
+def names_of(events: list[Event], iteration: int) -> list[str]:
+    """The named stretches of the main thread in a step, in the order of their beginnings."""
+    (step,) = [event for event in events if event["name"] == f"iteration {iteration}"]
+    inside = [
+        event
+        for event in events
+        if event.get("cat") == "user_annotation"
+        and event["tid"] == step["tid"]
+        and step["ts"] < event["ts"] < step["ts"] + step["dur"]
+    ]
+    return [event["name"] for event in sorted(inside, key=lambda event: event["ts"])]
+
+
+def test_a_trace_names_sub_blocks_and_reduces_in_their_order(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    plain = gloo_pools(2).run(profiled_steps, ["--residual-mode", "ladder"])
+    assert gloo_pools(2).run(profiled_steps, arguments(tmp_path, mode="ladder", ranks="0 1")) == plain
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"rank{rank}-steps3-4.pt.trace.json.gz" for rank in (0, 1)
+    ]
+    for path in tmp_path.iterdir():
+        events = read_events(path)
+        assert {event["name"] for event in events if event["name"].startswith("iteration")} == {
+            "iteration 3", "iteration 4",
+        }  # fmt: skip
+        names = names_of(events, 4)
+        start, wait = "all_reduce start", "all_reduce wait"
+        forward = names[names.index("layers.0.attention forward") :]
+        assert forward[:9] == [
+            "layers.0.attention forward", start, "layers.0.mlp norm forward", "layers.0.mlp forward", start, wait,
+            "layers.1.attention norm forward", "layers.1.attention forward", start,
+        ]  # fmt: skip
+        backward = names[names.index("layers.2.mlp backward") :]
+        assert backward[:8] == [
+            "layers.2.mlp backward", start, "layers.2.attention backward", start, wait, "layers.2.mlp norm backward",
+            "layers.1.mlp backward", start,
+        ]  # fmt: skip
+
+
+def test_a_rank_that_is_not_profiled_writes_nothing(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    argv = [*arguments(tmp_path, mode="standard", ranks="1"), "--recompute-granularity", "full"]
+    gloo_pools(2).run(profiled_steps, argv)
+    (path,) = tmp_path.iterdir()
+    assert path.name == "rank1-steps3-4.pt.trace.json.gz"
+    assert "layers.2.mlp recompute" in names_of(read_events(path), 3)
+
+
+def test_a_resumed_run_profiles_what_is_left(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    argv = arguments(tmp_path, mode="ladder", ranks="0")
+    gloo_pools(2).run(profiled_steps, argv, first_iteration=5)
+    assert list(tmp_path.iterdir()) == []
+    gloo_pools(2).run(profiled_steps, argv, first_iteration=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0-steps4-4.pt.trace.json.gz"]
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    argv = arguments(tmp_path / "missing", mode="ladder", ranks="0")
+    assert len(gloo_pools(2).run(profiled_steps, argv)[0]) == 5
+
+
+def test_a_sharded_stream_is_traced(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    gloo_pools(2).run(profiled_steps, [*arguments(tmp_path, mode="ladder", ranks="0"), "--sequence-parallel"])
+    (path,) = tmp_path.iterdir()
+    names = names_of(read_events(path), 4)
+    second = names[names.index("layers.0.mlp forward") :]
+    assert second[:5] == [
+        "layers.0.mlp forward", "all_gather wait", "reduce_scatter wait", "layers.1.attention norm forward",
+        "all_gather start",
+    ]  # fmt: skip
+    rows = {(row.name, row.direction): row for row in sub_block_rows(communication(read_events(path)))}
+    # Each of two micro-batches: the gather for the next sub-block, and the scatter.
+    assert rows["layers.1.attention", "forward"].collectives == 4
+
+
+@pytest.mark.parametrize("wiring", [[], ["--no-tp-overlap"]], ids=["overlap", "autograd"])
+def test_each_collective_of_a_real_trace_has_its_sub_block(
+    gloo_pools: GlooPools, tmp_path: Path, wiring: list[str]
+) -> None:
+    """Two micro-batches: every sub-block reduces its output and its input's gradient once in each."""
+    gloo_pools(2).run(profiled_steps, [*arguments(tmp_path, mode="ladder", ranks="0"), *wiring])
+    (path,) = tmp_path.iterdir()
+    found = communication(read_events(path))
+    assert found.device == "cpu" and set(found.step_seconds) == {3, 4}
+    rows = {(row.name, row.direction): row for row in sub_block_rows(found)}
+    sub_blocks = [f"layers.{layer}.{kind}" for layer in range(3) for kind in ("attention", "mlp")]
+    assert list(rows)[:-1] == [(name, direction) for name in sub_blocks for direction in ("forward", "backward")]
+    assert {row.collectives for row in list(rows.values())[:-1]} == {2}
+    assert list(rows)[-1] == (ELSEWHERE, "")
+    for step in step_rows(found):
+        assert 0 < step.exposed_seconds < step.seconds
+        assert step.exposed_seconds <= step.in_flight_seconds

@@ -1,0 +1,181 @@
+"""The captured decode step: its buffers, with a graph of operators on a CPU, and what is asked of CUDA."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ladder.cli.generate import main
+from megatron_ladder.errors import UserError
+from megatron_ladder.generate import graph as graph_module
+from megatron_ladder.generate.engine import GenerationEngine, GenerationRequest
+from megatron_ladder.generate.graph import CapturedDecode, CudaStepGraph
+from megatron_ladder.generate.sampling import SamplingParameters
+from tests.unit.generate.tiny_model import (
+    MODELS,
+    PROMPTS,
+    reference_of,
+    tiny_config,
+    tiny_engine,
+    write_checkpoint,
+)
+
+
+class Recording(TorchDispatchMode):
+    """Notes every operator with its arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), (
+            f"{func} brings a value to the host, which no capture can do"
+        )
+        result = func(*args, **(kwargs or {}))
+        self.operators.append((func, args, kwargs or {}, result))
+        return result
+
+
+class OperatorGraph:
+    """A `StepGraph` on a CPU that does as CUDA's: replays repeat operators on the same tensors, and run no Python.
+
+    A capture leaves no result.
+    """
+
+    def __init__(self) -> None:
+        self.captures = 0
+        self.replays = 0
+        self.recording = Recording()
+
+    def capture(self, step: Callable[[], Tensor]) -> Tensor:
+        self.captures += 1
+        step()
+        with self.recording:
+            return step().fill_(torch.nan)
+
+    def replay(self) -> None:
+        self.replays += 1
+        for func, args, kwargs, recorded in self.recording.operators[:-1]:
+            found = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(recorded), tree_leaves(found), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_the_plain_loop(name: str) -> None:
+    config = tiny_config(**MODELS[name])
+    weights, _ = reference_of(config)
+    requests = [
+        GenerationRequest(prompt, 5 + row, SamplingParameters(temperature=float(row % 2), seed=row))
+        for row, prompt in enumerate(PROMPTS)
+    ]
+    plain = tiny_engine(config, weights)
+    expected = [generation.ids for generation in plain.generate(requests)]
+    graphs: list[OperatorGraph] = []
+
+    def new_graph() -> OperatorGraph:
+        graphs.append(OperatorGraph())
+        return graphs[-1]
+
+    captured = tiny_engine(config, weights)
+    captured.new_graph = new_graph
+    for _ in range(2):
+        assert [generation.ids for generation in captured.generate(requests)] == expected
+    # One for each batch, whose cache it knows; of eight tokens the first comes with the prompt.
+    assert [(graph.captures, graph.replays) for graph in graphs] == [(1, 7), (1, 7)]
+
+
+def test_a_step_sees_nothing_but_its_own_buffers() -> None:
+    def step(tokens: Tensor, columns: Tensor) -> Tensor:
+        return (10 * tokens[:, 0] + columns).double().unsqueeze(1)
+
+    decode = CapturedDecode(step, 2, torch.device("cpu"), OperatorGraph())
+    for first in (1, 5):
+        found = decode(torch.tensor([[first], [first + 1]]), torch.tensor([3, first]))
+        assert found.tolist() == [[10 * first + 3], [10 * first + 10 + first]]
+
+
+class Calls:
+    """Stands in for torch.cuda, and notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def current_stream(self) -> "Stream":
+        return Stream("current", self)
+
+    def Stream(self) -> "Stream":  # noqa: N802
+        return Stream("aside", self)
+
+    def CUDAGraph(self) -> "Calls":  # noqa: N802
+        return self
+
+    def replay(self) -> None:
+        self.made.append("replay")
+
+    @contextlib.contextmanager
+    def stream(self, stream: "Stream") -> Iterator[None]:
+        self.made.append(f"on {stream.name}")
+        yield
+        self.made.append("off")
+
+    @contextlib.contextmanager
+    def graph(self, graph: "Calls", capture_error_mode: str) -> Iterator[None]:
+        self.made.append(f"capture {capture_error_mode}")
+        yield
+        self.made.append("captured")
+
+
+class Stream:
+    def __init__(self, name: str, calls: Calls) -> None:
+        self.name = name
+        self.calls = calls
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.calls.made.append(f"{self.name} waits for {other.name}")
+
+
+def test_warm_up_runs_aside_before_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
+    monkeypatch.setattr(graph_module.torch, "cuda", calls)
+    result = torch.zeros(1)
+
+    def step() -> Tensor:
+        calls.made.append("step")
+        return result
+
+    graph: Any = CudaStepGraph()
+    assert graph.capture(step) is result
+    graph.replay()
+    assert calls.made == [
+        "aside waits for current", "on aside", "step", "step", "step", "off", "current waits for aside",
+        "capture thread_local", "step", "captured", "replay",
+    ]  # fmt: skip
+
+
+def test_an_engine_captures_nothing_unless_told() -> None:
+    config = tiny_config()
+    engine = tiny_engine(config, reference_of(config)[0])
+    assert isinstance(engine, GenerationEngine) and engine.new_graph is None
+
+
+def test_the_command_asks_for_a_gpu_and_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config()
+    write_checkpoint(tmp_path, config, reference_of(config)[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ["--model", str(tmp_path), "--tokens", "1 2"]
+    with pytest.raises(UserError, match="--cuda-graph: there is no GPU here"):
+        main([*words, "--cuda-graph"])
+    monkeypatch.setenv("PATH", "")
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=r"--compile-sub-blocks: no C\+\+ compiler was found"):
+        main([*words, "--compile-sub-blocks"])
