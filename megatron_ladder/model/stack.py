@@ -26,7 +26,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig, synchronised_after
 from megatron_ladder.model.attention import Attention, SequenceContext
 from megatron_ladder.model.attention_mlp import AttentionMLP
-from megatron_ladder.model.backward import run_overlapped
+from megatron_ladder.model.backward import CrossingNorms, run_overlapped
 from megatron_ladder.model.desync import walk_desync
 from megatron_ladder.model.mlp import MLP
 from megatron_ladder.model.norm import NormFunction, RMSNorm, torch_rms_norm
@@ -95,6 +95,7 @@ class TransformerStack(nn.Module):
     Attributes:
         pending_in: outputs that are missing from the stream when it enters.
         pending_out: outputs that are missing when it leaves.
+        crossing_norms: gradients of norms whose sum over the ranks may wait for the last of several backward passes.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class TransformerStack(nn.Module):
         self.synchronised = [synchronised_after(config, i) for i in range(2 * layers.start - 1, 2 * layers.stop)]
         self.pending_in = pending_before(wirings, layers.start)
         self.pending_out = pending_before(wirings, layers.stop)
+        self.crossing_norms = CrossingNorms(mesh.tensor)
         self.layers = nn.ModuleDict(
             {
                 str(layer): TransformerLayer(config, layer, wirings[layer], mesh, options.norm, dtype, device)
@@ -128,11 +130,17 @@ class TransformerStack(nn.Module):
             return walk_desync(state[0], self.sub_blocks(), self.synchronised, context).unsqueeze(0)
         mirrored = self.options.tp_overlap and self.options.mirrored_backward
         if mirrored and self.group.size > 1 and torch.is_grad_enabled():
-            return run_overlapped(state, self.sub_blocks(), context, self.pending_out)
+            return run_overlapped(state, self.sub_blocks(), context, self.pending_out, self.crossing_norms)
         stream, *missing = state.unbind(0)
-        pending = deque(self._keep_or_wait(start_all_reduce(partial.clone(), self.group)) for partial in missing)
         steps = self.sub_blocks()
-        launched = len(steps) - self.pending_out
+        reduced_here = len(missing) + len(steps) - self.pending_out
+        pending = deque(
+            self._keep_or_wait(start_all_reduce(partial.clone(), self.group))
+            if place < reduced_here
+            else InFlight(partial, None)
+            for place, partial in enumerate(missing)
+        )
+        launched = max(0, len(steps) - self.pending_out)
         stream = walk(
             stream, pending, steps[:launched], lambda step, stream: self._keep_or_wait(step.start(stream, context))
         )

@@ -7,7 +7,8 @@ later. Gradients of replicated parameters that met only this rank's heads ride a
 their parameters when they are whole, since ZeRO takes a gradient away the moment that it arrives.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,27 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_ladder.comm.group import CommGroup, Work
 
 
+class _Deferred(NamedTuple):
+    """A replicated parameter that met only what this rank has."""
+
+    parameter: Tensor
+    edge: GradientEdge
+    """Where its whole gradient goes."""
+    stand_in: Tensor
+    """What was used instead; collects this rank's part of the gradient."""
+
+
 class InputGradient:
     """Serves one backward pass of one sub-block; owned by whoever walks it."""
 
-    def __init__(self, group: CommGroup) -> None:
+    def __init__(self, group: CommGroup, reduce: bool = True) -> None:
+        """
+        Args:
+            reduce: False leaves the sums to the caller, who takes this rank's parts (`unreduced`).
+        """
         self.group = group
-        self._replicated: list[tuple[GradientEdge, Tensor]] = []
+        self._reduce = reduce
+        self._replicated: list[_Deferred] = []
         self._buffer: Tensor | None = None
         self._shape = torch.Size()
         self._work: Work | None = None
@@ -31,7 +47,7 @@ class InputGradient:
     def defer(self, parameter: Tensor) -> Tensor:
         """A stand-in for a replicated parameter; the gradient that it gets is summed before the parameter's own."""
         stand_in = parameter.detach().requires_grad_()
-        self._replicated.append((get_gradient_edge(parameter.view_as(parameter)), stand_in))
+        self._replicated.append(_Deferred(parameter, get_gradient_edge(parameter.view_as(parameter)), stand_in))
         return stand_in
 
     def start(self, output_gradient: Tensor, weight: Tensor) -> None:
@@ -43,32 +59,44 @@ class InputGradient:
         """
         self._shape = torch.Size((*output_gradient.shape[:-1], weight.shape[1]))
         size = self._shape.numel()
-        extra = sum(stand_in.numel() for _, stand_in in self._replicated)
+        extra = sum(deferred.stand_in.numel() for deferred in self._replicated) if self._reduce else 0
         self._buffer = output_gradient.new_empty(size + extra)
         rows = self._buffer[:size].view(-1, weight.shape[1])
         torch.mm(output_gradient.reshape(-1, weight.shape[0]), weight, out=rows)
-        for (_, stand_in), part in zip(self._replicated, self._parts(), strict=True):
-            if stand_in.grad is None:
+        if not self._reduce:
+            return
+        for deferred, part in zip(self._replicated, self._parts(), strict=True):
+            if deferred.stand_in.grad is None:
                 part.zero_()
             else:
-                part.copy_(stand_in.grad)
+                part.copy_(deferred.stand_in.grad)
         self._work = self.group.start_all_reduce(self._buffer)
 
     def wait(self) -> Tensor:
         """The whole gradient of the input, [s, b, in]; replicated parameters have theirs when this returns."""
-        assert self._buffer is not None, "the column-parallel layer's backward has not run"
         if self._work is not None:
             self._work.wait()
         if self._replicated:
-            edges = [edge for edge, _ in self._replicated]
-            torch.autograd.backward(edges, self._parts())
+            torch.autograd.backward([deferred.edge for deferred in self._replicated], self._parts())
+        return self.unreduced()
+
+    def unreduced(self) -> Tensor:
+        """Before a reduce, this rank's part of the gradient of the input, [s, b, in]."""
+        assert self._buffer is not None, "the column-parallel layer's backward has not run"
         return self._buffer[: self._shape.numel()].view(self._shape)
+
+    def unreduced_parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Deferred parameters, and this rank's parts of their gradients."""
+        for deferred in self._replicated:
+            if deferred.stand_in.grad is not None:
+                yield deferred.parameter, deferred.stand_in.grad
 
     def _parts(self) -> list[Tensor]:
         """The buffer's places of the replicated parameters, in their shapes."""
         assert self._buffer is not None
         parts, position = [], self._shape.numel()
-        for _, stand_in in self._replicated:
+        for deferred in self._replicated:
+            stand_in = deferred.stand_in
             parts.append(self._buffer[position : position + stand_in.numel()].view_as(stand_in))
             position += stand_in.numel()
         return parts
