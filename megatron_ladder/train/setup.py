@@ -13,12 +13,14 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.mpu import DeepSpeedMpu
 from megatron_ladder.config.model import key_value_replicas
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.cost.flops import parameter_count
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import select_norm
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.optim.adamw import build_adamw
 from megatron_ladder.optim.param_groups import parameter_groups
 from megatron_ladder.optim.schedule import LearningRateSchedule
+from megatron_ladder.pipeline.partition import balanced_partition, uniform_partition
 from megatron_ladder.train.inputs import RunInputs
 
 
@@ -31,7 +33,7 @@ class Trainer:
     device: torch.device
     model: LanguageModel
     engine: Any
-    """DeepSpeed's engine around `model`."""
+    """DeepSpeed's engine around `model`; its pipeline engine if there are several stages."""
     state: EngineState
     schedule: LearningRateSchedule
     implementations: dict[str, str]
@@ -77,8 +79,22 @@ def build_mesh(run: RunConfig) -> ProcessMesh:
 def build_model(run: RunConfig, mesh: ProcessMesh, device: torch.device) -> tuple[LanguageModel, str]:
     """This rank's slices with their initial weights in fp32, and which norm they use."""
     norm, description = select_norm(run.training.norm_implementation, device)
-    options = StackOptions(tp_overlap=run.parallel.tp_overlap, recompute_layers=run.recompute_layers, norm=norm)
-    return LanguageModel(run.model, mesh, options, device=device, seed=run.training.seed), description
+    layers = partition(run)[mesh.pipeline.rank]
+    recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
+    options = StackOptions(tp_overlap=run.parallel.tp_overlap, recompute_layers=recompute_layers, norm=norm)
+    model = LanguageModel(run.model, mesh, options, layers=layers, device=device, seed=run.training.seed)
+    return model, description
+
+
+def partition(run: RunConfig) -> list[range]:
+    """The layers of each pipeline stage."""
+    model, stages = run.model, run.parallel.pipeline_model_parallel_size
+    if run.parallel.pipeline_partition == "uniform":
+        return uniform_partition(model.num_layers, stages)
+    count = parameter_count(model)
+    # With a tied head the last stage holds the embedding's matrix as well.
+    head = count.final_norm + (count.embedding if model.tie_embeddings else count.lm_head)
+    return balanced_partition(count.layers, count.embedding, head, stages)
 
 
 def build_engine(
@@ -87,6 +103,10 @@ def build_engine(
     """DeepSpeed's engine around the model, in the process group that exists."""
     import deepspeed
 
+    if mesh.pipeline.size > 1:
+        from megatron_ladder.pipeline.stages import build_pipeline_engine
+
+        return build_pipeline_engine(model, optimizer, config, mesh)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, mpu=DeepSpeedMpu(mesh), dist_init_required=False
     )
