@@ -47,16 +47,19 @@ def take_step(engine: Any) -> None:
 
 
 def _run(engine: Any, schedule: Any, micro_batches: Sequence[MicroBatch]) -> Tensor:
-    engine.set_dataiterator(_as_deepspeed_reads(micro_batches))
+    engine.set_dataiterator(_as_deepspeed_reads(engine, micro_batches))
     engine.total_loss, engine._compute_loss = None, True
     engine._exec_schedule(schedule)
     return torch.zeros((), device=engine.device) if engine.total_loss is None else engine.total_loss
 
 
-def _as_deepspeed_reads(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """What enters the first stage, and what the last one computes the loss with."""
+def _as_deepspeed_reads(engine: Any, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, tuple[()]]]:
+    """What enters the first stage. The schedules load a micro-batch just before its forward pass, so that the targets
+    put down here are those of the pass that follows."""
     for tokens, labels, loss_mask in micro_batches:
-        yield tokens, (labels,) if loss_mask is None else (labels, loss_mask)
+        mask = None if loss_mask is None else loss_mask.to(engine.device)
+        engine.module.stage.targets = labels.to(engine.device), mask
+        yield tokens, ()
 
 
 class _WithoutStep:

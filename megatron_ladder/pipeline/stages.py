@@ -20,21 +20,30 @@ from megatron_ladder.model.language_model import LanguageModel
 
 
 class Stage(nn.Module):
-    """A range of the model, called with what enters it."""
+    """A range of the model, called with what enters it.
+
+    The loss belongs to the last stage's layer and not to DeepSpeed's `loss_fn`: its bf16 optimizer clears gradients
+    when backward reaches the output of the layers, and would lose those of a head that stands behind them.
+    """
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         self.model = model
+        self.targets: tuple[Tensor, Tensor | None] | None = None
+        """On the last stage: labels, and a loss mask or None, of the micro-batch that comes next; [b, s] each."""
         self.loss_scale = 1.0
         """What the loss of a micro-batch is multiplied by."""
 
     def forward(self, entering: Tensor) -> Tensor:
-        """Token ids [b, s] on the first stage, a state [1 + pending, s, b, h] elsewhere -> the state that leaves."""
-        return self.model.stage(entering)
+        """What the stage before sends, token ids [b, s] for the first one -> what the next one gets, or the loss.
 
-    def loss(self, leaving: Tensor, labels: tuple[Tensor, ...]) -> Tensor:
-        """On the last stage: the loss for labels, and a loss mask where there is one, [b, s] each."""
-        return self.model.loss(leaving[0], *labels) * self.loss_scale
+        A state is [1 + pending, s, b, h].
+        """
+        leaving = self.model.stage(entering)
+        if not self.model.is_last:
+            return leaving
+        assert self.targets is not None
+        return self.model.loss(leaving[0], *self.targets) * self.loss_scale
 
 
 class StagedModel(PipelineModule):  # type: ignore[misc]
@@ -48,7 +57,7 @@ class StagedModel(PipelineModule):  # type: ignore[misc]
         topology = PipeModelDataParallelTopology(num_pp=pipeline.size, num_mp=mesh.tensor.size, num_dp=mesh.data.size)
         # It prints what the run's own banner says.
         with contextlib.redirect_stdout(io.StringIO()):
-            super().__init__(layers, topology=topology, loss_fn=stage.loss, partition_method="uniform")
+            super().__init__(layers, topology=topology, partition_method="uniform")
         self.stage = stage
         self._mesh = mesh
 
