@@ -29,7 +29,7 @@ def balanced_partition(layers: Sequence[int], before: int, after: int, stages: i
 
     # Of the first `stop` layers in the stages so far: the heaviest of these, and where each begins. Among equals
     # the earlier stages get less: of these more micro-batches are in flight.
-    best = {stop: (weight(0, stop), (0,)) for stop in range(1, len(layers) + 1)}
+    best: dict[int, tuple[int, tuple[int, ...]]] = {stop: (weight(0, stop), (0,)) for stop in range(1, len(layers) + 1)}
     for stage in range(1, stages):
         best = {
             stop: min(
