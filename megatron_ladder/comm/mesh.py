@@ -30,6 +30,8 @@ class ProcessMesh:
     """Ranks that together hold one model: tensor x pipeline."""
     kv_replica: CommGroup
     """Tensor-parallel ranks that hold the same key and value heads."""
+    ends: CommGroup
+    """Ranks that hold the same slices of the first and of the last stage, where tied embeddings meet."""
     sequence_parallel: bool = False
     """Whether a tensor-parallel rank holds only its part of the positions of the residual stream."""
 
@@ -44,7 +46,7 @@ class ProcessMesh:
     def single() -> "ProcessMesh":
         """The mesh of one process; needs no torch.distributed."""
         alone = CommGroup.alone()
-        return ProcessMesh(alone, alone, alone, alone, alone, alone)
+        return ProcessMesh(alone, alone, alone, alone, alone, alone, alone)
 
     @staticmethod
     def build(
@@ -73,13 +75,18 @@ class ProcessMesh:
         if world_size > 1:
             process_group = dist.new_group([rank], timeout, use_local_synchronization=True)
         alone = CommGroup([rank], 0, process_group)
+        pipelines = grid.permute(1, 2, 0).reshape(-1, pipeline_parallel)
+        pipeline = ends = _group_of(alone, pipelines, timeout)
+        if pipeline_parallel > 2:
+            ends = _group_of(alone, pipelines[:, [0, -1]], timeout)
         return ProcessMesh(
             world=everyone,
             tensor=_group_of(alone, grid.reshape(-1, tensor_parallel), timeout),
             data=_group_of(alone, grid.transpose(1, 2).reshape(-1, grid.shape[1]), timeout),
-            pipeline=_group_of(alone, grid.permute(1, 2, 0).reshape(-1, pipeline_parallel), timeout),
+            pipeline=pipeline,
             model=_group_of(alone, grid.transpose(0, 1).reshape(grid.shape[1], -1), timeout),
             kv_replica=_group_of(alone, grid.reshape(-1, kv_replicas), timeout),
+            ends=ends,
             sequence_parallel=sequence_parallel,
         )
 

@@ -60,6 +60,10 @@ def deepspeed_json(run: RunConfig, mistakes: list[str]) -> dict[str, Any]:
     if stage > 0 and not run.training.bf16:
         # The norm is ours, so the engine need not compute another; its bf16 optimizer cannot leave it out.
         derived["zero_optimization"]["compute_grad_norm"] = False
+    if run.parallel.pipeline_model_parallel_size > 1:
+        # It would send each rank's share of what crosses a stage, taking it for the same on all tensor-parallel
+        # ranks; the partial sums that cross here are not.
+        derived["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     # AdamW of torch or of apex is handed over as an object, which DeepSpeed calls untested.
     derived["zero_allow_untested_optimizer"] = True
     return derived

@@ -14,7 +14,11 @@ class ParallelConfig:
     tensor_model_parallel_size: int = 1
     """Processes that each hold a slice of every layer."""
     pipeline_model_parallel_size: int = 1
-    """Processes that each hold a range of layers; this version has 1."""
+    """Processes that each hold a range of layers, its stages. A global batch fills the pipeline by its accumulation
+    steps: give it several times as many of them as there are stages."""
+    pipeline_partition: Literal["uniform", "parameters"] = "uniform"
+    """How layers are shared out over stages. uniform: the same number each, one more for the first ones if it does not
+    go even. parameters: the largest stage is as small as can be, with embedding and head counted in."""
     zero_stage: Literal["0", "1"] = "1"
     """What data-parallel processes share out: 0 nothing, 1 the optimizer's state. --bf16 needs 1."""
     tp_overlap: bool = True

@@ -13,7 +13,7 @@ from megatron_ladder.config.profile import ProfileConfig, profile_mistakes
 from megatron_ladder.config.training import CheckpointConfig, LoggingConfig, OptimizerConfig, TrainingConfig
 
 PROGRAM = "pretrain_ladder.py"
-DESCRIPTION = "Pretrains a Llama-family transformer with Ladder Residual, tensor- and data-parallel."
+DESCRIPTION = "Pretrains a Llama-family transformer with Ladder Residual, tensor-, pipeline- and data-parallel."
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,21 @@ def parse_run(argv: Sequence[str], mistakes: list[str]) -> RunFlags:
 def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: list[str]) -> RunConfig:
     """Derives what the flags leave open, and appends a line to `mistakes` for each number that cannot be."""
     training, parallel = flags.training, flags.parallel
-    tensor_parallel = parallel.tensor_model_parallel_size
+    tensor_parallel, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, mistakes)
     _check_sizes(flags, model, mistakes)
     mistakes += profile_mistakes(flags.profile, training.train_iters, world_size, flags.logging.tensorboard_dir)
-    if tensor_parallel < 1 or world_size % tensor_parallel:
+    if tensor_parallel < 1 or stages < 1 or world_size % (tensor_parallel * stages):
         mistakes.append(
-            f"--tensor-model-parallel-size {tensor_parallel} does not divide the {world_size} launched processes: "
+            f"--tensor-model-parallel-size {tensor_parallel}"
+            + (f" x --pipeline-model-parallel-size {stages}" if stages != 1 else "")
+            + f" does not divide the {world_size} launched processes: "
             "launch a multiple of it, as in `deepspeed --num_gpus N`"
         )
         data_parallel = 1
     else:
         mistakes.extend(tensor_parallel_mistakes(model, tensor_parallel))
-        data_parallel = world_size // tensor_parallel
+        data_parallel = world_size // (tensor_parallel * stages)
     samples_at_once = max(training.micro_batch_size, 1) * data_parallel
     global_batch_size = samples_at_once if training.global_batch_size is None else training.global_batch_size
     if global_batch_size % samples_at_once:
@@ -182,10 +184,10 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
                 f"--seq-length {training.seq_length} cannot be cut by --sequence-parallel into "
                 f"{tensor_parallel} equal parts: make it a multiple of --tensor-model-parallel-size"
             )
-    if parallel.pipeline_model_parallel_size != 1:
+    if parallel.pipeline_model_parallel_size > model.num_layers > 0:
         mistakes.append(
-            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is not supported by this "
-            "version: use --tensor-model-parallel-size and data parallelism"
+            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is above --num-layers "
+            f"{model.num_layers}: a stage holds at least one layer"
         )
     if training.bf16 and parallel.zero_stage == "0":
         mistakes.append("--bf16 needs --zero-stage 1: its fp32 master weights and gradients live in that optimizer")

@@ -1,7 +1,10 @@
-"""The whole decoder: embedding, stack, final norm, output head and loss.
+"""The whole decoder: embedding, stack, final norm, output head and loss; or of these what a pipeline stage holds.
 
-Layouts: token ids and labels [b, s]; hidden_states [s, b, h]; logits_shard_v [s, b, padded V / t].
+Layouts: token ids and labels [b, s]; hidden_states [s, b, h]; state [1 + pending, s, b, h], see `stack.py`;
+logits_shard_v [s, b, padded V / t].
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +23,17 @@ DEFAULT_OPTIONS = StackOptions()
 
 
 class LanguageModel(nn.Module):
-    """A Llama-family decoder of any wiring, this rank's slices of it."""
+    """A Llama-family decoder of any wiring, this rank's slices of it.
+
+    A range of its layers is a pipeline stage: the first holds the embedding as well, the last the final norm and the
+    head. With a tied head the last stage has a copy of the embedding's matrix, which `copies_embedding` tells; the
+    copy counts in no norm and is not saved.
+    """
+
+    embedding: VocabParallelEmbedding
+    """On the first stage, and where the matrix is the head."""
+    final_norm: RMSNorm
+    """On the last stage."""
 
     def __init__(
         self,
@@ -28,32 +41,43 @@ class LanguageModel(nn.Module):
         mesh: ProcessMesh,
         options: StackOptions = DEFAULT_OPTIONS,
         *,
+        layers: range | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         seed: int | None = None,
     ) -> None:
         """
         Args:
+            layers: of a pipeline stage; all layers if not given.
             seed: initial weights are drawn from it, alike for every layout; None leaves them uninitialised, for
                 weights that are loaded.
         """
         super().__init__()
         device = device or torch.device("cpu")
+        layers = range(config.num_layers) if layers is None else layers
         self.config = config
         self.group = mesh.tensor
         self.compute_dtype = dtype
+        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
+        self.copies_embedding = config.tie_embeddings and self.is_last and not self.is_first
         std = config.init_method_std
-        self.embedding = VocabParallelEmbedding(
-            "embedding", config.vocab_size, config.hidden_size, std=std, group=mesh.tensor, layout=mesh.stream,
-            dtype=dtype, device=device,
-        )  # fmt: skip
-        self.stack = TransformerStack(config, range(config.num_layers), mesh, options, dtype, device)
-        self.final_norm = RMSNorm(
-            "final_norm", config.hidden_size, config.norm_epsilon, options.norm,
-            rank=mesh.tensor.rank, dtype=dtype, device=device, partial_over=positions_over(mesh),
-        )  # fmt: skip
+        if self.is_first or self.copies_embedding:
+            self.embedding = VocabParallelEmbedding(
+                "embedding", config.vocab_size, config.hidden_size,
+                std=std, group=mesh.tensor, layout=mesh.stream,
+                dtype=dtype, device=device,
+            )  # fmt: skip
+        if self.copies_embedding:
+            sections = self.embedding.sections
+            sections["weight"] = tuple(replace(section, counted=False) for section in sections["weight"])
+        self.stack = TransformerStack(config, layers, mesh, options, dtype, device)
+        if self.is_last:
+            self.final_norm = RMSNorm(
+                "final_norm", config.hidden_size, config.norm_epsilon, options.norm,
+                rank=mesh.tensor.rank, dtype=dtype, device=device, partial_over=positions_over(mesh),
+            )  # fmt: skip
         self.lm_head: VocabParallelHead | None = None
-        if not config.tie_embeddings:
+        if self.is_last and not config.tie_embeddings:
             self.lm_head = VocabParallelHead(
                 "lm_head", config.vocab_size, config.hidden_size, std=std, group=mesh.tensor, layout=mesh.stream,
                 dtype=dtype, device=device,
@@ -88,13 +112,26 @@ class LanguageModel(nn.Module):
             A scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. The caller divides by
             the number of tokens of the whole global batch.
         """
-        hidden_states = self.hidden_states(tokens, self.training_context(tokens))
+        return self.loss(self.hidden_states(tokens, self.training_context(tokens)), labels, loss_mask)
+
+    def stage(self, entering: Tensor) -> Tensor:
+        """What a pipeline stage passes on: token ids [b, s] on the first, a state elsewhere -> a state."""
+        state = self.embedding(entering).unsqueeze(0) if self.is_first else entering
+        length = state.shape[1] * self.stack.layout.shards
+        leaving: Tensor = self.stack(state, self._context(length, state.device))
+        return leaving
+
+    def loss(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+        """The stream after the last layer, [s, b, h] -> the loss that `forward` tells of."""
         logits = self.logits_shard(hidden_states)
-        vocabulary = self.embedding
-        losses = vocab_parallel_cross_entropy(logits, labels.t(), vocabulary.start, vocabulary.valid, self.group)
+        head = self.embedding if self.lm_head is None else self.lm_head
+        losses = vocab_parallel_cross_entropy(logits, labels.t(), head.start, head.valid, self.group)
         return losses.sum() if loss_mask is None else (losses * loss_mask.t()).sum()
 
     def training_context(self, tokens: Tensor) -> SequenceContext:
         """Positions 0 .. s-1 for every sample, causal attention."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(1)
+        return self._context(tokens.shape[1], tokens.device)
+
+    def _context(self, length: int, device: torch.device) -> SequenceContext:
+        positions = torch.arange(length, device=device).unsqueeze(1)
         return SequenceContext(rotary_table(self.config, positions, self.compute_dtype))

@@ -109,6 +109,8 @@ def report(
 ) -> None:
     """Logs the mean loss of the steps since the last line; all ranks take part."""
     total = trainer.mesh.data.all_reduce(torch.stack(list(losses)).sum())
+    # Only the last stage knows a loss, and the first rank prints it.
+    trainer.mesh.pipeline.all_reduce(total)
     loss = total.item() / len(losses)
     if loss != loss:
         raise BadNumbersError(f"iteration {iteration}: the loss is not a number")

@@ -13,6 +13,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.mpu import DeepSpeedMpu
 from megatron_ladder.config.model import key_value_replicas
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.cost.flops import parameter_count
 from megatron_ladder.model.compiled import compile_sub_blocks
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import select_norm
@@ -20,6 +21,7 @@ from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.optim.adamw import build_adamw
 from megatron_ladder.optim.param_groups import parameter_groups
 from megatron_ladder.optim.schedule import LearningRateSchedule
+from megatron_ladder.pipeline.partition import balanced_partition, uniform_partition
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.profile import named_for_profiler
 
@@ -33,7 +35,7 @@ class Trainer:
     device: torch.device
     model: LanguageModel
     engine: Any
-    """DeepSpeed's engine around `model`."""
+    """DeepSpeed's engine around `model`; its pipeline engine if there are several stages."""
     state: EngineState
     schedule: LearningRateSchedule
     implementations: dict[str, str]
@@ -81,14 +83,25 @@ def build_model(run: RunConfig, mesh: ProcessMesh, device: torch.device) -> tupl
     """This rank's slices with their initial weights in fp32, and which norm they use."""
     norm, description = select_norm(run.training.norm_implementation, device)
     mesh, span = named_for_profiler(run, mesh)
-    options = StackOptions(
-        tp_overlap=run.parallel.tp_overlap, recompute_layers=run.recompute_layers, norm=norm, span=span
-    )
-    model = LanguageModel(run.model, mesh, options, device=device, seed=run.training.seed)
+    layers = partition(run)[mesh.pipeline.rank]
+    recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
+    options = StackOptions(run.parallel.tp_overlap, recompute_layers, norm, span=span)
+    model = LanguageModel(run.model, mesh, options, layers=layers, device=device, seed=run.training.seed)
     if run.training.compile_sub_blocks:
         compile_sub_blocks(model)
         description = "torch, compiled"
     return model, description
+
+
+def partition(run: RunConfig) -> list[range]:
+    """The layers of each pipeline stage."""
+    model, stages = run.model, run.parallel.pipeline_model_parallel_size
+    if run.parallel.pipeline_partition == "uniform":
+        return uniform_partition(model.num_layers, stages)
+    count = parameter_count(model)
+    # With a tied head the last stage holds the embedding's matrix as well.
+    head = count.final_norm + (count.embedding if model.tie_embeddings else count.lm_head)
+    return balanced_partition(count.layers, count.embedding, head, stages)
 
 
 def build_engine(
@@ -97,6 +110,10 @@ def build_engine(
     """DeepSpeed's engine around the model, in the process group that exists."""
     import deepspeed
 
+    if mesh.pipeline.size > 1:
+        from megatron_ladder.pipeline.stages import build_pipeline_engine
+
+        return build_pipeline_engine(model, optimizer, config, mesh)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, mpu=DeepSpeedMpu(mesh), dist_init_required=False
     )

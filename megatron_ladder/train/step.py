@@ -16,6 +16,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.loader import MicroBatch
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.optim.gradients import clip_gradients, gradient_norm
+from megatron_ladder.pipeline.schedule import evaluate_batch, forward_backward, take_step
 from megatron_ladder.train.setup import Trainer
 
 
@@ -23,7 +24,8 @@ class StepResult(NamedTuple):
     """What a step found."""
 
     loss_sum: Tensor
-    """This rank's share of the loss, summed over its tokens and divided by those of the global batch; fp32."""
+    """This rank's share of the loss, summed over its tokens and divided by those of the global batch; fp32. With
+    several pipeline stages the last one has it, and it is zero on the others."""
     gradient_norm: float
     """Before clipping."""
     learning_rate: float
@@ -39,24 +41,37 @@ def train_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], iteration:
     Raises:
         BadNumbersError: the gradient is not finite; the weights are as they were before the step.
     """
-    engine, run = trainer.engine, trainer.run
+    engine = trainer.engine
     learning_rate = trainer.schedule.at(iteration)
     trainer.state.set_learning_rate(learning_rate)
     scale = 1.0 / count_targets(micro_batches, trainer.mesh.data, trainer.device)
+    data_parallel = trainer.mesh.data.size
+    if trainer.mesh.pipeline.size > 1:
+        loss_sum = forward_backward(engine, micro_batches, scale * data_parallel) / data_parallel
+        norm = _clip(trainer, iteration, loss_sum)
+        take_step(engine)
+        return StepResult(loss_sum, norm, learning_rate)
     loss_sum = torch.zeros((), device=trainer.device)
     norm = 0.0
     for index, batch in enumerate(micro_batches):
         loss = engine(*_on_device(batch, trainer.device)) * scale
         loss_sum += loss.detach()
-        engine.backward(loss * trainer.mesh.data.size, scale_wrt_gas=False)
+        engine.backward(loss * data_parallel, scale_wrt_gas=False)
         if index == len(micro_batches) - 1:
-            pieces = trainer.state.gradient_pieces()
-            norm = gradient_norm(pieces, trainer.mesh.world, trainer.device)
-            if not math.isfinite(norm):
-                raise BadNumbersError(f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss_sum:g}")
-            clip_gradients(pieces, norm, run.optimizer.clip_grad)
+            norm = _clip(trainer, iteration, loss_sum)
         engine.step()
     return StepResult(loss_sum, norm, learning_rate)
+
+
+def _clip(trainer: Trainer, iteration: int, loss_sum: Tensor) -> float:
+    """Clips the gradient, which is reduced, and returns the norm that it had."""
+    pieces = trainer.state.gradient_pieces()
+    norm = gradient_norm(pieces, trainer.mesh.world, trainer.device)
+    if not math.isfinite(norm):
+        loss = trainer.mesh.pipeline.all_reduce(loss_sum.clone())
+        raise BadNumbersError(f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}")
+    clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
+    return norm
 
 
 def count_targets(micro_batches: Sequence[MicroBatch], data: CommGroup, device: torch.device) -> float:
@@ -76,10 +91,14 @@ def evaluate(trainer: Trainer, batches: Iterator[list[MicroBatch]], global_batch
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for _ in range(global_batches):
         micro_batches = next(batches)
-        for batch in micro_batches:
-            sums[0] += trainer.model(*_on_device(batch, trainer.device))
+        if trainer.mesh.pipeline.size > 1:
+            sums[0] += evaluate_batch(trainer.engine, micro_batches)
+        else:
+            for batch in micro_batches:
+                sums[0] += trainer.model(*_on_device(batch, trainer.device))
         sums[1] += count_targets(micro_batches, trainer.mesh.data, trainer.device) / trainer.mesh.data.size
-    loss, tokens = trainer.mesh.data.all_reduce(sums).tolist()
+    loss, tokens = trainer.mesh.data.all_reduce(sums)
+    trainer.mesh.pipeline.all_reduce(loss)
     return float(loss / tokens)
 
 

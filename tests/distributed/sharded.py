@@ -22,9 +22,9 @@ PADDING = 1e3
 
 
 @functools.cache
-def mesh_of(tensor_parallel: int, kv_replicas: int = 1) -> ProcessMesh:
+def mesh_of(tensor_parallel: int, kv_replicas: int = 1, pipeline_parallel: int = 1) -> ProcessMesh:
     """One mesh per shape and process: making groups is slow."""
-    return ProcessMesh.build(tensor_parallel, 1, kv_replicas)
+    return ProcessMesh.build(tensor_parallel, pipeline_parallel, kv_replicas)
 
 
 def small_model(**changes: Any) -> ModelConfig:

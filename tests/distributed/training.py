@@ -46,7 +46,8 @@ def build_trainer_here(argv: Sequence[str], weights: Mapping[str, Tensor] | None
     assert deepspeed_is_started()
     run = run_of(argv, torch.distributed.get_world_size())
     tensor_parallel = run.parallel.tensor_model_parallel_size
-    mesh = mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel))
+    stages = run.parallel.pipeline_model_parallel_size
+    mesh = mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel), stages)
     mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel)
     model, norm = build_model(run, mesh, CPU)
     if weights is not None:

@@ -24,6 +24,8 @@ def test_batches_follow_from_the_layout() -> None:
     assert not mistakes
     assert (run.data_parallel_size, run.accumulation_steps, run.tokens_per_step) == (2, 4, 2048)
     assert read("--micro-batch-size 3")[0].global_batch_size == 12
+    staged, mistakes = read("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8", 8)
+    assert not mistakes and (staged.data_parallel_size, staged.accumulation_steps) == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,9 @@ def test_batches_follow_from_the_layout() -> None:
         ("--min-lr 1", "--min-lr 1.0 is above --lr"),
         ("--lr-warmup-iters 100", "--lr-warmup-iters 100 leaves no step"),
         ("--bf16 --zero-stage 0", "--bf16 needs --zero-stage 1"),
-        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 is not supported by this version"),
+        ("--pipeline-model-parallel-size 3", "1 x --pipeline-model-parallel-size 3 does not divide the 4 launched"),
+        ("--pipeline-model-parallel-size 0", "1 x --pipeline-model-parallel-size 0 does not divide the 4 launched"),
+        ("--pipeline-model-parallel-size 4 --num-layers 3", "--pipeline-model-parallel-size 4 is above --num-layers 3"),
         ("--sequence-parallel --residual-mode desync --desync-interval 2 --tensor-model-parallel-size 2",
          "--sequence-parallel cuts one stream"),
         ("--sequence-parallel --tensor-model-parallel-size 4 --seq-length 126",
@@ -93,6 +97,9 @@ def test_deepspeeds_json_is_derived() -> None:
     assert config["data_types"]["grad_accum_dtype"] == "fp32"
     # Clipping is this package's own.
     assert config["gradient_clipping"] == 0.0
+    assert "pipeline" not in config
+    staged = deepspeed_json(read("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")[0], [])
+    assert staged["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
 
 
 def merged(tmp_path: Path, given: object) -> tuple[dict[str, object], list[str]]:

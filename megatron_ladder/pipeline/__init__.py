@@ -1,0 +1,1 @@
+"""The model's stack cut into stages, run by DeepSpeed's pipeline engine."""

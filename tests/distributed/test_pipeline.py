@@ -1,0 +1,231 @@
+"""Pipeline stages: whole steps in every layout against a plain model, checkpoints across layouts, logging."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.generate.loading import load_model, open_model
+from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.train.log import RunLog
+from megatron_ladder.train.loop import report
+from megatron_ladder.train.setup import Trainer, build_schedule
+from megatron_ladder.train.step import evaluate, train_step
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import Pieces, assert_pieces
+from tests.distributed.test_training import Batch, steps_of_batches
+from tests.distributed.training import build_trainer_here, own_batches, run_of, weight_pieces
+from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss, reference_training
+
+STEPS = 5
+RECIPE = (
+    f"--train-iters {STEPS} --lr 1e-3 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 8 "
+    "--qk-layernorm --add-attention-output-bias"
+).split()
+
+Layout = tuple[int, int, int]
+"""Tensor-, pipeline- and data-parallel size."""
+
+LAYOUTS: list[Layout] = [(1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]
+# Of three layers, the first stage of two has 0 and 1.
+WIRINGS = {
+    "standard": "",
+    "ladder": "--residual-mode ladder",
+    "hybrid-cut-inside": "--residual-mode ladder --ladder-layers 1,2",
+    "hybrid-cut-at-the-border": "--residual-mode ladder --ladder-layers 2",
+}
+
+
+def layout_flags(layout: Layout) -> list[str]:
+    return f"--tensor-model-parallel-size {layout[0]} --pipeline-model-parallel-size {layout[1]}".split()
+
+
+def world_of(layout: Layout) -> int:
+    return layout[0] * layout[1] * layout[2]
+
+
+def loss_of(trainer: Trainer, share: torch.Tensor) -> float:
+    """The whole loss, on every rank."""
+    return trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(share.clone())).item()
+
+
+def train(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[list[tuple[float, float]], Pieces]:
+    """On each rank: loss and gradient norm of every step, and the final weights."""
+    trainer = build_trainer_here(argv, weights)
+    history = []
+    for iteration, batch in enumerate(batches, start=1):
+        result = train_step(trainer, own_batches(trainer, batch), iteration)
+        history.append((loss_of(trainer, result.loss_sum), result.gradient_norm))
+    return history, weight_pieces(trainer)
+
+
+def check_steps(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:
+    """Losses, gradient norms and final weights are those of a plain model on one process."""
+    world = world_of(layout)
+    argv = [*RECIPE, *layout_flags(layout), *flags.split()]
+    run = run_of(argv, world)
+    config = ReferenceConfig.like(run.model)
+    weights = make_weights(config, seed=1, dtype=torch.float32)
+    batches = steps_of_batches(STEPS, 4)
+    expected, final = reference_training(
+        weights, config, batches, build_schedule(run).at, (0.9, 0.95), 1e-8, 0.1, 0.5,
+        no_decay=lambda name: name.endswith(("norm.weight", ".bias")),
+    )  # fmt: skip
+    assert any(norm > 0.5 for _, norm in expected), "nothing was clipped, so clipping is not tested"
+    results = gloo_pools(world).run(train, argv, weights, batches)
+    for history, _ in results:
+        for found, wanted in zip(history, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5)
+    assert_pieces([pieces for _, pieces in results], final, 2e-4)
+
+
+def grid() -> list[object]:
+    """All of it; without --slow each pair of layout, wiring and ZeRO stage once."""
+    return [
+        pytest.param(layout, flags, str(zero), id=f"{'x'.join(map(str, layout))}-{name}-zero{zero}",
+                     marks=[] if (row + column) % 2 == zero else pytest.mark.slow)
+        for row, layout in enumerate(LAYOUTS)
+        for column, (name, flags) in enumerate(WIRINGS.items())
+        for zero in (0, 1)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "flags", "zero"), grid())
+def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags: str, zero: str) -> None:
+    check_steps(gloo_pools, layout, f"{flags} --zero-stage {zero}")
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ((2, 2, 2), "--residual-mode parallel --zero-stage 0"),
+        ((2, 2, 1), "--residual-mode ladder-parallel"),
+        ((2, 4, 1), "--residual-mode ladder --residual-staleness 2 --num-layers 4"),
+        # Outputs pass through stages of one layer, which neither read nor made them.
+        ((2, 4, 1), "--residual-mode ladder-parallel --residual-staleness 3 --num-layers 5"),
+        ((2, 2, 1), "--residual-mode ladder --ladder-layers 0,1"),
+        ((2, 2, 1), "--residual-mode desync --desync-interval 4 --zero-stage 0"),
+        ((2, 2, 2), "--residual-mode desync --desync-interval 2 --num-layers 5"),
+        ((1, 2, 2), "--residual-mode ladder --tie-embeddings --zero-stage 0"),
+        ((2, 4, 1), "--residual-mode ladder --tie-embeddings --num-layers 6 --pipeline-partition parameters"),
+        ((2, 2, 1), "--residual-mode ladder --recompute-granularity full --recompute-num-layers 2"),
+        ((2, 2, 1), "--residual-mode ladder --no-tp-overlap"),
+        ((2, 2, 1), "--residual-mode ladder --sequence-parallel --qk-layernorm"),
+    ],
+    ids=[
+        "parallel", "ladder-parallel", "staleness-2", "passing-through", "ladder-before-standard", "desync-4",
+        "desync-2", "tied", "tied-four-stages", "recomputed", "blocking", "sequence-parallel",
+    ],
+)  # fmt: skip
+def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:
+    check_steps(gloo_pools, layout, flags)
+
+
+def test_bf16_follows_fp32(gloo_pools: GlooPools) -> None:
+    argv = [*RECIPE, *layout_flags((2, 2, 1)), "--residual-mode", "ladder", "--tie-embeddings"]
+    weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
+    batches = steps_of_batches(STEPS, 4)
+    plain = gloo_pools(4).run(train, argv, weights, batches)[0][0]
+    half = gloo_pools(4).run(train, [*argv, "--bf16"], weights, batches)[0][0]
+    for found, wanted in zip(half, plain, strict=True):
+        assert found == pytest.approx(wanted, rel=2e-2)
+        assert found != wanted
+
+
+def evaluated(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[float, list[float]]:
+    """On each rank: the evaluation's loss; then the losses of steps, with evaluations between them."""
+    trainer = build_trainer_here(argv, weights)
+    own = [own_batches(trainer, batch) for batch in batches]
+    before = evaluate(trainer, iter(own), len(own))
+    losses = []
+    for iteration, batch in enumerate(own, start=1):
+        losses.append(loss_of(trainer, train_step(trainer, batch, iteration).loss_sum))
+        evaluate(trainer, iter(own), 1)
+    return before, losses
+
+
+def test_evaluation_is_the_mean_over_tokens_and_disturbs_no_step(gloo_pools: GlooPools) -> None:
+    argv = [*RECIPE, *layout_flags((1, 2, 2)), "--residual-mode", "ladder"]
+    config = ReferenceConfig.like(run_of(argv, 4).model)
+    weights = make_weights(config, seed=1, dtype=torch.float32)
+    batches = steps_of_batches(2, 4)
+    tokens, labels, mask = (torch.cat(parts) for parts in zip(*(b for step in batches for b in step), strict=True))
+    expected = float(reference_loss(weights, config, tokens, labels, mask))
+    results = gloo_pools(4).run(evaluated, argv, weights, batches)
+    undisturbed = [loss for loss, _ in gloo_pools(4).run(train, argv, weights, batches)[0][0]]
+    for before, losses in results:
+        assert before == pytest.approx(expected, rel=1e-5)
+        assert losses == undisturbed
+
+
+def part_of_a_run(
+    argv: list[str], batches: list[list[Batch]], first: int, load: Path | None, save: Path | None
+) -> tuple[list[float], Pieces]:
+    """On each rank: losses from step `first` on, and the weights at the end."""
+    # Another seed: nothing of the trainer's own weights may be left after loading.
+    trainer = build_trainer_here([*argv, "--seed", "1" if load is None else "99"])
+    if load is not None:
+        load_training_state(Checkpoint.open(load), trainer.state, trainer.mesh.world)
+    losses = [
+        loss_of(trainer, train_step(trainer, own_batches(trainer, batch), iteration).loss_sum)
+        for iteration, batch in enumerate(batches, start=first)
+    ]
+    if save is not None:
+        header = {"iteration": first + len(batches) - 1, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
+        save_training_state(save, header, trainer.state, trainer.mesh.world, lambda directory: None)
+    return losses, weight_pieces(trainer)
+
+
+@pytest.mark.parametrize("precision", ["--zero-stage 0", "--zero-stage 1", "--bf16"])
+def test_checkpoints_move_between_layouts(gloo_pools: GlooPools, tmp_path: Path, precision: str) -> None:
+    """With tied embeddings, of which a pipeline holds two and saves one."""
+    recipe = [*RECIPE, *precision.split(), *"--residual-mode ladder --tie-embeddings".split()]
+    staged, unstaged = [*recipe, *layout_flags((2, 2, 1))], [*recipe, *layout_flags((1, 1, 4))]
+    batches = steps_of_batches(STEPS, 4)
+    save, unstaged_save = tmp_path / "staged", tmp_path / "unstaged"
+    run = gloo_pools(4).run
+    whole = run(part_of_a_run, staged, batches, 1, None, None)
+    begun = run(part_of_a_run, staged, batches[:3], 1, None, save)
+    resumed = run(part_of_a_run, staged, batches[3:], 4, save, None)
+    for (losses, pieces), (losses_begun, _), (losses_resumed, pieces_resumed) in zip(
+        whole, begun, resumed, strict=True
+    ):
+        assert losses == losses_begun + losses_resumed
+        for (name, _, values), (_, _, values_resumed) in zip(pieces, pieces_resumed, strict=True):
+            assert torch.equal(values, values_resumed), name
+    tolerance = 2e-3 if precision == "--bf16" else 1e-5
+    moved = run(part_of_a_run, unstaged, batches[3:], 4, save, unstaged_save)
+    assert moved[0][0] == pytest.approx(whole[0][0][3:], rel=tolerance)
+    back = run(part_of_a_run, [*recipe, *layout_flags((1, 2, 2))], batches[4:], 5, save, None)
+    ahead = run(part_of_a_run, unstaged, batches[4:], 5, save, None)
+    assert back[0][0] == pytest.approx(ahead[0][0], rel=tolerance)
+    # For generation the layout that saved a checkpoint does not exist.
+    for directory, trained in ((save, None), (unstaged_save, moved)):
+        model = load_model(open_model(directory, None, None), ProcessMesh.single(), torch.float32, torch.device("cpu"),
+                           overlap=True)  # fmt: skip
+        weights = {s.name: s.view(p).clone() for p, sections in parameter_sections(model) for s in sections}
+        if trained is not None and precision != "--bf16":
+            assert_pieces([pieces for _, pieces in trained], weights, 0.0)
+
+
+def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, float]:
+    """On each rank: what a log line's report prints, and this rank's share of the loss."""
+    trainer = build_trainer_here(argv, weights)
+    with contextlib.redirect_stdout(io.StringIO()) as printed, RunLog(trainer, 1) as log:
+        result = train_step(trainer, own_batches(trainer, batch), 1)
+        report(trainer, log, 1, [result.loss_sum], result)
+    return printed.getvalue(), result.loss_sum.item()
+
+
+def test_the_first_rank_alone_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> None:
+    argv = [*RECIPE, *layout_flags((2, 2, 1))]
+    weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
+    (line, _), *others = gloo_pools(4).run(logged, argv, weights, steps_of_batches(1, 4)[0])
+    assert [text for text, _ in others] == ["", "", ""]
+    loss = others[-1][1]
+    assert loss > 1 and line.count("\n") == 1 and f"| lm loss {loss:.4f} |" in line

@@ -1,0 +1,217 @@
+"""What crosses the border of two stages: which reduce flies under what there, gradients, and arithmetic."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.train.setup import Trainer
+from megatron_ladder.train.step import train_step
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import mesh_of, small_model
+from tests.distributed.test_stack import RecordingGroup
+from tests.distributed.test_training import steps_of_batches
+from tests.distributed.training import build_trainer_here, own_batches
+
+RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --qk-layernorm".split()
+
+
+class NotingSums(RecordingGroup):
+    """Notes a blocking sum as `S`."""
+
+    def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.events.append("S")
+        return super().all_reduce(tensor, *args, **kwargs)
+
+
+def record(trainer: Trainer) -> list[str]:
+    """The events of this stage's stack: reduces (`L3`, `W3`), sub-blocks that begin (`B3`), and gradients of their
+    first weights (`G3`), all numbered within the stage, and sums of partial gradients (`S`)."""
+    stack = trainer.model.stack
+    group = NotingSums(stack.mesh.tensor)
+    stack.mesh = replace(stack.mesh, tensor=group)
+    stack.layout, stack.partial_sums.group = stack.mesh.stream, group
+    for number, step in enumerate(stack.sub_blocks()):
+        step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
+        names = ("qkv_proj.weight", "gate_up_proj.weight")
+        first = next(parameter for name, parameter in step.body.named_parameters() if name in names)
+        first.register_post_accumulate_grad_hook(lambda _, number=number: group.events.append(f"G{number}"))
+    return group.events
+
+
+def events_of_a_step(argv: list[str], micro_batches: int) -> str:
+    """On each rank: the events of one step."""
+    trainer = build_trainer_here(argv)
+    events = record(trainer)
+    train_step(trainer, own_batches(trainer, steps_of_batches(1, micro_batches)[0]), 1)
+    return " ".join(events)
+
+
+# Sub-blocks 0 to 3 of three ladder layers are on the first stage, 4 and 5 on the last, where they are 0 and 1.
+FIRST_FORWARD = "B0 L0 B1 L1 W0 B2 L2 W1 B3 W2"
+FIRST_BACKWARD = "L3 L4 G3 W3 L5 G2 W4 L6 G1 W5 L7 G0 W6 W7"
+LAST_FORWARD = "L0 B0 L1 W0 B1 L2 W1 W2"
+LAST_BACKWARD = "L3 G1 G0 W3"
+
+
+def test_nothing_is_exposed_at_a_ladder_border(gloo_pools: GlooPools) -> None:
+    """Forward: the last output of the first stage (B3) is reduced by the last stage (L0) under its first sub-block.
+
+    Backward: the gradient of that sub-block's input leaves unreduced (no launch between G1 and the end), and the first
+    stage reduces it (L3) under its first backward.
+    """
+    argv = [*RECIPE, *"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --residual-mode ladder".split()]
+    first, _, last, _ = gloo_pools(4).run(events_of_a_step, argv, 1)
+    assert first == f"{FIRST_FORWARD} {FIRST_BACKWARD} S"
+    assert last == f"{LAST_FORWARD} {LAST_BACKWARD} S"
+
+
+def test_norms_at_a_border_are_summed_once_a_step(gloo_pools: GlooPools) -> None:
+    argv = [*RECIPE, *"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --residual-mode ladder".split(),
+            *"--global-batch-size 6".split()]  # fmt: skip
+    _, _, last, _ = gloo_pools(4).run(events_of_a_step, argv, 3)
+    assert last.split().count("S") == 1 and last.endswith("S")
+    assert last.split().count("B0") == last.split().count("G0") == 3
+
+
+def gradients(parts: list[LanguageModel]) -> dict[str, Tensor]:
+    """By layer and name."""
+    found = {}
+    for part in parts:
+        for name, parameter in part.stack.named_parameters():
+            assert parameter.grad is not None, name
+            found[name] = parameter.grad
+    return found
+
+
+def chained_gradients(
+    config: ModelConfig, cuts: tuple[int, ...], options: StackOptions, sequence_parallel: bool = False
+) -> float:
+    """On each rank: the largest error of a parameter's gradient after two backward passes, ranges against the whole,
+    as a share of the largest gradient."""
+    mesh = mesh_of(2)
+    whole = LanguageModel(config, mesh, StackOptions(mirrored_backward=False), seed=1, dtype=torch.float64)
+    bounds = [0, *cuts, config.num_layers]
+    cut_mesh = replace(mesh, sequence_parallel=sequence_parallel)
+    parts = [
+        LanguageModel(config, cut_mesh, options, layers=range(*bound), seed=1, dtype=torch.float64)
+        for bound in pairwise(bounds)
+    ]
+    generator = torch.Generator().manual_seed(3)
+    for part in parts:
+        part.stack.partial_sums.expect(2)
+    for _ in range(2):
+        tokens, labels = torch.randint(0, 101, (2, 2, 12), generator=generator)
+        whole(tokens, labels).backward()
+        entered: list[Tensor] = []
+        left = tokens
+        for part in parts:
+            # What crosses between processes is a new leaf there, and its gradient comes back.
+            entered.append(left if left is tokens else left.detach().clone().requires_grad_())
+            left = part.stage(entered[-1])
+            entered.append(left)
+        parts[-1].loss(left[0], labels).backward()
+        for index in reversed(range(len(parts) - 1)):
+            entered[2 * index + 1].backward(entered[2 * index + 2].grad)
+    expected, found = gradients([whole]), gradients(parts)
+    assert expected.keys() == found.keys()
+    return max(float((expected[k] - found[k]).abs().max() / expected[k].abs().max()) for k in expected)
+
+
+@pytest.mark.parametrize("recompute", [0, 9])
+@pytest.mark.parametrize(
+    "wiring",
+    [
+        {},
+        {"residual_mode": "ladder", "ladder_layers": (0, 1, 2, 3)},
+        {"residual_mode": "ladder", "ladder_layers": (1, 2)},
+        {"residual_mode": "ladder", "ladder_layers": (1, 2, 3), "residual_staleness": 2},
+        {"residual_mode": "ladder", "ladder_layers": (0, 1, 2, 3), "residual_staleness": 3},
+        {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2), "residual_staleness": 2},
+        {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2, 3), "residual_staleness": 3},
+        {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2},
+    ],
+    ids=[
+        "standard", "ladder", "hybrid", "staleness-2", "staleness-3", "ladder-parallel-2", "ladder-parallel-3",
+        "desync",
+    ],
+)  # fmt: skip
+def test_gradients_of_chained_ranges(gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int) -> None:
+    """Cut at every layer, so that outputs and gradients pass through ranges; and in the middle."""
+    config = small_model(qk_layernorm=True, add_attention_output_bias=True, **wiring)
+    for cuts in ((1, 2, 3), (2,)):
+        for options in (StackOptions(recompute_layers=recompute), StackOptions(tp_overlap=False)):
+            assert max(gloo_pools(2).run(chained_gradients, config, cuts, options)) < 1e-10
+
+
+@pytest.mark.parametrize("recompute", [0, 9])
+@pytest.mark.parametrize(
+    "wiring",
+    [
+        {},
+        {"residual_mode": "ladder", "ladder_layers": (0, 1, 2, 3)},
+        {"residual_mode": "ladder", "ladder_layers": (1, 2, 3), "residual_staleness": 2},
+        {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2, 3), "residual_staleness": 3},
+    ],
+    ids=["standard", "ladder", "staleness-2", "ladder-parallel-3"],
+)
+def test_gradients_of_chained_ranges_of_a_sharded_stream(
+    gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int
+) -> None:
+    config = small_model(qk_layernorm=True, add_attention_output_bias=True, **wiring)
+    for cuts in ((1, 2, 3), (2,)):
+        for options in (StackOptions(recompute_layers=recompute), StackOptions(tp_overlap=False)):
+            assert max(gloo_pools(2).run(chained_gradients, config, cuts, options, True)) < 1e-10
+
+
+class Operations(TorchDispatchMode):
+    """Counts the floating-point operations of products, by torch's own formulas.
+
+    Its FlopCounterMode also follows modules, and gives up in one whose input requires a gradient without having one.
+    """
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def operations(argv: list[str], micro_batches: int) -> tuple[int, list[int]]:
+    """On each rank: floating-point operations of a step, and how often each matrix got a gradient."""
+    trainer = build_trainer_here(argv)
+    backward_passes: dict[int, int] = {}
+    for parameter in trainer.model.stack.parameters():
+        if parameter.dim() == 2:
+            backward_passes[id(parameter)] = 0
+
+            def count(parameter: Tensor) -> None:
+                backward_passes[id(parameter)] += 1
+
+            parameter.register_post_accumulate_grad_hook(count)
+    batches = own_batches(trainer, steps_of_batches(1, micro_batches)[0])
+    with Operations() as operations:
+        train_step(trainer, batches, 1)
+    return operations.total, list(backward_passes.values())
+
+
+@pytest.mark.parametrize("flags", ["--residual-mode ladder", "--recompute-granularity full"])
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_stages_cost_no_more_arithmetic(gloo_pools: GlooPools, tensor_parallel: int, flags: str) -> None:
+    """Nothing is computed twice for having been cut: operations of two stages add up to those of one."""
+    argv = [*RECIPE, "--global-batch-size", "6", "--tensor-model-parallel-size", str(tensor_parallel), *flags.split()]
+    whole = gloo_pools(tensor_parallel).run(operations, argv, 3)
+    stages = gloo_pools(2 * tensor_parallel).run(operations, [*argv, "--pipeline-model-parallel-size", "2"], 3)
+    assert sum(flops for flops, _ in stages) == sum(flops for flops, _ in whole) > 0
+    for _, backward_passes in stages:
+        assert backward_passes and set(backward_passes) == {3}
