@@ -58,14 +58,14 @@ class Kernels(Protocol):
 class CudaLink(CommGroup):
     """Rank 0 of a group of which the others, and the wire to them, are emulated.
 
-    Like `EmulatedLink` it has a wire that can be changed, and counters. Every call is this process's own; gathering
-    repeats this rank's values. At most `SLOTS` collectives are in flight. It can be captured in a CUDA graph once
-    both kernels have run.
+    As of `EmulatedLink`, a reduce-scatter and an all-gather take half of an all-reduce's time each, the wire can be
+    changed, and there are counters. Every call is this process's own; gathering repeats this rank's values. At most
+    `SLOTS` collectives are in flight. It can be captured in a CUDA graph once both kernels have run.
 
     Attributes:
         spec: what the wire does to collectives launched from now on.
         sms: multiprocessors that a collective takes.
-        collectives: sums launched since the counters were reset.
+        collectives: launched since the counters were reset.
     """
 
     def __init__(
@@ -115,27 +115,21 @@ class CudaLink(CommGroup):
         """Sends a collective of the tensor's size over the wire; the tensor keeps this rank's own values."""
         if self.size == 1:
             return None
-        num_bytes = tensor.numel() * tensor.element_size()
-        slot, before = self._number % SLOTS, (self._number - 1) % SLOTS
-        lane = self._lanes[self._number % len(self._lanes)]
-        launched = self._stamps.put(lambda: self._kernels.stamp(self._launched, slot))
-        done = lane.put(
-            lambda: self._kernels.carry(
-                self._launched,
-                self._ends,
-                slot,
-                before,
-                self._scratch,
-                round(2 * (self.size - 1) / self.size * num_bytes),
-                round(self.spec.seconds(num_bytes) * 1e9),
-                serial=self.spec.serial,
-                sms=self.sms,
-            ),
-            after=launched,
-        )
-        self._number += 1
-        self.collectives += 1
-        return StreamWork(tensor, done, self._meter)
+        return self._launch(tensor, tensor, halves=2)
+
+    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        """This rank's rows of its own values, after half of an all-reduce's time."""
+        if self.size == 1:
+            return tensor, None
+        rows = tensor.chunk(self.size)[self.rank]
+        return rows, self._launch(tensor, rows, halves=1)
+
+    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        """This rank's rows as often as there are ranks, after half of the time of an all-reduce of the result."""
+        if self.size == 1:
+            return tensor, None
+        whole = torch.cat([tensor] * self.size)
+        return whole, self._launch(whole, whole, halves=1)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """`tensor` as it is, for a sum after the wire's time."""
@@ -165,6 +159,30 @@ class CudaLink(CommGroup):
 
     def close(self) -> None:
         """Nothing to give back; as of `EmulatedLink`."""
+
+    def _launch(self, whole: Tensor, result: Tensor, halves: int) -> StreamWork:
+        """Takes the wire for so many halves of an all-reduce of `whole`; `result` is kept until its wait."""
+        num_bytes = whole.numel() * whole.element_size()
+        slot, before = self._number % SLOTS, (self._number - 1) % SLOTS
+        lane = self._lanes[self._number % len(self._lanes)]
+        launched = self._stamps.put(lambda: self._kernels.stamp(self._launched, slot))
+        done = lane.put(
+            lambda: self._kernels.carry(
+                self._launched,
+                self._ends,
+                slot,
+                before,
+                self._scratch,
+                round(halves * (self.size - 1) / self.size * num_bytes),
+                round(halves / 2 * self.spec.seconds(num_bytes) * 1e9),
+                serial=self.spec.serial,
+                sms=self.sms,
+            ),
+            after=launched,
+        )
+        self._number += 1
+        self.collectives += 1
+        return StreamWork(result, done, self._meter)
 
 
 def _triton_kernels() -> Kernels:

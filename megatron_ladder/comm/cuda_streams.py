@@ -105,10 +105,10 @@ class _MeteredWork:
 
 
 class MeteredGroup(CommGroup):
-    """A group on GPUs that counts its sums and times the waits for them.
+    """A group on GPUs that counts its collectives and times the waits for them.
 
     Attributes:
-        collectives: sums launched since the counters were reset.
+        collectives: launched since the counters were reset.
     """
 
     def __init__(self, group: CommGroup) -> None:
@@ -130,11 +130,17 @@ class MeteredGroup(CommGroup):
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Starts summing `tensor` in place."""
-        work = self._group.start_all_reduce(tensor)
-        if work is None:
-            return None
-        self.collectives += 1
-        return _MeteredWork(work, self._meter)
+        return self._metered(self._group.start_all_reduce(tensor))
+
+    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        """Starts summing `tensor`, of which each rank gets its rows."""
+        rows, work = self._group.start_reduce_scatter(tensor)
+        return rows, self._metered(work)
+
+    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        """Starts joining all ranks' rows."""
+        whole, work = self._group.start_all_gather(tensor)
+        return whole, self._metered(work)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduces `tensor` in place and returns it."""
@@ -142,3 +148,9 @@ class MeteredGroup(CommGroup):
             self.collectives += 1
         self._meter.hold(lambda: self._group.all_reduce(tensor, op))
         return tensor
+
+    def _metered(self, work: Work | None) -> Work | None:
+        if work is None:
+            return None
+        self.collectives += 1
+        return _MeteredWork(work, self._meter)

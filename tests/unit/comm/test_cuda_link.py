@@ -104,6 +104,21 @@ def test_only_sums_take_the_wire(device: fake_cuda.Device) -> None:
     assert make_link(device, MICRO, serial=True, size=1).start_all_reduce(values) is None
 
 
+def test_halves_of_an_all_reduce_take_half_of_its_time(device: fake_cuda.Device) -> None:
+    kernels = fake_cuda.Kernels(device)
+    link = CudaLink(4, LinkSpec(4 * MICRO, 1e-9, serial=True), CPU, sms=16, kernels=kernels)
+    whole = torch.arange(4000.0).view(8, 500)
+    rows, work = link.start_reduce_scatter(whole)
+    assert work is not None and rows.equal(whole[:2])
+    work.wait()
+    assert device.compute.now == pytest.approx(10 * MICRO)
+    gathered, work = link.start_all_gather(rows)
+    assert work is not None and gathered.equal(torch.cat([rows] * 4))
+    work.wait()
+    assert device.compute.now == pytest.approx(20 * MICRO)
+    assert kernels.carried == [{"bytes": 12000, "wire_ns": 10000, "sms": 16}] * 2
+
+
 def test_side_streams_go_before_the_one_that_computes(device: fake_cuda.Device) -> None:
     make_link(device, MICRO, serial=True)
     assert [stream.priority for stream in device.streams] == [0, -1, -1]
@@ -126,6 +141,12 @@ class Recorded(CommGroup):
     def start_all_reduce(self, tensor: torch.Tensor) -> Work:
         return self
 
+    def start_reduce_scatter(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        return tensor[:1], self
+
+    def start_all_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        return torch.cat([tensor] * 2), self
+
     def wait(self) -> None:
         self.device.compute.now += 1e-3
 
@@ -140,7 +161,10 @@ def test_waits_for_a_real_group_are_metered(device: fake_cuda.Device) -> None:
     assert work is not None and group.waited_seconds == 0
     work.wait()
     group.all_reduce(torch.ones(1))
-    assert (group.waited_seconds, group.collectives) == (pytest.approx(2e-3), 2)
+    for given, work in (group.start_reduce_scatter(torch.ones(2)), group.start_all_gather(torch.ones(2))):
+        assert len(given) in (1, 4) and work is not None
+        work.wait()
+    assert (group.waited_seconds, group.collectives) == (pytest.approx(4e-3), 4)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with torch for CUDA alone")
