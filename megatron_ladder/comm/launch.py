@@ -57,15 +57,18 @@ def find_place() -> Place:
     return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
 
 
-def start_process_group(place: Place, timeout_minutes: float) -> torch.device:
+def start_process_group(place: Place, timeout_minutes: float, device: torch.device | None = None) -> torch.device:
     """Joins the default process group (NCCL on GPUs, gloo on CPUs) and returns this process's device.
 
     A process that is alone gets a group of one that needs no address.
 
+    Args:
+        device: what it computes on; `place.device()` if not given.
+
     Raises:
         UserError: the launcher's port is in use, or the environment has a number of queues that CUDA has not.
     """
-    device = place.device()
+    device = device or place.device()
     if device.type == "cuda":
         # CUDA reads the variable when it starts, which is here.
         explanation = explain_connections(os.environ)
