@@ -59,10 +59,12 @@ def start_ranks(options: BenchmarkOptions, place: Place) -> torch.device:
     if options.device == "cpu":
         return start_process_group(place, TIMEOUT_MINUTES, torch.device("cpu"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise UserError("--device cuda: torch finds no GPU here: use --device cpu")
     if count < place.world_size:
         raise UserError(
-            f"--device cuda: found {count} GPUs for {place.world_size} processes: lower --tp, give --emulated-tp to "
-            "run one rank's share of a larger group on one GPU, or use --device cpu"
+            f"--device cuda: found {count} GPUs for {place.world_size} processes: lower --tp, or give --emulated-tp to "
+            "run one rank's share of a larger group on one GPU"
         )
     if options.emulated_tp is not None:
         device = torch.device("cuda", place.local_rank)

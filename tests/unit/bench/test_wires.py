@@ -64,11 +64,15 @@ def test_a_share_of_a_larger_group_runs_alone(
 ) -> None:
     """The fake's clock stands still but for waits, so that every reduce is exposed."""
     alpha = 1e-4
+    synchronised: list[Interconnect] = []
+    monkeypatch.setattr(Interconnect, "synchronize", synchronised.append)
     options = emulated(device, monkeypatch, wirings=("standard", "ladder"))
     # Not made by `start_ranks`: the model computes on the CPU here.
     benchmark = Benchmark(case, options, "tiny", ALONE, CPU)
     rows = {row.wiring: row for row in benchmark.rows(benchmark.calibrate(), "100us")}
     assert list(rows) == ["standard", "ladder", "no-comm"]
+    # Standard and the bound for the calibration, then all three, each in a round to warm up and four that count.
+    assert len(synchronised) == (2 + 3) * (1 + 4)
     assert rows["no-comm"].exposed_seconds_per_layer == 0
     assert rows["standard"].exposed_seconds_per_layer >= reduces * alpha
     assert rows["ladder"].exposed_seconds_per_layer == pytest.approx(rows["standard"].exposed_seconds_per_layer)
@@ -90,9 +94,18 @@ def test_every_line_says_what_is_emulated(device: fake_cuda.Device, monkeypatch:
     assert required <= set(vars(rows[0]))
 
 
+def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    nothing: Any = None
+    for device in (CPU, torch.device("cuda", 3)):
+        Interconnect("", nothing, nothing, nothing, device, torch.bfloat16).synchronize()
+    assert waited == [torch.device("cuda", 3)]
+
+
 def test_what_a_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="--device cuda: found 0 GPUs for 1 processes"):
+    with pytest.raises(UserError, match="--device cuda: torch finds no GPU here"):
         start_ranks(BenchmarkOptions(device="cuda", emulated_tp=8), ALONE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -100,6 +113,8 @@ def test_what_a_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     options = BenchmarkOptions(device="cuda", tp_all_reduce="symmetric-memory")
     with pytest.raises(UserError, match="cannot read the memory"):
         start_ranks(options, Place(0, 2, 0))
+    with pytest.raises(UserError, match="found 2 GPUs for 4 processes: lower --tp, or give --emulated-tp"):
+        start_ranks(options, Place(0, 4, 0))
 
 
 def test_real_groups_are_bounded_and_metered(monkeypatch: pytest.MonkeyPatch) -> None:

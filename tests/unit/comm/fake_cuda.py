@@ -74,14 +74,18 @@ class Kernels:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.carried: list[dict[str, int]] = []
+        self.stamped: dict[int, float] = {}
 
     def stamp(self, launched: Tensor, slot: int) -> None:
         launched[slot] = round(self.device.current.now / NANOSECOND)
+        self.device.current.now += NANOSECOND
+        self.stamped[slot] = self.device.current.now
 
     def carry(
         self, launched: Tensor, ends: Tensor, slot: int, before: int, scratch: Tensor, num_bytes: int, wire_ns: int,
         *, serial: bool, sms: int,
     ) -> None:  # fmt: skip
+        assert self.device.current.now >= self.stamped[slot], "the stamp may not have been made yet"
         begin = int(launched[slot])
         if serial:
             begin = max(begin, int(ends[before]))
