@@ -7,14 +7,15 @@ takes longer than one without reduces, shared out over its reduces.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from megatron_ladder.bench.clocks import Clock
 from megatron_ladder.bench.variants import Variant
 from megatron_ladder.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
 from megatron_ladder.model.language_model import LanguageModel
@@ -50,21 +51,26 @@ class Calibration:
         training = any(self.backward)
         late = variant.residual_mode in ("ladder", "ladder-parallel")
         staleness = variant.residual_staleness if late and variant.options.tp_overlap else 0
+        times = list(zip(self.forward, self.backward, self.weight_gradient, strict=True)) * self.layers
+        # A desynchronised interval ends forward, and begins backward, in the one reduce that it has.
+        interval = max(1, variant.desync_interval)
         steps = [
             SubBlockTime(
-                forward_seconds=forward,
+                forward_seconds=sum(forward),
                 reduce_seconds=reduce_seconds,
                 staleness=staleness,
-                dgrad_seconds=backward - weight_gradient,
-                wgrad_seconds=weight_gradient,
+                dgrad_seconds=sum(backward) - weight_gradient[0],
+                wgrad_seconds=weight_gradient[0],
             )
-            for forward, backward, weight_gradient in zip(
-                self.forward, self.backward, self.weight_gradient, strict=True
+            for forward, backward, weight_gradient in (
+                tuple(zip(*times[start : start + interval], strict=True)) for start in range(0, len(times), interval)
             )
-        ] * self.layers
+        ]
         total = forward_seconds(steps, wire, head_seconds=self.head)
         if training:
-            mirrored = variant.options.tp_overlap and variant.options.mirrored_backward
+            mirrored = (
+                variant.options.tp_overlap and variant.options.mirrored_backward and not variant.desync_interval
+            )
             total += backward_seconds(steps, wire, launch_before_wgrad=mirrored, wait_at_once=not mirrored)
         return total
 
@@ -72,23 +78,24 @@ class Calibration:
 class ForwardTimer:
     """Times every sub-block of a model inside its passes, as long as it is attached."""
 
-    def __init__(self, model: LanguageModel) -> None:
-        self._seconds: list[list[float]] = []
+    def __init__(self, model: LanguageModel, clock: Clock) -> None:
+        self._clock = clock
+        self._spans: list[list[tuple[Any, Any]]] = []
         self._handles: list[RemovableHandle] = []
         per_layer = len(model.stack.sub_blocks()) // model.config.num_layers
         for number, step in enumerate(model.stack.sub_blocks()):
             if number < per_layer:
-                self._seconds.append([])
-            self._attach(step, self._seconds[number % per_layer])
+                self._spans.append([])
+            self._attach(step, self._spans[number % per_layer])
 
-    def _attach(self, step: SubBlock, seconds: list[float]) -> None:
-        began = [0.0]
+    def _attach(self, step: SubBlock, spans: list[tuple[Any, Any]]) -> None:
+        began: list[Any] = [None]
 
         def begin(*_: object) -> None:
-            began[0] = time.perf_counter()
+            began[0] = self._clock.mark()
 
         def end(*_: object) -> None:
-            seconds.append(time.perf_counter() - began[0])
+            spans.append((began[0], self._clock.mark()))
 
         self._handles += [step.norm.register_forward_pre_hook(begin), step.body.register_forward_hook(end)]
 
@@ -96,10 +103,12 @@ class ForwardTimer:
         """Median seconds of each sub-block of a layer; the timer is taken off."""
         for handle in self._handles:
             handle.remove()
-        return tuple(statistics.median(seconds) for seconds in self._seconds)
+        return tuple(statistics.median(self._clock.seconds(*span) for span in spans) for spans in self._spans)
 
 
-def time_backward(model: LanguageModel, hidden_states: Tensor, rounds: int) -> tuple[tuple[float, ...], ...]:
+def time_backward(
+    model: LanguageModel, hidden_states: Tensor, rounds: int, clock: Clock
+) -> tuple[tuple[float, ...], ...]:
     """Median seconds of each sub-block's backward in a layer, and of the column-parallel weight's gradient in it.
 
     Args:
@@ -107,7 +116,8 @@ def time_backward(model: LanguageModel, hidden_states: Tensor, rounds: int) -> t
     """
     steps = model.stack.sub_blocks()
     per_layer = len(steps) // model.config.num_layers
-    context = model.training_context(torch.zeros(hidden_states.shape[1], hidden_states.shape[0], dtype=torch.int64))
+    sequence, batch, _ = hidden_states.shape
+    context = model.training_context(hidden_states.new_zeros(batch, sequence, dtype=torch.int64))
     backward: list[list[float]] = [[] for _ in range(per_layer)]
     weight_gradient: list[list[float]] = [[] for _ in range(per_layer)]
     for _ in range(rounds):
@@ -115,23 +125,23 @@ def time_backward(model: LanguageModel, hidden_states: Tensor, rounds: int) -> t
             leaf = hidden_states.detach().requires_grad_()
             partial = step.unreduced(leaf, context)
             gradient = torch.ones_like(partial)
-            backward[number % per_layer].append(_seconds(lambda: partial.backward(gradient)))  # noqa: B023
-            weight_gradient[number % per_layer].append(_time_weight_gradient(step, leaf.detach()))
+            backward[number % per_layer].append(_seconds(lambda: partial.backward(gradient), clock))  # noqa: B023
+            weight_gradient[number % per_layer].append(_time_weight_gradient(step, leaf.detach(), clock))
     return tuple(map(statistics.median, backward)), tuple(map(statistics.median, weight_gradient))
 
 
-def _time_weight_gradient(step: SubBlock, x: Tensor) -> float:
+def _time_weight_gradient(step: SubBlock, x: Tensor, clock: Clock) -> float:
     """The product of the input with the output's gradient, for the first matrix of the sub-block."""
     weight = next(parameter for parameter in step.body.parameters() if parameter.shape[-1] == x.shape[-1])
     rows = x.flatten(0, 1)
     gradient = rows.new_ones(rows.shape[0], weight.shape[0])
-    return _seconds(lambda: gradient.t() @ rows)
+    return _seconds(lambda: gradient.t() @ rows, clock)
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def _seconds(run: Callable[[], object], clock: Clock) -> float:
+    began = clock.mark()
     run()
-    return time.perf_counter() - began
+    return clock.seconds(began, clock.mark())
 
 
 def collective_cost(without: Sequence[float], with_reduces: Sequence[float], collectives: int) -> float:

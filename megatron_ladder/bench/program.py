@@ -12,22 +12,22 @@ from typing import Any
 import torch
 
 from megatron_ladder.bench.calibration import Calibration, ForwardTimer, collective_cost, time_backward
-from megatron_ladder.bench.options import BenchmarkOptions, Case, parse_alpha
+from megatron_ladder.bench.clocks import clock_of
+from megatron_ladder.bench.options import OWN, BenchmarkOptions, Case, parse_alpha
 from megatron_ladder.bench.paired import PairedTimes, Ratio, Verdict, measure
 from megatron_ladder.bench.plot import Curve, Point, plot_speed_up
 from megatron_ladder.bench.sizes import SIZES
 from megatron_ladder.bench.variants import VARIANTS, Variant, bound_of, build_models, find_variants
+from megatron_ladder.bench.wires import Interconnect, make_interconnect, start_ranks
 from megatron_ladder.bench.workloads import Workload
-from megatron_ladder.comm.launch import Place, find_place, naming_lost_peers, start_process_group, stop_process_group
-from megatron_ladder.comm.link import EmulatedLink, LinkSpec, NoCommGroup
-from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import key_value_replicas
-from megatron_ladder.cost.links import WireModel
+from megatron_ladder.comm.launch import Place, find_place, naming_lost_peers, stop_process_group
+from megatron_ladder.cost.links import PRESETS, WireModel, gpu_contention
 from megatron_ladder.errors import BadNumbersError
 
-TIMEOUT_MINUTES = 10.0
-SPIN_SECONDS = 0.1
-"""A wait watches the clock and does not sleep: each rank has a core of its own, and virtual machines wake up late."""
+BOUNDED_CONTENTION = 0.2
+"""What a collective that is bounded in multiprocessors gives back at most, as `gpu_contention` says."""
+OWN_REDUCES = 50
+"""All-reduces that the time of one on the GPUs' own interconnect is the median of."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Row:
     case: str
     size: str
     wiring: str
+    interconnect: str
+    """What carried the reduces; says so where it is emulated."""
     alpha: str
     alpha_seconds: float
     """Time of one all-reduce on the wire."""
@@ -56,23 +58,24 @@ class Row:
 class Benchmark:
     """The models side by side, and the wire between their ranks."""
 
-    def __init__(self, case: Case, options: BenchmarkOptions, place: Place) -> None:
+    def __init__(
+        self, case: Case, options: BenchmarkOptions, size: str, place: Place, device: torch.device
+    ) -> None:
         self.case = case
         self.options = options
+        self.size = size
         self.place = place
-        assert options.size is not None
-        self.shape = SIZES[options.size]
-        self.mesh = ProcessMesh.build(options.tp, kv_replicas=key_value_replicas(self.shape, options.tp))
-        wire = LinkSpec(0.0, 0.0, options.link == "serial")
-        self.link = EmulatedLink(self.mesh.tensor, wire, spin_seconds=SPIN_SECONDS)
+        self.shape = SIZES[size]
+        self.interconnect: Interconnect = make_interconnect(options, self.shape, device)
+        self.mesh, self.wire = self.interconnect.mesh, self.interconnect.wire
         self.workload = Workload(case, options.batch, options.sequence, options.tokens)
         self.variants = find_variants(options.wirings)
         if VARIANTS["standard"] not in self.variants:
             self.variants.insert(0, VARIANTS["standard"])
         self.bounds = [b for b in (VARIANTS["no-comm"], VARIANTS["no-comm-parallel"]) if self._needs(b)]
         self.models = build_models(
-            [*self.variants, *self.bounds], self.shape, self.mesh, self.link, NoCommGroup(self.mesh.tensor),
-            torch.float32, torch.device("cpu"),
+            [*self.variants, *self.bounds], self.shape, self.mesh, self.wire, self.interconnect.no_comm,
+            self.interconnect.dtype, device,
         )  # fmt: skip
         self.waited: dict[str, list[float]] = {}
 
@@ -93,9 +96,10 @@ class Benchmark:
 
     def _counting(self, name: str, run: Callable[[], object]) -> Callable[[], None]:
         def counted() -> None:
-            self.link.reset_counters()
+            self.wire.reset_counters()
             run()
-            self.waited[name].append(self.link.waited_seconds / self.workload.units)
+            self.interconnect.synchronize()
+            self.waited[name].append(self.wire.waited_seconds / self.workload.units)
 
         return counted
 
@@ -109,36 +113,70 @@ class Benchmark:
 
     def calibrate(self) -> "Prediction":
         """Measures what the step-time model needs, on a wire that takes no time."""
-        self.link.set_wire(0.0, 0.0)
-        timers = {bound.name: ForwardTimer(self.models[bound.name]) for bound in self.bounds}
+        self.interconnect.set_alpha(0.0)
+        clock = clock_of(self.interconnect.device)
+        timers = {bound.name: ForwardTimer(self.models[bound.name], clock) for bound in self.bounds}
         times = self.time([VARIANTS["standard"], *self.bounds], "calibrating")
         forward = {name: timer.finish() for name, timer in timers.items()}
         found = {bound.one_norm: self._calibration(bound, forward[bound.name], times) for bound in self.bounds}
         reduces = self._reduces_of_a_pass()
-        cost = collective_cost(times.seconds["no-comm"], times.seconds["standard"], reduces * self.workload.units)
+        cost = 0.0
+        if not self.options.own_interconnect:
+            cost = collective_cost(times.seconds["no-comm"], times.seconds["standard"], reduces * self.workload.units)
         hideable = len(self.models["standard"].stack.sub_blocks()) * (2 if self.case == "train" else 1)
-        wire = WireModel(self.options.link == "serial", launch_seconds=cost / 2, finish_seconds=cost / 2)
+        contention = 0.0
+        if self.interconnect.device.type == "cuda":
+            contention = min(BOUNDED_CONTENTION, gpu_contention(self._message_bytes()))
+        serial = self.options.own_interconnect or self.options.link == "serial"
+        wire = WireModel(serial, launch_seconds=cost / 2, finish_seconds=cost / 2, contention=contention)
         return Prediction(found, wire, reduces - hideable)
 
     def _calibration(self, bound: Variant, forward: tuple[float, ...], times: PairedTimes) -> Calibration:
         backward = weight_gradient = (0.0,) * len(forward)
         if self.case == "train":
-            hidden = torch.randn(self.options.sequence, self.options.batch, self.shape.hidden_size)
-            backward, weight_gradient = time_backward(self.models[bound.name], hidden, self.options.rounds)
+            device, dtype = self.interconnect.device, self.interconnect.dtype
+            shape = (self.options.sequence, self.options.batch, self.shape.hidden_size)
+            hidden = torch.randn(shape, device=device, dtype=dtype)
+            model, clock = self.models[bound.name], clock_of(device)
+            backward, weight_gradient = time_backward(model, hidden, self.options.rounds, clock)
         seconds = times.median(bound.name) / self.workload.units
         return Calibration(forward, backward, weight_gradient, seconds, self.shape.num_layers)
 
     def _reduces_of_a_pass(self) -> int:
         """Reduces of one pass of the standard wiring, those of the embedding, head and loss included."""
         run = self.workload.prepare(self.models["standard"], self.mesh, 1)
-        self.link.reset_counters()
+        self.wire.reset_counters()
         run()
-        return self.link.collectives // self.workload.units
+        return self.wire.collectives // self.workload.units
+
+    def _message_bytes(self) -> int:
+        """Of the tensor that a sub-block's output is."""
+        tokens = self.options.batch * (1 if self.case == "decode" else self.options.sequence)
+        return tokens * self.shape.hidden_size * self.interconnect.dtype.itemsize
+
+    def _alpha_seconds(self, text: str, prediction: "Prediction") -> float:
+        """Time of one all-reduce of that size."""
+        if text in PRESETS:
+            return PRESETS[text].seconds(self._message_bytes(), self.options.ranks)
+        if text == OWN:
+            return self._own_seconds()
+        return _seconds_of(text, prediction.by_modules[False])
+
+    def _own_seconds(self) -> float:
+        clock = clock_of(self.interconnect.device)
+        dtype = self.interconnect.dtype
+        message = torch.zeros(self._message_bytes() // dtype.itemsize, dtype=dtype, device=self.interconnect.device)
+        marks = [clock.mark()]
+        for _ in range(2 * OWN_REDUCES):
+            self.wire.all_reduce(message)
+            marks.append(clock.mark())
+        measured = marks[OWN_REDUCES:]
+        return statistics.median(clock.seconds(a, b) for a, b in zip(measured, measured[1:], strict=False))
 
     def rows(self, prediction: "Prediction", text: str) -> list[Row]:
         """Every wiring at one interconnect time."""
-        alpha = float(self.mesh.world.broadcast_object(_seconds_of(text, prediction.by_modules[False])))
-        self.link.set_wire(alpha, 0.0)
+        alpha = float(self.mesh.world.broadcast_object(self._alpha_seconds(text, prediction)))
+        self.interconnect.set_alpha(alpha)
         compared = [*self.variants, *self.bounds]
         times = self.time(compared, f"alpha {text}")
         return [self._row(variant, text, alpha, times, prediction) for variant in compared]
@@ -151,8 +189,9 @@ class Benchmark:
         standard = prediction.seconds(VARIANTS["standard"], alpha)
         return Row(
             case=self.case,
-            size=str(self.options.size),
+            size=self.size,
             wiring=variant.name,
+            interconnect=self.interconnect.name,
             alpha=text,
             alpha_seconds=alpha,
             median_seconds=times.median(variant.name) / self.workload.units,
@@ -190,26 +229,30 @@ def run_rank(case: Case, options: BenchmarkOptions) -> None:
         BadNumbersError: a ratio exceeds what is possible, or the machine was too noisy to judge one.
     """
     place = find_place()
-    _pin(place)
+    if options.device == "cpu":
+        _pin(place)
     with naming_lost_peers():
         rows = _measure(case, options, place)
     doubtful = [row for row in rows if row.verdict != Verdict.SOUND.value]
     if doubtful and place.rank == 0:
-        raise BadNumbersError("; ".join(f"{row.wiring} at {row.alpha}: {row.verdict}" for row in doubtful))
+        told = (f"{row.wiring} of {row.size} at {row.alpha}: {row.verdict}" for row in doubtful)
+        raise BadNumbersError("; ".join(told))
 
 
 def _measure(case: Case, options: BenchmarkOptions, place: Place) -> list[Row]:
-    start_process_group(place, TIMEOUT_MINUTES)
-    benchmark = Benchmark(case, options, place)
-    prediction = benchmark.calibrate()
+    device = start_ranks(options, place)
     rows: list[Row] = []
-    if place.rank == 0:
-        print(_heading(case, options, prediction), flush=True)
-    for text in options.alpha:
-        rows += benchmark.rows(prediction, text)
+    for size in options.sizes:
+        benchmark = Benchmark(case, options, size, place, device)
+        prediction = benchmark.calibrate()
         if place.rank == 0:
-            print(_table(rows[-len(benchmark.variants) - len(benchmark.bounds) :]), flush=True)
-    benchmark.link.close()
+            print(_heading(benchmark, prediction), flush=True)
+        for text in (*options.alpha, *options.link_preset):
+            new = benchmark.rows(prediction, text)
+            rows += new
+            if place.rank == 0:
+                print(_table(new), flush=True)
+        benchmark.interconnect.close()
     if place.rank == 0:
         _write(rows, options, prediction)
     stop_process_group()
@@ -231,11 +274,16 @@ def _seconds_of(text: str, calibration: Calibration) -> float:
     return number * {"s": 1.0, "c": calibration.sub_block, "a": calibration.forward[0]}[unit]
 
 
-def _heading(case: Case, options: BenchmarkOptions, prediction: Prediction) -> str:
-    calibration = prediction.by_modules[False]
+def _heading(benchmark: Benchmark, prediction: Prediction) -> str:
+    calibration, options = prediction.by_modules[False], benchmark.options
     parts = " and ".join(f"{1e3 * seconds:.3f}" for seconds in calibration.forward)
+    dtype = str(benchmark.interconnect.dtype).removeprefix("torch.")
+    ranks = f"{options.processes} processes"
+    if options.emulated_tp is not None:
+        ranks = f"one process, rank 0 of {options.ranks} emulated ones (its results are wrong numbers)"
     return (
-        f"{case}, {options.size}, batch {options.batch}, {options.tp} processes, fp32, emulated {options.link} wire\n"
+        f"{benchmark.case}, {benchmark.size}, batch {options.batch}, {ranks}, {dtype} on {options.device}, "
+        f"{benchmark.interconnect.name}\n"
         f"attention and MLP {parts} ms forward, the rest of a pass {1e3 * calibration.head:.3f} ms, "
         f"a collective costs its processor {2e3 * prediction.wire.launch_seconds:.3f} ms\n\n"
         "| all-reduce | wiring | ms | standard / it | spread | model | share | exposed ms a layer | |\n"
@@ -245,12 +293,17 @@ def _heading(case: Case, options: BenchmarkOptions, prediction: Prediction) -> s
 
 def _table(rows: Sequence[Row]) -> str:
     return "\n".join(
-        f"| {row.alpha} = {1e3 * row.alpha_seconds:.2f} ms | {row.wiring} | {1e3 * row.median_seconds:.2f} "
+        f"| {row.interconnect}, {row.alpha} = {_milliseconds(row.alpha_seconds)} "
+        f"| {row.wiring} | {1e3 * row.median_seconds:.2f} "
         f"| {row.ratio_to_standard:.3f} | {row.spread:.3f} | {row.predicted_ratio:.3f} "
         f"| {row.ratio_to_standard / row.predicted_ratio:.2f} | {1e3 * row.exposed_seconds_per_layer:.3f} "
         f"| {'' if row.verdict == Verdict.SOUND.value else row.verdict} |"
         for row in rows
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.{2 if seconds >= 1e-4 or not seconds else 4}f} ms"
 
 
 def _write(rows: Sequence[Row], options: BenchmarkOptions, prediction: Prediction) -> None:
@@ -262,7 +315,7 @@ def _write(rows: Sequence[Row], options: BenchmarkOptions, prediction: Predictio
         names = list(dict.fromkeys(row.wiring for row in rows if row.wiring not in ("standard", "no-comm-parallel")))
         curves = {name: Curve(name, tuple(_point(row) for row in rows if row.wiring == name)) for name in names}
         bound = curves.pop("no-comm")
-        title = f"{rows[0].case}, {options.size}, {options.tp} processes, emulated {options.link} wire"
+        title = f"{rows[0].case}, {rows[0].size}, {options.ranks} ranks, {rows[0].interconnect}"
         plot_speed_up(list(curves.values()), bound, options.plot, title=title, unit_seconds=c, unit="sub-blocks")
 
 

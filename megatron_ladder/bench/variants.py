@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -20,6 +21,7 @@ class Variant:
     """As on the command line."""
     residual_mode: ResidualMode
     residual_staleness: int = 1
+    desync_interval: int = 0
     options: StackOptions = StackOptions()
     without_reduces: bool = False
     """Leave the reduces out: wrong results, and the least time that any interconnect allows."""
@@ -29,14 +31,16 @@ class Variant:
         """Whether attention and MLP share a norm, an input product and a reduce."""
         return self.residual_mode in ONE_NORM_MODES
 
-    def config(self, model: ModelConfig) -> ModelConfig:
-        """`model` in this wiring."""
+    def config(self, model: ModelConfig, ranks: int) -> ModelConfig:
+        """`model` in this wiring, on so many tensor-parallel ranks."""
         late = tuple(range(model.num_layers)) if self.residual_mode in STALE_MODES else ()
         return replace(
             model,
             residual_mode=self.residual_mode,
             residual_staleness=self.residual_staleness,
             ladder_layers=late,
+            desync_interval=self.desync_interval,
+            desync_tp=ranks if self.residual_mode == "desync" else None,
         )
 
 
@@ -50,6 +54,8 @@ VARIANTS: dict[str, Variant] = {
         Variant("parallel", "parallel"),
         Variant("ladder-parallel", "ladder-parallel"),
         Variant("staleness-2", "ladder", residual_staleness=2),
+        Variant("desync-2", "desync", desync_interval=2),
+        Variant("desync-4", "desync", desync_interval=4),
         Variant("standard-blocking", "standard", options=_BLOCKING),
         Variant("ladder-blocking", "ladder", options=_BLOCKING),
         Variant("ladder-autograd", "ladder", options=_AUTOGRAD),
@@ -94,7 +100,7 @@ def build_models(
     for variant in variants:
         group = no_comm if variant.without_reduces else link
         built = LanguageModel(
-            variant.config(model),
+            variant.config(model, link.size),
             replace(mesh, tensor=group),
             variant.options,
             dtype=dtype,
@@ -102,7 +108,18 @@ def build_models(
             seed=None if variant.one_norm in owners else 1,
         )
         if variant.one_norm in owners:
-            built.load_state_dict(owners[variant.one_norm].state_dict(keep_vars=True), assign=True)
+            _share_weights(owners[variant.one_norm], built)
         owners.setdefault(variant.one_norm, built)
         models[variant.name] = built
     return models
+
+
+def _share_weights(owner: LanguageModel, other: LanguageModel) -> None:
+    """Has `other` compute with the parameters of `owner`."""
+    shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
+    weights = owner.state_dict(keep_vars=True)
+    for name, weight in weights.items():
+        # A norm of a desynchronised stream has a row for each rank.
+        if weight.shape != shapes[name]:
+            weights[name] = nn.Parameter(weight.detach().view(shapes[name]))
+    other.load_state_dict(weights, assign=True)

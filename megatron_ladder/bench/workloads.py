@@ -70,6 +70,7 @@ class _Training:
 
 
 def random_ids(model: LanguageModel, batch: int, length: int) -> torch.Tensor:
-    """Token ids [batch, length], the same on every rank and at every call."""
+    """Token ids [batch, length] on the model's device, the same on every rank and at every call."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, model.config.vocab_size, (batch, length), generator=generator)
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator)
+    return ids.to(model.embedding.weight.device)

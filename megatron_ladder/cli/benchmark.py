@@ -12,8 +12,8 @@ from megatron_ladder.errors import run_program
 def main(argv: Sequence[str]) -> None:
     """Reads the command line and runs, as one rank or as the parent of several."""
     case, options = parse_options(argv)
-    if "WORLD_SIZE" not in os.environ:
-        run_ranks(__name__, argv, options.tp)
+    if "WORLD_SIZE" not in os.environ and options.processes > 1:
+        run_ranks(__name__, argv, options.processes)
         return
     # Imports torch, for which a parent of ranks has no use.
     from megatron_ladder.bench.program import run_rank

@@ -9,6 +9,13 @@ Timeline of two ladder sub-blocks, time running to the right (`~~~` is the wire)
 
 The buffer belongs to the handle until `wait`: nothing else may read or write it, and autograd has saved no
 alias of it (the output of a matrix product is not needed by its own backward).
+
+On CUDA the reduce is on a stream of NCCL's, and memory that the compute stream's allocator gave must not go back while
+it is used there. With `async_op=True` torch keeps the tensor itself until `Work.wait` has made the current stream wait
+for NCCL's (since 2.8 always; its `record_stream` calls and TORCH_NCCL_AVOID_RECORD_STREAMS are gone), and lets go of it
+when it sees the collective done where nobody waits. So no `record_stream` is needed here, under one condition that both
+walks keep: a handle is waited for on the stream that computes, from which the buffer came and on which its memory is
+used again.
 """
 
 from typing import Any, NamedTuple

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_ladder.comm.nccl import explain_connections
 from megatron_ladder.errors import LostPeerError, UserError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -55,16 +57,23 @@ def find_place() -> Place:
     return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
 
 
-def start_process_group(place: Place, timeout_minutes: float) -> torch.device:
+def start_process_group(place: Place, timeout_minutes: float, device: torch.device | None = None) -> torch.device:
     """Joins the default process group (NCCL on GPUs, gloo on CPUs) and returns this process's device.
 
     A process that is alone gets a group of one that needs no address.
 
+    Args:
+        device: what it computes on; `place.device()` if not given.
+
     Raises:
-        UserError: the launcher's port is in use.
+        UserError: the launcher's port is in use, or the environment has a number of queues that CUDA has not.
     """
-    device = place.device()
+    device = device or place.device()
     if device.type == "cuda":
+        # CUDA reads the variable when it starts, which is here.
+        explanation = explain_connections(os.environ)
+        if place.launched and place.rank == 0:
+            print(explanation, file=sys.stderr)
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)

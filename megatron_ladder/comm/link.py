@@ -18,10 +18,7 @@ and then holds until end(k), asleep except for the last moment:
 
 What the copy and the sum cost is the processors' own and not on the wire; the sum hides under the hold.
 
-CUDA has no such link yet. Its twin will keep the rule above with nothing of it on the host: `start_all_reduce` makes
-a side stream of high priority wait for the compute stream and puts there a stand-in kernel that moves the bytes of
-the reduce, takes a stated number of multiprocessors and ends at end(k) by the device's clock; `wait` makes the
-compute stream wait for its event. With it one GPU runs one rank's share of a larger group at its true speed.
+`cuda_link.py` is its twin on a GPU.
 """
 
 import math

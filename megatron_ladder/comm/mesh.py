@@ -2,15 +2,20 @@
 
 Ranks lie as `arange(world).view(pipeline, data, tensor)`: neighbours in rank, which a launcher puts on one
 machine, are tensor-parallel, the most talkative dimension. The mesh is built once and handed on.
+
+Every group has a communicator of its own; `nccl.py` says in which order they are used.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.nccl import overlapped_group_options
 from megatron_ladder.comm.stream import ReplicatedStream, ShardedStream, StreamLayout
 
 
@@ -55,12 +60,14 @@ class ProcessMesh:
         kv_replicas: int = 1,
         timeout: timedelta | None = None,
         sequence_parallel: bool = False,
+        tp_comm_max_ctas: int = 0,
     ) -> "ProcessMesh":
         """Makes the groups; every rank of the default process group must call this alike.
 
         Args:
             kv_replicas: tensor-parallel ranks that share one key and value head.
             timeout: after which a collective of any of the groups is an error; torch's default if not given.
+            tp_comm_max_ctas: most multiprocessors that a tensor-parallel collective takes on a GPU; 0: NCCL's choice.
 
         Raises:
             ValueError: the world's size is not a multiple of tensor x pipeline.
@@ -81,7 +88,12 @@ class ProcessMesh:
             ends = _group_of(alone, pipelines[:, [0, -1]], timeout)
         return ProcessMesh(
             world=everyone,
-            tensor=_group_of(alone, grid.reshape(-1, tensor_parallel), timeout),
+            tensor=_group_of(
+                alone,
+                grid.reshape(-1, tensor_parallel),
+                timeout,
+                lambda: overlapped_group_options(dist.get_backend(), tp_comm_max_ctas, timeout),
+            ),
             data=_group_of(alone, grid.transpose(1, 2).reshape(-1, grid.shape[1]), timeout),
             pipeline=pipeline,
             model=_group_of(alone, grid.transpose(0, 1).reshape(grid.shape[1], -1), timeout),
@@ -97,13 +109,18 @@ class ProcessMesh:
         return f"{self.world.size} process{'es' if self.world.size > 1 else ''}: {sizes}{cut}"
 
 
-def _group_of(alone: CommGroup, rows: torch.Tensor, timeout: timedelta | None) -> CommGroup:
+def _group_of(
+    alone: CommGroup,
+    rows: torch.Tensor,
+    timeout: timedelta | None,
+    make_options: Callable[[], Any] = lambda: None,
+) -> CommGroup:
     """Makes a process group of each row of `rows`, and returns the one that holds this rank."""
     mine, rank = alone, alone.ranks[0]
     if rows.shape[1] == 1:
         return mine
     for row in rows.tolist():
-        process_group = dist.new_group(row, timeout)
+        process_group = dist.new_group(row, timeout, pg_options=make_options())
         if rank in row:
             mine = CommGroup(row, row.index(rank), process_group)
     return mine

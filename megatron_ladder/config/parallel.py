@@ -26,6 +26,10 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Keep the residual stream and its norms cut along the sequence over the tensor-parallel processes, which saves
     activation memory: all-reduces become a reduce-scatter and an all-gather. Not for --residual-mode desync."""
+    tp_comm_max_ctas: int = 16
+    """On GPUs, most thread blocks, and so multiprocessors, that a tensor-parallel collective takes from the
+    computation that it runs under; 0 leaves it to NCCL. 16 is an eighth of an H100; left to itself NCCL takes up to
+    32, and large collectives then give back more than half of the time that they hide."""
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a collective that a process waits in is an error."""
     deepspeed: bool = False

@@ -152,6 +152,8 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
         "--recompute-num-layers": training.recompute_num_layers or 0,
     }
     mistakes.extend(f"{name} {value} must not be negative" for name, value in not_negative.items() if value < 0)
+    if not 0 <= parallel.tp_comm_max_ctas <= 32:
+        mistakes.append(f"--tp-comm-max-ctas {parallel.tp_comm_max_ctas} must lie in 0 to 32, the most that NCCL has")
     for name, beta in (("--adam-beta1", optimizer.adam_beta1), ("--adam-beta2", optimizer.adam_beta2)):
         if not 0 <= beta < 1:
             mistakes.append(f"{name} {beta} must lie in [0, 1)")

@@ -76,6 +76,7 @@ def build_mesh(run: RunConfig) -> ProcessMesh:
         kv_replicas=key_value_replicas(run.model, tensor_parallel),
         timeout=timedelta(minutes=run.parallel.distributed_timeout_minutes),
         sequence_parallel=run.parallel.sequence_parallel,
+        tp_comm_max_ctas=run.parallel.tp_comm_max_ctas,
     )
 
 

@@ -13,8 +13,8 @@ ALPHA = 0.004
 
 
 def benchmark_of(case: Case, wirings: tuple[str, ...]) -> Benchmark:
-    options = BenchmarkOptions(wirings=wirings, size="small-train", sequence=16, tokens=1, rounds=4)
-    return Benchmark(case, options, Place(torch.distributed.get_rank(), 2, 0))
+    options = BenchmarkOptions(wirings=wirings, sizes=("small-train",), sequence=16, tokens=1, rounds=4)
+    return Benchmark(case, options, "small-train", Place(torch.distributed.get_rank(), 2, 0), torch.device("cpu"))
 
 
 def timed_rows(case: Case) -> list[Row]:
@@ -23,7 +23,7 @@ def timed_rows(case: Case) -> list[Row]:
     prediction = benchmark.calibrate()
     assert prediction.by_modules[False].head > 0 and min(prediction.by_modules[False].forward) > 0
     rows = benchmark.rows(prediction, f"{ALPHA}s")
-    benchmark.link.close()
+    benchmark.interconnect.close()
     return rows
 
 
@@ -48,7 +48,7 @@ def losses_of_variants() -> dict[str, float]:
     benchmark = benchmark_of("train", names)
     ids = torch.arange(34).view(2, 17)
     losses = {name: benchmark.models[name](ids[:, :-1], ids[:, 1:]).item() for name in names}
-    benchmark.link.close()
+    benchmark.interconnect.close()
     return losses
 
 

@@ -1,0 +1,105 @@
+"""Streams and events of CUDA with a clock each, in place of a device: what would run when, and nothing runs.
+
+Work is put on streams in the order in which the host launches it, and depends on earlier work alone, so its times are
+known at once: a stream's `now` is when it will be done with all that it has been given. In seconds.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+NANOSECOND = 1e-9
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.enable_timing = enable_timing
+        self.time = 0.0
+
+    def record(self, stream: "Stream") -> None:
+        self.time = stream.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert self.enable_timing and end.enable_timing, "torch refuses events without times"
+        return (end.time - self.time) * 1e3
+
+
+class Stream:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.priority = priority
+        self.now = 0.0
+
+    def wait_event(self, event: Event) -> None:
+        self.now = max(self.now, event.time)
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+
+class Device:
+    """Stands for `torch.cuda`; `streams[0]` computes."""
+
+    def __init__(self) -> None:
+        self.streams = [Stream()]
+        self.current = self.streams[0]
+        self.capturing = False
+
+    @property
+    def compute(self) -> Stream:
+        return self.streams[0]
+
+    def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
+        self.streams.append(Stream(device, priority))
+        return self.streams[-1]
+
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+class Kernels:
+    """Of an emulated link, in Python: what the real ones promise."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.carried: list[dict[str, int]] = []
+        self.stamped: dict[int, float] = {}
+
+    def stamp(self, launched: Tensor, slot: int) -> None:
+        launched[slot] = round(self.device.current.now / NANOSECOND)
+        self.device.current.now += NANOSECOND
+        self.stamped[slot] = self.device.current.now
+
+    def carry(
+        self, launched: Tensor, ends: Tensor, slot: int, before: int, scratch: Tensor, num_bytes: int, wire_ns: int,
+        *, serial: bool, sms: int,
+    ) -> None:  # fmt: skip
+        assert self.device.current.now >= self.stamped[slot], "the stamp may not have been made yet"
+        begin = int(launched[slot])
+        if serial:
+            begin = max(begin, int(ends[before]))
+        ends[slot] = begin + wire_ns
+        self.device.current.now = max(self.device.current.now, int(ends[slot]) * NANOSECOND)
+        self.carried.append({"bytes": num_bytes, "wire_ns": wire_ns, "sms": sms})
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Puts a fake in the place of torch's."""
+    fake = Device()
+    monkeypatch.setattr(torch.cuda, "Stream", fake.new_stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", fake.use)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: fake.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+    return fake

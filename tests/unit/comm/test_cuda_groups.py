@@ -1,0 +1,185 @@
+"""What CUDA's groups are made of: NCCL's options, the environment's queues, and shared memory. No GPU takes part."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from megatron_ladder.comm import launch
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.launch import Place, start_process_group
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.comm.nccl import explain_connections, overlapped_group_options
+from megatron_ladder.comm.symmetric_memory import MOST_BYTES, SymmetricMemoryGroup, check_peers
+from megatron_ladder.errors import UserError
+from tests.unit.comm import fake_cuda
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class FakeOptions:
+    """Has what torch's options have, which are not in builds for the CPU."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=None)
+        self._timeout: timedelta | None = None
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(Options=FakeOptions)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", fake, raising=False)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_overlapped_collectives_go_first_and_are_bounded() -> None:
+    minute = timedelta(minutes=1)
+    options = overlapped_group_options("nccl", 16, minute)
+    assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (True, 16, minute)
+    unbounded = overlapped_group_options("nccl", 0, None)
+    assert (unbounded.config.max_ctas, unbounded._timeout) == (None, None)
+    assert overlapped_group_options("gloo", 16, minute) is None
+
+
+@pytest.mark.usefixtures("nccl")
+def test_of_all_groups_the_tensor_parallel_ones_have_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[tuple[int, ...], Any]] = []
+
+    def new_group(ranks: list[int], timeout: timedelta | None = None, pg_options: Any = None, **_: Any) -> object:
+        made.append((tuple(ranks), pg_options))
+        return object()
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    mesh = ProcessMesh.build(2, 2, tp_comm_max_ctas=8)
+    with_options = {ranks: options for ranks, options in made if options is not None}
+    assert list(with_options) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert len({id(options) for options in with_options.values()}) == 4, "torch writes into a group's options"
+    assert {options.config.max_ctas for options in with_options.values()} == {8}
+    groups = [mesh.tensor, mesh.data, mesh.pipeline, mesh.model]
+    assert [group.ranks for group in groups] == [(4, 5), (5, 7), (1, 5), (0, 1, 4, 5)]
+    assert len({id(group.process_group) for group in groups}) == 4, "a communicator each"
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "not set, so CUDA has 8 queues: a reduce is launched before the product that hides it, but"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "=8: a reduce is launched before"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "--residual-staleness 2"),
+    ],
+)
+def test_the_number_of_queues_is_explained(environment: dict[str, str], said: str) -> None:
+    assert said in explain_connections(environment)
+
+
+@pytest.mark.parametrize("text", ["0", "33", "-1", "many", "", "1.0"])
+def test_numbers_of_queues_that_cuda_has_not(text: str) -> None:
+    with pytest.raises(UserError, match="expected 1 to 32"):
+        explain_connections({"CUDA_DEVICE_MAX_CONNECTIONS": text})
+
+
+def test_queues_are_looked_at_before_cuda_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"start {device}"))
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda backend, **_: done.append(backend))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "0")
+    with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS=0"):
+        start_process_group(Place(0, 2, 0), 1.0)
+    assert done == []
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    start_process_group(Place(0, 2, 0), 1.0)
+    assert done == ["start cuda:0", "nccl"] and "CUDA_DEVICE_MAX_CONNECTIONS=1:" in capsys.readouterr().err
+    start_process_group(Place(1, 2, 1), 1.0)
+    assert capsys.readouterr().err == "", "one rank says it"
+
+
+class Torch:
+    """What torch does for a one-shot reduce; the sum is that of two ranks with equal values."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = fake_cuda.install(monkeypatch)
+        self.by_nccl: list[torch.Tensor] = []
+        self.one_shot: list[int] = []
+        self.rendezvous: list[tuple[int, object]] = []
+        self.group = SimpleNamespace(group_name="tensor")
+        monkeypatch.setattr(symmetric_memory, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
+        monkeypatch.setattr(symmetric_memory, "rendezvous", lambda t, group: self.rendezvous.append((t.numel(), group)))
+        monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_out", self.reduce, raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: self.by_nccl.append(tensor))
+
+    def reduce(self, shared: torch.Tensor, op: str, name: str, out: torch.Tensor) -> None:
+        assert (op, name) == ("sum", "tensor") and shared.data_ptr() != out.data_ptr()
+        assert self.device.current is not self.device.compute, "the side stream's work"
+        out.copy_(2 * shared)
+        self.one_shot.append(out.numel())
+        self.device.current.now += 5e-6
+
+
+def make_group(fake: Torch) -> SymmetricMemoryGroup:
+    group: Any = fake.group
+    return SymmetricMemoryGroup(CommGroup([0, 1], 0, group), GPU, torch.bfloat16)
+
+
+def test_small_sums_are_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Torch(monkeypatch)
+    group = make_group(fake)
+    assert fake.rendezvous == [(MOST_BYTES // 2, fake.group)]
+    tensor = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+    expected = 2 * tensor
+    work = group.start_all_reduce(tensor)
+    assert work is not None and fake.device.compute.now == 0
+    work.wait()
+    assert tensor.equal(expected) and fake.device.compute.now == pytest.approx(5e-6)
+    assert group.all_reduce(tensor).equal(2 * expected) and fake.device.compute.now == pytest.approx(10e-6)
+    assert (fake.one_shot, fake.by_nccl) == ([12, 12], [])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(MOST_BYTES // 2 + 1, dtype=torch.bfloat16),
+        torch.ones(4),
+        torch.ones(0, dtype=torch.bfloat16),
+        torch.ones(9, dtype=torch.bfloat16)[1:],
+    ],
+    ids=["large", "another dtype", "nothing", "not aligned"],
+)
+def test_other_sums_are_nccls(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor) -> None:
+    fake = Torch(monkeypatch)
+    group = make_group(fake)
+    group.start_all_reduce(tensor)
+    group.all_reduce(tensor)
+    assert fake.one_shot == [] and len(fake.by_nccl) == 2
+
+
+def test_the_largest_one_shot_sum_and_other_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Torch(monkeypatch)
+    group = make_group(fake)
+    group.start_all_reduce(torch.ones(MOST_BYTES // 2, dtype=torch.bfloat16))
+    group.all_reduce(torch.ones(8, dtype=torch.bfloat16), dist.ReduceOp.MAX)
+    assert fake.one_shot == [MOST_BYTES // 2] and len(fake.by_nccl) == 1
+
+
+def test_where_one_shot_sums_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="found a CPU: use --tp-all-reduce nccl"):
+        check_peers(2, CPU)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(UserError, match="found 4 GPUs for 8 ranks"):
+        check_peers(8, GPU)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: peer != 3)
+    check_peers(3, GPU)
+    with pytest.raises(UserError, match=r"GPU 0 cannot read the memory of \[3\]"):
+        check_peers(4, GPU)
