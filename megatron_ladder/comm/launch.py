@@ -3,17 +3,27 @@
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
+from megatron_ladder.comm.agreement import Host, Peers, Report, agree, open_store, tell_mistakes
+from megatron_ladder.comm.watch import describe_unfinished, lost_peers
 from megatron_ladder.errors import LostPeerError, UserError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What `deepspeed` and `torchrun` put into the environment of each process."""
+
+MISTAKE_SECONDS = 30.0
+"""How long a process with a mistake waits for the others to hear of it."""
+GLOO_FAILURES = ("gloo/transport", "Application timeout caused pair closure")
+"""What stands in gloo's errors when a peer is gone or late; they have no type of their own."""
 
 
 @dataclass(frozen=True)
@@ -55,31 +65,95 @@ def find_place() -> Place:
     return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
 
 
-def start_process_group(place: Place, timeout_minutes: float) -> torch.device:
+def start_process_group(
+    place: Place, timeout_minutes: float, settings: Mapping[str, Any] | None = None, peers: Peers | None = None
+) -> torch.device:
     """Joins the default process group (NCCL on GPUs, gloo on CPUs) and returns this process's device.
 
     A process that is alone gets a group of one that needs no address.
 
+    Args:
+        timeout_minutes: how long to wait for other processes.
+        settings: what all processes must have alike, JSON-able values under the labels to name them by.
+        peers: where to note the hosts of all ranks.
+
     Raises:
-        UserError: the launcher's port is in use.
+        UserError: the launcher's address is of no use, its port is in use, or another process was told otherwise;
+            then every process raises it.
+        LostPeerError: a process did not come.
     """
     device = place.device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # A collective that times out leaves the last ones in a file of each rank.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
-    if place.launched:
-        try:
-            dist.init_process_group(backend, timeout=timeout)
-        except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            port = os.environ["MASTER_PORT"]
-            raise UserError(f"MASTER_PORT {port} is in use: give the launcher another --master_port") from error
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    if not place.launched:
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+        return device
+    host = find_host()
+    choose_interface(host.address)
+    store = open_store(place.rank, place.world_size, timeout)
+    hosts = agree(store, place.rank, place.world_size, Report(host, settings or {}), timeout)
+    if peers is not None:
+        peers.hosts = hosts
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     return device
+
+
+def find_host() -> Host:
+    """This machine, by the address from which it reaches MASTER_ADDR.
+
+    Raises:
+        UserError: the name is unknown here, or there is no way to it.
+    """
+    master = os.environ["MASTER_ADDR"]
+    name = socket.gethostname()
+    reason: OSError | None = None
+    try:
+        found = socket.getaddrinfo(master, int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM)
+    except OSError as error:
+        found, reason = [], error
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                # Of a datagram socket this sends nothing; it only chooses the way.
+                probe.connect(address)
+            except OSError as error:
+                reason = error
+            else:
+                return Host(name, str(probe.getsockname()[0]).partition("%")[0])
+    raise UserError(
+        f"MASTER_ADDR {master} cannot be reached from {name}: {reason}: give the launcher --master_addr with an "
+        "address of the first host that all hosts know"
+    )
+
+
+def choose_interface(address: str) -> None:
+    """Lets gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME is set.
+
+    By itself it takes the one that the machine's own name resolves to, which on many systems is the loopback
+    interface, where no other host is.
+    """
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            return
+
+
+@contextlib.contextmanager
+def telling_mistakes(place: Place) -> Iterator[None]:
+    """Lets the others end at once when this process finds a mistake before it has joined them."""
+    try:
+        yield
+    except UserError as error:
+        if place.launched:
+            with contextlib.suppress(UserError):
+                timeout = timedelta(seconds=MISTAKE_SECONDS)
+                tell_mistakes(place.rank, place.world_size, find_host(), error.mistakes, timeout)
+        raise
 
 
 def start_deepspeed(place: Place, device: torch.device) -> None:
@@ -98,14 +172,21 @@ def start_deepspeed(place: Place, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def naming_lost_peers() -> Iterator[None]:
-    """Turns what a collective raises when another process is gone or does not answer into a LostPeerError."""
+def naming_lost_peers(peers: Peers | None = None) -> Iterator[None]:
+    """Turns what a collective raises when another process is gone or does not answer into a LostPeerError.
+
+    Its message says which collectives had not finished, and, from `peers`, on which host the lost process was.
+    """
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-            raise LostPeerError(f"another process is gone or does not answer: {error}") from error
-        raise
+        message = str(error)
+        if not isinstance(error, dist.DistError) and not any(words in message for words in GLOO_FAILURES):
+            raise
+        known = peers or Peers()
+        lost = lost_peers(message, known)
+        who = ("one of " if len(lost) > 1 else "") + known.describe(lost) if lost else "another process"
+        raise LostPeerError(f"{who} is gone or does not answer: {message}\n{describe_unfinished(known)}") from error
 
 
 def stop_process_group() -> None:

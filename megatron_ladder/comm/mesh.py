@@ -75,11 +75,11 @@ class ProcessMesh:
         alone = CommGroup([rank], 0, process_group)
         return ProcessMesh(
             world=everyone,
-            tensor=_group_of(alone, grid.reshape(-1, tensor_parallel), timeout),
-            data=_group_of(alone, grid.transpose(1, 2).reshape(-1, grid.shape[1]), timeout),
-            pipeline=_group_of(alone, grid.permute(1, 2, 0).reshape(-1, pipeline_parallel), timeout),
-            model=_group_of(alone, grid.transpose(0, 1).reshape(grid.shape[1], -1), timeout),
-            kv_replica=_group_of(alone, grid.reshape(-1, kv_replicas), timeout),
+            tensor=_group_of(alone, grid.reshape(-1, tensor_parallel), timeout, "tensor"),
+            data=_group_of(alone, grid.transpose(1, 2).reshape(-1, grid.shape[1]), timeout, "data"),
+            pipeline=_group_of(alone, grid.permute(1, 2, 0).reshape(-1, pipeline_parallel), timeout, "pipeline"),
+            model=_group_of(alone, grid.transpose(0, 1).reshape(grid.shape[1], -1), timeout, "model"),
+            kv_replica=_group_of(alone, grid.reshape(-1, kv_replicas), timeout, "kv_replica"),
             sequence_parallel=sequence_parallel,
         )
 
@@ -90,13 +90,13 @@ class ProcessMesh:
         return f"{self.world.size} process{'es' if self.world.size > 1 else ''}: {sizes}{cut}"
 
 
-def _group_of(alone: CommGroup, rows: torch.Tensor, timeout: timedelta | None) -> CommGroup:
-    """Makes a process group of each row of `rows`, and returns the one that holds this rank."""
+def _group_of(alone: CommGroup, rows: torch.Tensor, timeout: timedelta | None, name: str) -> CommGroup:
+    """Makes a process group called `name` of each row of `rows`, and returns the one that holds this rank."""
     mine, rank = alone, alone.ranks[0]
     if rows.shape[1] == 1:
         return mine
     for row in rows.tolist():
-        process_group = dist.new_group(row, timeout)
+        process_group = dist.new_group(row, timeout, group_desc=name)
         if rank in row:
             mine = CommGroup(row, row.index(rank), process_group)
     return mine

@@ -23,7 +23,11 @@ class ParallelConfig:
     """Keep the residual stream and its norms cut along the sequence over the tensor-parallel processes, which saves
     activation memory: all-reduces become a reduce-scatter and an all-gather. Not for --residual-mode desync."""
     distributed_timeout_minutes: float = 10.0
-    """Minutes after which a collective that a process waits in is an error."""
+    """Minutes to wait for other processes at the start, and in collectives until the first step is done, while a
+    checkpoint is written and in evaluation."""
+    distributed_timeout_seconds_after_first_step: float = 120.0
+    """Seconds to wait in a collective of later steps, never more than --distributed-timeout-minutes. Shortly before
+    they are over, each process that makes no progress prints its stacks and what it waits for."""
     deepspeed: bool = False
     """Accepted for scripts that give it; DeepSpeed always runs the optimizer."""
     deepspeed_config: Path | None = flag(None, aliases=("--deepspeed_config",))
