@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,8 @@ from megatron_ladder.errors import LostPeerError, UserError
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What `deepspeed` and `torchrun` put into the environment of each process."""
 
+DISCARD_PORT = 9
+"""A port number where one must be given and none is meant."""
 MISTAKE_SECONDS = 30.0
 """How long a process with a mistake waits for the others to hear of it."""
 GLOO_FAILURES = ("gloo/transport", "Application timeout caused pair closure")
@@ -94,11 +96,11 @@ def start_process_group(
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         return device
     host = find_host()
-    choose_interface(host.address)
     store = open_store(place.rank, place.world_size, timeout)
     hosts = agree(store, place.rank, place.world_size, Report(host, settings or {}), timeout)
     if peers is not None:
         peers.hosts = hosts
+    choose_interface(host, hosts)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     return device
 
@@ -109,38 +111,48 @@ def find_host() -> Host:
     Raises:
         UserError: the name is unknown here, or there is no way to it.
     """
-    master = os.environ["MASTER_ADDR"]
-    name = socket.gethostname()
-    reason: OSError | None = None
+    master, name = os.environ["MASTER_ADDR"], socket.gethostname()
     try:
-        found = socket.getaddrinfo(master, int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM)
+        return Host(name, address_towards(master))
     except OSError as error:
-        found, reason = [], error
-    for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                # Of a datagram socket this sends nothing; it only chooses the way.
-                probe.connect(address)
-            except OSError as error:
-                reason = error
-            else:
-                return Host(name, str(probe.getsockname()[0]).partition("%")[0])
-    raise UserError(
-        f"MASTER_ADDR {master} cannot be reached from {name}: {reason}: give the launcher --master_addr with an "
-        "address of the first host that all hosts know"
-    )
+        raise UserError(
+            f"MASTER_ADDR {master} cannot be reached from {name}: {error.strerror}: give the launcher --master_addr "
+            "with an address of the first host that all hosts know"
+        ) from error
 
 
-def choose_interface(address: str) -> None:
-    """Lets gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME is set.
+def address_towards(target: str) -> str:
+    """This machine's address on the way to the machine of that name or address.
 
-    By itself it takes the one that the machine's own name resolves to, which on many systems is the loopback
-    interface, where no other host is.
+    Raises:
+        OSError: the name is unknown, or there is no way.
     """
+    family, kind, protocol, _, address = socket.getaddrinfo(target, DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        # Of a datagram socket this sends nothing; it only chooses the way.
+        probe.connect(address)
+        return str(probe.getsockname()[0]).partition("%")[0]
+
+
+def choose_interface(here: Host, hosts: Sequence[Host]) -> None:
+    """Lets gloo use the network interface that leads to the other hosts, unless GLOO_SOCKET_IFNAME is set.
+
+    By itself it takes the one that the machine's own name resolves to. On many systems that is the loopback
+    interface, where no other host is; and there the first host may find itself under MASTER_ADDR as well.
+    """
+    address = here.address
+    afar = [host.address for host in hosts if not is_loopback(host.address)]
+    if is_loopback(address) and afar:
+        address = address_towards(afar[0])
     for interface, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             return
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of the same machine can reach the address."""
+    return address.startswith("127.") or address == "::1"
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class Collective:
     started: float
     """Seconds since the epoch."""
     finished: bool
-    """Whether it has ended without a failure."""
+    """Whether it has ended, be it by a failure."""
 
     def __str__(self) -> str:
         members = f" of {name_ranks(self.ranks)}" if self.ranks else ""
@@ -85,27 +85,37 @@ def recorded_collectives() -> list[Collective]:
     return found
 
 
-def describe_unfinished(peers: Peers) -> str:
-    """What this rank has started last and not finished, and who else takes part, a line each."""
+def unfinished_collectives() -> list[Collective]:
+    """Those that this rank has started and not finished; the last one if it has finished all.
+
+    The recorder may call finished what has failed.
+    """
     collectives = recorded_collectives()
-    waiting = [collective for collective in collectives if not collective.finished]
-    if not waiting:
-        return f"last collective: {collectives[-1]}, finished" if collectives else "no collective was started"
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    return [collective for collective in collectives if not collective.finished] or collectives[-1:]
+
+
+def describe_unfinished(peers: Peers) -> str:
+    """What this rank waits for or has started last, and who else takes part, a line each."""
+    collectives = unfinished_collectives()
     lines = []
-    for collective in waiting[:MOST_COLLECTIVES]:
-        others = [other for other in collective.ranks if other != rank]
-        lines.append(f"not finished: {collective}" + (f"; with {peers.describe(others)}" if others else ""))
-    if len(waiting) > MOST_COLLECTIVES:
-        lines.append(f"not finished: {len(waiting) - MOST_COLLECTIVES} more; the last is {waiting[-1]}")
-    return "\n".join(lines)
+    for collective in collectives[:MOST_COLLECTIVES]:
+        others = sorted({*collective.ranks} - {this_rank()})
+        state = "started last" if collective.finished else "not finished"
+        lines.append(f"{state}: {collective}" + (f"; with {peers.describe(others)}" if others else ""))
+    if len(collectives) > MOST_COLLECTIVES:
+        lines.append(f"not finished: {len(collectives) - MOST_COLLECTIVES} more; the last is {collectives[-1]}")
+    return "\n".join(lines or ["no collective is recorded"])
 
 
 def lost_peers(message: str, peers: Peers) -> list[int]:
     """Those whom the text of a network error can mean: at the address in it, and in a collective with this rank."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    partners = {other for one in recorded_collectives() if not one.finished for other in one.ranks} - {rank}
-    return [other for other in peers.named_in(message) if other in partners] or sorted(partners)
+    partners = {rank for collective in unfinished_collectives() for rank in collective.ranks} - {this_rank()}
+    return [rank for rank in peers.named_in(message) if rank in partners] or sorted(partners)
+
+
+def this_rank() -> int:
+    """This process's number; 0 where there is no process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def set_timeouts(timeout: timedelta) -> None:
