@@ -91,7 +91,7 @@ class Report:
     """Why it cannot start."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> "Report":
