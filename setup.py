@@ -25,6 +25,7 @@ REQUIRED = [
     # The state of its optimizers is read from their attributes, so a new minor release is a decision.
     "deepspeed>=0.19.8,<0.20",
     "numpy>=2.0,<3",
+    "psutil>=6",
     "safetensors>=0.6,<1",
     "sentencepiece>=0.2.1,<0.3",
     "tensorboard>=2.19,<3",
@@ -33,7 +34,7 @@ REQUIRED = [
 ]
 PLOT = ["matplotlib>=3.9,<4"]
 DATA = ["datasets>=4.0,<6"]
-TEST = ["mypy>=1.18", "psutil>=6", "pytest>=8.4", "ruff>=0.14", "transformers>=5.0,<6", *PLOT]
+TEST = ["mypy>=1.18", "pytest>=8.4", "ruff>=0.14", "transformers>=5.0,<6", *PLOT]
 
 
 def read_version() -> str:

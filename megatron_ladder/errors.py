@@ -81,10 +81,10 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
         code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), ExitCode.INTERNAL)
         if code is ExitCode.INTERNAL:
             traceback.print_exc()
-        if code is ExitCode.LOST_PEER:
-            time.sleep(GRACE_SECONDS)
         where = f"rank {rank}: " if "RANK" in os.environ else ""
         print(f"error: {where}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if code is ExitCode.LOST_PEER:
+            time.sleep(GRACE_SECONDS)
         _end(code)
     _end(ExitCode.DONE)
 

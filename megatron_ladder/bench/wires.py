@@ -57,7 +57,7 @@ def start_ranks(options: BenchmarkOptions, place: Place) -> torch.device:
         UserError: this machine has not what --device or --tp-all-reduce need.
     """
     if options.device == "cpu":
-        return start_process_group(place, TIMEOUT_MINUTES, torch.device("cpu"))
+        return start_process_group(place, TIMEOUT_MINUTES, device=torch.device("cpu"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise UserError("--device cuda: torch finds no GPU here: use --device cpu")

@@ -83,21 +83,22 @@ class ProcessMesh:
             process_group = dist.new_group([rank], timeout, use_local_synchronization=True)
         alone = CommGroup([rank], 0, process_group)
         pipelines = grid.permute(1, 2, 0).reshape(-1, pipeline_parallel)
-        pipeline = ends = _group_of(alone, pipelines, timeout)
+        pipeline = ends = _group_of(alone, pipelines, timeout, "pipeline")
         if pipeline_parallel > 2:
-            ends = _group_of(alone, pipelines[:, [0, -1]], timeout)
+            ends = _group_of(alone, pipelines[:, [0, -1]], timeout, "ends")
         return ProcessMesh(
             world=everyone,
             tensor=_group_of(
                 alone,
                 grid.reshape(-1, tensor_parallel),
                 timeout,
+                "tensor",
                 lambda: overlapped_group_options(dist.get_backend(), tp_comm_max_ctas, timeout),
             ),
-            data=_group_of(alone, grid.transpose(1, 2).reshape(-1, grid.shape[1]), timeout),
+            data=_group_of(alone, grid.transpose(1, 2).reshape(-1, grid.shape[1]), timeout, "data"),
             pipeline=pipeline,
-            model=_group_of(alone, grid.transpose(0, 1).reshape(grid.shape[1], -1), timeout),
-            kv_replica=_group_of(alone, grid.reshape(-1, kv_replicas), timeout),
+            model=_group_of(alone, grid.transpose(0, 1).reshape(grid.shape[1], -1), timeout, "model"),
+            kv_replica=_group_of(alone, grid.reshape(-1, kv_replicas), timeout, "kv_replica"),
             ends=ends,
             sequence_parallel=sequence_parallel,
         )
@@ -113,14 +114,15 @@ def _group_of(
     alone: CommGroup,
     rows: torch.Tensor,
     timeout: timedelta | None,
+    name: str,
     make_options: Callable[[], Any] = lambda: None,
 ) -> CommGroup:
-    """Makes a process group of each row of `rows`, and returns the one that holds this rank."""
+    """Makes a process group called `name` of each row of `rows`, and returns the one that holds this rank."""
     mine, rank = alone, alone.ranks[0]
     if rows.shape[1] == 1:
         return mine
     for row in rows.tolist():
-        process_group = dist.new_group(row, timeout, pg_options=make_options())
+        process_group = dist.new_group(row, timeout, pg_options=make_options(), group_desc=name)
         if rank in row:
             mine = CommGroup(row, row.index(rank), process_group)
     return mine

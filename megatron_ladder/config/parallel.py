@@ -31,7 +31,11 @@ class ParallelConfig:
     computation that it runs under; 0 leaves it to NCCL. 16 is an eighth of an H100; left to itself NCCL takes up to
     32, and large collectives then give back more than half of the time that they hide."""
     distributed_timeout_minutes: float = 10.0
-    """Minutes after which a collective that a process waits in is an error."""
+    """Minutes to wait for other processes at the start, and in collectives until the first step is done, while a
+    checkpoint is written and in evaluation."""
+    distributed_timeout_seconds_after_first_step: float = 120.0
+    """Seconds to wait in a collective of later steps, never more than --distributed-timeout-minutes. Shortly before
+    they are over, each process that makes no progress prints its stacks and what it waits for."""
     deepspeed: bool = False
     """Accepted for scripts that give it; DeepSpeed always runs the optimizer."""
     deepspeed_config: Path | None = flag(None, aliases=("--deepspeed_config",))

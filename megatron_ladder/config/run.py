@@ -134,6 +134,7 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
         "--log-interval": logging.log_interval,
         "--eval-interval": logging.eval_interval,
         "--distributed-timeout-minutes": parallel.distributed_timeout_minutes,
+        "--distributed-timeout-seconds-after-first-step": parallel.distributed_timeout_seconds_after_first_step,
     }
     optional = {
         "--save-interval": flags.checkpoint.save_interval,

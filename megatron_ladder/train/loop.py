@@ -1,6 +1,8 @@
 """The run, from a command line to its last checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -8,7 +10,9 @@ import torch
 from megatron_ladder import __version__
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
-from megatron_ladder.comm.launch import find_place, naming_lost_peers, stop_process_group
+from megatron_ladder.comm.agreement import Peers
+from megatron_ladder.comm.launch import find_place, naming_lost_peers, stop_process_group, telling_mistakes
+from megatron_ladder.comm.watch import HangWatch
 from megatron_ladder.data.loader import GlobalBatchLoader
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.tokenizers import copy_tokenizer
@@ -29,10 +33,11 @@ def pretrain(argv: Sequence[str]) -> None:
         BadNumbersError: loss or gradient are not finite.
         LostPeerError: another rank ended, or a collective timed out.
     """
-    place = find_place()
-    inputs = read_inputs(argv, place)
-    with naming_lost_peers():
-        trainer = build_trainer(inputs, place)
+    place, peers = find_place(), Peers()
+    with telling_mistakes(place):
+        inputs = read_inputs(argv, place)
+    with naming_lost_peers(peers):
+        trainer = build_trainer(inputs, place, peers)
         say(banner(trainer), place.rank)
         iteration, consumed_samples = resume(trainer, inputs)
         train(trainer, inputs, iteration, consumed_samples)
@@ -77,12 +82,24 @@ def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples:
     batches = loader(trainer, inputs.sources.train, consumed_samples)
     losses: list[torch.Tensor] = []
     first = iteration + 1
-    with RunLog(trainer, first) as log, ActivationMeter(trainer.model, trainer.device) as meter:
-        profiled = step_contexts(run, trainer.mesh.world, trainer.device, first, log.without_time)
+    with (
+        RunLog(trainer, first) as log,
+        ActivationMeter(trainer.model, trainer.device) as meter,
+        hang_watch(trainer) as watch,
+    ):
+
+        @contextmanager
+        def aside() -> Iterator[None]:
+            """Around what is no training."""
+            with log.without_time(), watch.patient():
+                yield
+
+        profiled = step_contexts(run, trainer.mesh.world, trainer.device, first, aside)
         while iteration < last:
             iteration += 1
             with profiled(iteration):
                 result = train_step(trainer, next(batches), iteration)
+            watch.step_done()
             losses.append(result.loss_sum)
             if iteration == first:
                 log.activations(meter.largest(trainer.mesh.world))
@@ -91,12 +108,19 @@ def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples:
                 losses.clear()
             # Saved first: what an evaluation may meet must not cost the steps before it.
             if _is_due(iteration, run.checkpoint.save_interval, last):
-                with log.without_time():
+                with aside():
                     save(trainer, inputs, iteration, batches.consumed_samples)
             if inputs.sources.valid is not None and _is_due(iteration, run.logging.eval_interval, last):
-                with log.without_time():
+                with aside():
                     valid = loader(trainer, inputs.sources.valid, consumed_samples=0)
                     log.validation(iteration, evaluate(trainer, valid, run.logging.eval_iters))
+
+
+def hang_watch(trainer: Trainer) -> HangWatch:
+    """Short timeouts after the first step, and stacks before one is over."""
+    parallel = trainer.run.parallel
+    startup = timedelta(minutes=parallel.distributed_timeout_minutes)
+    return HangWatch(trainer.peers, startup, timedelta(seconds=parallel.distributed_timeout_seconds_after_first_step))
 
 
 def _is_due(iteration: int, interval: int | None, last: int) -> bool:

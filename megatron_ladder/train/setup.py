@@ -1,13 +1,14 @@
 """Builds what a run computes with: process mesh, model, optimizer, DeepSpeed engine."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from megatron_ladder.checkpoint.engine_state import EngineState, engine_state
+from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.launch import Place, start_deepspeed, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.mpu import DeepSpeedMpu
@@ -24,6 +25,7 @@ from megatron_ladder.optim.schedule import LearningRateSchedule
 from megatron_ladder.pipeline.partition import balanced_partition, uniform_partition
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.profile import named_for_profiler
+from megatron_ladder.train.settings import shared_settings
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,25 @@ class Trainer:
     schedule: LearningRateSchedule
     implementations: dict[str, str]
     """Which code computes the norm and the optimizer, and why."""
+    peers: Peers = field(default_factory=Peers)
+    """The hosts of all ranks."""
 
 
-def build_trainer(inputs: RunInputs, place: Place) -> Trainer:
-    """Joins the other processes and builds this rank's part; every rank must call it alike."""
+def build_trainer(inputs: RunInputs, place: Place, peers: Peers) -> Trainer:
+    """Joins the other processes and builds this rank's part; every rank must call it alike.
+
+    The hosts of all ranks are noted in `peers` as soon as they are known.
+
+    Raises:
+        UserError: ranks were not started alike, or another one has found a mistake.
+    """
     run = inputs.run
     if run.training.deterministic_mode:
         # cuBLAS reads it when its first handle is made.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    device = start_process_group(place, run.parallel.distributed_timeout_minutes)
+    timeout_minutes = run.parallel.distributed_timeout_minutes
+    device = start_process_group(place, timeout_minutes, shared_settings(inputs, place), peers)
     start_deepspeed(place, device)
     mesh = build_mesh(run)
     model, norm = build_model(run, mesh, device)
@@ -64,6 +75,7 @@ def build_trainer(inputs: RunInputs, place: Place) -> Trainer:
         state=engine_state(engine),
         schedule=build_schedule(run),
         implementations={"norm": norm, "optimizer": adamw},
+        peers=peers,
     )
 
 

@@ -1,8 +1,21 @@
 """A process's place among others."""
 
+import os
+from types import SimpleNamespace
+
+import psutil
 import pytest
 
-from megatron_ladder.comm.launch import LAUNCHER_VARIABLES, Place, find_place, naming_lost_peers
+from megatron_ladder.comm.agreement import Host
+from megatron_ladder.comm.launch import (
+    LAUNCHER_VARIABLES,
+    Place,
+    address_towards,
+    choose_interface,
+    find_host,
+    find_place,
+    naming_lost_peers,
+)
 from megatron_ladder.errors import LostPeerError, UserError
 
 
@@ -32,5 +45,52 @@ def test_half_a_launcher_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lost_peers_are_told_from_other_faults() -> None:
     with pytest.raises(LostPeerError, match="Connection closed"), naming_lost_peers():
         raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    with pytest.raises(LostPeerError, match="another process is gone"), naming_lost_peers():
+        raise RuntimeError("Application timeout caused pair closure")
     with pytest.raises(RuntimeError, match="multiplied"), naming_lost_peers():
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_an_address_is_found_on_the_way_to_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1" and address_towards("localhost") in ("127.0.0.1", "::1")
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    with pytest.raises(UserError, match="MASTER_ADDR no-such-host.invalid cannot be reached from .*--master_addr"):
+        find_host()
+
+
+@pytest.mark.parametrize(
+    ("here", "hosts", "chosen"),
+    [
+        ("10.0.0.1", ["10.0.0.1", "10.0.0.2"], "fabric"),
+        ("127.0.0.1", ["127.0.0.1", "127.0.0.1"], "lo"),
+        ("fe80::1", ["fe80::1", "fe80::2"], "fabric"),
+    ],
+)
+def test_gloo_uses_the_interface_that_leads_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, here: str, hosts: list[str], chosen: str
+) -> None:
+    addresses = {
+        "eth0": ["192.168.7.7", "fe80::7%eth0"], "lo": ["127.0.0.1", "127.0.1.1"],
+        "fabric": ["10.0.0.1", "fe80::1%fabric"],
+    }  # fmt: skip
+    interfaces = {name: [SimpleNamespace(address=one) for one in own] for name, own in addresses.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    choose_interface(Host("here", here), [Host("any", one) for one in hosts])
+    assert os.environ["GLOO_SOCKET_IFNAME"] == chosen
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    choose_interface(Host("here", here), [Host("any", one) for one in hosts])
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+def test_a_first_host_that_knows_itself_as_loopback_asks_for_the_way_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron_ladder.comm.launch.address_towards", {"10.0.0.2": "10.0.0.1"}.__getitem__)
+    interfaces = {"lo": [SimpleNamespace(address="127.0.1.1")], "fabric": [SimpleNamespace(address="10.0.0.1")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    choose_interface(Host("a", "127.0.1.1"), [Host("a", "127.0.1.1"), Host("b", "10.0.0.2")])
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "fabric"

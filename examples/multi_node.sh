@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Trains one model on several hosts with the deepspeed launcher. Edit the two places below, then:
+#
+#     bash examples/multi_node.sh                  on the first host: starts all of them over ssh, with pdsh
+#     bash examples/multi_node.sh --node-rank N    on every host, N = 0 on the first, 1 on the second: without ssh
+#
+# Every host needs this repository and its environment (.venv, or what the PATH has) under the same path. Further flags
+# go to pretrain_ladder.py and win over those below. --hosts "A B", --gpus-per-host N and --master-port N stand in for
+# the first edit, as examples/multi_node.sbatch uses them. docs/multi_node.md says what to do when it does not start.
+set -euo pipefail
+
+# EDIT 1: the hosts by names or addresses that all of them know, rank 0 on the first, and the GPUs of each.
+hosts="node-1 node-2"
+gpus_per_host=8
+
+# EDIT 2: the data, readable under this path on every host, and where checkpoints go, on a shared file system.
+data=/shared/corpus_text_document
+tokenizer=/shared/tokenizer.model
+checkpoints=/shared/checkpoints
+
+master_port=29500
+node_rank=""
+training_flags=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        -h | --help)
+            sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p}' "${BASH_SOURCE[0]}"
+            exit 0
+            ;;
+        --hosts) hosts=$2 ;;
+        --gpus-per-host) gpus_per_host=$2 ;;
+        --master-port) master_port=$2 ;;
+        --node-rank) node_rank=$2 ;;
+        *)
+            training_flags=("$@")
+            break
+            ;;
+    esac
+    shift 2
+done
+
+fail() {
+    printf 'error: %s\n' "$@" >&2
+    exit 2
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ ! -d .venv/bin ] || export PATH=$PWD/.venv/bin:$PATH
+command -v deepspeed >/dev/null || fail "no deepspeed on the PATH: install the package on this host, or activate its environment"
+read -ra names <<<"$hosts"
+hostfile=$(mktemp)
+trap 'rm -f "$hostfile"' EXIT
+printf "%s slots=$gpus_per_host\n" "${names[@]}" >"$hostfile"
+
+# Variables for all ranks stand in .deepspeed_env, here or in the home directory, a line NAME=VALUE each. The launcher
+# carries them to hosts that it reaches over ssh, and stumbles over any other line; without ssh we read them ourselves.
+for file in "$HOME/${DS_ENV_FILE:-.deepspeed_env}" "${DS_ENV_FILE:-.deepspeed_env}"; do
+    [ -f "$file" ] || continue
+    while IFS= read -r line || [ -n "$line" ]; do
+        [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || fail "$file: found '$line', expected NAME=VALUE: remove that line"
+        [ -z "$node_rank" ] || export "${line?}"
+    done <"$file"
+done
+
+launcher=(deepspeed --hostfile "$hostfile" --master_addr "${names[0]}" --master_port "$master_port")
+if [ -n "$node_rank" ]; then
+    [[ $node_rank =~ ^[0-9]+$ && $node_rank -lt ${#names[@]} ]] ||
+        fail "--node-rank $node_rank: expected 0 to $((${#names[@]} - 1)), a number for each of: ${names[*]}"
+    launcher+=(--no_ssh --node_rank "$node_rank")
+else
+    command -v pdsh >/dev/null || fail "no pdsh on the PATH: install it, or start this script on every host with --node-rank"
+fi
+
+"${launcher[@]}" pretrain_ladder.py \
+    --tensor-model-parallel-size "$gpus_per_host" --zero-stage 1 --bf16 \
+    --residual-mode ladder --num-layers 40 --hidden-size 1536 --num-attention-heads 24 \
+    --seq-length 2048 --micro-batch-size 4 --global-batch-size 512 \
+    --train-iters 25000 --lr 3e-4 --min-lr 3e-5 --lr-warmup-iters 2000 \
+    --data-path "$data" --split 99,1,0 \
+    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$tokenizer" \
+    --save "$checkpoints" --load "$checkpoints" --save-interval 500 \
+    ${training_flags[@]+"${training_flags[@]}"}

@@ -1,0 +1,203 @@
+"""How long a run waits for a peer, and what it tells when it has waited in vain.
+
+Until the first step is done, processes start up and compile at their own pace, and a collective may wait long. After
+it, a peer that is late by more than a short time is lost. Shortly before that time is over, every rank that makes no
+progress tells where all its threads are and which collectives it has started and not finished: those that wait, and
+the one that they wait for, which may be in no collective at all.
+
+What was started comes from torch's flight recorder, which notes the collectives of everybody in the process,
+DeepSpeed's own included.
+"""
+
+import contextlib
+import faulthandler
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_ladder.comm.agreement import Peers, name_ranks
+
+TOLD_AT = 0.8
+"""Part of the timeout after which a rank without progress tells where it is."""
+MOST_COLLECTIVES = 4
+"""Unfinished collectives that are described, the oldest first: one waits for it, and the others behind it."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that this rank has started."""
+
+    name: str
+    """As torch calls it, such as all_reduce."""
+    group: str
+    """What its process group is for."""
+    ranks: tuple[int, ...]
+    """The global ranks of the group; empty if it is gone."""
+    number: int
+    """How many of the group were started, this one included."""
+    shapes: str
+    """Of the tensors that go in, with their dtypes."""
+    started: float
+    """Seconds since the epoch."""
+    finished: bool
+    """Whether it has ended, be it by a failure."""
+
+    def __str__(self) -> str:
+        members = f" of {name_ranks(self.ranks)}" if self.ranks else ""
+        return f"{self.name} {self.number} in group {self.group!r}{members}, {self.shapes}"
+
+
+def recorded_collectives() -> list[Collective]:
+    """The newest collectives that this process has started, as many as the recorder keeps, in their order.
+
+    TORCH_FR_BUFFER_SIZE is how many it keeps; with 0 the list is empty.
+    """
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json")
+    groups = {group.group_name: group for group in distributed_c10d._world.pg_map}
+    found = []
+    for entry in json.loads(dump()).get("entries", []):
+        group_name, description = entry["process_group"]
+        group = groups.get(group_name)
+        inputs = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
+        found.append(
+            Collective(
+                name=entry["profiling_name"].partition(":")[2],
+                group="world" if description == "default_pg" else description,
+                ranks=() if group is None else tuple(dist.get_process_group_ranks(group)),
+                number=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
+                shapes=", ".join(f"{dtype}{size}" for dtype, size in inputs) or "no data",
+                started=entry["time_created_ns"] / 1e9,
+                finished=entry["retired"],
+            )
+        )
+    return found
+
+
+def unfinished_collectives() -> list[Collective]:
+    """Those that this rank has started and not finished; the last one if it has finished all.
+
+    The recorder may call finished what has failed.
+    """
+    collectives = recorded_collectives()
+    return [collective for collective in collectives if not collective.finished] or collectives[-1:]
+
+
+def describe_unfinished(peers: Peers) -> str:
+    """What this rank waits for or has started last, and who else takes part, a line each."""
+    collectives = unfinished_collectives()
+    lines = []
+    for collective in collectives[:MOST_COLLECTIVES]:
+        others = sorted({*collective.ranks} - {this_rank()})
+        state = "started last" if collective.finished else "not finished"
+        lines.append(f"{state}: {collective}" + (f"; with {peers.describe(others)}" if others else ""))
+    if len(collectives) > MOST_COLLECTIVES:
+        lines.append(f"not finished: {len(collectives) - MOST_COLLECTIVES} more; the last is {collectives[-1]}")
+    return "\n".join(lines or ["no collective is recorded"])
+
+
+def lost_peers(message: str, peers: Peers) -> list[int]:
+    """Those whom the text of a network error can mean: at the address in it, and in a collective with this rank."""
+    partners = {rank for collective in unfinished_collectives() for rank in collective.ranks} - {this_rank()}
+    return [rank for rank in peers.named_in(message) if rank in partners] or sorted(partners)
+
+
+def this_rank() -> int:
+    """This process's number; 0 where there is no process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Gives every process group of this rank, DeepSpeed's included, a timeout for the collectives to come."""
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timeout, group)
+
+
+class HangWatch:
+    """Shortens timeouts after the first step, and tells where the process is when it makes no progress.
+
+    `with HangWatch(...) as watch:` around the loop, `watch.step_done()` in it, and `with watch.patient():` around
+    what ranks may do at different speeds, such as writing files. Progress is a finished step or a collective
+    started.
+    """
+
+    def __init__(self, peers: Peers, startup: timedelta, running: timedelta) -> None:
+        """`startup` is the timeout until the first step is done and in `patient`, `running` the one after it."""
+        self._peers = peers
+        self._startup = startup
+        self._running = min(startup, running)
+        self._limit = startup
+        self._rank = dist.get_rank()
+        self._stepped = False
+        self._progress = time.time()
+        self._told = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        if dist.get_world_size() > 1:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if kind is None:
+            self._set_limit(self._startup)
+
+    def step_done(self) -> None:
+        """To be called after every optimizer step."""
+        self._progress = time.time()
+        if not self._stepped:
+            self._stepped = True
+            self._set_limit(self._running)
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """A stretch with the long timeout."""
+        self._set_limit(self._startup)
+        yield
+        self._set_limit(self._running if self._stepped else self._startup)
+
+    def _set_limit(self, limit: timedelta) -> None:
+        self._progress = time.time()
+        self._limit = limit
+        set_timeouts(limit)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(min(1.0, self._limit.total_seconds() / 20)):
+            longest = self._limit.total_seconds() * TOLD_AT
+            # What is recorded is read only when no step has ended for long.
+            if time.time() - max(self._progress, self._told) < longest:
+                continue
+            collectives = recorded_collectives()
+            progress = max(self._progress, collectives[-1].started if collectives else 0.0)
+            if self._told < progress + longest <= time.time():
+                self._told = time.time()
+                self._tell(self._told - progress)
+
+    def _tell(self, seconds: float) -> None:
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file=file, all_threads=True)
+            file.seek(0)
+            stacks = file.read()
+        where = self._peers.describe([self._rank])
+        # One write, since other ranks write to the same stream.
+        sys.stderr.write(
+            f"*** {where}: no progress for {seconds:.0f} s; in {self._limit.total_seconds() * (1 - TOLD_AT):.0f} s a "
+            f"collective that still waits ends the run\n{describe_unfinished(self._peers)}\n{stacks}*** end of the "
+            f"stacks of rank {self._rank}\n"
+        )
+        sys.stderr.flush()

@@ -1,0 +1,87 @@
+"""Timeouts that are long at first and short later, and what a rank tells that has waited in vain."""
+
+import contextlib
+import io
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_ladder.comm.agreement import Host, Peers
+from megatron_ladder.comm.launch import naming_lost_peers
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.comm.watch import HangWatch, recorded_collectives
+from megatron_ladder.errors import LostPeerError
+from tests.distributed.pool import GlooPools
+
+SHORT, LATE = 0.8, 1.2
+"""Seconds: a timeout after the first step, and how much later than the other a rank comes."""
+
+
+def comes_late(seconds: float, mesh: ProcessMesh) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+    mesh.tensor.all_reduce(torch.ones(2, 3))
+
+
+def lives_with_a_late_peer() -> tuple[str, float, str]:
+    """On each rank: what was told, seconds until the last reduce has failed, and with what."""
+    mesh, peers = ProcessMesh.build(2), Peers([Host("a", "10.0.0.1"), Host("b", "10.0.0.2")])
+    began, failure = 0.0, ""
+    told = io.StringIO()
+    with (
+        contextlib.redirect_stderr(told),
+        HangWatch(peers, startup=timedelta(seconds=30), running=timedelta(seconds=SHORT)) as watch,
+    ):
+        comes_late(LATE, mesh)
+        watch.step_done()
+        comes_late(0, mesh)
+        with watch.patient():
+            comes_late(LATE, mesh)
+        assert told.getvalue() == ""
+        began = time.monotonic()
+        try:
+            with naming_lost_peers(peers):
+                comes_late(3 * SHORT, mesh)
+        except LostPeerError as error:
+            failure = str(error)
+        seconds = time.monotonic() - began
+    return told.getvalue(), seconds, failure
+
+
+def test_timeouts_are_short_after_the_first_step(gloo_pools: GlooPools) -> None:
+    (first, waited, failure), (second, _, _) = gloo_pools(2).run(lives_with_a_late_peer)
+    assert 0.9 * SHORT < waited < 2 * SHORT
+    assert failure.startswith("rank 1 on b (10.0.0.2) is gone or does not answer: ")
+    # The one that waits says for whom, and the one that it waits for says where it is instead.
+    assert first.count("no progress for") == 1 and first.startswith("*** rank 0 on a (10.0.0.1): no progress for 1 s")
+    waits = "all_reduce 4 in group 'tensor' of ranks 0-1, Float[2, 3]; with rank"
+    assert f"\nnot finished: {waits} 1 on b (10.0.0.2)\n" in first and "in all_reduce" in first
+    assert second.count("no progress for") == 1 and second.startswith("*** rank 1 on b (10.0.0.2): ")
+    assert "started last: all_reduce 3 in group 'tensor'" in second and "in all_reduce" not in second
+    for told in (first, second):
+        assert "in comes_late" in told and told.rstrip().endswith(f"of rank {int(told is second)}")
+
+
+def records() -> list[tuple[str, str, tuple[int, ...], int, str, bool]]:
+    mesh = ProcessMesh.build(2, 1)
+    before = len(recorded_collectives())
+    mesh.tensor.all_reduce(torch.ones(3))
+    work = mesh.tensor.start_all_reduce(torch.ones(2, 2, dtype=torch.bfloat16))
+    assert work is not None
+    work.wait()
+    # As DeepSpeed starts its own.
+    dist.all_gather_into_tensor(torch.empty(4), torch.ones(2), group=mesh.model.process_group)
+    found = recorded_collectives()[before:]
+    return [(one.name, one.group, one.ranks, one.number, one.shapes, one.finished) for one in found]
+
+
+def test_collectives_of_everybody_are_recorded(gloo_pools: GlooPools) -> None:
+    for found in gloo_pools(2).run(records):
+        assert found == [
+            ("all_reduce", "tensor", (0, 1), 1, "Float[3]", True),
+            ("all_reduce", "tensor", (0, 1), 2, "BFloat16[2, 2]", True),
+            (found[2][0], "model", (0, 1), 1, "Float[2]", True),
+        ]
+        assert "all_gather" in found[2][0]

@@ -1,0 +1,299 @@
+"""Runs that are spread over hosts: over a real network, with hosts that fail, hang, or were told otherwise."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ladder.data.indexed import IndexedDatasetWriter
+from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
+from tests.distributed.hosts import Host, two_hosts, why_no_hosts
+
+VOCABULARY = 96
+RECIPE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-key-value-heads 2 --ffn-hidden-size 64 "
+    "--seq-length 16 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-warmup-iters 2 "
+    f"--vocab-size {VOCABULARY} --split 1 --log-interval 1 --eval-iters 0 --residual-mode ladder"
+).split()
+ACROSS = {"data": []}
+"""What goes over the network between two hosts with two tensor-parallel ranks each: flags by the name of a group."""
+FOREVER = ["--train-iters", "1000000"]
+
+needs_hosts = pytest.mark.skipif(why_no_hosts() is not None, reason=why_no_hosts() or "")
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    writer = IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16))
+    for _ in range(40):
+        writer.add_document(random.integers(0, VOCABULARY, 50))
+    writer.publish()
+    return tmp_path / "tokens"
+
+
+class Command:
+    """A command that runs, with its output in files so that it can be read at any time."""
+
+    def __init__(self, argv: Sequence[str | Path], folder: Path, name: str, **variables: str) -> None:
+        self.paths = [folder / f"{name}.out", folder / f"{name}.err"]
+        environment = clean_environment() | {"TORCH_EXTENSIONS_DIR": str(folder / "extensions"), **variables}
+        with self.paths[0].open("w") as out, self.paths[1].open("w") as err:
+            self.process = subprocess.Popen(
+                [str(word) for word in argv], stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True,
+                env=environment, cwd=REPOSITORY_ROOT, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def stdout(self) -> str:
+        return self.paths[0].read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self.paths[1].read_text(errors="replace")
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still ran after {seconds} s\n{self.stdout}\n{self.stderr}") from None
+
+    def wait_for(self, words: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while words not in self.stdout:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.stdout + self.stderr
+            time.sleep(0.05)
+
+
+@contextmanager
+def running(*commands: Command) -> Iterator[None]:
+    """Ends the commands, with all that they started, whatever happens."""
+    try:
+        yield
+    finally:
+        for command in commands:
+            kill_tree(command.process)
+
+
+def start_on(hosts: Sequence[Host], flags: Sequence[str | Path], folder: Path) -> list[Command]:
+    """`deepspeed --no_ssh` on each host, two ranks on each."""
+    hostfile = folder / "hostfile"
+    hostfile.write_text("".join(f"{host.name} slots=2\n" for host in hosts))
+    port = free_port()
+    return [
+        Command(
+            host.enter(
+                [
+                    "deepspeed", "--hostfile", hostfile, "--no_ssh", "--node_rank", str(number), "--master_addr",
+                    hosts[0].address, "--master_port", str(port), "pretrain_ladder.py", *RECIPE,
+                    "--tensor-model-parallel-size", "2", *flags,
+                ]
+            ),
+            folder, host.name,
+        )
+        for number, host in enumerate(hosts)
+    ]  # fmt: skip
+
+
+def start_ranks(flags_of_ranks: Sequence[Sequence[str | Path]], folder: Path) -> list[Command]:
+    """A process for each rank on this machine, without a launcher that would end the others with one of them."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(flags_of_ranks))}
+    return [
+        Command(
+            ["python", "pretrain_ladder.py", *RECIPE, *flags], folder, f"rank{rank}",
+            RANK=str(rank), LOCAL_RANK=str(rank), **common,
+        )
+        for rank, flags in enumerate(flags_of_ranks)
+    ]  # fmt: skip
+
+
+def losses(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"lm loss (\S+)", output)]
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("across", ACROSS)
+def test_two_hosts_train_as_one_process_does(tokens: Path, tmp_path: Path, across: str) -> None:
+    flags = ["--data-path", tokens, "--train-iters", "5"]
+    alone = Command(["python", "pretrain_ladder.py", *RECIPE, *flags], tmp_path, "alone")
+    with running(alone):
+        assert alone.wait(90) == 0, alone.stderr
+    with two_hosts() as hosts:
+        commands = start_on(hosts, [*flags, *ACROSS[across]], tmp_path)
+        with running(*commands):
+            codes = [command.wait(120) for command in commands]
+    first, second = commands
+    assert codes == [0, 0], first.stdout + first.stderr + second.stdout + second.stderr
+    assert f"{across} 2" in first.stdout and "tensor 2" in first.stdout
+    # The log has four decimals.
+    assert losses(first.stdout) == pytest.approx(losses(alone.stdout), abs=1.1e-4)
+    assert len(losses(first.stdout)) == 5 and losses(second.stdout) == []
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("across", ACROSS)
+def test_a_host_that_is_gone_is_named(tokens: Path, tmp_path: Path, across: str) -> None:
+    """Its cable is pulled first, so that nothing tells the other host that its processes have ended."""
+    timeout = 6
+    flags = ["--data-path", tokens, *FOREVER, "--distributed-timeout-seconds-after-first-step", str(timeout)]
+    with two_hosts() as hosts:
+        commands = start_on(hosts, [*flags, *ACROSS[across]], tmp_path)
+        with running(*commands):
+            commands[0].wait_for("iteration       3/", 90)
+            hosts[1].unplug()
+            hosts[1].kill()
+            began = time.monotonic()
+            assert commands[0].wait(timeout + 30) == 4, commands[0].stderr
+            # The launcher looks once a second, and the ranks give each other 5 s to speak.
+            assert timeout - 1 < time.monotonic() - began < timeout + 15
+    told = [line for line in commands[0].stderr.splitlines() if "LostPeerError" in line]
+    assert any(re.search(r"error: rank [01]: LostPeerError: rank [23] on node-b \(10.77.0.2\) is gone", line)
+               for line in told), commands[0].stderr  # fmt: skip
+    assert f"in group '{across}'" in commands[0].stderr
+
+
+def test_a_rank_that_stops_is_told_of_with_stacks(tokens: Path, tmp_path: Path) -> None:
+    flags = ["--data-path", tokens, *FOREVER, "--tensor-model-parallel-size", "2"]
+    flags += ["--distributed-timeout-seconds-after-first-step", "3"]
+    first, second = start_ranks([flags, flags], tmp_path)
+    with running(first, second):
+        first.wait_for("iteration       3/", 60)
+        second.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert first.wait(30) == 4, first.stderr
+        assert 2 < time.monotonic() - began < 15
+    told = first.stderr
+    assert re.search(r"\*\*\* rank 0 on \S+ \(127.0.0.1\): no progress for \d s", told)
+    assert re.search(r"not finished: all_reduce \d+ in group 'tensor' of ranks 0-1, Float\[.*\]; with rank 1 on", told)
+    # The thread that waits, from the program's first line to the handle.
+    stacks = told[told.index("***") : told.index("*** end of the stacks of rank 0")]
+    assert "in train_step" in stacks and "in pretrain" in stacks and "hang watch" not in stacks
+    assert re.search(r"error: rank 0: LostPeerError: rank 1 on \S+ \(127.0.0.1\) is gone or does not answer", told)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named(tokens: Path, tmp_path: Path) -> None:
+    """Long before the timeout: its connections end with it."""
+    flags = ["--data-path", tokens, *FOREVER]
+    first, second = start_ranks([flags, flags], tmp_path)
+    with running(first, second):
+        first.wait_for("iteration       3/", 60)
+        second.process.send_signal(signal.SIGKILL)
+        assert first.wait(20) == 4, first.stderr
+    assert "error: rank 0: LostPeerError: rank 1 on " in first.stderr and "group 'data'" in first.stderr
+
+
+def test_ranks_that_were_told_otherwise_do_not_start(tokens: Path, tmp_path: Path) -> None:
+    common = ["--data-path", tokens, "--train-iters", "3"]
+    others = ["--lr", "2e-2", "--seed", "7", "--tensor-model-parallel-size", "2"]
+    commands = start_ranks([common, [*common, *others]], tmp_path)
+    with running(*commands):
+        assert [command.wait(60) for command in commands] == [2, 2]
+    for command in commands:
+        told = [line for line in command.stderr.splitlines() if line.startswith("error: ")]
+        assert [line.split()[1] for line in told] == ["--seed", "--lr", "--tensor-model-parallel-size"], command.stderr
+        assert re.search(r"--lr differs: 0.01 for rank 0 on \S+ \(127.0.0.1\) but 0.02 for rank 1 on", told[1])
+    assert all("Traceback" not in command.stderr for command in commands)
+
+
+def test_a_mistake_on_one_host_ends_the_others_at_once(tokens: Path, tmp_path: Path) -> None:
+    """The data is missing there, say. The first rank is one of those that could start."""
+    good, bad = ["--data-path", tokens, "--train-iters", "3"], ["--data-path", tmp_path / "no", "--train-iters", "3"]
+    commands = start_ranks([good, bad], tmp_path)
+    with running(*commands):
+        assert [command.wait(60) for command in commands] == [2, 2]
+    first, second = (command.stderr for command in commands)
+    assert re.search(r"error: rank 1 on \S+ \(127.0.0.1\): \S+no", first), first
+    assert re.search(r"error: \S+no", second) and "rank 1" not in second
+
+
+class Stubs:
+    """Programs in a folder that leads the PATH, each of which writes down its arguments; and a copy of examples/."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        (folder / "repository" / "examples").mkdir(parents=True)
+        for name in ("multi_node.sh", "multi_node.sbatch"):
+            text = (REPOSITORY_ROOT / "examples" / name).read_text()
+            (folder / "repository" / "examples" / name).write_text(text)
+        # The hostfile is gone when the script ends, so its contents are written down too.
+        self.add("deepspeed", 'printf "%s\\n" "$@"; echo hostfile:; cat "$2"; echo "variable=${LADDER_TEST:-}"')
+
+    def add(self, name: str, script: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+        path.chmod(0o755)
+
+    def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        path = f"{self.folder / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin"
+        return subprocess.run(
+            ["bash", f"examples/{script}", *arguments], capture_output=True, text=True, timeout=20,
+            cwd=self.folder / "repository", env={"PATH": path, "HOME": str(self.folder), **variables},
+        )  # fmt: skip
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path)
+
+
+def test_the_script_for_many_hosts_starts_all_over_ssh(stubs: Stubs) -> None:
+    missing = stubs.run("multi_node.sh")
+    assert missing.returncode == 2 and "no pdsh on the PATH" in missing.stderr
+    stubs.add("pdsh", "exit 1")
+    done = stubs.run("multi_node.sh", "--train-iters", "7")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split("\n")
+    assert words[0] == "--hostfile" and words[2:6] == ["--master_addr", "node-1", "--master_port", "29500"]
+    assert "--no_ssh" not in words and words[6] == "pretrain_ladder.py"
+    after = words[words.index("hostfile:") :]
+    assert after[:3] == ["hostfile:", "node-1 slots=8", "node-2 slots=8"]
+    assert words[words.index("hostfile:") - 2 :][:2] == ["--train-iters", "7"]
+
+
+def test_the_script_for_many_hosts_starts_its_own_host(stubs: Stubs) -> None:
+    (stubs.folder / ".deepspeed_env").write_text("LADDER_TEST=two words\n")
+    done = stubs.run("multi_node.sh", "--hosts", "a b c", "--gpus-per-host", "2", "--node-rank", "2")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split("\n")
+    assert words[2:9] == ["--master_addr", "a", "--master_port", "29500", "--no_ssh", "--node_rank", "2"]
+    assert words[-6:] == ["hostfile:", "a slots=2", "b slots=2", "c slots=2", "variable=two words", ""]
+    for rank in ("3", "b"):
+        wrong = stubs.run("multi_node.sh", "--hosts", "a b c", "--node-rank", rank)
+        assert wrong.returncode == 2 and f"--node-rank {rank}: expected 0 to 2" in wrong.stderr
+    (stubs.folder / "repository" / ".deepspeed_env").write_text("A=1\n# why\n")
+    stumbling = stubs.run("multi_node.sh", "--node-rank", "0")
+    assert stumbling.returncode == 2 and ".deepspeed_env: found '# why', expected NAME=VALUE" in stumbling.stderr
+
+
+def test_a_slurm_job_starts_every_node(stubs: Stubs) -> None:
+    stubs.add("scontrol", '[ "$*" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"')
+    # As slurm does: one task on each node, that knows its own number.
+    stubs.add("srun", 'echo "srun $1"; shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done')
+    job = {
+        "SLURM_SUBMIT_DIR": str(stubs.folder / "repository"), "SLURM_JOB_NODELIST": "n[3-4]", "SLURM_JOB_ID": "40017",
+        "SLURM_GPUS_ON_NODE": "4",
+    }  # fmt: skip
+    done = stubs.run("multi_node.sbatch", "--train-iters", "7", **job)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split("\n")
+    assert words[0] == "srun --kill-on-bad-exit=1"
+    starts = [place for place, word in enumerate(words) if word == "--master_addr"]
+    for node, start in enumerate(starts):
+        assert words[start : start + 7] == [
+            "--master_addr", "n3", "--master_port", "20017", "--no_ssh", "--node_rank", str(node)
+        ]  # fmt: skip
+    assert len(starts) == 2 and words.count("n4 slots=4") == 2 and words.count("7") == 2
+    folder = stubs.folder / "repository" / "examples"
+    for name in os.listdir(folder):
+        subprocess.run(["bash", "-n", folder / name], check=True)

@@ -1,0 +1,104 @@
+"""What ranks tell one another at the start: here they are threads around one store."""
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from megatron_ladder.comm import agreement
+from megatron_ladder.comm.agreement import Host, Peers, Report, agree, name_ranks
+from megatron_ladder.errors import LostPeerError, UserError
+
+HOSTS = [Host("node-a", "10.0.0.1"), Host("node-a", "10.0.0.1"), Host("node-b", "10.0.0.2"), Host("node-b", "10.0.0.2")]
+SOON = timedelta(seconds=20)
+
+
+def meet(
+    reports: Sequence[Report | None], sizes: Sequence[int] | None = None, timeout: timedelta = SOON
+) -> list[list[Host] | Exception]:
+    """What `agree` returns or raises on each rank; None is a rank that never comes."""
+    store = HashStore()
+    results: dict[int, list[Host] | Exception] = {}
+
+    def life(rank: int, report: Report) -> None:
+        try:
+            results[rank] = agree(store, rank, sizes[rank] if sizes else len(reports), report, timeout)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=life, args=(rank, report)) for rank, report in enumerate(reports) if report]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == len(threads), "a rank hangs"
+    return [results[rank] for rank in sorted(results)]
+
+
+def mistakes(result: list[Host] | Exception) -> tuple[str, ...]:
+    assert isinstance(result, UserError), result
+    return result.mistakes
+
+
+def test_ranks_with_equal_settings_learn_where_the_others_are() -> None:
+    assert meet([Report(host, {"--lr": 0.1, "--save": None}) for host in HOSTS]) == [HOSTS] * 4
+
+
+def test_every_difference_is_named_with_all_values_on_every_rank() -> None:
+    values = [{"--lr": 0.1}, {"--lr": 0.1}, {"--lr": 0.2}, {"--lr": 0.1, "device": "cuda"}]
+    results = meet([Report(host, settings) for host, settings in zip(HOSTS, values, strict=True)])
+    a, b = "node-a (10.0.0.1)", "node-b (10.0.0.2)"
+    assert [mistakes(result) for result in results] == [
+        (
+            f"--lr differs: 0.1 for ranks 0-1 on {a}, rank 3 on {b} but 0.2 for rank 2 on {b}: all processes must be "
+            "started alike",
+            f'device differs: null for ranks 0-1 on {a}, rank 2 on {b} but "cuda" for rank 3 on {b}: all processes '
+            "must be started alike",
+        )
+    ] * 4
+
+
+def test_a_mistake_of_some_is_told_to_all() -> None:
+    reports = [Report(host, {"--lr": 0.1}) for host in HOSTS[:3]] + [Report(HOSTS[3], {}, ["no data", "no folder"])]
+    expected = tuple(f"rank 3 on node-b (10.0.0.2): {text}" for text in ("no data", "no folder"))
+    assert [mistakes(result) for result in meet(reports)] == [expected] * 4
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    results = meet([Report(HOSTS[0], {}), None, Report(HOSTS[2], {}), None], timeout=timedelta(seconds=0.3))
+    for result in results:
+        assert isinstance(result, LostPeerError) and "ranks 1, 3 of 4 did not come within 0.3 s" in str(result)
+
+
+def test_hostfiles_of_different_lengths_are_found() -> None:
+    """Rank 0 knows of two ranks and asks no third one."""
+    results = meet([Report(host, {}) for host in HOSTS[:3]], sizes=[2, 2, 3])
+    assert results[:2] == [HOSTS[:2]] * 2
+    assert "rank 2 on node-b (10.0.0.2) was started as one of 3 processes, rank 0 as one of 2" in str(results[2])
+
+
+def test_two_hosts_cannot_be_the_same_rank() -> None:
+    store = HashStore()
+    store.add("start/arrived/1", 1)
+    with pytest.raises(UserError, match="rank 1 started twice, on node-b .* give each host its own --node_rank"):
+        agree(store, 1, 2, Report(HOSTS[2], {}), SOON)
+
+
+def test_what_hosts_are_does_not_count_as_a_difference() -> None:
+    first, second = (Report(host, {"a": [1], "b": 2}) for host in (HOSTS[0], HOSTS[2]))
+    assert first.digest == second.digest == Report(HOSTS[0], {"b": 2, "a": [1]}).digest
+    assert first.digest != Report(HOSTS[0], {"a": [1], "b": 3}).digest
+    told = Report(HOSTS[0], {"a": [1]}, ["no data"])
+    assert Report.from_json(told.to_json()) == told
+
+
+def test_ranks_are_named_by_their_hosts() -> None:
+    peers = Peers(HOSTS)
+    assert name_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8" and name_ranks([4]) == "rank 4"
+    assert peers.describe([3, 0]) == "rank 0 on node-a (10.0.0.1), rank 3 on node-b (10.0.0.2)"
+    assert Peers().describe([2, 3]) == "ranks 2-3"
+    assert peers.named_in("Connection closed by peer [10.0.0.2]:5031.") == [2, 3]
+    many = Peers([Host(f"n{number}", f"10.0.1.{number}") for number in range(agreement.MOST_HOSTS + 3)])
+    assert many.describe(range(len(many.hosts))).endswith("rank 7 on n7 (10.0.1.7) and on 3 more hosts")
