@@ -13,7 +13,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.mpu import DeepSpeedMpu
 from megatron_ladder.config.model import key_value_replicas
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.language_model import LanguageModel, parameters_of_others
 from megatron_ladder.model.norm import select_norm
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.optim.adamw import build_adamw
@@ -49,7 +49,7 @@ def build_trainer(inputs: RunInputs, place: Place) -> Trainer:
     start_deepspeed(place, device)
     mesh = build_mesh(run)
     model, norm = build_model(run, mesh, device)
-    optimizer, adamw = build_adamw(parameter_groups(model, run.optimizer.weight_decay), run.optimizer, device)
+    optimizer, adamw = build_optimizer(run, model, device)
     engine = build_engine(model, optimizer, inputs.deepspeed, mesh)
     return Trainer(
         run=run,
@@ -81,6 +81,19 @@ def build_model(run: RunConfig, mesh: ProcessMesh, device: torch.device) -> tupl
     return LanguageModel(run.model, mesh, options, device=device, seed=run.training.seed), description
 
 
+def build_optimizer(
+    run: RunConfig, model: LanguageModel, device: torch.device
+) -> tuple[torch.optim.Optimizer, str]:
+    """AdamW over the model's parameters, and a sentence that says which implementation it is and why."""
+    return build_adamw(
+        parameter_groups(model, run.optimizer.weight_decay),
+        run.optimizer,
+        device,
+        offload=run.parallel.offload_optimizer == "cpu",
+        apex_counts_steps=run.parallel.zero_stage != "3",
+    )
+
+
 def build_engine(
     model: LanguageModel, optimizer: torch.optim.Optimizer, config: dict[str, Any], mesh: ProcessMesh
 ) -> Any:
@@ -90,6 +103,9 @@ def build_engine(
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, mpu=DeepSpeedMpu(mesh), dist_init_required=False
     )
+    if engine.zero_optimization_partition_weights():
+        for module, parameter in parameters_of_others(model):
+            deepspeed.zero.register_external_parameter(module, parameter)
     return engine
 
 

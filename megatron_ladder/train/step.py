@@ -25,8 +25,10 @@ class StepResult(NamedTuple):
     loss_sum: Tensor
     """This rank's share of the loss, summed over its tokens and divided by those of the global batch; fp32."""
     gradient_norm: float
-    """Before clipping."""
+    """Before clipping; not finite in a step that was left out."""
     learning_rate: float
+    skipped: bool = False
+    """Whether the step was left out because an fp16 gradient overflowed; the loss scale is lower now."""
 
 
 def train_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], iteration: int) -> StepResult:
@@ -37,26 +39,41 @@ def train_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], iteration:
         iteration: number of this step, the first of the run being 1.
 
     Raises:
-        BadNumbersError: the gradient is not finite; the weights are as they were before the step.
+        BadNumbersError: the gradient is not finite, and not because fp16's loss scale was too high; the weights are
+            as they were before the step.
     """
     engine, run = trainer.engine, trainer.run
     learning_rate = trainer.schedule.at(iteration)
     trainer.state.set_learning_rate(learning_rate)
     scale = 1.0 / count_targets(micro_batches, trainer.mesh.data, trainer.device)
     loss_sum = torch.zeros((), device=trainer.device)
-    norm = 0.0
+    norm, finite = 0.0, True
     for index, batch in enumerate(micro_batches):
         loss = engine(*_on_device(batch, trainer.device)) * scale
         loss_sum += loss.detach()
         engine.backward(loss * trainer.mesh.data.size, scale_wrt_gas=False)
         if index == len(micro_batches) - 1:
-            pieces = trainer.state.gradient_pieces()
-            norm = gradient_norm(pieces, trainer.mesh.world, trainer.device)
-            if not math.isfinite(norm):
+            norm = _clip(trainer)
+            finite = math.isfinite(norm)
+            if not finite and not run.training.fp16:
                 raise BadNumbersError(f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss_sum:g}")
-            clip_gradients(pieces, norm, run.optimizer.clip_grad)
         engine.step()
-    return StepResult(loss_sum, norm, learning_rate)
+    skipped = trainer.state.overflowed()
+    if not finite and not skipped:
+        raise BadNumbersError(f"iteration {iteration}: the gradient's norm is {norm}, and no part of it overflowed")
+    return StepResult(loss_sum, norm, learning_rate, skipped)
+
+
+def _clip(trainer: Trainer) -> float:
+    """The norm of the whole gradient, which is then scaled to --clip-grad at most, in place.
+
+    The engine holds the gradient of the scaled loss and divides it by the scale within its step.
+    """
+    pieces = trainer.state.gradient_pieces()
+    norm = gradient_norm(pieces, trainer.mesh.world, trainer.device) / trainer.state.loss_scale
+    if math.isfinite(norm):
+        clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
+    return norm
 
 
 def count_targets(micro_batches: Sequence[MicroBatch], data: CommGroup, device: torch.device) -> float:
