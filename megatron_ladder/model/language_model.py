@@ -3,14 +3,12 @@
 Layouts: token ids and labels [b, s]; hidden_states [s, b, h]; logits_shard_v [s, b, padded V / t].
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
-from megatron_ladder.model.attention import AttentionHeads, SequenceContext
+from megatron_ladder.model.attention import SequenceContext
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.rotary import rotary_table
 from megatron_ladder.model.stack import StackOptions, TransformerStack
@@ -19,20 +17,6 @@ from megatron_ladder.parallel.embedding import VocabParallelEmbedding, VocabPara
 from megatron_ladder.parallel.layout import initialize
 
 DEFAULT_OPTIONS = StackOptions()
-
-
-def parameters_of_others(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Every module that computes with a parameter of another one, with that parameter.
-
-    ZeRO-3 gathers a parameter around the call of its own module; those it must be told of.
-    """
-    for module in model.modules():
-        if isinstance(module, LanguageModel) and module.lm_head is None:
-            yield module, module.embedding.weight
-        if isinstance(module, TransformerStack) and module.desync:
-            yield from ((module, step.norm.weight) for step in module.sub_blocks())
-        if isinstance(module, AttentionHeads):
-            yield from ((module, norm.weight) for norm in (module.q_norm, module.k_norm) if norm is not None)
 
 
 class LanguageModel(nn.Module):

@@ -13,7 +13,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.mpu import DeepSpeedMpu
 from megatron_ladder.config.model import key_value_replicas
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.model.language_model import LanguageModel, parameters_of_others
+from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import select_norm
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.optim.adamw import build_adamw
@@ -103,9 +103,6 @@ def build_engine(
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, mpu=DeepSpeedMpu(mesh), dist_init_required=False
     )
-    if engine.zero_optimization_partition_weights():
-        for module, parameter in parameters_of_others(model):
-            deepspeed.zero.register_external_parameter(module, parameter)
     return engine
 
 
