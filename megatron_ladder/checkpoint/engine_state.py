@@ -130,6 +130,11 @@ class EngineState(ABC):
         """What the loss, and so every gradient until the step, is multiplied by; 1 but for fp16."""
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
 
+    def can_lower_loss_scale(self) -> bool:
+        """Whether a gradient that is not finite may be due to the loss scale alone."""
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        return bool(getattr(scaler, "dynamic", False)) and self.loss_scale > scaler.min_scale
+
     def overflowed(self) -> bool:
         """Whether the last step was left out, because a scaled fp16 gradient was not finite."""
         return self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)

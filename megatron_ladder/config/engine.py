@@ -37,6 +37,9 @@ def engine_mistakes(
         if stage == "3":
             # Its one step count for a group would grow with each of the subgroups that ZeRO-3 updates in turn.
             yield "--optimizer-implementation apex miscounts steps with --zero-stage 3: use torch"
+    if training.fp16 and parallel.offload_optimizer != "none" and stage != "3":
+        # After an overflow its buffers keep what is not finite, and every later step overflows.
+        yield "--fp16 with --offload-optimizer cpu does not recover from an overflow but with --zero-stage 3: use --bf16"
     if training.fp16:
         yield from _loss_scale_mistakes(training)
 

@@ -24,7 +24,8 @@ class TrainingConfig:
     """Compute in float16 on CUDA, otherwise as with --bf16, the loss multiplied so that small gradients survive. A
     step whose gradient overflows is left out, and the scale is lowered."""
     loss_scale: float | None = None
-    """What --fp16 multiplies the loss by, in every step; found and adapted while training if not given."""
+    """What --fp16 multiplies the loss by in every step, an overflow ending the run; found and adapted while training
+    if not given."""
     initial_loss_scale: float = 65536.0
     """First loss scale of --fp16, a power of two."""
     min_loss_scale: float = 1.0

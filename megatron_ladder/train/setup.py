@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_ladder.checkpoint.engine_state import EngineState, engine_state
 from megatron_ladder.comm.launch import Place, start_deepspeed, start_process_group
@@ -19,6 +20,7 @@ from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.optim.adamw import build_adamw
 from megatron_ladder.optim.param_groups import parameter_groups
 from megatron_ladder.optim.schedule import LearningRateSchedule
+from megatron_ladder.parallel.layout import ParallelModule, initialize
 from megatron_ladder.train.inputs import RunInputs
 
 
@@ -75,10 +77,38 @@ def build_mesh(run: RunConfig) -> ProcessMesh:
 
 
 def build_model(run: RunConfig, mesh: ProcessMesh, device: torch.device) -> tuple[LanguageModel, str]:
-    """This rank's slices with their initial weights in fp32, and which norm they use."""
+    """This rank's slices with their initial weights, and which norm they use.
+
+    The weights are in fp32, or with ZeRO-3 partitioned already and in the precision of the run.
+    """
     norm, description = select_norm(run.training.norm_implementation, device)
     options = StackOptions(tp_overlap=run.parallel.tp_overlap, recompute_layers=run.recompute_layers, norm=norm)
+    if run.parallel.zero_stage == "3":
+        described = LanguageModel(run.model, mesh, options, device=torch.device("meta"))
+        initialize_partitioned(described, run, mesh, device)
+        return described, description
     return LanguageModel(run.model, mesh, options, device=device, seed=run.training.seed), description
+
+
+def initialize_partitioned(model: nn.Module, run: RunConfig, mesh: ProcessMesh, device: torch.device) -> None:
+    """Makes and partitions the weights of a model on the meta device, one module after another.
+
+    So no rank ever holds more of the model than its part and one module, as is the use of ZeRO-3.
+    """
+    import deepspeed
+
+    dtype = torch.bfloat16 if run.training.bf16 else torch.float16 if run.training.fp16 else torch.float32
+    for module in model.modules():
+        if isinstance(module, ParallelModule):
+            module.allocate(device)
+            initialize(module, run.training.seed)
+            module.to(dtype)
+            deepspeed.zero.Init(
+                module=module,
+                data_parallel_group=mesh.data.process_group,
+                mem_efficient_linear=False,
+                dtype=dtype,
+            )
 
 
 def build_optimizer(

@@ -39,29 +39,28 @@ def train_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], iteration:
         iteration: number of this step, the first of the run being 1.
 
     Raises:
-        BadNumbersError: the gradient is not finite, and not because fp16's loss scale was too high; the weights are
-            as they were before the step.
+        BadNumbersError: the gradient is not finite, and no lower loss scale of fp16 could be the mend; the weights
+            are as they were before the step.
     """
-    engine, run = trainer.engine, trainer.run
+    engine = trainer.engine
     learning_rate = trainer.schedule.at(iteration)
     trainer.state.set_learning_rate(learning_rate)
     scale = 1.0 / count_targets(micro_batches, trainer.mesh.data, trainer.device)
     loss_sum = torch.zeros((), device=trainer.device)
-    norm, finite = 0.0, True
+    norm = 0.0
     for index, batch in enumerate(micro_batches):
         loss = engine(*_on_device(batch, trainer.device)) * scale
         loss_sum += loss.detach()
         engine.backward(loss * trainer.mesh.data.size, scale_wrt_gas=False)
         if index == len(micro_batches) - 1:
             norm = _clip(trainer)
-            finite = math.isfinite(norm)
-            if not finite and not run.training.fp16:
-                raise BadNumbersError(f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss_sum:g}")
+            if not math.isfinite(norm) and not trainer.state.can_lower_loss_scale():
+                raise BadNumbersError(
+                    f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss_sum:g}"
+                    + (f", the loss scale {trainer.state.loss_scale:g}" if trainer.run.training.fp16 else "")
+                )
         engine.step()
-    skipped = trainer.state.overflowed()
-    if not finite and not skipped:
-        raise BadNumbersError(f"iteration {iteration}: the gradient's norm is {norm}, and no part of it overflowed")
-    return StepResult(loss_sum, norm, learning_rate, skipped)
+    return StepResult(loss_sum, norm, learning_rate, skipped=trainer.state.overflowed())
 
 
 def _clip(trainer: Trainer) -> float:

@@ -47,7 +47,7 @@ def build_trainer_here(argv: Sequence[str], weights: Mapping[str, Tensor] | None
     mesh = mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel))
     model, norm = build_model(run, mesh, CPU)
     if weights is not None:
-        with torch.no_grad():
+        with gathered(model.parameters(), written=True), torch.no_grad():
             for parameter, sections in parameter_sections(model):
                 for section in sections:
                     box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
@@ -74,10 +74,12 @@ def weight_pieces(trainer: Trainer) -> Pieces:
         ]
 
 
-def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-    """Inside it, parameters that ZeRO-3 partitions are whole; others are left alone."""
+def gathered(parameters: Iterable[nn.Parameter], written: bool = False) -> AbstractContextManager[None]:
+    """Inside it, parameters that ZeRO-3 partitions are whole, and may be `written`; others are left alone."""
     import deepspeed
 
     partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
-    context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned))
+    context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
+        partitioned, modifier_rank=0 if written else None, enabled=bool(partitioned)
+    )
     return context
