@@ -12,6 +12,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import start_all_reduce
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 from megatron_ladder.parallel.layout import ParallelModule, Section
+from megatron_ladder.parallel.partitioned import linear
 
 VOCABULARY_MULTIPLE = 128
 """Rows per rank are a multiple of this, for matrix units."""
@@ -77,4 +78,4 @@ class VocabParallelHead(_VocabParallelMatrix):
 
 def vocab_parallel_logits(hidden_states: Tensor, weight_shard_v: Tensor, group: CommGroup) -> Tensor:
     """[s, b, h] and this rank's rows of a head (or of a tied embedding) -> [s, b, padded V / t]."""
-    return F.linear(copy_to_tensor_parallel_region(hidden_states, group), weight_shard_v)
+    return linear(copy_to_tensor_parallel_region(hidden_states, group), weight_shard_v)
