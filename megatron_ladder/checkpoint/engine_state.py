@@ -132,7 +132,7 @@ class EngineState(ABC):
 
     def can_lower_loss_scale(self) -> bool:
         """Whether a gradient that is not finite may be due to the loss scale alone."""
-        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        scaler: Any = getattr(self.engine.optimizer, "loss_scaler", None)
         return bool(getattr(scaler, "dynamic", False)) and self.loss_scale > scaler.min_scale
 
     def overflowed(self) -> bool:
@@ -192,7 +192,7 @@ class _FlatGroup(NamedTuple):
 
 
 class FlatState(EngineState):
-    """ZeRO-1 and 2: parameters are flattened group by group, and each data-parallel rank updates one partition of each."""
+    """ZeRO-1 and 2: parameters are flattened group by group; each data-parallel rank updates a partition of each."""
 
     @property
     def base(self) -> torch.optim.Optimizer:

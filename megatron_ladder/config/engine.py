@@ -39,7 +39,7 @@ def engine_mistakes(
             yield "--optimizer-implementation apex miscounts steps with --zero-stage 3: use torch"
     if training.fp16 and parallel.offload_optimizer != "none" and stage != "3":
         # After an overflow its buffers keep what is not finite, and every later step overflows.
-        yield "--fp16 with --offload-optimizer cpu does not recover from an overflow but with --zero-stage 3: use --bf16"
+        yield "--fp16 with --offload-optimizer cpu does not recover from overflows below --zero-stage 3: use --bf16"
     if training.fp16:
         yield from _loss_scale_mistakes(training)
 
@@ -48,7 +48,7 @@ def _loss_scale_mistakes(training: TrainingConfig) -> Iterator[str]:
     scale = training.initial_loss_scale
     if training.loss_scale is None and (scale < 1 or not math.log2(scale).is_integer()):
         yield f"--initial-loss-scale {scale:g} must be a power of two, 1 at least"
-    if not training.min_loss_scale.is_integer():
+    elif not training.min_loss_scale.is_integer():
         yield f"--min-loss-scale {training.min_loss_scale:g} must be a whole number"
-    if training.loss_scale is None and training.min_loss_scale > scale:
+    elif training.loss_scale is None and training.min_loss_scale > scale:
         yield f"--min-loss-scale {training.min_loss_scale:g} is above --initial-loss-scale {scale:g}"
