@@ -311,11 +311,10 @@ class Zero3State(EngineState):
 
     def masters_changed(self) -> None:
         optimizer = self.engine.optimizer
+        # Copies gathered before would outlive their parts; each parameter is gathered anew before its next use.
         optimizer._partition_all_parameters()
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        # Small parameters stay gathered between steps: the call gathers them anew.
-        optimizer.checkpoint_event_epilogue()
 
 
 STATES: dict[str, type[EngineState]] = {
