@@ -183,7 +183,8 @@ class _Pass:
     def _read(self, index: int, leaf: Tensor, with_graph: bool) -> _Reading:
         norm = self.steps[index].norm
         with torch.set_grad_enabled(with_graph):
-            weight = self.partial_gradients.defer(norm.weight) if self.crosses_unreduced(index) else None
+            is_partial = with_graph and self.crosses_unreduced(index)
+            weight = self.partial_gradients.defer(norm.weight) if is_partial else None
             normed = norm(leaf, weight, self.partial_gradients)
         outside = normed.detach()
         edge = get_gradient_edge(normed) if with_graph else None
