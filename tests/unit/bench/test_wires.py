@@ -65,7 +65,7 @@ def test_a_share_of_a_larger_group_runs_alone(
     """The fake's clock stands still but for waits, so that every reduce is exposed."""
     alpha = 1e-4
     synchronised: list[Interconnect] = []
-    monkeypatch.setattr(Interconnect, "synchronize", synchronised.append)
+    monkeypatch.setattr(Interconnect, "synchronize", lambda self: synchronised.append(self))
     options = emulated(device, monkeypatch, wirings=("standard", "ladder"))
     # Not made by `start_ranks`: the model computes on the CPU here.
     benchmark = Benchmark(case, options, "tiny", ALONE, CPU)
