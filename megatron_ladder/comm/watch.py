@@ -61,10 +61,12 @@ class Collective:
 def recorded_collectives() -> list[Collective]:
     """The newest collectives that this process has started, as many as the recorder keeps, in their order.
 
-    TORCH_FR_BUFFER_SIZE is how many it keeps; with 0 the list is empty.
+    TORCH_FR_BUFFER_SIZE is how many it keeps; with 0, or a torch that has no such recorder, the list is empty.
     """
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json")
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json", None)
+    if dump is None:
+        return []
     groups = {group.group_name: group for group in distributed_c10d._world.pg_map}
     found = []
     for entry in json.loads(dump()).get("entries", []):

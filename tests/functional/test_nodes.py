@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -274,6 +275,22 @@ def test_the_script_for_many_hosts_starts_its_own_host(stubs: Stubs) -> None:
     (stubs.folder / "repository" / ".deepspeed_env").write_text("A=1\n# why\n")
     stumbling = stubs.run("multi_node.sh", "--node-rank", "0")
     assert stumbling.returncode == 2 and ".deepspeed_env: found '# why', expected NAME=VALUE" in stumbling.stderr
+
+
+@pytest.mark.slow
+def test_variables_travel_over_ssh(stubs: Stubs) -> None:
+    """The real launcher, in whose place pdsh would run on the hosts what it writes down here."""
+    deepspeed = shutil.which("deepspeed", path=clean_environment()["PATH"])
+    stubs.add("deepspeed", f'exec "{deepspeed}" "$@"')
+    stubs.add("ssh", 'echo "$@" >&2')
+    stubs.add("pdsh", 'printf "%s\\n" "$@"')
+    (stubs.folder / "repository" / ".deepspeed_env").write_text("LADDER_TEST=seven\n")
+    done = stubs.run("multi_node.sh", "--hosts", "a b", "--train-iters", "7", DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout[done.stdout.index("\n-S\n") :].split()
+    assert words[words.index("-w") + 1] == "a,b" and words[-2:] == ["--train-iters", "7"]
+    assert "export LADDER_TEST=seven;" in done.stdout
+    assert {"deepspeed.launcher.launch", "--node_rank=%n", "--master_addr=a", "pretrain_ladder.py"} <= {*words}
 
 
 def test_a_slurm_job_starts_every_node(stubs: Stubs) -> None:
