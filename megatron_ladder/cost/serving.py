@@ -87,7 +87,8 @@ PARAMETERS = (
     _glue("single_parallel", "decode, batch 1: parallel", -5, 2, "us"),
     _glue("batch_standard", "decode, larger batches: standard", 5.5, 3, "us"),
     _glue("batch_ladder", "decode, larger batches: ladder", 7, 3, "us"),
-    _glue("batch_parallel", "decode, larger batches: parallel", 2, 3, "us"),
+    _glue("batch_parallel", "decode, larger batches: parallel", -3, 3, "us"),
+    Parameter("fused", 0.01, 0.015, "further time of parallel's wider products, batches above 1, share", positive=False),
     _glue("prefill_standard", "prefill: standard", 1, 2, "passes over the stream"),
     _glue("prefill_ladder", "prefill: ladder", 5, 4, "passes over the stream"),
     _glue("prefill_parallel", "prefill: parallel", 0, 2, "passes over the stream"),
@@ -165,6 +166,8 @@ def _decode_seconds(setting: Setting, values: Mapping[str, float]) -> float:
     attention = weights[0] + values["cache_share"] * cache + values["attention_floor"] * floor
     mlp = weights[1] + (1 - values["attention_floor"]) * floor
     glue = values[f"{kind}_{GLUE[setting.wiring]}"] * MICROSECOND if setting.wiring in GLUE else 0.0
+    if batch > 1 and setting.wiring in ("parallel", "ladder-parallel"):
+        glue += values["fused"] * sum(weights)
     layer = _layer_seconds(setting, attention, mlp, BYTES * batch * model.hidden_size, values) + glue
     rest = BYTES * model.hidden_size * model.vocab_size / rate
     rest += (values["token"] + values["sample"] * batch) * MICROSECOND
