@@ -86,3 +86,8 @@ def _huber(residuals: Vector) -> Vector:
     size = np.abs(residuals)
     outside = np.sqrt(np.maximum(2 * OUTLIER * size - OUTLIER**2, 0.0))
     return np.where(size <= OUTLIER, residuals, np.sign(residuals) * outside)
+
+
+def median_and_quantile(values: Sequence[float], quantile: float) -> tuple[float, float]:
+    """The median, and the value that this share of all does not exceed."""
+    return float(np.median(values)), float(np.quantile(values, quantile))

@@ -12,6 +12,8 @@ from megatron_ladder.cost.links import GIGABYTE_PER_SECOND, MEGABYTE, MICROSECON
 
 UNCALIBRATED_RANGE = 0.15
 """Relative; what figures of links and chips alone are good for."""
+HOP = 0.25
+"""Assumed: of the network's latency in an all-reduce, what one hop of a ring takes; 5 us on InfiniBand."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,19 @@ class Cluster:
             root = self.node_root_seconds * math.sqrt(num_bytes / MEGABYTE)
             wire = max(wire, wire_bytes(1, inside) * num_bytes / self.node_bytes_per_second)
         return latency + math.hypot(root, wire)
+
+    def gather_seconds(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Time of one all-gather or reduce-scatter of `num_bytes` in all: half of what an all-reduce moves.
+
+        It goes around a ring, and so takes `HOP` of the network's latency for each further node.
+        """
+        if ranks == 1:
+            return 0.0
+        inside = min(ranks, max(1, self.gpus_per_node // stride))
+        nodes = math.ceil(ranks / inside)
+        doublings = self.network_seconds * math.log2(nodes)
+        around = HOP * self.network_seconds * (nodes - 1)
+        return (self.all_reduce_seconds(num_bytes, ranks, stride) - doublings) / 2 + around
 
     def send_seconds(self, num_bytes: float, distance: int) -> float:
         """Time to hand a tensor to the GPU that is so many ranks away."""

@@ -88,7 +88,7 @@ PARAMETERS = (
     _glue("batch_standard", "decode, larger batches: standard", 5.5, 3, "us"),
     _glue("batch_ladder", "decode, larger batches: ladder", 7, 3, "us"),
     _glue("batch_parallel", "decode, larger batches: parallel", -3, 3, "us"),
-    Parameter("fused", 0.01, 0.015, "further time of parallel's wider products, batches above 1, share", positive=False),
+    Parameter("fused", 0.01, 0.015, "more time of parallel's wider products, batches above 1, share", positive=False),
     _glue("prefill_standard", "prefill: standard", 1, 2, "passes over the stream"),
     _glue("prefill_ladder", "prefill: ladder", 5, 4, "passes over the stream"),
     _glue("prefill_parallel", "prefill: parallel", 0, 2, "passes over the stream"),
