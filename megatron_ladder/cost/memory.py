@@ -8,7 +8,7 @@ pipeline-parallel share) and D data-parallel ranks, bytes for each parameter:
     fp32, 1            4         4           12 / D         master copy and both moments
     fp32, 2            4         4 / D       12 / D
     fp32, 3            4 / D     4 / D       12 / D
-    bf16, 1            2         4           12 / D         gradients are accumulated in fp32
+    bf16, 1            2         6           12 / D         gradients in bf16, and their sums in fp32
     bf16, 2            2         4 / D       12 / D
     bf16, 3            2 / D     4 / D       12 / D
 
@@ -34,7 +34,7 @@ VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to this times the tensor-parallel size."""
 FP32_BYTES = 4
 RESERVED_BYTES = 4e9
-"""Assumed for the CUDA context, the buffers of NCCL and DeepSpeed, and fragmentation."""
+"""Assumed for the CUDA context, the buffers of NCCL, DeepSpeed's bucket of 5e8 numbers, and fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,8 @@ def state_bytes(parameters: int, layout: Layout, precision: Precision) -> tuple[
     share = 1 / layout.data
     weights = number_bytes(precision) * parameters * (share if layout.zero >= 3 else 1)
     gradients = FP32_BYTES * parameters * (share if layout.zero >= 2 else 1)
+    if precision == "bf16" and layout.zero == 1:
+        gradients += number_bytes(precision) * parameters
     optimizer = 2 * FP32_BYTES * parameters if layout.zero == 0 else 3 * FP32_BYTES * parameters * share
     return weights, gradients, optimizer
 
