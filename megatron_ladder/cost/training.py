@@ -31,6 +31,8 @@ STREAM_PASSES = 5.5
 """Times that a sub-block moves its stream through memory forward: fit to prefill of the runs named in hardware.py."""
 UPDATE_BYTES = 28
 """Read and written by AdamW for each of its parameters: gradient, master copy, two moments, and the weight."""
+GATHERED_AGAIN = 1.5
+"""With sequence parallelism, what a sub-block's backward moves over an all-reduce: its input is gathered again."""
 FEW, MANY = 4, 8
 """Layers that are walked one by one; from these the time of any number of layers follows, since all are alike."""
 
@@ -133,6 +135,8 @@ class LayerTime:
         if self.tensor == 1:
             return _Passes(compute, compute)
         forward = forward_seconds(steps, self.wire)
+        if self.sequence_parallel:
+            steps = [replace(step, reduce_seconds=GATHERED_AGAIN * step.reduce_seconds) for step in steps]
         return _Passes(compute, forward + backward_seconds(steps, self.wire, launch_before_wgrad=True))
 
     def passes(self, layers: int) -> _Passes:
