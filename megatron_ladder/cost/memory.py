@@ -164,8 +164,9 @@ def inner_activations(model: ModelConfig, tensor: int, tokens: int) -> float:
 
 
 def head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, precision: Precision) -> float:
-    """Bytes that final norm, output head and loss keep."""
-    stream = tokens * model.hidden_size * (2 * number_bytes(precision) + _unfused_bytes(layout, precision))
+    """Bytes that final norm, output head and loss keep. The head's input is whole on every rank."""
+    size, cut = number_bytes(precision), layout.tensor if layout.sequence_parallel else 1
+    stream = tokens * model.hidden_size * (size + (size + _unfused_bytes(layout, precision)) / cut)
     return stream + FP32_BYTES * tokens * min(model.vocab_size, vocabulary_rows(model, layout.tensor))
 
 

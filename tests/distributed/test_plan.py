@@ -7,12 +7,25 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_ladder.config.model import ModelConfig, ResidualMode
 from megatron_ladder.cost.hardware import CLUSTERS
-from megatron_ladder.cost.memory import Layout, Precision, stage_parameters, state_bytes
+from megatron_ladder.cost.memory import (
+    Layout,
+    Precision,
+    head_activation_bytes,
+    layers_activation_bytes,
+    stage_parameters,
+    state_bytes,
+)
+from megatron_ladder.cost.training import wired
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.plan.calibration import Calibration, apply_calibration
 from megatron_ladder.plan.measure import Measurement, Sizes
+from megatron_ladder.train.memory import ActivationMeter
 from megatron_ladder.train.step import train_step
 from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import mesh_of
 from tests.distributed.test_training import steps_of_batches
 from tests.distributed.training import build_trainer_here, own_batches
 
@@ -21,6 +34,12 @@ TOLERANCE = 0.001
 """Alignment of DeepSpeed's flat buffers, and batches."""
 BUCKET_BYTES = 4 * 500_000_000
 """Where fp32 gradients are reduced by DeepSpeed's ZeRO optimizer; reduce_bucket_size, whatever the model."""
+
+
+WIDE = ModelConfig(
+    num_layers=4, hidden_size=128, ffn_hidden_size=352, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    vocab_size=512, max_position_embeddings=128,
+)  # fmt: skip
 
 
 def live_bytes() -> int:
@@ -57,6 +76,30 @@ def test_states_are_what_the_engine_allocates(gloo_pools: GlooPools, precision: 
         expected = sum(state_bytes(parameters, Layout(data=2, zero=zero), precision))
         expected += BUCKET_BYTES if (precision, zero) == ("fp32", 1) else 0
         assert held == pytest.approx(expected, abs=TOLERANCE * 12 * parameters)
+
+
+def kept_of_a_pass(wiring: ResidualMode, recompute: bool, sequence_parallel: bool) -> tuple[int, float]:
+    """On each rank: bytes that a forward pass of two samples leaves for backward, and what is counted."""
+    model = wired(WIDE, wiring)
+    mesh = replace(mesh_of(2, 1), sequence_parallel=sequence_parallel)
+    module = LanguageModel(model, mesh, StackOptions(recompute_layers=4 if recompute else 0), seed=1)
+    ids = torch.arange(130).view(2, 65)
+    meter = ActivationMeter(module, torch.device("cpu"))
+    loss = module(ids[:, :-1], ids[:, 1:])
+    assert meter.kept_bytes is not None and loss.requires_grad
+    layout = Layout(2, micro_batch=2, recompute=recompute, sequence_parallel=sequence_parallel, fused_norms=False)
+    counted = layers_activation_bytes(model, layout, 0, 128, "fp32")
+    return meter.kept_bytes, counted + head_activation_bytes(model, layout, 128, "fp32")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("wiring", ["standard", "ladder", "ladder-parallel"])
+def test_activations_of_two_ranks(
+    gloo_pools: GlooPools, wiring: ResidualMode, recompute: bool, sequence_parallel: bool
+) -> None:
+    for kept, counted in gloo_pools(2).run(kept_of_a_pass, wiring, recompute, sequence_parallel):
+        assert counted == pytest.approx(kept, rel=0.05)
 
 
 TINY = Sizes((1 << 10, 1 << 12, 1 << 14, 1 << 16), ("small-train", "small"), 64, torch.float32, tokens=1)
