@@ -14,6 +14,7 @@ PROGRAMS = {
     "prepare-corpus": "prepare_corpus",
     "generate": "generate",
     "benchmark": "benchmark",
+    "plan": "plan",
     "plot-loss": "plot_loss",
     "exposed-communication": "exposed_communication",
     "throughput": "throughput",

@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": PARALLEL | {"model", "pipeline"} | FEEDS_TRAINING,
     "generate": PARALLEL | {"model", "data", "checkpoint"},
     "bench": PARALLEL | {"model", "generate", "cost"},
+    "plan": PARALLEL | {"model", "generate", "cost", "bench"},
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 

@@ -1,0 +1,134 @@
+"""What planning takes for granted: bytes that DeepSpeed's optimizers hold, and a calibration over gloo."""
+
+import gc
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_ladder.config.model import ModelConfig, ResidualMode
+from megatron_ladder.cost.hardware import CLUSTERS
+from megatron_ladder.cost.memory import (
+    Layout,
+    Precision,
+    head_activation_bytes,
+    layers_activation_bytes,
+    stage_parameters,
+    state_bytes,
+)
+from megatron_ladder.cost.training import wired
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.plan.calibration import Calibration, apply_calibration
+from megatron_ladder.plan.measure import Measurement, Sizes
+from megatron_ladder.train.memory import ActivationMeter
+from megatron_ladder.train.step import train_step
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import mesh_of
+from tests.distributed.test_training import steps_of_batches
+from tests.distributed.training import build_trainer_here, own_batches
+
+SHAPE = "--hidden-size 128 --ffn-hidden-size 352 --train-iters 4 --lr 1e-3 --micro-batch-size 2".split()
+TOLERANCE = 0.001
+"""Alignment of DeepSpeed's flat buffers, and batches."""
+BUCKET_BYTES = 4 * 500_000_000
+"""Where fp32 gradients are reduced by DeepSpeed's ZeRO optimizer; reduce_bucket_size, whatever the model."""
+
+
+WIDE = ModelConfig(
+    num_layers=4, hidden_size=128, ffn_hidden_size=352, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    vocab_size=512, max_position_embeddings=128,
+)  # fmt: skip
+
+
+def live_bytes() -> int:
+    """Of all storages that tensors of this process hold, each once."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor) and found.device.type == "cpu":
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            if found.grad is not None:
+                storages[found.grad.untyped_storage().data_ptr()] = found.grad.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def state_of_a_step(argv: list[str]) -> tuple[int, int]:
+    """On each rank: bytes that a trainer holds between the micro-batches of its second step, and its parameters."""
+    batches = steps_of_batches(2, 2 * torch.distributed.get_world_size())
+    before = live_bytes()
+    trainer = build_trainer_here([*SHAPE, *argv])
+    first, second = (own_batches(trainer, batch) for batch in batches)
+    train_step(trainer, first, 1)
+    loss = trainer.engine(*second[0]) / 100
+    trainer.engine.backward(loss, scale_wrt_gas=False)
+    del loss
+    held = live_bytes() - before
+    return held, stage_parameters(trainer.run.model, Layout(), 0)
+
+
+@pytest.mark.parametrize(("precision", "zero"), [("fp32", 0), ("fp32", 1), ("bf16", 1)])
+def test_states_are_what_the_engine_allocates(gloo_pools: GlooPools, precision: Precision, zero: int) -> None:
+    argv = ["--zero-stage", str(zero), "--global-batch-size", "8", *(["--bf16"] if precision == "bf16" else [])]
+    for held, parameters in gloo_pools(2).run(state_of_a_step, argv):
+        expected = sum(state_bytes(parameters, Layout(data=2, zero=zero), precision))
+        expected += BUCKET_BYTES if (precision, zero) == ("fp32", 1) else 0
+        assert held == pytest.approx(expected, abs=TOLERANCE * 12 * parameters)
+
+
+def kept_of_a_pass(wiring: ResidualMode, recompute: bool, sequence_parallel: bool) -> tuple[int, float]:
+    """On each rank: bytes that a forward pass of two samples leaves for backward, and what is counted."""
+    model = wired(WIDE, wiring)
+    mesh = replace(mesh_of(2, 1), sequence_parallel=sequence_parallel)
+    module = LanguageModel(model, mesh, StackOptions(recompute_layers=4 if recompute else 0), seed=1)
+    ids = torch.arange(130).view(2, 65)
+    meter = ActivationMeter(module, torch.device("cpu"))
+    loss = module(ids[:, :-1], ids[:, 1:])
+    assert meter.kept_bytes is not None and loss.requires_grad
+    layout = Layout(2, micro_batch=2, recompute=recompute, sequence_parallel=sequence_parallel, fused_norms=False)
+    counted = layers_activation_bytes(model, layout, 0, 128, "fp32")
+    return meter.kept_bytes, counted + head_activation_bytes(model, layout, 128, "fp32")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("wiring", ["standard", "ladder", "ladder-parallel"])
+def test_activations_of_two_ranks(
+    gloo_pools: GlooPools, wiring: ResidualMode, recompute: bool, sequence_parallel: bool
+) -> None:
+    for kept, counted in gloo_pools(2).run(kept_of_a_pass, wiring, recompute, sequence_parallel):
+        assert counted == pytest.approx(kept, rel=0.05)
+
+
+TINY = Sizes((1 << 10, 1 << 12, 1 << 14, 1 << 16), ("small-train", "small"), 64, torch.float32, tokens=1)
+
+
+def calibrate() -> Calibration:
+    """On each rank."""
+    torch.set_num_threads(1)
+    return Measurement(TINY, torch.device("cpu"), rounds=3).run()
+
+
+def test_a_calibration_over_gloo(gloo_pools: GlooPools) -> None:
+    first, second = gloo_pools(2).run(calibrate)
+    assert first == second, "the slowest rank's times, known to all"
+    assert [reduce.num_bytes for reduce in first.reduces] == list(TINY.reduce_bytes)
+    assert first.ranks == 2 and first.device == "CPU"
+    assert all(timed.seconds > 0 for timed in (*first.reduces, *first.decodes))
+    # Read by a rank: half of the layers' matrices, the norms whole, half of the head, none of the embedding.
+    h, f, layers = 512, 704, 6
+    numbers = layers * ((4 * h * h + 3 * h * f) / 2 + 2 * h) + h + 2048 / 2 * h
+    assert first.decodes[0].weight_bytes == 4 * numbers
+    product = first.product
+    assert product.flops % (2 * 64**3) == 0
+    assert math.isfinite(product.together_seconds) and product.together_seconds > 0
+    known = apply_calibration(CLUSTERS["h100"], with_plain_decoding(first), "here")
+    assert known.calibrated and known.all_reduce_seconds(1 << 12, 2) > 0
+
+
+def with_plain_decoding(calibration: Calibration) -> Calibration:
+    """Three rounds on a busy machine may contradict one another; the times that matter here are those of reduces."""
+    small, large = calibration.decodes
+    return replace(calibration, decodes=(replace(small, seconds=0.1), replace(large, seconds=1.0)))

@@ -1,0 +1,121 @@
+"""tools/plan.py as a command: light, quick, with every mistake named."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder.cli.plan import main
+from megatron_ladder.cost.hardware import CLUSTERS
+from megatron_ladder.errors import UserError
+from megatron_ladder.plan.options import CalibrateOptions, LayoutOptions, parse_options
+from megatron_ladder.plan.program import cluster_of
+
+ROOT = Path(__file__).resolve().parents[3]
+HEADER = "model,p2p,tensor_parallel,batch,wiring,prefill_seconds,decode_511_tokens_seconds\n"
+
+
+def test_a_thousand_gpus_without_torch(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    script = (
+        "import resource, sys; from megatron_ladder.cli.plan import main; main(sys.argv[1:]);"
+        "used = resource.getrusage(resource.RUSAGE_SELF);"
+        "print(used.ru_utime + used.ru_stime, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    arguments = "--model llama-70b --gpus 1024 --global-batch-size 1024 --json".split()
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments, str(out)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    seconds, torch_is_there = done.stderr.split()
+    assert torch_is_there == "False"
+    assert float(seconds) < 2, "of the processor, whatever else the machine does"
+    report = json.loads(out.read_text())
+    assert len(report["layouts"]) > 100
+    first = report["layouts"][0]
+    assert first["tensor"] * first["pipeline"] * first["data"] == 1024
+    parts = ("weights", "gradients", "optimizer", "activations")
+    assert sum(first["memory_bytes"][part] for part in parts) == pytest.approx(first["memory_bytes"]["total"])
+    assert first["memory_bytes"]["total"] < 80e9
+    parts = ("compute", "exposed_tensor", "bubble", "exposed_data")
+    assert sum(first["step_seconds"][part] for part in parts) == pytest.approx(first["step_seconds"]["total"])
+    assert first["relative_uncertainty"] == 0.15
+    assert {"standard", "ladder", "parallel", "ladder-parallel"} == set(report["interconnects"]["rows"][0]["seconds"])
+    assert "| TP | PP | DP | ZeRO |" in done.stdout and "(this cluster)" in done.stdout
+
+
+def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.png"
+    main(["layouts", "--gpus", "8", "--batch", "16", "--wirings", "standard", "ladder", "--plot", str(picture)])
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "ladder-parallel" not in capsys.readouterr().out
+
+
+def test_flags_replace_figures() -> None:
+    words = (
+        "--cluster h200 --node-latency-us 30 --node-bandwidth-gbs 400 --network-latency-us 5 --gpus-per-node 4 "
+        "--network-bandwidth-gbs 25 --peak-tflops 500 --flops-share 0.5 --gpu-memory-gb 64 --contention 0.2"
+    ).split()
+    options = parse_options(words)
+    assert isinstance(options, LayoutOptions)
+    cluster = cluster_of(options)
+    assert (cluster.gpus_per_node, cluster.memory_bytes, cluster.peak_flops) == (4, 64e9, 500e12)
+    assert cluster.all_reduce_seconds(0, 4) == pytest.approx(30e-6)
+    assert (cluster.node_bytes_per_second, cluster.network_bytes_per_second) == (400e9, 25e9)
+    assert (cluster.network_seconds, cluster.flops_share, cluster.contention) == pytest.approx((5e-6, 0.5, 0.2))
+    assert cluster.sources["peak_flops"] == "command line"
+    assert cluster.sources["memory_bytes_per_second"] == CLUSTERS["h200"].sources["memory_bytes_per_second"]
+
+
+def test_calibrate_in_two_spellings() -> None:
+    for words in (["calibrate", "--output", "a.json"], ["--output", "a.json", "--calibrate"]):
+        assert parse_options(words) == CalibrateOptions(Path("a.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("layout", ["expected one of layouts, calibrate, paper first"]),
+        ("--model gpt --cluster a100 --wirings no-comm --gpus 0 --contention 2",
+         ["--model gpt", "--cluster a100", "--wirings no-comm", "--gpus 0", "--contention 2"]),
+        ("--node-latency-us -1 --top 0", ["--top 0", "--node-latency-us -1.0"]),
+        ("calibrate --output a --tp 1 --rounds 1", ["--tp 1", "--rounds 1"]),
+        ("paper --fit a.csv", ["--predict is required", "--json is required"]),
+    ],
+)  # fmt: skip
+def test_every_mistake_is_named(words: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_options(words.split())
+    assert len(caught.value.mistakes) == len(parts)
+    assert all(part in mistake for part, mistake in zip(parts, caught.value.mistakes, strict=True))
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(UserError, match="--gpus 8: no layout of llama-405b fits 80 GB a GPU"):
+        main(["--model", "llama-405b", "--gpus", "8", "--batch", "8"])
+
+
+def test_published_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit, wanted, out = (tmp_path / name for name in ("fit.csv", "predict.csv", "out.json"))
+    fit.write_text(HEADER + "llama-3-8b,on,1,1,standard,0.05,3.2\nllama-3-8b,on,1,1,no-comm,0.05,3.2\n")
+    wanted.write_text(HEADER + "llama-3-8b,on,1,4,standard,0.2,4.0\nllama-3-8b,on,1,4,ladder,0.2,4.0\n")
+    main(["paper", "--fit", str(fit), "--predict", str(wanted), "--json", str(out)])
+    rows = json.loads(out.read_text())
+    assert [row["wiring"] for row in rows] == ["standard", "ladder"]
+    assert rows[0]["predicted_decode_seconds"] == pytest.approx(4.0, rel=0.1)
+    assert "2 rows fitted, 2 predicted" in capsys.readouterr().out
+    with pytest.raises(UserError) as caught:
+        main(["paper", "--fit", str(tmp_path / "no"), "--predict", str(tmp_path / "nor"), "--json", str(out)])
+    assert [mistake.split()[0] for mistake in caught.value.mistakes] == ["--fit", "--predict"]
+
+
+def test_the_tool_starts(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "plan.py"), "--model", "nothing"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "error: --model nothing" in done.stderr and time.monotonic() - began < 30
