@@ -1,7 +1,7 @@
 """Communication that nothing hides, from a trace of training steps (`--profile`).
 
-A trace has the steps (`iteration 12`), the sub-blocks (`layers.3.attention forward`, `backward`, `norm forward`,
-`norm backward`, `recompute`) and the collectives by name (`comm/spans.py`). What is exposed depends on the device:
+A trace has the steps (`iteration 12`), the sub-blocks (`layers.3.attention forward`, `norm forward`, `backward`, `norm
+backward`, `gather`, `recompute`) and the collectives by name (`comm/spans.py`). What is exposed depends on the device:
 
     CPU     the time inside waits, and inside collectives that are waited for at once
     CUDA    the time in which a communication kernel runs and no other kernel, copy or fill does:
@@ -40,12 +40,14 @@ COMMUNICATION_KERNELS = r"nccl|(one|two)_shot_all_reduce|multimem"
 """Names of kernels that communicate: NCCL's, and those of torch's symmetric memory."""
 
 _STEP = re.compile(r"iteration (\d+)")
-_SUB_BLOCK = re.compile(r"(layers\.\d+\.\w+) (forward|norm forward|backward|norm backward|recompute)")
+_SUB_BLOCK = re.compile(r"(layers\.\d+\.\w+) (forward|norm forward|backward|norm backward|gather|recompute)")
 _COLLECTIVE = re.compile(r"(all_reduce|all_gather|reduce_scatter|broadcast)(?: (start|wait))?")
 _AUTOGRAD = "autograd::engine::evaluate_function"
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _MICROSECOND = 1e-6
+_NESTING = 4
+"""More names than lie in that of another sub-block: its neighbour's norm and gathers run while it is halfway."""
 
 
 class Interval(NamedTuple):
@@ -178,7 +180,7 @@ class _Names:
 
     def step_at(self, moment: float) -> int | None:
         """The step that a moment lies in."""
-        return _around_disjoint(moment, self.steps)
+        return _around(moment, self.steps, nesting=1)
 
     def owner_at(self, moment: float, thread: Any) -> Owner:
         """The sub-block of what a thread does at a moment.
@@ -189,13 +191,13 @@ class _Names:
         named = self._sub_block_at(moment, thread)
         if named is not None:
             return named
-        sequence = _around(moment, self._backward_nodes.get(thread, []))
+        nodes = self._backward_nodes.get(thread, [])
+        sequence = _around(moment, nodes, nesting=len(nodes))
         name = None if sequence is None else self._forward_of.get(sequence)
         return Owner(ELSEWHERE, "") if name is None else Owner(name, "backward")
 
     def _sub_block_at(self, moment: float, thread: Any) -> Owner | None:
-        # A sharded stream is normed for a sub-block while the one before it is halfway.
-        return _around(moment, self._sub_blocks.get(thread, []))
+        return _around(moment, self._sub_blocks.get(thread, []), _NESTING)
 
 
 def _of_waits(events: Sequence[Event], names: _Names) -> list[Collective]:
@@ -232,7 +234,7 @@ def _of_kernels(
         for event in events
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
     }
-    communicating = [event for event in on_device if event["cat"] == "kernel" and kernels.search(event["name"])]
+    communicating = [event for event in on_device if kernels.search(event["name"])]
     apart = {id(event) for event in communicating}
     cover = union(_interval(event) for event in on_device if id(event) not in apart)
     found, counted_until = [], 0.0
@@ -254,15 +256,15 @@ def _interval(event: Event) -> Interval:
     return Interval(float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0)))
 
 
-def _around_disjoint(moment: float, entries: Sequence[tuple[Interval, T]]) -> T | None:
-    """What belongs to the interval around a moment. The intervals ascend, and none lies in another."""
-    index = bisect_right(entries, moment, key=lambda entry: entry[0].start) - 1
-    return entries[index][1] if index >= 0 and entries[index][0].stop > moment else None
+def _around(moment: float, entries: Sequence[tuple[Interval, T]], nesting: int) -> T | None:
+    """What belongs to the innermost interval around a moment.
 
-
-def _around(moment: float, entries: Sequence[tuple[Interval, T]]) -> T | None:
-    """What belongs to the interval around a moment. The intervals ascend; of nested ones, the innermost counts."""
-    index = bisect_right(entries, moment, key=lambda entry: entry[0].start) - 1
-    while index >= 0 and entries[index][0].stop <= moment:
-        index -= 1
-    return entries[index][1] if index >= 0 else None
+    Args:
+        entries: their intervals ascend.
+        nesting: how many of them are looked at, from the one that began last before the moment.
+    """
+    last = bisect_right(entries, moment, key=lambda entry: entry[0].start)
+    for span, belonging in reversed(entries[max(0, last - nesting) : last]):
+        if span.stop > moment:
+            return belonging
+    return None

@@ -160,10 +160,11 @@ class _Pass:
     def gather_again(self, index: int) -> None:
         """Starts to gather what the backward of a sub-block needs whole and forward did not keep."""
         kept = self._kept[index]
-        if isinstance(kept, _Graph):
-            kept.input_gradient.input_again = self.layout.start_read(kept.normed)
-        elif isinstance(kept, Tensor):
-            self._kept[index] = self._read(index, kept, with_graph=True)
+        with self.steps[index].named("gather"):
+            if isinstance(kept, _Graph):
+                kept.input_gradient.input_again = self.layout.start_read(kept.normed)
+            elif isinstance(kept, Tensor):
+                self._kept[index] = self._read(index, kept, with_graph=True)
 
     def last_graph(self) -> _Graph:
         """The graphs of the last sub-block that has not gone backward, which the pass then forgets."""
@@ -257,7 +258,10 @@ class _BackwardWalk:
     def _of_output(self, index: int) -> InFlight:
         """The gradient of a sub-block's output, [s, b, h], on its way."""
         self._absorb(self._pass.known_at[self._pass.pending_in + index])
-        return self._pass.layout.start_read(self._gradient)
+        if not self._pass.sharded:
+            return InFlight(self._gradient, None)
+        with self._pass.steps[index].named("gather"):
+            return self._pass.layout.start_read(self._gradient)
 
     def _read_ahead(self, index: int) -> None:
         """Starts on a sub-block's output gradient, if that does not need the sub-block that is under way."""

@@ -26,10 +26,11 @@ def compile_sub_blocks(model: nn.Module, backend: str = "inductor") -> None:
     Args:
         backend: of torch.compile; "inductor" needs a C++ compiler on a CPU.
     """
-    norm = torch.compile(torch_rms_norm, fullgraph=True, backend=backend)
-    add_norm = torch.compile(add_rms_norm, fullgraph=True, backend=backend)
-    compiled_split_heads = torch.compile(split_heads, fullgraph=True, backend=backend)
-    compiled_swiglu = torch.compile(swiglu, fullgraph=True, backend=backend)
+    # Not `fullgraph`: torch compiles a function for so many kinds of arguments, and another kind would be an error.
+    norm = torch.compile(torch_rms_norm, backend=backend)
+    add_norm = torch.compile(add_rms_norm, backend=backend)
+    compiled_split_heads = torch.compile(split_heads, backend=backend)
+    compiled_swiglu = torch.compile(swiglu, backend=backend)
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.function = norm

@@ -1,5 +1,6 @@
 """How much memory a forward pass leaves occupied for its backward."""
 
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -45,6 +46,7 @@ class ActivationMeter:
         self._device = device
         self._before = 0
         self._storages: _NewStorages | None = None
+        self._stance: AbstractContextManager[object] | None = None
         self._hooks = [
             model.register_forward_pre_hook(self._begin, prepend=True),
             model.register_forward_hook(self._end),
@@ -67,6 +69,8 @@ class ActivationMeter:
         if self._device.type == "cuda":
             self._before = torch.cuda.memory_allocated(self._device)
         else:
+            # Compiled functions cannot be followed.
+            self._stance = torch.compiler.set_stance("force_eager")
             self._storages = _NewStorages()
             self._storages.__enter__()
 
@@ -77,6 +81,8 @@ class ActivationMeter:
             self.kept_bytes = torch.cuda.memory_allocated(self._device) - self._before
         else:
             self._storages.__exit__(None, None, None)
+            assert self._stance is not None
+            self._stance.__exit__(None, None, None)
             self.kept_bytes = self._storages.alive()
         self._stop()
 

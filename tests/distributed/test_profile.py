@@ -109,9 +109,19 @@ def test_a_sharded_stream_is_traced(gloo_pools: GlooPools, tmp_path: Path) -> No
     assert rows["layers.1.attention", "forward"].collectives == 4
 
 
-@pytest.mark.parametrize("wiring", [[], ["--no-tp-overlap"]], ids=["overlap", "autograd"])
+@pytest.mark.parametrize(
+    ("wiring", "forward", "backward"),
+    [
+        ([], 2, 2),
+        (["--no-tp-overlap"], 2, 2),
+        # Gathers what it reads and scatters its output; backward also gathers its output's gradient, and its input
+        # again, which is not kept.
+        (["--sequence-parallel"], 4, 6),
+    ],
+    ids=["overlap", "autograd", "sequence-parallel"],
+)
 def test_each_collective_of_a_real_trace_has_its_sub_block(
-    gloo_pools: GlooPools, tmp_path: Path, wiring: list[str]
+    gloo_pools: GlooPools, tmp_path: Path, wiring: list[str], forward: int, backward: int
 ) -> None:
     """Two micro-batches: every sub-block reduces its output and its input's gradient once in each."""
     gloo_pools(2).run(profiled_steps, [*arguments(tmp_path, mode="ladder", ranks="0"), *wiring])
@@ -121,7 +131,8 @@ def test_each_collective_of_a_real_trace_has_its_sub_block(
     rows = {(row.name, row.direction): row for row in sub_block_rows(found)}
     sub_blocks = [f"layers.{layer}.{kind}" for layer in range(3) for kind in ("attention", "mlp")]
     assert list(rows)[:-1] == [(name, direction) for name in sub_blocks for direction in ("forward", "backward")]
-    assert {row.collectives for row in list(rows.values())[:-1]} == {2}
+    for row in list(rows.values())[:-1]:
+        assert row.collectives == (forward if row.direction == "forward" else backward), row
     assert list(rows)[-1] == (ELSEWHERE, "")
     for step in step_rows(found):
         assert 0 < step.exposed_seconds < step.seconds

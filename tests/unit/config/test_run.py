@@ -46,6 +46,9 @@ def test_batches_follow_from_the_layout() -> None:
         ("--recompute-granularity selective", "--recompute-granularity selective"),
         ("--recompute-num-layers 2", "--recompute-num-layers has no meaning without"),
         ("--recompute-granularity full --recompute-num-layers 13", "--recompute-num-layers 13 is above --num-layers"),
+        ("--compile-sub-blocks --norm-implementation apex", "--compile-sub-blocks compiles torch's norm"),
+        ("--profile --profile-step-end 9 --profile-dir p", "--profile-step-start 10 and --profile-step-end 9"),
+        ("--profile --profile-dir p --profile-ranks 8", "--profile-ranks 8: expected ranks from 0 to"),
         ("--adam-beta2 1", "--adam-beta2 1.0 must lie in [0, 1)"),
         ("--train-iters 0", "--train-iters 0 must be above zero"),
         ("--lr-decay-iters -5", "--lr-decay-iters -5 must be above zero"),
@@ -74,7 +77,8 @@ def test_megatrons_spellings_are_known() -> None:
         "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0.0 --use-flash-attn "
         "--lr-decay-style cosine --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 "
         "--init-method-std 0.02 --split 969,30,1 --save-interval 10 --eval-interval 10 --eval-iters 0 "
-        "--log-interval 1 --tensorboard-dir tb --pipeline-model-parallel-size 1 --deterministic-mode"
+        "--log-interval 1 --tensorboard-dir tb --profile --use-pytorch-profiler --profile-ranks 0 1 "
+        " --pipeline-model-parallel-size 1 --deterministic-mode"
     )
     run, mistakes = read(words)
     assert mistakes == []

@@ -2,9 +2,14 @@
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.model.compiled import compile_sub_blocks
+from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.train.memory import ActivationMeter
+from tests.unit.generate.tiny_model import tiny_config
 
 CPU = torch.device("cpu")
 
@@ -43,3 +48,20 @@ def test_the_first_training_pass_is_measured_and_no_other() -> None:
         assert kept == meter.kept_bytes == 2 * 20 * 8 * 4 + 4
     (first + second).backward()
     assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_a_compiled_model_is_measured_uncompiled_and_compiled_afterwards() -> None:
+    torch.compiler.reset()
+    counters.clear()
+    config = tiny_config()
+    model = LanguageModel(config, ProcessMesh.single(), seed=1)
+    tokens = torch.arange(24).view(2, 12)
+    with ActivationMeter(model, torch.device("cpu")) as meter:
+        model(tokens, tokens)
+    plain = meter.kept_bytes
+    compile_sub_blocks(model, "aot_eager")
+    with ActivationMeter(model, torch.device("cpu")) as meter:
+        model(tokens, tokens)
+        assert not counters["stats"]
+        model(tokens, tokens).backward()
+    assert meter.kept_bytes == plain and counters["stats"]["unique_graphs"] > 2
