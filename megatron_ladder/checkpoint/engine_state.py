@@ -7,7 +7,7 @@ unknown class is an error, and every save checks that masters and weights agree 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +18,17 @@ from megatron_ladder.optim.gradients import GradientPiece
 from megatron_ladder.parallel.layout import Section, parameter_sections
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What DeepSpeed's dynamic loss scaler knows of its past."""
 
 
 class Span(NamedTuple):
     """A run of one local parameter that this rank's optimizer updates."""
 
-    parameter: nn.Parameter
     sections: Sequence[Section]
     """What the parameter is made of."""
+    shape: Sequence[int]
+    """The parameter's shape, whole; ZeRO-3 keeps parameters empty between uses."""
     start: int
     """First element, in the parameter's row-major order."""
     weight: Tensor
@@ -78,9 +81,9 @@ class EngineState(ABC):
         """Brings the model's weights up to date with masters that were written; all ranks must call it."""
 
     def gradient_pieces(self) -> list[GradientPiece]:
-        """The gradient that this rank holds, reduced over data-parallel ranks."""
+        """The gradient that this rank holds, reduced over data-parallel ranks, times `loss_scale`."""
         return [
-            GradientPiece(span.sections, span.parameter.shape, span.start, gradient, span.owned)
+            GradientPiece(span.sections, span.shape, span.start, gradient, span.owned)
             for span, gradient in zip(self.spans(), self.gradients(), strict=True)
         ]
 
@@ -97,31 +100,60 @@ class EngineState(ABC):
         for group in self.base.param_groups:
             if "step" in group:
                 return int(group["step"])
-            for parameter in group["params"]:
-                if "step" in self.base.state[parameter]:
-                    return int(self.base.state[parameter]["step"])
+        for flat_master in self._flat_masters():
+            if "step" in self.base.state[flat_master]:
+                return int(self.base.state[flat_master]["step"])
         return 0
 
     def set_steps_taken(self, steps: int) -> None:
         """Tells AdamW how many steps its moments have seen, for its bias correction."""
-        for group in self.base.param_groups:
-            if type(self.base) is not torch.optim.AdamW:
+        if type(self.base) is not torch.optim.AdamW:
+            for group in self.base.param_groups:
                 group["step"] = steps
-                continue
-            for parameter in group["params"]:
-                # AdamW reads the count from a tensor; its fused kernel wants it on the device.
-                device = parameter.device if group["fused"] else torch.device("cpu")
-                self.base.state[parameter]["step"] = torch.tensor(float(steps), device=device)
+            return
+        for flat_master in self._flat_masters():
+            # AdamW reads the count from a tensor; its fused kernel wants it on the device.
+            device = flat_master.device if self.base.defaults["fused"] else torch.device("cpu")
+            self.base.state[flat_master]["step"] = torch.tensor(float(steps), device=device)
+
+    def _flat_masters(self) -> list[Tensor]:
+        """The tensors that the optimizer updates; ZeRO-3 shows them to it only within a step."""
+        return list({id(span.flat_master): span.flat_master for span in self.spans()}.values())
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """For the next step."""
         for group in self.base.param_groups:
             group["lr"] = learning_rate
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss, and so every gradient until the step, is multiplied by; 1 but for fp16."""
+        return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
+
+    def can_lower_loss_scale(self) -> bool:
+        """Whether a gradient that is not finite may be due to the loss scale alone."""
+        scaler: Any = getattr(self.engine.optimizer, "loss_scaler", None)
+        return bool(getattr(scaler, "dynamic", False)) and self.loss_scale > scaler.min_scale
+
+    def overflowed(self) -> bool:
+        """Whether the last step was left out, because a scaled fp16 gradient was not finite."""
+        return self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)
+
+    def loss_scaler(self) -> dict[str, float]:
+        """The state of fp16's dynamic loss scaling; nothing where the scale is constant."""
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        return {name: getattr(scaler, name) for name in LOSS_SCALER if hasattr(scaler, name)}
+
+    def set_loss_scaler(self, stored: Mapping[str, float]) -> None:
+        """Continues loss scaling where it was saved, if this run scales dynamically as well."""
+        for name in self.loss_scaler():
+            if name in stored:
+                setattr(self.engine.optimizer.loss_scaler, name, stored[name])
+
     def check_masters(self) -> None:
         """Raises RuntimeError if a weight is not the rounded master: the adapter does not fit the engine then."""
         for span in self.spans():
-            if not torch.equal(span.master.to(span.weight.dtype), span.weight):
+            if not torch.equal(span.master.to(span.weight.device, span.weight.dtype), span.weight):
                 raise RuntimeError(f"the fp32 master of {span.sections[0].name} is not the model's weight")
 
 
@@ -138,12 +170,12 @@ class PlainState(EngineState):
         for group in self.base.param_groups:
             for parameter in group["params"]:
                 sections = self._sections[id(parameter)]
-                yield Span(parameter, sections, 0, parameter.detach().view(-1), parameter, 0, owned)
+                yield Span(sections, parameter.shape, 0, parameter.detach().view(-1), parameter, 0, owned)
 
     def gradients(self) -> Iterator[Tensor]:
         for span in self.spans():
-            assert span.parameter.grad is not None
-            yield span.parameter.grad
+            assert span.flat_master.grad is not None
+            yield span.flat_master.grad
 
     def masters_changed(self) -> None:
         return
@@ -160,7 +192,7 @@ class _FlatGroup(NamedTuple):
 
 
 class FlatState(EngineState):
-    """ZeRO-1: parameters are flattened group by group, and each data-parallel rank updates one partition of each."""
+    """ZeRO-1 and 2: parameters are flattened group by group; each data-parallel rank updates a partition of each."""
 
     @property
     def base(self) -> torch.optim.Optimizer:
@@ -180,7 +212,7 @@ class FlatState(EngineState):
                 if first < last:
                     weight = parameter.detach().view(-1).narrow(0, first - offset, last - first)
                     sections = self._sections[id(parameter)]
-                    yield Span(parameter, sections, first - offset, weight, flat_master, first - low, owned=True)
+                    yield Span(sections, parameter.shape, first - offset, weight, flat_master, first - low, owned=True)
 
     def masters_changed(self) -> None:
         self.engine.optimizer.update_lp_params()
@@ -204,8 +236,8 @@ class Bf16State(FlatState):
             yield of_master[id(span.flat_master)].narrow(0, span.offset, span.length)
 
 
-class Zero1State(FlatState):
-    """ZeRO-1 in fp32 (`DeepSpeedZeroOptimizer`)."""
+class ZeroState(FlatState):
+    """ZeRO-1 in fp32 and fp16, ZeRO-2 (`DeepSpeedZeroOptimizer`), and both with the optimizer offloaded."""
 
     def groups(self) -> Iterator[_FlatGroup]:
         optimizer = self.engine.optimizer
@@ -219,6 +251,11 @@ class Zero1State(FlatState):
 
     def gradients(self) -> Iterator[Tensor]:
         optimizer = self.engine.optimizer
+        if optimizer.cpu_offload:
+            for span in self.spans():
+                assert span.flat_master.grad is not None
+                yield span.flat_master.grad.narrow(0, span.offset, span.length)
+            return
         lying: dict[tuple[int, int], Tensor] = {}
         for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
             position = 0
@@ -232,11 +269,60 @@ class Zero1State(FlatState):
             yield gradient
 
 
+class Zero3State(EngineState):
+    """ZeRO-3: each parameter is cut in equal parts, the last one padded, and a rank's parts lie one after another."""
+
+    @property
+    def base(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self.engine.optimizer.optimizer
+        return optimizer
+
+    def _parts(self) -> Iterator[tuple[int, int, Span]]:
+        """Subgroup, place in it, and the run that this rank holds, where it is not all padding."""
+        optimizer = self.engine.optimizer
+        for index, (parameters, flat_master) in enumerate(
+            zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+        ):
+            offset = 0
+            for place, parameter in enumerate(parameters):
+                part: Any = parameter
+                size = part.partition_numel()
+                start = dist.get_rank(part.ds_process_group) * size
+                length = min(size, part.ds_numel - start)
+                if length > 0:
+                    weight = part.ds_tensor.detach().view(-1).narrow(0, 0, length)
+                    sections = self._sections[id(parameter)]
+                    span = Span(sections, part.ds_shape, start, weight, flat_master, offset, owned=True)
+                    yield index, place, span
+                offset += size
+
+    def spans(self) -> Iterator[Span]:
+        for _, _, span in self._parts():
+            yield span
+
+    def gradients(self) -> Iterator[Tensor]:
+        optimizer = self.engine.optimizer
+        for index, place, span in self._parts():
+            if optimizer.offload_optimizer:
+                assert span.flat_master.grad is not None
+                yield span.flat_master.grad.narrow(0, span.offset, span.length)
+            else:
+                yield optimizer.averaged_gradients[index][place].narrow(0, 0, span.length)
+
+    def masters_changed(self) -> None:
+        optimizer = self.engine.optimizer
+        # Copies gathered before would outlive their parts; each parameter is gathered anew before its next use.
+        optimizer._partition_all_parameters()
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+
+
 STATES: dict[str, type[EngineState]] = {
     "AdamW": PlainState,
     "FusedAdam": PlainState,
     "BF16_Optimizer": Bf16State,
-    "DeepSpeedZeroOptimizer": Zero1State,
+    "DeepSpeedZeroOptimizer": ZeroState,
+    "DeepSpeedZeroOptimizer_Stage3": Zero3State,
 }
 """The adapter for each class that `engine.optimizer` can be."""
 

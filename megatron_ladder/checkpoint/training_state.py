@@ -50,7 +50,7 @@ def save_training_state(
     published = directory
     if world.rank == 0:
         add_files(directory)
-        whole = {**header, "optimizer": {"steps_taken": state.steps_taken()}}
+        whole = {**header, "optimizer": {"steps_taken": state.steps_taken(), "loss_scaler": state.loss_scaler()}}
         write_manifest(directory, merge_manifest(whole, indices))
         published = publish(directory, save, iteration)
     world.barrier()
@@ -66,12 +66,14 @@ def load_training_state(checkpoint: Checkpoint, state: EngineState, world: CommG
     """
     for span in state.spans():
         targets = {"weight": span.master} | {which: state.moment(span, which) for which in MOMENTS}
-        for part in split_interval(span.sections, span.parameter.shape, span.start, span.length):
+        for part in split_interval(span.sections, span.shape, span.start, span.length):
             box = part.section
             for kind, target in targets.items():
                 out = target.narrow(0, part.begin, part.length)
                 checkpoint.read_span(box.name, kind, box.global_shape, box.offset, box.extent, part.start, out)
-    state.set_steps_taken(int(checkpoint.manifest["optimizer"]["steps_taken"]))
+    optimizer = checkpoint.manifest["optimizer"]
+    state.set_steps_taken(int(optimizer["steps_taken"]))
+    state.set_loss_scaler(optimizer.get("loss_scaler", {}))
     state.masters_changed()
     _restore_generators(checkpoint, world.rank)
 
@@ -81,7 +83,7 @@ def _add_optimizer(writer: CheckpointWriter, state: EngineState) -> None:
         if not span.owned:
             continue
         values = {"weight": span.master} | {which: state.moment(span, which) for which in MOMENTS}
-        for part in split_interval(span.sections, span.parameter.shape, span.start, span.length):
+        for part in split_interval(span.sections, span.shape, span.start, span.length):
             box = part.section
             if box.counted:
                 for kind, value in values.items():

@@ -5,6 +5,7 @@ import importlib
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -192,6 +193,9 @@ def start_deepspeed(place: Place, device: torch.device) -> None:
     # By its full name: the attribute `deepspeed.comm.torch` is torch itself.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    # ZeRO-3 calls them by names that torch has replaced, and no user can mend that.
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        warnings.filterwarnings("ignore", f".torch.distributed.{name}. is deprecated", FutureWarning)
 
 
 @contextlib.contextmanager

@@ -1,23 +1,47 @@
 """DeepSpeed's JSON, derived from the run; a user's own file is merged and must not contradict it."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.config.training import TrainingConfig
 
 REFUSED_SECTIONS = {
     "optimizer": "the optimizer comes from --lr, --weight-decay, --adam-beta1 and so on; remove it",
     "scheduler": "the schedule comes from --lr-decay-style and so on; remove it",
-    "fp16": "half precision is --bf16; remove it",
-    "amp": "half precision is --bf16; remove it",
+    "amp": "half precision is --bf16 or --fp16; remove it",
     "pipeline": "remove it",
     "activation_checkpointing": "use --recompute-granularity full; remove it",
-    "torch_autocast": "half precision is --bf16; remove it",
+    "torch_autocast": "half precision is --bf16 or --fp16; remove it",
+    "zenflow": "every gradient is applied in its own step; remove it",
+    "compression_training": "weights are trained as they are; remove it",
     "tensor_parallel": "use --tensor-model-parallel-size; remove it",
 }
 """Sections of DeepSpeed's JSON that would take over what the command line decides."""
+
+REFUSED_KEYS = {
+    "zero_optimization.offload_param": "parameters stay where the model is; use --offload-optimizer cpu",
+    "zero_optimization.zenflow": "every gradient is applied in its own step",
+    "zero_optimization.zero_hpz_partition_size": "weights have one partition",
+    "zero_optimization.zero_quantized_weights": "weights travel as they are",
+    "zero_optimization.zero_quantized_gradients": "gradients travel as they are",
+    "zero_optimization.zero_quantized_nontrainable_weights": "weights travel as they are",
+    "zero_optimization.mics_shard_size": "weights are shared out over all data-parallel processes",
+    "zero_optimization.offload_optimizer.nvme_path": "the optimizer is offloaded to the host's memory alone",
+    "zero_optimization.offload_optimizer.ratio": "the optimizer is offloaded as a whole",
+    "zero_optimization.offload_optimizer.super_offload": "the optimizer is torch's",
+    "zero_optimization.memory_efficient_linear": "it replaces torch's own function for all code of the process",
+    "zero_force_ds_cpu_optimizer": "the optimizer is torch's",
+    "bf16.bf16_master_weights_and_grads": "master weights and gradients are fp32",
+    "bf16.bf16_optimizer_states": "the optimizer's state is fp32",
+    "fp16.fp16_master_weights_and_grads": "master weights and gradients are fp32",
+    "fp16.auto_cast": "the model casts what it must",
+    "managed_gradient_accumulation": "a step is --global-batch-size samples",
+}
+"""Settings that our reading of the engine's state, or the mathematics of a step, excludes, and why."""
 
 FLAGS = {
     "train_batch_size": "--global-batch-size",
@@ -25,7 +49,14 @@ FLAGS = {
     "gradient_accumulation_steps": "--global-batch-size over --micro-batch-size and data-parallel processes",
     "gradient_clipping": "--clip-grad",
     "zero_optimization.stage": "--zero-stage",
+    "zero_optimization.offload_optimizer.device": "--offload-optimizer",
     "bf16.enabled": "--bf16",
+    "fp16.enabled": "--fp16",
+    "fp16.loss_scale": "--loss-scale, 0 being dynamic",
+    "fp16.initial_scale_power": "--initial-loss-scale, as a power of two",
+    "fp16.loss_scale_window": "--loss-scale-window",
+    "fp16.min_loss_scale": "--min-loss-scale",
+    "fp16.hysteresis": "--hysteresis",
     "data_types.grad_accum_dtype": "--bf16",
 }
 """Keys that the command line decides, with the flag to name when a file contradicts it."""
@@ -37,15 +68,18 @@ def deepspeed_json(run: RunConfig, mistakes: list[str]) -> dict[str, Any]:
     Clipping is computed by this package in every layout, so the engine's own is off, whatever --clip-grad says.
     A line is appended to `mistakes` for each key of `--deepspeed_config` that contradicts the command line.
     """
-    stage = int(run.parallel.zero_stage)
+    stage, offload = int(run.parallel.zero_stage), run.parallel.offload_optimizer
     derived: dict[str, Any] = {
         "train_batch_size": run.global_batch_size,
         "train_micro_batch_size_per_gpu": run.training.micro_batch_size,
         "gradient_accumulation_steps": run.accumulation_steps,
         "gradient_clipping": run.optimizer.clip_grad,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": offload}},
         "bf16": {"enabled": run.training.bf16},
+        "fp16": _loss_scaling(run.training),
         "data_types": {"grad_accum_dtype": "fp32"},
+        # Partial sums over data-parallel ranks are sums too: the engine's default is the model's precision.
+        "communication_data_type": "fp32",
         # DeepSpeed's own progress lines would come between ours.
         "steps_per_print": 2**31,
     }
@@ -57,9 +91,17 @@ def deepspeed_json(run: RunConfig, mistakes: list[str]) -> dict[str, Any]:
             del given[section]
         derived = _merge(derived, given, f"--deepspeed_config {path}", "", mistakes)
     derived["gradient_clipping"] = 0.0
-    if stage > 0 and not run.training.bf16:
-        # The norm is ours, so the engine need not compute another; its bf16 optimizer cannot leave it out.
-        derived["zero_optimization"]["compute_grad_norm"] = False
+    zero = derived["zero_optimization"]
+    if offload == "none":
+        del zero["offload_optimizer"]
+        # The norm is ours, so the engine need not compute another, where it can leave it out.
+        if stage == 2 or (stage == 1 and not run.training.bf16):
+            zero["compute_grad_norm"] = False
+    if stage == 3:
+        # It would replace torch's linear function for the whole process.
+        zero["memory_efficient_linear"] = False
+    # AdamW of torch may run on offloaded state: DeepSpeed's own needs a compiler.
+    derived["zero_force_ds_cpu_optimizer"] = False
     if run.parallel.pipeline_model_parallel_size > 1:
         # It would send each rank's share of what crosses a stage, taking it for the same on all tensor-parallel
         # ranks; the partial sums that cross here are not.
@@ -67,6 +109,20 @@ def deepspeed_json(run: RunConfig, mistakes: list[str]) -> dict[str, Any]:
     # AdamW of torch or of apex is handed over as an object, which DeepSpeed calls untested.
     derived["zero_allow_untested_optimizer"] = True
     return derived
+
+
+def _loss_scaling(training: TrainingConfig) -> dict[str, Any]:
+    """The section `fp16`; its numbers only count if that is enabled."""
+    if not training.fp16:
+        return {"enabled": False}
+    return {
+        "enabled": True,
+        "loss_scale": training.loss_scale or 0,
+        "initial_scale_power": round(math.log2(max(training.initial_loss_scale, 1.0))),
+        "loss_scale_window": training.loss_scale_window,
+        "min_loss_scale": int(training.min_loss_scale),
+        "hysteresis": training.hysteresis,
+    }
 
 
 def _read(path: Path, mistakes: list[str]) -> dict[str, Any]:
@@ -91,12 +147,12 @@ def _merge(
     merged = dict(derived)
     for key, value in given.items():
         path = prefix + key
-        if isinstance(derived.get(key), Mapping) and isinstance(value, Mapping):
+        if path in REFUSED_KEYS:
+            mistakes.append(f"{source}: {path}: {REFUSED_KEYS[path]}; remove it")
+        elif isinstance(derived.get(key), Mapping) and isinstance(value, Mapping):
             merged[key] = _merge(derived[key], value, source, path + ".", mistakes)
         elif isinstance(derived.get(key), Mapping):
             mistakes.append(f"{source}: {path} is {json.dumps(value)}, expected an object")
-        elif path.startswith("zero_optimization.offload"):
-            mistakes.append(f"{source}: {path} is not supported by this version: remove it")
         elif value == "auto":
             if path not in FLAGS:
                 mistakes.append(f'{source}: {path} is "auto", and no flag decides it: give a value or leave it out')

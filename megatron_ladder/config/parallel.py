@@ -19,8 +19,11 @@ class ParallelConfig:
     pipeline_partition: Literal["uniform", "parameters"] = "uniform"
     """How layers are shared out over stages. uniform: the same number each, one more for the first ones if it does not
     go even. parameters: the largest stage is as small as can be, with embedding and head counted in."""
-    zero_stage: Literal["0", "1"] = "1"
-    """What data-parallel processes share out: 0 nothing, 1 the optimizer's state. --bf16 needs 1."""
+    zero_stage: Literal["0", "1", "2", "3"] = "1"
+    """What data-parallel processes share out: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too.
+    --bf16 and --fp16 need 1 at least, pipeline parallelism 1 at most."""
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """cpu: keep the optimizer's state and fp32 master weights in the host's memory, and update them there."""
     tp_overlap: bool = True
     """Wait for every tensor-parallel all-reduce as soon as it is started (for comparison; the results are equal)."""
     sequence_parallel: bool = False

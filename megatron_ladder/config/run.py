@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ladder.config.data import DataConfig
+from megatron_ladder.config.engine import engine_mistakes
 from megatron_ladder.config.fields import parse_command_line, to_plain
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
 from megatron_ladder.config.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_mistakes
@@ -135,12 +136,16 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
         "--eval-interval": logging.eval_interval,
         "--distributed-timeout-minutes": parallel.distributed_timeout_minutes,
         "--distributed-timeout-seconds-after-first-step": parallel.distributed_timeout_seconds_after_first_step,
+        "--min-loss-scale": training.min_loss_scale,
+        "--loss-scale-window": training.loss_scale_window,
+        "--hysteresis": training.hysteresis,
     }
     optional = {
         "--save-interval": flags.checkpoint.save_interval,
         "--global-batch-size": training.global_batch_size,
         "--lr-decay-iters": optimizer.lr_decay_iters,
         "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
+        "--loss-scale": training.loss_scale,
     }
     above_zero |= {name: value for name, value in optional.items() if value is not None}
     mistakes.extend(f"{name} {value} must be above zero" for name, value in above_zero.items() if value <= 0)
@@ -192,8 +197,7 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
             f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is above --num-layers "
             f"{model.num_layers}: a stage holds at least one layer"
         )
-    if training.bf16 and parallel.zero_stage == "0":
-        mistakes.append("--bf16 needs --zero-stage 1: its fp32 master weights and gradients live in that optimizer")
+    mistakes.extend(engine_mistakes(training, optimizer, parallel))
     if training.compile_sub_blocks and training.norm_implementation == "apex":
         mistakes.append(
             "--compile-sub-blocks compiles torch's norm: leave --norm-implementation apex out, or --compile-sub-blocks"

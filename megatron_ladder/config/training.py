@@ -20,6 +20,20 @@ class TrainingConfig:
     that, the factor being the accumulation steps."""
     bf16: bool = False
     """Compute in bfloat16 with fp32 master weights and fp32 gradient accumulation; without it, all is fp32."""
+    fp16: bool = False
+    """Compute in float16 on CUDA, otherwise as with --bf16, the loss multiplied so that small gradients survive. A
+    step whose gradient overflows is left out, and the scale is lowered."""
+    loss_scale: float | None = None
+    """What --fp16 multiplies the loss by in every step, an overflow ending the run; found and adapted while training
+    if not given."""
+    initial_loss_scale: float = 65536.0
+    """First loss scale of --fp16, a power of two."""
+    min_loss_scale: float = 1.0
+    """Lowest loss scale of --fp16; an overflow at it ends the run."""
+    loss_scale_window: int = 1000
+    """Steps without overflow after which --fp16 doubles the loss scale."""
+    hysteresis: int = 2
+    """Overflows that --fp16 bears before it halves the loss scale."""
     seed: int = 1234
     """Decides the initial weights and the order of samples."""
     recompute_granularity: Literal["full", "selective"] | None = None

@@ -11,9 +11,18 @@ from megatron_ladder.parallel.apex import find_in_apex
 
 
 def build_adamw(
-    groups: Sequence[dict[str, Any]], config: OptimizerConfig, device: torch.device
+    groups: Sequence[dict[str, Any]],
+    config: OptimizerConfig,
+    device: torch.device,
+    offload: bool = False,
+    apex_counts_steps: bool = True,
 ) -> tuple[torch.optim.Optimizer, str]:
     """The optimizer, and a sentence that says which implementation it is and why.
+
+    Args:
+        offload: whether it runs on the host, whatever the device; torch's fused kernel then, in one pass over memory.
+        apex_counts_steps: False where the engine steps the parts of a group one after another (ZeRO-3): apex has one
+            count of steps for a group, which would grow with each part.
 
     Raises:
         UserError: apex was asked for and is not NVIDIA's, is missing, or there is no CUDA device.
@@ -24,8 +33,10 @@ def build_adamw(
         "eps": config.adam_eps,
     }
     wanted = config.optimizer_implementation
-    fused = device.type == "cuda"
-    if wanted == "torch" or (wanted == "auto" and not fused):
+    fused = offload or device.type == "cuda"
+    if offload:
+        return torch.optim.AdamW(list(groups), fused=True, **settings), "torch, on the host"
+    if wanted == "torch" or (wanted == "auto" and not (fused and apex_counts_steps)):
         return torch.optim.AdamW(list(groups), fused=fused, **settings), "torch"
     fused_adam, reason = find_in_apex("apex.optimizers", "FusedAdam", device)
     if fused_adam is not None:

@@ -44,7 +44,8 @@ def gradient_norm(pieces: Iterable[GradientPiece], world: CommGroup, device: tor
     ]
     total = torch.zeros((), dtype=torch.float64, device=device)
     if norms:
-        total = torch.stack(norms).double().square().sum()
+        # Gradients of an offloaded optimizer are in the host's memory, where no GPU collective reaches.
+        total = torch.stack(norms).to(device).double().square().sum()
     return math.sqrt(world.all_reduce(total).item())
 
 

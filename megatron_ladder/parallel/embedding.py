@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.parallel.layout import ParallelModule, Section
+from megatron_ladder.parallel.partitioned import linear
 
 VOCABULARY_MULTIPLE = 128
 """Rows per rank are a multiple of this, for matrix units."""
@@ -77,4 +78,4 @@ class VocabParallelHead(_VocabParallelMatrix):
 
 def vocab_parallel_logits(hidden_states: Tensor, weight_shard_v: Tensor, layout: StreamLayout) -> Tensor:
     """The stream and this rank's rows of a head (or of a tied embedding) -> [s, b, padded V / t]."""
-    return F.linear(layout.enter(hidden_states), weight_shard_v)
+    return linear(layout.enter(hidden_states), weight_shard_v)

@@ -95,12 +95,24 @@ def split_interval(
             yield SectionInterval(section, low - first, low - start, high - low)
 
 
+SHARDED_MARKS = ("model_parallel", "tensor_model_parallel")
+"""Attributes by which DeepSpeed knows a parameter of which each tensor-parallel rank holds a slice."""
+
+
 class ParallelModule(nn.Module):
     """A module that says what its own parameters are made of."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sections: dict[str, tuple[Section, ...]] = {}
+
+    def allocate(self, device: torch.device) -> None:
+        """Gives parameters that were made on the meta device storage on this one; they stay uninitialised."""
+        for attribute, described in self.named_parameters(recurse=False):
+            parameter = nn.Parameter(torch.empty_like(described, device=device))
+            for mark in SHARDED_MARKS:
+                setattr(parameter, mark, getattr(described, mark))
+            self.register_parameter(attribute, parameter)
 
     def add_parameter(
         self,
@@ -113,7 +125,7 @@ class ParallelModule(nn.Module):
     ) -> None:
         """Registers an uninitialised parameter with its sections, marked as DeepSpeed knows sharded ones."""
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        for mark in ("model_parallel", "tensor_model_parallel"):
+        for mark in SHARDED_MARKS:
             setattr(parameter, mark, sharded)
         self.register_parameter(attribute, parameter)
         self.sections[attribute] = tuple(section for section in sections if section.length > 0)
@@ -130,6 +142,11 @@ def parameter_sections(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[S
         if isinstance(module, ParallelModule):
             for attribute, parameter in module.named_parameters(recurse=False):
                 yield parameter, module.sections[attribute]
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The local parameter's shape, also while ZeRO-3 keeps only this rank's part of it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def initialize(model: nn.Module, seed: int) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.comm.group import CommGroup
@@ -20,6 +19,7 @@ from megatron_ladder.comm.regions import copy_to_tensor_parallel_region, sum_gra
 from megatron_ladder.comm.stream import ReplicatedStream, StreamLayout
 from megatron_ladder.parallel.input_gradient import InputGradient, linear_giving_input_gradient
 from megatron_ladder.parallel.layout import ParallelModule, Section, replicated
+from megatron_ladder.parallel.partitioned import linear
 
 ROWS_PER_BLOCK = 64
 """Rows (or columns) of a matrix without heads that are initialised from one generator."""
@@ -107,7 +107,7 @@ class ColumnParallelLinear(ParallelModule):
             return linear_giving_input_gradient(hidden_states, weight, bias, input_gradient)
         if self.sum_input_gradient:
             hidden_states = copy_to_tensor_parallel_region(hidden_states, self.group)
-        return F.linear(hidden_states, weight, bias)
+        return linear(hidden_states, weight, bias)
 
     def _bias_of_all_columns(self) -> Tensor | None:
         """The biases in the order of the columns, zeros for shares that have none."""
@@ -197,7 +197,7 @@ class RowParallelLinear(ParallelModule):
             launch: False leaves the partial sum unreduced, with no handle, for a caller that adds to it or sends
                 it elsewhere before it starts the reduce itself.
         """
-        partial = F.linear(x_shard, self.weight)
+        partial = linear(x_shard, self.weight)
         if self.bias is not None:
             partial = _add_once(partial, self.bias, self.group, self.equal_gradients)
         if not launch:

@@ -49,6 +49,8 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
     flags = parse_run(argv, mistakes)
     tokenizer, vocab_size = _find_vocabulary(flags.data, flags.model.vocab_size, mistakes, about_files)
     run = resolve_run(flags, vocab_size, place.world_size, mistakes)
+    if run.training.fp16 and place.device().type != "cuda":
+        mistakes.append("--fp16 needs a CUDA device, and there is none: use --bf16, or fp32 without either")
     engine_config = deepspeed_json(run, about_files)
     sources = None if _is_pointless(run) else _open_data(run, tokenizer, about_files)
     _check_folders(run, about_files)

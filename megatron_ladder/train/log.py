@@ -35,13 +35,14 @@ def banner(trainer: Trainer) -> str:
     if wiring == "desync":
         wiring += f": {model.desync_tp} streams, summed after every {model.desync_interval} sub-blocks"
     rows = {
-        "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {run.parallel.zero_stage}",
+        "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {run.parallel.zero_stage}"
+        + (", optimizer on the host" if run.parallel.offload_optimizer == "cpu" else ""),
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key-value) of {model.head_dim}",
         "wiring": wiring,
         "parameters": f"{parameter_count(model).total:,}",
         "vocabulary": f"{model.vocab_size:,} words, padded to {padded_vocab_size(model.vocab_size, tensor_parallel):,}",
-        "precision": "bf16, fp32 masters and gradient accumulation" if run.training.bf16 else "fp32",
+        "precision": _precision(run),
         "batch": f"{run.global_batch_size} samples = {run.accumulation_steps} accumulation steps x "
         f"{run.data_parallel_size} data-parallel ranks x {run.training.micro_batch_size}",
         "tokens": f"{run.tokens_per_step:,} a step, {run.tokens_per_step * run.training.train_iters:,} in "
@@ -56,6 +57,17 @@ def banner(trainer: Trainer) -> str:
     width = max(map(len, rows))
     lines = [f"  {name:<{width}}  {value}" for name, value in rows.items()]
     return "\n".join([f"megatron_ladder {__version__}", *lines])
+
+
+def _precision(run: RunConfig) -> str:
+    training = run.training
+    if not (training.bf16 or training.fp16):
+        return "fp32"
+    masters = "fp32 masters and gradient accumulation"
+    if training.bf16:
+        return f"bf16, {masters}"
+    scale = "dynamic" if training.loss_scale is None else f"{training.loss_scale:g}"
+    return f"fp16, {masters}, loss scale {scale}"
 
 
 def _overlap(run: RunConfig) -> str:

@@ -100,10 +100,14 @@ def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples:
             with profiled(iteration):
                 result = train_step(trainer, next(batches), iteration)
             watch.step_done()
-            losses.append(result.loss_sum)
             if iteration == first:
                 log.activations(meter.largest(trainer.mesh.world))
-            if iteration % run.logging.log_interval == 0 or iteration == last:
+            if result.skipped:
+                scale = trainer.state.loss_scale
+                say(f"iteration {iteration}: overflow in fp16, the step was left out; loss scale {scale:g}", rank)
+            else:
+                losses.append(result.loss_sum)
+            if losses and (iteration % run.logging.log_interval == 0 or iteration == last):
                 report(trainer, log, iteration, losses, result)
                 losses.clear()
             # Saved first: what an evaluation may meet must not cost the steps before it.

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_ladder.checkpoint.engine_state import EngineState, engine_state
 from megatron_ladder.comm.agreement import Peers
@@ -22,6 +23,7 @@ from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.optim.adamw import build_adamw
 from megatron_ladder.optim.param_groups import parameter_groups
 from megatron_ladder.optim.schedule import LearningRateSchedule
+from megatron_ladder.parallel.layout import ParallelModule, initialize
 from megatron_ladder.pipeline.partition import balanced_partition, uniform_partition
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.profile import named_for_profiler
@@ -64,7 +66,7 @@ def build_trainer(inputs: RunInputs, place: Place, peers: Peers) -> Trainer:
     start_deepspeed(place, device)
     mesh = build_mesh(run)
     model, norm = build_model(run, mesh, device)
-    optimizer, adamw = build_adamw(parameter_groups(model, run.optimizer.weight_decay), run.optimizer, device)
+    optimizer, adamw = build_optimizer(run, model, device)
     engine = build_engine(model, optimizer, inputs.deepspeed, mesh)
     return Trainer(
         run=run,
@@ -93,13 +95,20 @@ def build_mesh(run: RunConfig) -> ProcessMesh:
 
 
 def build_model(run: RunConfig, mesh: ProcessMesh, device: torch.device) -> tuple[LanguageModel, str]:
-    """This rank's slices with their initial weights in fp32, and which norm they use."""
+    """This rank's slices with their initial weights, and which norm they use.
+
+    The weights are in fp32, or with ZeRO-3 partitioned already and in the precision of the run.
+    """
     norm, description = select_norm(run.training.norm_implementation, device)
     mesh, span = named_for_profiler(run, mesh)
     layers = partition(run)[mesh.pipeline.rank]
     recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
     options = StackOptions(run.parallel.tp_overlap, recompute_layers, norm, span=span)
-    model = LanguageModel(run.model, mesh, options, layers=layers, device=device, seed=run.training.seed)
+    if run.parallel.zero_stage == "3":
+        model = LanguageModel(run.model, mesh, options, layers=layers, device=torch.device("meta"))
+        initialize_partitioned(model, run, mesh, device)
+    else:
+        model = LanguageModel(run.model, mesh, options, layers=layers, device=device, seed=run.training.seed)
     if run.training.compile_sub_blocks:
         compile_sub_blocks(model)
         description = "torch, compiled"
@@ -115,6 +124,40 @@ def partition(run: RunConfig) -> list[range]:
     # With a tied head the last stage holds the embedding's matrix as well.
     head = count.final_norm + (count.embedding if model.tie_embeddings else count.lm_head)
     return balanced_partition(count.layers, count.embedding, head, stages)
+
+
+def initialize_partitioned(model: nn.Module, run: RunConfig, mesh: ProcessMesh, device: torch.device) -> None:
+    """Makes and partitions the weights of a model on the meta device, one module after another.
+
+    So no rank ever holds more of the model than its part and one module, as is the use of ZeRO-3.
+    """
+    import deepspeed
+
+    dtype = torch.bfloat16 if run.training.bf16 else torch.float16 if run.training.fp16 else torch.float32
+    for module in model.modules():
+        if isinstance(module, ParallelModule):
+            module.allocate(device)
+            initialize(module, run.training.seed)
+            module.to(dtype)
+            deepspeed.zero.Init(
+                module=module,
+                data_parallel_group=mesh.data.process_group,
+                mem_efficient_linear=False,
+                dtype=dtype,
+            )
+
+
+def build_optimizer(
+    run: RunConfig, model: LanguageModel, device: torch.device
+) -> tuple[torch.optim.Optimizer, str]:
+    """AdamW over the model's parameters, and a sentence that says which implementation it is and why."""
+    return build_adamw(
+        parameter_groups(model, run.optimizer.weight_decay),
+        run.optimizer,
+        device,
+        offload=run.parallel.offload_optimizer == "cpu",
+        apex_counts_steps=run.parallel.zero_stage != "3",
+    )
 
 
 def build_engine(

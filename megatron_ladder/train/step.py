@@ -27,8 +27,10 @@ class StepResult(NamedTuple):
     """This rank's share of the loss, summed over its tokens and divided by those of the global batch; fp32. With
     several pipeline stages the last one has it, and it is zero on the others."""
     gradient_norm: float
-    """Before clipping."""
+    """Before clipping; not finite in a step that was left out."""
     learning_rate: float
+    skipped: bool = False
+    """Whether the step was left out because an fp16 gradient overflowed; the loss scale is lower now."""
 
 
 def train_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], iteration: int) -> StepResult:
@@ -39,7 +41,8 @@ def train_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], iteration:
         iteration: number of this step, the first of the run being 1.
 
     Raises:
-        BadNumbersError: the gradient is not finite; the weights are as they were before the step.
+        BadNumbersError: the gradient is not finite, and no lower loss scale of fp16 could be the mend; the weights
+            are as they were before the step.
     """
     engine = trainer.engine
     learning_rate = trainer.schedule.at(iteration)
@@ -60,17 +63,23 @@ def train_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], iteration:
         if index == len(micro_batches) - 1:
             norm = _clip(trainer, iteration, loss_sum)
         engine.step()
-    return StepResult(loss_sum, norm, learning_rate)
+    return StepResult(loss_sum, norm, learning_rate, skipped=trainer.state.overflowed())
 
 
 def _clip(trainer: Trainer, iteration: int, loss_sum: Tensor) -> float:
-    """Clips the gradient, which is reduced, and returns the norm that it had."""
-    pieces = trainer.state.gradient_pieces()
-    norm = gradient_norm(pieces, trainer.mesh.world, trainer.device)
-    if not math.isfinite(norm):
+    """Clips the gradient, which is reduced, and returns the norm that it had.
+
+    The engine holds the gradient of the scaled loss and divides it by the scale within its step. It leaves the step out
+    by itself if the gradient is not finite and a lower scale may be the mend.
+    """
+    pieces, scale = trainer.state.gradient_pieces(), trainer.state.loss_scale
+    norm = gradient_norm(pieces, trainer.mesh.world, trainer.device) / scale
+    if math.isfinite(norm):
+        clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
+    elif not trainer.state.can_lower_loss_scale():
         loss = trainer.mesh.pipeline.all_reduce(loss_sum.clone())
-        raise BadNumbersError(f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}")
-    clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
+        text = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}"
+        raise BadNumbersError(f"{text}, the loss scale {scale:g}" if trainer.run.training.fp16 else text)
     return norm
 
 

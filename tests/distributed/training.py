@@ -1,11 +1,12 @@
 """Trainers inside the pools: built as the program builds them, from a command line, in a group that exists."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ladder.checkpoint.engine_state import engine_state
 from megatron_ladder.comm.launch import Place, start_deepspeed
@@ -13,10 +14,8 @@ from megatron_ladder.config.deepspeed_json import deepspeed_json
 from megatron_ladder.config.model import key_value_replicas
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.loader import MicroBatch
-from megatron_ladder.optim.adamw import build_adamw
-from megatron_ladder.optim.param_groups import parameter_groups
 from megatron_ladder.parallel.layout import parameter_sections
-from megatron_ladder.train.setup import Trainer, build_engine, build_model, build_schedule
+from megatron_ladder.train.setup import Trainer, build_engine, build_model, build_optimizer, build_schedule
 from tests.distributed.sharded import Pieces, mesh_of
 
 CPU = torch.device("cpu")
@@ -51,12 +50,12 @@ def build_trainer_here(argv: Sequence[str], weights: Mapping[str, Tensor] | None
     mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel)
     model, norm = build_model(run, mesh, CPU)
     if weights is not None:
-        with torch.no_grad():
+        with gathered(model.parameters(), written=True), torch.no_grad():
             for parameter, sections in parameter_sections(model):
                 for section in sections:
                     box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
                     section.view(parameter).copy_(weights[section.name][box])
-    optimizer, adamw = build_adamw(parameter_groups(model, run.optimizer.weight_decay), run.optimizer, CPU)
+    optimizer, adamw = build_optimizer(run, model, CPU)
     engine = build_engine(model, optimizer, deepspeed_json(run, []), mesh)
     implementations = {"norm": norm, "optimizer": adamw}
     state = engine_state(engine)
@@ -69,9 +68,21 @@ def own_batches(trainer: Trainer, micro_batches: Sequence[tuple[Tensor, Tensor, 
 
 
 def weight_pieces(trainer: Trainer) -> Pieces:
-    """Every weight that this rank holds."""
-    return [
-        (section.name, section.offset, section.view(parameter.detach()).clone())
-        for parameter, sections in parameter_sections(trainer.model)
-        for section in sections
-    ]
+    """Every weight of this rank's slices of the model, gathered where ZeRO-3 partitions it."""
+    with gathered(trainer.model.parameters()):
+        return [
+            (section.name, section.offset, section.view(parameter.detach()).clone())
+            for parameter, sections in parameter_sections(trainer.model)
+            for section in sections
+        ]
+
+
+def gathered(parameters: Iterable[nn.Parameter], written: bool = False) -> AbstractContextManager[None]:
+    """Inside it, parameters that ZeRO-3 partitions are whole, and may be `written`; others are left alone."""
+    import deepspeed
+
+    partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
+        partitioned, modifier_rank=0 if written else None, enabled=bool(partitioned)
+    )
+    return context

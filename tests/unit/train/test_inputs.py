@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_ladder.comm.launch import Place
 from megatron_ladder.data.indexed import IndexedDatasetWriter
@@ -42,6 +43,16 @@ def test_what_a_run_cannot_use_is_told_before_it_starts(tmp_path: Path) -> None:
         f"--load {tmp_path}/iter_0000009: there is no such",
     ]
     assert [line.startswith(start) for line, start in zip(raised.value.mistakes, starts, strict=True)] == [True] * 4
+
+
+def test_fp16_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistakes(device: str) -> list[str]:
+        monkeypatch.setattr(Place, "device", lambda place: torch.device(device))
+        with pytest.raises(UserError) as raised:
+            read_inputs([*SIZES, "--fp16"], Place(0, 1, 0))
+        return [mistake for mistake in raised.value.mistakes if "--fp16" in mistake]
+
+    assert len(mistakes("cpu")) == 1 and mistakes("cuda") == []
 
 
 def test_a_desync_model_resumes_at_its_own_size(tmp_path: Path) -> None:

@@ -1,0 +1,321 @@
+"""Every ZeRO stage: steps against a plain model, checkpoints across stages, precision, the optimizer on the host."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.checkpoint.engine_state import MOMENTS
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
+from megatron_ladder.data.loader import MicroBatch
+from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.train.setup import Trainer
+from megatron_ladder.train.step import evaluate, train_step
+from tests.distributed.pool import GlooPools
+from tests.distributed.test_training import RECIPE, Batch, check_resume, check_steps, steps_of_batches, train
+from tests.distributed.training import build_trainer_here, own_batches, run_of, weight_pieces
+from tests.reference import ReferenceConfig, make_weights, reference_loss
+
+GENTLE_RECIPE = [*RECIPE, "--lr", "1e-3", "--global-batch-size", "8"]
+slow = pytest.mark.slow
+LAYOUTS = {"111": (1, 1), "211": (2, 1), "112": (1, 2), "212": (2, 2)}
+"""(TP, PP, DP) of the grid, as tensor-parallel and data-parallel size."""
+WIRINGS = {
+    "standard": "--residual-mode standard --tie-embeddings --add-mlp-bias",
+    "ladder": "--residual-mode ladder --qk-layernorm --add-attention-output-bias",
+    "hybrid": "--residual-mode ladder --ladder-layers 2 --qk-layernorm --tie-embeddings",
+}
+STAGES = "0123"
+GRID = list(itertools.product(LAYOUTS, WIRINGS, STAGES))
+PAIRWISE = {
+    (layout, list(WIRINGS)[(place + int(stage)) % 3], stage)
+    for (place, layout), stage in itertools.product(enumerate(LAYOUTS), STAGES)
+}
+"""Every layout with every stage, and so every pair of the three."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "wiring", "stage"),
+    [pytest.param(*case, marks=[] if case in PAIRWISE else pytest.mark.slow) for case in GRID],
+)
+def test_grid(gloo_pools: GlooPools, layout: str, wiring: str, stage: str) -> None:
+    """Loss and gradient norm of five steps, and the weights after them."""
+    tensor_parallel, data_parallel = LAYOUTS[layout]
+    argv = [
+        *GENTLE_RECIPE, *WIRINGS[wiring].split(), "--tensor-model-parallel-size", str(tensor_parallel),
+        "--zero-stage", stage,
+    ]  # fmt: skip
+    check_steps(gloo_pools, argv, tensor_parallel * data_parallel)
+
+
+def test_the_pairwise_cases_are_pairwise() -> None:
+    for one, other in itertools.combinations(range(3), 2):
+        assert {(case[one], case[other]) for case in PAIRWISE} == {(case[one], case[other]) for case in GRID}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--zero-stage 2 --residual-mode desync --desync-interval 4 --add-attention-output-bias",
+        pytest.param("--zero-stage 3 --residual-mode desync --desync-interval 2", marks=slow),
+        "--zero-stage 3 --residual-mode ladder-parallel --recompute-granularity full",
+        pytest.param("--zero-stage 3 --residual-mode ladder --no-tp-overlap --recompute-granularity full", marks=slow),
+        pytest.param("--zero-stage 1 --residual-mode ladder --offload-optimizer cpu", marks=slow),
+        "--zero-stage 2 --residual-mode ladder --offload-optimizer cpu",
+        "--zero-stage 3 --residual-mode ladder --offload-optimizer cpu",
+    ],
+)
+def test_other_wirings_and_the_optimizer_on_the_host(gloo_pools: GlooPools, words: str) -> None:
+    check_steps(gloo_pools, [*GENTLE_RECIPE, "--tensor-model-parallel-size", "2", *words.split()], 4)
+
+
+RESUMED = [
+    pytest.param(*("--zero-stage 2", 1, 2), marks=slow),
+    ("--zero-stage 3", 2, 4),
+    ("--zero-stage 2 --bf16", 2, 4),
+    pytest.param(*("--zero-stage 3 --bf16", 1, 2), marks=slow),
+    ("--zero-stage 3 --bf16 --offload-optimizer cpu", 2, 4),
+    pytest.param(*("--zero-stage 1 --offload-optimizer cpu", 1, 2), marks=slow),
+]
+
+
+@pytest.mark.parametrize(("words", "tensor_parallel", "world"), RESUMED)
+def test_resumed_steps_are_bitwise_those_of_one_run(
+    gloo_pools: GlooPools, tmp_path: Path, words: str, tensor_parallel: int, world: int
+) -> None:
+    layout = ["--tensor-model-parallel-size", str(tensor_parallel), "--global-batch-size", "8"]
+    check_resume(gloo_pools, tmp_path, [*RECIPE, *words.split(), *layout, "--residual-mode", "ladder"], world)
+
+
+class Stay(NamedTuple):
+    """A layout in which a checkpoint stays for a while."""
+
+    words: str
+    world: int
+
+
+def pass_on(argv: list[str], load: str | None, save: str, steps: int) -> int:
+    """On each rank: loads a checkpoint, takes steps, and saves; returns the steps that AdamW then knows of."""
+    # Another seed: nothing of the trainer's own weights may be left after loading.
+    trainer = build_trainer_here(argv if load is None else [*argv, "--seed", "99"])
+    if load is not None:
+        load_training_state(Checkpoint.open(Path(load)), trainer.state, trainer.mesh.world)
+    for iteration, batch in enumerate(steps_of_batches(steps, 4), start=1):
+        train_step(trainer, own_batches(trainer, batch), iteration)
+    header = {"iteration": 1, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
+    save_training_state(Path(save), header, trainer.state, trainer.mesh.world, lambda directory: None)
+    return trainer.state.steps_taken()
+
+
+def everything(save: Path) -> dict[tuple[str, str], Tensor]:
+    """All weights and moments of the checkpoint in a folder, whole."""
+    checkpoint = Checkpoint.open(save)
+    values = {}
+    for kind in ("weight", *MOMENTS):
+        for name, info in checkpoint.tensors(kind).items():
+            shape = tuple(info.global_shape)
+            values[name, kind] = torch.empty(shape)
+            checkpoint.read(name, kind, (0,) * len(shape), shape, out=values[name, kind])
+    return values
+
+
+JOURNEYS = [
+    [Stay("--zero-stage 3 --tensor-model-parallel-size 2", 4), Stay("--zero-stage 0", 1)],
+    [Stay("--zero-stage 2", 2), Stay("--zero-stage 3 --tensor-model-parallel-size 2 --offload-optimizer cpu", 2)],
+    [Stay("--zero-stage 3 --bf16", 2), Stay("--zero-stage 1 --bf16 --tensor-model-parallel-size 2", 4)],
+    pytest.param(
+        [Stay("--zero-stage 2 --bf16 --tensor-model-parallel-size 2", 4), Stay("--zero-stage 3 --bf16", 1)], marks=slow
+    ),
+]
+
+
+@pytest.mark.parametrize("journey", JOURNEYS, ids=lambda journey: " to ".join(stay.words for stay in journey))
+def test_a_checkpoint_is_the_same_at_every_stage(
+    gloo_pools: GlooPools, tmp_path: Path, journey: list[Stay]
+) -> None:
+    """There and back: weights and moments stay exactly what they were, in other stages, sizes and places."""
+    recipe = [*RECIPE, "--global-batch-size", "8", "--residual-mode", "ladder", "--qk-layernorm", "--add-mlp-bias"]
+    load, first = None, {}
+    for number, stay in enumerate([*journey, journey[0]]):
+        save = str(tmp_path / str(number))
+        argv = [*recipe, *stay.words.split()]
+        steps = gloo_pools(stay.world).run(pass_on, argv, load, save, 0 if load else 2)
+        assert steps == [2] * stay.world
+        values, load = everything(Path(save)), save
+        first = first or values
+        assert values.keys() == first.keys()
+        assert all(torch.equal(values[key], first[key]) for key in first)
+    assert any(moment.any() for (_, kind), moment in first.items() if kind == "exp_avg_sq")
+
+
+def test_bf16_is_the_same_at_every_stage(gloo_pools: GlooPools) -> None:
+    """Gradients are summed in fp32 over micro-batches and over data-parallel ranks, whoever holds the sums."""
+    argv = [*RECIPE, *"--bf16 --tensor-model-parallel-size 2 --global-batch-size 8 --residual-mode ladder".split()]
+    weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
+    batches = steps_of_batches(5, 4)
+    histories = [
+        gloo_pools(4).run(train, [*argv, *words.split()], weights, batches)[0][0]
+        for words in ("--zero-stage 1", "--zero-stage 2", "--zero-stage 3", "--zero-stage 1 --offload-optimizer cpu")
+    ]
+    for history in histories[1:]:
+        for found, wanted in zip(history, histories[0], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-6)
+
+
+SMALL = 2.0**-9
+"""Of a bf16 number, less than half the distance to the next: added one by one, such parts would leave no trace."""
+
+
+def norm_with_small_parts(argv: list[str], parts: int) -> float:
+    """On each rank: the gradient's norm after one batch, and `parts` more like it of weight `SMALL`."""
+    trainer = build_trainer_here(argv)
+    ((tokens, labels, _),) = steps_of_batches(1, 1)[0]
+    masks = [1.0, *[SMALL] * parts]
+    batches = [MicroBatch(tokens, labels, torch.full(labels.shape, mask)) for mask in masks]
+    # The engine reduces when it has seen all micro-batches; the scale takes the mean over the weights.
+    return train_step(trainer, batches, 1).gradient_norm * sum(masks)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--zero-stage 1",
+        "--zero-stage 2",
+        "--zero-stage 3",
+        pytest.param("--zero-stage 2 --offload-optimizer cpu", marks=slow),
+    ],
+)
+def test_bf16_gradients_accumulate_in_fp32(gloo_pools: GlooPools, words: str) -> None:
+    argv = [*RECIPE, "--bf16", *words.split(), "--residual-mode", "ladder", "--global-batch-size"]
+    alone = gloo_pools(2).run(norm_with_small_parts, [*argv, "4"], 0)[0]
+    together = gloo_pools(2).run(norm_with_small_parts, [*argv, str(4 * 65)], 64)[0]
+    assert together / alone == pytest.approx(1 + 64 * SMALL, rel=5e-3)
+
+
+def evaluated(argv: list[str], batches: list[list[Batch]]) -> tuple[float, float, list[tuple[str, Tensor]]]:
+    """On each rank: the validation loss before the first step and after it, with the weights at the beginning."""
+    trainer = build_trainer_here(argv)
+    weights = [(name, values) for name, _, values in weight_pieces(trainer)]
+    losses = []
+    for _ in range(2):
+        losses.append(evaluate(trainer, iter([own_batches(trainer, batches[0])]), 1))
+        train_step(trainer, own_batches(trainer, batches[1]), 1)
+    return losses[0], losses[1], weights
+
+
+def test_evaluation_gathers_partitioned_weights(gloo_pools: GlooPools) -> None:
+    """Between steps and before the first one, when no weight was gathered yet."""
+    argv = [*GENTLE_RECIPE, "--lr-warmup-iters", "0", *WIRINGS["hybrid"].split()]
+    batches = steps_of_batches(2, 4)
+    plain = gloo_pools(1).run(evaluated, [*argv, "--zero-stage", "0"], batches)[0]
+    tokens, labels, mask = (torch.cat(parts) for parts in zip(*batches[0], strict=True))
+    config = ReferenceConfig.like(run_of(argv, 1).model)
+    assert plain[0] == pytest.approx(float(reference_loss(dict(plain[2]), config, tokens, labels, mask)), rel=1e-5)
+    for before, after, _ in gloo_pools(2).run(evaluated, [*argv, "--zero-stage", "3"], batches):
+        assert (before, after) == pytest.approx(plain[:2], rel=1e-5)
+    assert plain[0] != pytest.approx(plain[1], rel=1e-4)
+
+
+def build_fp16_trainer(argv: list[str]) -> Trainer:
+    """DeepSpeed refuses float16 on a CPU; torch computes in it there, if slowly."""
+    from deepspeed.accelerator import get_accelerator
+
+    with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
+        weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
+        return build_trainer_here(argv, weights)
+
+
+class ScaledStep(NamedTuple):
+    """A step of an fp16 run."""
+
+    norm: float
+    left_out: bool
+    loss_scale: float
+    weights_changed: bool
+
+
+def scaled_steps(argv: list[str], save: str) -> tuple[list[ScaledStep], dict[str, float], dict[str, float]]:
+    """On each rank: the steps, the state of the loss scaler, and that of a fresh trainer that continues."""
+    trainer = build_fp16_trainer(argv)
+    history = []
+    for iteration, batch in enumerate(steps_of_batches(5, 4), start=1):
+        before = weight_pieces(trainer)
+        scale = trainer.state.loss_scale
+        result = train_step(trainer, own_batches(trainer, batch), iteration)
+        after = weight_pieces(trainer)
+        changed = any(not torch.equal(a, b) for (_, _, a), (_, _, b) in zip(before, after, strict=True))
+        history.append(ScaledStep(result.gradient_norm, result.skipped, scale, changed))
+    assert trainer.state.steps_taken() == sum(not step.left_out for step in history)
+    header = {"iteration": 5, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
+    save_training_state(Path(save), header, trainer.state, trainer.mesh.world, lambda directory: None)
+    fresh = build_fp16_trainer(argv)
+    load_training_state(Checkpoint.open(Path(save)), fresh.state, fresh.mesh.world)
+    return history, trainer.state.loss_scaler(), fresh.state.loss_scaler()
+
+
+FP16 = [*RECIPE, *"--fp16 --tensor-model-parallel-size 2 --global-batch-size 8 --residual-mode ladder".split()]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("--zero-stage 1", marks=slow),
+        "--zero-stage 2",
+        "--zero-stage 3",
+        pytest.param("--zero-stage 3 --offload-optimizer cpu", marks=slow),
+    ],
+)
+def test_an_overflow_in_fp16_is_left_out(gloo_pools: GlooPools, tmp_path: Path, words: str) -> None:
+    """The scale is halved at each, until gradients are finite; norms are those of the loss without scale."""
+    argv = [*FP16, *words.split(), "--initial-loss-scale", str(2.0**22), "--hysteresis", "1", "--lr-warmup-iters", "0"]
+    for history, scaler, continued in gloo_pools(4).run(scaled_steps, argv, str(tmp_path / "save")):
+        left_out = [step.left_out for step in history]
+        assert left_out[0] and not all(left_out)
+        assert [step.loss_scale for step in history] == [2.0**22 / 2 ** sum(left_out[:i]) for i in range(5)]
+        assert [math.isfinite(step.norm) for step in history] == [not skipped for skipped in left_out]
+        assert [step.weights_changed for step in history] == [not skipped for skipped in left_out]
+        assert scaler == continued and scaler["cur_iter"] == 5
+
+
+def fp16_history(argv: list[str]) -> list[tuple[float, float]]:
+    """On each rank: loss and gradient norm of every step."""
+    trainer = build_fp16_trainer(argv)
+    history = []
+    for iteration, batch in enumerate(steps_of_batches(5, 4), start=1):
+        result = train_step(trainer, own_batches(trainer, batch), iteration)
+        history.append((trainer.mesh.data.all_reduce(result.loss_sum.clone()).item(), result.gradient_norm))
+    return history
+
+
+@pytest.mark.parametrize("scale", ["1", "1024"])
+def test_fp16_follows_fp32_whatever_the_loss_scale(gloo_pools: GlooPools, scale: str) -> None:
+    """Norm and clipping are of gradients without the scale: with it, a norm of 2 would be one of 2,000."""
+    weights = make_weights(ReferenceConfig.like(run_of(FP16, 4).model), seed=1, dtype=torch.float32)
+    fp32 = [word for word in FP16 if word != "--fp16"]
+    plain = gloo_pools(4).run(train, fp32, weights, steps_of_batches(5, 4))[0][0]
+    assert all(norm > 0.5 for _, norm in plain), "nothing was clipped, so clipping is not tested"
+    half = gloo_pools(4).run(fp16_history, [*FP16, "--zero-stage", "2", "--loss-scale", scale])[0]
+    for found, wanted in zip(half, plain, strict=True):
+        assert found == pytest.approx(wanted, rel=3e-3)
+
+
+def overflow_at(argv: list[str]) -> str:
+    """On each rank: what a step says that overflows at the lowest loss scale."""
+    trainer = build_fp16_trainer(argv)
+    try:
+        train_step(trainer, own_batches(trainer, steps_of_batches(1, 4)[0]), 1)
+    except BadNumbersError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("scale", ["--loss-scale 33554432", "--initial-loss-scale 33554432 --min-loss-scale 33554432"])
+def test_an_overflow_at_the_lowest_scale_ends_the_run(gloo_pools: GlooPools, scale: str) -> None:
+    for message in gloo_pools(4).run(overflow_at, [*FP16, *scale.split()]):
+        assert "iteration 1: the gradient's norm is" in message and message.endswith("the loss scale 3.35544e+07")

@@ -1,0 +1,173 @@
+"""ZeRO-3: every weight is whole when it is used, and no rank holds more of the model than it needs at a time."""
+
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ladder.config.model import key_value_replicas
+from megatron_ladder.parallel.layout import SHARDED_MARKS, parameter_sections
+from megatron_ladder.train.setup import build_model
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import Pieces, mesh_of
+from tests.distributed.test_training import RECIPE, steps_of_batches
+from tests.distributed.training import CPU, build_trainer_here, deepspeed_is_started, own_batches, run_of, weight_pieces
+
+NOTHING_STAYS = {
+    "zero_optimization": {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+    }
+}
+"""A weight is gathered for a use, however small it is, and given back after it."""
+
+BOOKKEEPING = ("aten::detach", "aten::view")
+"""Operators by which DeepSpeed and autograd look at parameters without reading them."""
+
+
+class Use(NamedTuple):
+    """A weight that an operator got."""
+
+    name: str
+    backward: bool
+    whole: bool
+    gathered: int
+    """Matrices that were gathered then."""
+
+
+class Uses(TorchDispatchMode):
+    """Sees every operator, in forward, in backward, and in what backward computes again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        parameters: list[Any] = list(model.parameters())
+        self._matrices = [p for p in parameters if math.prod(p.ds_shape) > p.ds_shape[-1]]
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._storages: list[tuple[str, StorageWeakRef]] = []
+        self.seen: list[Use] = []
+        self.backward = False
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            name = self._names.get(id(value)) if isinstance(value, Tensor) else None
+            if name is None or (operator.name() in BOOKKEEPING and (self.backward or value.numel() == 0)):
+                continue
+            gathered = sum(matrix.numel() > 0 for matrix in self._matrices)
+            self.seen.append(Use(name, self.backward, tuple(value.shape) == value.ds_shape, gathered))
+            self._storages.append((name, StorageWeakRef(value.untyped_storage())))
+        return operator(*args, **(kwargs or {}))
+
+    def still_held(self) -> set[str]:
+        """Weights of which a gathered copy is still in memory."""
+        return {name for name, storage in self._storages if not storage.expired()}
+
+
+class Observed(NamedTuple):
+    """What one step showed."""
+
+    uses: list[Use]
+    held_after_forward: set[str]
+    held_after_backward: set[str]
+    reductions: Counter[str]
+    """How often each parameter's gradient was taken away to be reduced."""
+    names: set[str]
+
+
+def observe(argv: list[str]) -> Observed:
+    """On each rank: forward and backward of one micro-batch, in the second step, when DeepSpeed knows the order."""
+    trainer = build_trainer_here(argv)
+    engine = trainer.engine
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    reductions: Counter[str] = Counter()
+    take_away: Callable[[nn.Parameter], None] = engine.optimizer.reduce_ready_partitions_and_remove_grads
+
+    def counted(parameter: nn.Parameter) -> None:
+        reductions[names[id(parameter)]] += 1
+        take_away(parameter)
+
+    engine.optimizer.reduce_ready_partitions_and_remove_grads = counted
+    for batches in steps_of_batches(2, 2):
+        reductions.clear()
+        (batch,) = own_batches(trainer, batches)
+        with Uses(trainer.model) as uses:
+            loss = engine(*batch)
+            after_forward = uses.still_held()
+            uses.backward = True
+            engine.backward(loss)
+        after_backward = uses.still_held()
+        engine.step()
+    return Observed(uses.seen, after_forward, after_backward, reductions, set(names.values()))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--residual-mode ladder --tie-embeddings --qk-layernorm --add-attention-output-bias --add-mlp-bias",
+        "--residual-mode ladder --ladder-layers 2 --recompute-granularity full --qk-layernorm",
+        "--residual-mode standard --add-qkv-bias",
+        "--residual-mode standard --no-tp-overlap --recompute-granularity full --tie-embeddings --qk-layernorm",
+        "--residual-mode desync --desync-interval 4 --qk-layernorm",
+        "--residual-mode desync --desync-interval 2 --recompute-granularity full",
+        "--residual-mode ladder-parallel --recompute-granularity full --recompute-num-layers 1",
+    ],
+)
+def test_every_weight_is_gathered_before_its_use(gloo_pools: GlooPools, tmp_path: Path, words: str) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(NOTHING_STAYS))
+    argv = [
+        *RECIPE, *words.split(), "--zero-stage", "3", "--tensor-model-parallel-size", "2",
+        "--deepspeed_config", str(tmp_path / "ds.json"),
+    ]  # fmt: skip
+    for uses, after_forward, after_backward, reductions, names in gloo_pools(4).run(observe, argv):
+        assert [use for use in uses if not use.whole] == []
+        assert {use.name for use in uses if not use.backward} == names
+        # Of biases backward reads nothing; norms of heads and of desync are read through a view.
+        matrices = {name for name in names if name.endswith("proj.weight")}
+        assert {use.name for use in uses if use.backward} >= matrices
+        # Of 13 or 14: two of a sub-block, and the vocabulary's, where embedding and head share it.
+        assert max(use.gathered for use in uses) <= 3
+        assert {name for name in after_forward | after_backward if "norm" not in name} == set()
+        assert reductions == Counter(names)
+
+
+def parts_and_weights(argv: list[str]) -> tuple[list[tuple[int, int, int]], list[tuple[bool, ...]], Pieces]:
+    """On each rank: of each parameter of a model that no engine has yet, the elements that there are, those of this
+    rank's part and those of the whole; its marks; and the weights that a trainer gets."""
+    assert deepspeed_is_started()
+    run = run_of(argv, torch.distributed.get_world_size())
+    tensor_parallel = run.parallel.tensor_model_parallel_size
+    model, _ = build_model(run, mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel)), CPU)
+    parameters: list[Any] = list(model.parameters())
+    if run.parallel.zero_stage == "3":
+        sizes = [(p.numel(), p.ds_tensor.numel(), p.ds_numel) for p in parameters]
+    else:
+        sizes = [(p.numel(), p.numel(), p.numel()) for p in parameters]
+    marks = [tuple(getattr(p, mark) for mark in SHARDED_MARKS) for p, _ in parameter_sections(model)]
+    return sizes, marks, weight_pieces(build_trainer_here(argv))
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"]])
+def test_a_model_is_partitioned_while_it_is_made(gloo_pools: GlooPools, precision: list[str]) -> None:
+    """With the initial weights of every other layout, bit by bit."""
+    argv = [*RECIPE, *precision, "--tensor-model-parallel-size", "2", "--residual-mode", "ladder", "--qk-layernorm"]
+    plain = gloo_pools(4).run(parts_and_weights, argv)
+    partitioned = gloo_pools(4).run(parts_and_weights, [*argv, "--zero-stage", "3"])
+    for (whole, marks, weights), (sizes, marks_kept, gathered) in zip(plain, partitioned, strict=True):
+        assert [(here, part) for here, part, _ in sizes] == [(0, -(-size // 2)) for size, _, _ in whole]
+        assert [total for _, _, total in sizes] == [size for size, _, _ in whole]
+        assert marks == marks_kept and set(itertools.chain(*marks)) == {True, False}
+        for (name, _, values), (_, _, values_gathered) in zip(weights, gathered, strict=True):
+            assert torch.equal(values, values_gathered), name

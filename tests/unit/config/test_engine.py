@@ -1,0 +1,120 @@
+"""What the engine cannot do is told before it is built; precision and offloading in DeepSpeed's JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder.config.deepspeed_json import deepspeed_json
+from megatron_ladder.config.engine import engine_mistakes
+from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+
+BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
+
+
+def read(words: str) -> tuple[RunConfig, list[str]]:
+    mistakes: list[str] = []
+    run = resolve_run(parse_run(f"{BASE} {words}".split(), mistakes), 1000, 4, mistakes)
+    return run, mistakes
+
+
+@pytest.mark.parametrize("stage", "0123")
+@pytest.mark.parametrize("precision", ["", "--bf16", "--fp16"])
+@pytest.mark.parametrize("offload", ["", "--offload-optimizer cpu"])
+def test_every_stage_is_offered_but_where_the_engine_cannot(stage: str, precision: str, offload: str) -> None:
+    found = read(f"--zero-stage {stage} {precision} {offload}")[1]
+    about_stage_0 = stage == "0" and bool(precision)
+    does_not_recover = precision == "--fp16" and bool(offload) and stage != "3"
+    assert len(found) == about_stage_0 + (stage == "0" and bool(offload)) + does_not_recover, found
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        ("--bf16 --zero-stage 0", ["--bf16 needs --zero-stage 1, 2 or 3"]),
+        ("--bf16 --fp16", ["--bf16 and --fp16 exclude each other"]),
+        ("--offload-optimizer cpu --zero-stage 0", ["--offload-optimizer cpu needs --zero-stage 1, 2 or 3"]),
+        ("--fp16 --offload-optimizer cpu", ["--fp16 with --offload-optimizer cpu does not recover"]),
+        ("--optimizer-implementation apex --zero-stage 3", ["--optimizer-implementation apex miscounts steps"]),
+        ("--optimizer-implementation apex --offload-optimizer cpu", ["--optimizer-implementation apex runs on a GPU"]),
+        ("--fp16 --initial-loss-scale 1000", ["--initial-loss-scale 1000 must be a power of two"]),
+        ("--fp16 --initial-loss-scale 0", ["--initial-loss-scale 0 must be a power of two"]),
+        ("--fp16 --min-loss-scale 0.5", ["--min-loss-scale 0.5 must be a whole number"]),
+        ("--fp16 --initial-loss-scale 4 --min-loss-scale 8", ["--min-loss-scale 8 is above --initial-loss-scale 4"]),
+        ("--fp16 --loss-scale 0", ["--loss-scale 0.0 must be above zero"]),
+        ("--fp16 --hysteresis 0 --loss-scale-window 0", ["--loss-scale-window 0 must be", "--hysteresis 0 must be"]),
+    ],
+)
+def test_impossible_engines_are_refused(words: str, messages: list[str]) -> None:
+    found = read(words)[1]
+    assert [line.startswith(start) for line, start in zip(found, messages, strict=True)] == [True] * len(found), found
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        ("--zero-stage 2", ["--zero-stage 2 with --pipeline-model-parallel-size 2: gradients of a stage"]),
+        ("--zero-stage 3", ["--zero-stage 3 with --pipeline-model-parallel-size 2: gradients of a stage"]),
+        ("--zero-stage 1 --bf16", []),
+        ("--zero-stage 1 --fp16", ["--fp16 with --pipeline-model-parallel-size is not supported"]),
+        ("--offload-optimizer cpu", ["--offload-optimizer cpu with --pipeline-model-parallel-size is not supported"]),
+    ],
+)
+def test_a_pipeline_excludes_what_deepspeed_does(words: str, messages: list[str]) -> None:
+    flags = parse_run(f"{BASE} --pipeline-model-parallel-size 2 {words}".split(), [])
+    found = list(engine_mistakes(flags.training, flags.optimizer, flags.parallel))
+    assert [line.startswith(start) for line, start in zip(found, messages, strict=True)] == [True] * len(found), found
+
+
+def merged(tmp_path: Path, words: str, given: object) -> tuple[dict[str, object], list[str]]:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(given))
+    mistakes: list[str] = []
+    return deepspeed_json(read(f"{words} --deepspeed_config {path}")[0], mistakes), mistakes
+
+
+def test_loss_scaling_is_deepspeeds() -> None:
+    """Its keys by another name: https://www.deepspeed.ai/docs/config-json/#fp16-training-options."""
+    words = "--fp16 --initial-loss-scale 4096 --min-loss-scale 2.0 --loss-scale-window 7 --hysteresis 3"
+    assert deepspeed_json(read(words)[0], [])["fp16"] == {
+        "enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 7, "min_loss_scale": 2,
+        "hysteresis": 3,
+    }  # fmt: skip
+    assert deepspeed_json(read("--fp16 --loss-scale 128")[0], [])["fp16"]["loss_scale"] == 128
+    assert deepspeed_json(read("--bf16")[0], [])["fp16"] == {"enabled": False}
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16", "--fp16"])
+def test_gradients_accumulate_and_are_reduced_in_fp32(precision: str) -> None:
+    config = deepspeed_json(read(precision)[0], [])
+    assert config["data_types"]["grad_accum_dtype"] == config["communication_data_type"] == "fp32"
+
+
+def test_the_optimizer_goes_to_the_host_by_flag(tmp_path: Path) -> None:
+    config, mistakes = merged(
+        tmp_path,
+        "--offload-optimizer cpu --zero-stage 2",
+        {"zero_optimization": {"offload_optimizer": {"device": "auto", "pin_memory": False}}},
+    )
+    assert mistakes == []
+    assert config["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    # The engine's own AdamW for the host would have to be compiled.
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    assert "offload_optimizer" not in deepspeed_json(read("--zero-stage 2")[0], [])["zero_optimization"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "says none (--offload-optimizer)"),
+        ({"zero_optimization": {"offload_optimizer": {"nvme_path": "/x"}}}, "nvme_path: the optimizer is offloaded to"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param: parameters stay where"),
+        ({"zero_optimization": {"memory_efficient_linear": True}}, "memory_efficient_linear: it replaces torch's own"),
+        ({"bf16": {"bf16_master_weights_and_grads": True}}, "master weights and gradients are fp32; remove it"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled is True, and the command line says False (--fp16)"),
+        ({"fp16": {"auto_cast": True}}, "fp16.auto_cast: the model casts what it must"),
+    ],
+)
+def test_a_contradicting_json_is_refused(tmp_path: Path, given: object, message: str) -> None:
+    found = merged(tmp_path, "--zero-stage 3", given)[1]
+    assert len(found) == 1 and message in found[0], found
