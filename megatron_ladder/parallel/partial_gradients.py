@@ -7,11 +7,23 @@ all by one reduce, once in a backward pass, or once in all the passes of an opti
 inside of that pass and whole, since ZeRO takes a gradient away the moment that it arrives.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_ladder.comm.group import CommGroup
+
+
+class _Parameter(NamedTuple):
+    """What is known of a parameter while it is used: at the end of the pass ZeRO-3 has put it away."""
+
+    identity: int
+    edge: GradientEdge
+    """Leads to its gradient."""
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class PartialSums:
@@ -20,18 +32,18 @@ class PartialSums:
     def __init__(self, group: CommGroup) -> None:
         self.group = group
         self._passes_left = 1
-        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        self._sums: dict[int, tuple[_Parameter, Tensor]] = {}
         """By the parameter's identity: the parameter, and this rank's sum so far."""
 
     def expect(self, passes: int) -> None:
         """Puts the reduce off to the last of so many backward passes; afterwards each pass has its own again."""
         self._passes_left = passes
 
-    def add(self, parameter: Tensor, gradient: Tensor) -> None:
+    def add(self, parameter: _Parameter, gradient: Tensor) -> None:
         """Takes this rank's part of a gradient; parts of several passes are added in fp32 at least."""
-        _, earlier = self._sums.get(id(parameter), (parameter, None))
+        _, earlier = self._sums.get(parameter.identity, (parameter, None))
         wide = gradient if self._passes_left == 1 and earlier is None else gradient.to(_at_least_fp32(gradient.dtype))
-        self._sums[id(parameter)] = parameter, wide if earlier is None else earlier + wide
+        self._sums[parameter.identity] = parameter, wide if earlier is None else earlier + wide
 
     def end_pass(self) -> None:
         """Called at the end of each backward pass; after the last, every parameter has its gradient."""
@@ -45,10 +57,8 @@ class PartialSums:
         self._sums.clear()
         whole = self.group.all_reduce(torch.cat([part.flatten() for part in sums]))
         parts = whole.split([part.numel() for part in sums])
-        with torch.enable_grad():
-            edges = [get_gradient_edge(parameter.view_as(parameter)) for parameter in parameters]
-        gradients = [part.view_as(p).to(p.dtype) for part, p in zip(parts, parameters, strict=True)]
-        torch.autograd.backward(edges, gradients)
+        gradients = [part.view(p.shape).to(p.dtype) for part, p in zip(parts, parameters, strict=True)]
+        torch.autograd.backward([parameter.edge for parameter in parameters], gradients)
 
 
 class PartialGradients:
@@ -56,12 +66,14 @@ class PartialGradients:
 
     def __init__(self, sums: PartialSums) -> None:
         self._sums = sums
-        self._deferred: list[tuple[Tensor, Tensor]] = []
+        self._deferred: list[tuple[_Parameter, Tensor]] = []
 
     def defer(self, parameter: Tensor) -> Tensor:
         """A stand-in for a parameter; the gradient that it gets is summed over the group before the parameter's own."""
         stand_in = parameter.detach().requires_grad_()
-        self._deferred.append((parameter, stand_in))
+        with torch.enable_grad():
+            edge = get_gradient_edge(parameter.view_as(parameter))
+        self._deferred.append((_Parameter(id(parameter), edge, parameter.shape, parameter.dtype), stand_in))
         return stand_in
 
     def end_pass(self) -> None:
