@@ -59,6 +59,7 @@ from megatron_ladder.model.attention import Midway, SequenceContext
 from megatron_ladder.model.sub_block import SubBlock, drain, join_state, split_state, walk
 from megatron_ladder.parallel.input_gradient import InputGradient
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
+from megatron_ladder.parallel.partitioned import reached_by_backward
 
 
 class _Reading(NamedTuple):
@@ -204,8 +205,9 @@ class _Pass:
         layout = None if self.crosses_unreduced(index) else self.layout
         input_gradient = InputGradient(layout, self.partial_gradients, keeps_input)
         with torch.enable_grad():
+            normed = reached_by_backward(reading.whole.wait())
             output = self.steps[index].body(
-                reading.whole.wait(), self.context, False, input_gradient, halfway if self.sharded else None
+                normed, self.context, False, input_gradient, halfway if self.sharded else None
             ).partial
         assert reading.normed_edge is not None
         graph = _Graph(reading.stream, reading.normed_edge, reading.normed, get_gradient_edge(output), input_gradient)

@@ -16,14 +16,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_ladder.comm.group import CommGroup
 
 
-class _Sum(NamedTuple):
-    """This rank's parts of one parameter's gradient, added up."""
+class _Parameter(NamedTuple):
+    """What is known of a parameter while it is used: at the end of the pass ZeRO-3 has put it away."""
 
+    identity: int
     edge: GradientEdge
-    """Where the whole gradient goes."""
-    total: Tensor
+    """Leads to its gradient."""
+    shape: torch.Size
     dtype: torch.dtype
-    """Of the gradient."""
 
 
 class PartialSums:
@@ -32,26 +32,18 @@ class PartialSums:
     def __init__(self, group: CommGroup) -> None:
         self.group = group
         self._passes_left = 1
-        self._sums: dict[int, _Sum] = {}
-        """By the parameter's identity."""
+        self._sums: dict[int, tuple[_Parameter, Tensor]] = {}
+        """By the parameter's identity: the parameter, and this rank's sum so far."""
 
     def expect(self, passes: int) -> None:
         """Puts the reduce off to the last of so many backward passes; afterwards each pass has its own again."""
         self._passes_left = passes
 
-    def add(self, parameter: Tensor, edge: GradientEdge, gradient: Tensor) -> None:
-        """Takes this rank's part of a gradient; parts of several passes are added in fp32 at least.
-
-        Args:
-            edge: where the whole gradient goes, made while the parameter was there: ZeRO-3 takes it away.
-        """
-        earlier = self._sums.get(id(parameter))
-        if earlier is None and self._passes_left == 1:
-            self._sums[id(parameter)] = _Sum(edge, gradient, gradient.dtype)
-        else:
-            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            total = wide if earlier is None else earlier.total + wide
-            self._sums[id(parameter)] = _Sum(edge, total, gradient.dtype)
+    def add(self, parameter: _Parameter, gradient: Tensor) -> None:
+        """Takes this rank's part of a gradient; parts of several passes are added in fp32 at least."""
+        _, earlier = self._sums.get(parameter.identity, (parameter, None))
+        wide = gradient if self._passes_left == 1 and earlier is None else gradient.to(_at_least_fp32(gradient.dtype))
+        self._sums[parameter.identity] = parameter, wide if earlier is None else earlier + wide
 
     def end_pass(self) -> None:
         """Called at the end of each backward pass; after the last, every parameter has its gradient."""
@@ -61,12 +53,12 @@ class PartialSums:
         self._passes_left = 1
         if not self._sums:
             return
-        sums = list(self._sums.values())
+        parameters, sums = zip(*self._sums.values(), strict=True)
         self._sums.clear()
-        whole = self.group.all_reduce(torch.cat([each.total.flatten() for each in sums]))
-        parts = whole.split([each.total.numel() for each in sums])
-        gradients = [part.view_as(each.total).to(each.dtype) for part, each in zip(parts, sums, strict=True)]
-        torch.autograd.backward([each.edge for each in sums], gradients)
+        whole = self.group.all_reduce(torch.cat([part.flatten() for part in sums]))
+        parts = whole.split([part.numel() for part in sums])
+        gradients = [part.view(p.shape).to(p.dtype) for part, p in zip(parts, parameters, strict=True)]
+        torch.autograd.backward([parameter.edge for parameter in parameters], gradients)
 
 
 class PartialGradients:
@@ -74,17 +66,23 @@ class PartialGradients:
 
     def __init__(self, sums: PartialSums) -> None:
         self._sums = sums
-        self._deferred: list[tuple[Tensor, GradientEdge, Tensor]] = []
+        self._deferred: list[tuple[_Parameter, Tensor]] = []
 
     def defer(self, parameter: Tensor) -> Tensor:
         """A stand-in for a parameter; the gradient that it gets is summed over the group before the parameter's own."""
         stand_in = parameter.detach().requires_grad_()
-        self._deferred.append((parameter, get_gradient_edge(parameter.view_as(parameter)), stand_in))
+        with torch.enable_grad():
+            edge = get_gradient_edge(parameter.view_as(parameter))
+        self._deferred.append((_Parameter(id(parameter), edge, parameter.shape, parameter.dtype), stand_in))
         return stand_in
 
     def end_pass(self) -> None:
         """Hands on what the stand-ins got."""
-        for parameter, edge, stand_in in self._deferred:
-            self._sums.add(parameter, edge, torch.zeros_like(stand_in) if stand_in.grad is None else stand_in.grad)
+        for parameter, stand_in in self._deferred:
+            self._sums.add(parameter, torch.zeros_like(stand_in) if stand_in.grad is None else stand_in.grad)
         self._deferred.clear()
         self._sums.end_pass()
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -35,3 +35,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     output: Tensor = _LinearOfPartitionedWeight.apply(x, weight, bias)
     return output
+
+
+class _Reached(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
+        return None, None
+
+
+def reached_by_backward(x: Tensor) -> Tensor:
+    """x, for a module whose input gradient goes another way than through autograd.
+
+    ZeRO-3 gives a module's weight back when backward arrives at its input. So the input must seem to need a gradient;
+    as a leaf it would stay in memory until then.
+    """
+    reached: Tensor = _Reached.apply(x, x.new_empty(0).requires_grad_())
+    return reached

@@ -67,20 +67,19 @@ def train_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], iteration:
 
 
 def _clip(trainer: Trainer, iteration: int, loss_sum: Tensor) -> float:
-    """The norm of the whole gradient, which is then scaled to --clip-grad at most, in place.
+    """Clips the gradient, which is reduced, and returns the norm that it had.
 
-    The engine holds the gradient of the scaled loss and divides it by the scale within its step.
+    The engine holds the gradient of the scaled loss and divides it by the scale within its step. It leaves the step out
+    by itself if the gradient is not finite and a lower scale may be the mend.
     """
-    pieces = trainer.state.gradient_pieces()
-    norm = gradient_norm(pieces, trainer.mesh.world, trainer.device) / trainer.state.loss_scale
+    pieces, scale = trainer.state.gradient_pieces(), trainer.state.loss_scale
+    norm = gradient_norm(pieces, trainer.mesh.world, trainer.device) / scale
     if math.isfinite(norm):
         clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
     elif not trainer.state.can_lower_loss_scale():
         loss = trainer.mesh.pipeline.all_reduce(loss_sum.clone())
-        raise BadNumbersError(
-            f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}"
-            + (f", the loss scale {trainer.state.loss_scale:g}" if trainer.run.training.fp16 else "")
-        )
+        text = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}"
+        raise BadNumbersError(f"{text}, the loss scale {scale:g}" if trainer.run.training.fp16 else text)
     return norm
 
 

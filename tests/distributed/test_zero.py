@@ -63,6 +63,7 @@ def test_the_pairwise_cases_are_pairwise() -> None:
     "words",
     [
         "--zero-stage 2 --residual-mode desync --desync-interval 4 --add-attention-output-bias",
+        "--zero-stage 3 --residual-mode ladder --sequence-parallel --qk-layernorm --tie-embeddings",
         pytest.param("--zero-stage 3 --residual-mode desync --desync-interval 2", marks=slow),
         "--zero-stage 3 --residual-mode ladder-parallel --recompute-granularity full",
         pytest.param("--zero-stage 3 --residual-mode ladder --no-tp-overlap --recompute-granularity full", marks=slow),

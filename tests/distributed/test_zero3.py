@@ -119,6 +119,8 @@ def observe(argv: list[str]) -> Observed:
         "--residual-mode ladder --tie-embeddings --qk-layernorm --add-attention-output-bias --add-mlp-bias",
         "--residual-mode ladder --ladder-layers 2 --recompute-granularity full --qk-layernorm",
         "--residual-mode standard --add-qkv-bias",
+        "--residual-mode ladder --sequence-parallel --qk-layernorm --tie-embeddings",
+        "--residual-mode standard --sequence-parallel --recompute-granularity full",
         "--residual-mode standard --no-tp-overlap --recompute-granularity full --tie-embeddings --qk-layernorm",
         "--residual-mode desync --desync-interval 4 --qk-layernorm",
         "--residual-mode desync --desync-interval 2 --recompute-granularity full",
