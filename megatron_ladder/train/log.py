@@ -13,7 +13,7 @@ from megatron_ladder.config.model import STALE_MODES
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.cost.flops import ModelFlops, parameter_count
 from megatron_ladder.parallel.embedding import padded_vocab_size
-from megatron_ladder.train.setup import Trainer
+from megatron_ladder.train.setup import Trainer, partition
 
 
 def say(text: str, rank: int) -> None:
@@ -36,6 +36,7 @@ def banner(trainer: Trainer) -> str:
         wiring += f": {model.desync_tp} streams, summed after every {model.desync_interval} sub-blocks"
     rows = {
         "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {run.parallel.zero_stage}",
+        **({"stages": _stages(run)} if run.parallel.pipeline_model_parallel_size > 1 else {}),
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key-value) of {model.head_dim}",
         "wiring": wiring,
@@ -56,6 +57,14 @@ def banner(trainer: Trainer) -> str:
     width = max(map(len, rows))
     lines = [f"  {name:<{width}}  {value}" for name, value in rows.items()]
     return "\n".join([f"megatron_ladder {__version__}", *lines])
+
+
+def _stages(run: RunConfig) -> str:
+    """With p stages and m micro-batches, 1F1B idles for p - 1 of m + p - 1 of its steps (arXiv 2104.04473)."""
+    ranges = partition(run)
+    idle = (len(ranges) - 1) / (run.accumulation_steps + len(ranges) - 1)
+    layers = ", ".join(str(layers.start) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}" for layers in ranges)
+    return f"layers {layers}; the pipeline idles {idle:.0%} of a step with {run.accumulation_steps} accumulation steps"
 
 
 def _overlap(run: RunConfig) -> str:
