@@ -13,7 +13,7 @@ from megatron_ladder.config.model import STALE_MODES
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.cost.flops import ModelFlops, parameter_count
 from megatron_ladder.parallel.embedding import padded_vocab_size
-from megatron_ladder.train.setup import Trainer
+from megatron_ladder.train.setup import Trainer, partition
 
 
 def say(text: str, rank: int) -> None:
@@ -37,6 +37,7 @@ def banner(trainer: Trainer) -> str:
     rows = {
         "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {run.parallel.zero_stage}"
         + (", optimizer on the host" if run.parallel.offload_optimizer == "cpu" else ""),
+        **({"stages": _stages(run)} if run.parallel.pipeline_model_parallel_size > 1 else {}),
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key-value) of {model.head_dim}",
         "wiring": wiring,
@@ -68,6 +69,14 @@ def _precision(run: RunConfig) -> str:
         return f"bf16, {masters}"
     scale = "dynamic" if training.loss_scale is None else f"{training.loss_scale:g}"
     return f"fp16, {masters}, loss scale {scale}"
+
+
+def _stages(run: RunConfig) -> str:
+    """With p stages and m micro-batches, 1F1B idles for p - 1 of m + p - 1 of its steps (arXiv 2104.04473)."""
+    ranges = partition(run)
+    idle = (len(ranges) - 1) / (run.accumulation_steps + len(ranges) - 1)
+    layers = ", ".join(str(layers.start) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}" for layers in ranges)
+    return f"layers {layers}; the pipeline idles {idle:.0%} of a step with {run.accumulation_steps} accumulation steps"
 
 
 def _overlap(run: RunConfig) -> str:

@@ -84,7 +84,7 @@ def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples:
     first = iteration + 1
     with (
         RunLog(trainer, first) as log,
-        ActivationMeter(trainer.model, trainer.device) as meter,
+        meter_activations(trainer) as meter,
         hang_watch(trainer) as watch,
     ):
 
@@ -118,6 +118,11 @@ def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples:
                 with aside():
                     valid = loader(trainer, inputs.sources.valid, consumed_samples=0)
                     log.validation(iteration, evaluate(trainer, valid, run.logging.eval_iters))
+
+
+def meter_activations(trainer: Trainer) -> ActivationMeter:
+    """Measures the first forward pass, of this rank's stage if there are several."""
+    return ActivationMeter(trainer.engine.module, trainer.device)
 
 
 def hang_watch(trainer: Trainer) -> HangWatch:

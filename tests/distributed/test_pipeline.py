@@ -12,8 +12,8 @@ from megatron_ladder.checkpoint.training_state import load_training_state, save_
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.parallel.layout import parameter_sections
-from megatron_ladder.train.log import RunLog
-from megatron_ladder.train.loop import report
+from megatron_ladder.train.log import RunLog, banner
+from megatron_ladder.train.loop import meter_activations, report
 from megatron_ladder.train.setup import Trainer, build_schedule
 from megatron_ladder.train.step import evaluate, train_step
 from tests.distributed.pool import GlooPools
@@ -213,19 +213,24 @@ def test_checkpoints_move_between_layouts(gloo_pools: GlooPools, tmp_path: Path,
             assert_pieces([pieces for _, pieces in trained], weights, 0.0)
 
 
-def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, float]:
-    """On each rank: what a log line's report prints, and this rank's share of the loss."""
+def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, float, int, str]:
+    """On each rank: what a step's report prints, this rank's share of the loss, bytes of activations, the banner."""
     trainer = build_trainer_here(argv, weights)
-    with contextlib.redirect_stdout(io.StringIO()) as printed, RunLog(trainer, 1) as log:
+    printing = contextlib.redirect_stdout(io.StringIO())
+    with printing as printed, RunLog(trainer, 1) as log, meter_activations(trainer) as meter:
         result = train_step(trainer, own_batches(trainer, batch), 1)
         report(trainer, log, 1, [result.loss_sum], result)
-    return printed.getvalue(), result.loss_sum.item()
+    assert meter.kept_bytes is not None
+    return printed.getvalue(), result.loss_sum.item(), meter.kept_bytes, banner(trainer)
 
 
 def test_the_first_rank_alone_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> None:
     argv = [*RECIPE, *layout_flags((2, 2, 1))]
     weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
-    (line, _), *others = gloo_pools(4).run(logged, argv, weights, steps_of_batches(1, 4)[0])
-    assert [text for text, _ in others] == ["", "", ""]
-    loss = others[-1][1]
-    assert loss > 1 and line.count("\n") == 1 and f"| lm loss {loss:.4f} |" in line
+    results = gloo_pools(4).run(logged, argv, weights, steps_of_batches(1, 4)[0])
+    lines, losses, kept, banners = zip(*results, strict=True)
+    assert lines[1:] == ("", "", "") and losses[0] == 0.0 and losses[-1] > 1
+    assert lines[0].count("\n") == 1 and f"| lm loss {losses[-1]:.4f} |" in lines[0]
+    assert min(kept) > 0
+    # One of the five slots in which four micro-batches pass two stages is idle.
+    assert "layers 0-1, 2; the pipeline idles 20% of a step with 4 accumulation steps" in banners[0]

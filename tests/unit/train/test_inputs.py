@@ -1,5 +1,6 @@
 """What a resumed run must say as the checkpoint does."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ def mistakes_about(save: Path, words: str) -> list[str]:
     return [mistake.split(":")[0] for mistake in raised.value.mistakes if "was trained with" in mistake]
 
 
-def test_what_a_run_cannot_use_is_told_before_it_starts(tmp_path: Path) -> None:
+def test_what_a_run_cannot_use_is_told_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are looked at after numbers, and every one of them."""
     prefix = tmp_path / "tokens"
     writer = IndexedDatasetWriter(prefix, np.dtype(np.uint16))
@@ -33,16 +34,22 @@ def test_what_a_run_cannot_use_is_told_before_it_starts(tmp_path: Path) -> None:
     writer.publish()
     write_sidecar(prefix, Sidecar("t", "0" * 64, 100, 0, False, largest_id=99, documents=1, tokens=40))
     (tmp_path / "file").touch()
-    words = f"--data-path {prefix} --split 1 --eval-iters 0 --save {tmp_path}/file --tensorboard-dir {tmp_path}/file/x"
+    words = (
+        f"--data-path {prefix} --split 1 --eval-iters 0 --save {tmp_path}/file --tensorboard-dir {tmp_path}/file/x "
+        f"--profile --profile-step-start 0 --profile-step-end 1 --profile-dir {tmp_path}/file/y --compile-sub-blocks"
+    )
+    monkeypatch.setattr(shutil, "which", lambda program: None)
     with pytest.raises(UserError) as raised:
         read_inputs([*SIZES, *words.split(), "--load", f"{tmp_path}/iter_0000009"], Place(0, 1, 0))
     starts = [
         f"{prefix}: holds token ids up to 99, the model has 67",
         f"--save {tmp_path}/file: cannot be written to",
         f"--tensorboard-dir {tmp_path}/file/x: cannot be written to",
+        f"--profile-dir {tmp_path}/file/y: cannot be written to",
+        "--compile-sub-blocks: no C++ compiler was found",
         f"--load {tmp_path}/iter_0000009: there is no such",
     ]
-    assert [line.startswith(start) for line, start in zip(raised.value.mistakes, starts, strict=True)] == [True] * 4
+    assert [line.startswith(start) for line, start in zip(raised.value.mistakes, starts, strict=True)] == [True] * 6
 
 
 def test_fp16_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
