@@ -78,15 +78,20 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
     except KeyboardInterrupt:
         _end(ExitCode.INTERNAL)
     except Exception as error:
-        code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), ExitCode.INTERNAL)
-        if code is ExitCode.INTERNAL:
-            traceback.print_exc()
-        where = f"rank {rank}: " if "RANK" in os.environ else ""
-        print(f"error: {where}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        if code is ExitCode.LOST_PEER:
-            time.sleep(GRACE_SECONDS)
-        _end(code)
+        fail(error)
     _end(ExitCode.DONE)
+
+
+def fail(error: Exception) -> NoReturn:
+    """Prints an error that is no mistake of the user, and ends the process, from any thread of it."""
+    code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), ExitCode.INTERNAL)
+    if code is ExitCode.INTERNAL:
+        traceback.print_exception(error)
+    where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    print(f"error: {where}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    if code is ExitCode.LOST_PEER:
+        time.sleep(GRACE_SECONDS)
+    _end(code)
 
 
 def _end(code: ExitCode) -> NoReturn:

@@ -26,6 +26,10 @@ from megatron_ladder.errors import LostPeerError, UserError
 
 LINGER_SECONDS = 5.0
 """How long rank 0 serves the store to ranks that have not read a verdict that ends the run."""
+BOARD_SECONDS = 2.0
+"""How long the board may take to answer."""
+WAITING = "waiting"
+"""Its key: the numbers of ranks that began to wait, and the complements of those that no longer do."""
 MOST_HOSTS = 8
 """Hosts that a message lists."""
 REPORT, DIGEST, VERDICT, READ = "start/report", "start/digest", "start/verdict", "start/read"
@@ -51,6 +55,35 @@ class Peers:
 
     hosts: list[Host] = field(default_factory=list)
     """In rank order."""
+    board: Store | None = None
+    """Where ranks that make no progress say that they are still there, once there is such a place."""
+
+    def open_board(self, store: Store) -> None:
+        """Takes the store at which ranks met as the board, with a connection that does not wait for long."""
+        # Every store has these two methods, but not torch's type annotations.
+        self.board = store.clone()  # type: ignore[attr-defined]
+        self.board.set_timeout(timedelta(seconds=BOARD_SECONDS))
+        self._note("")
+
+    def say_waiting(self, rank: int, waiting: bool) -> None:
+        """Notes that a rank makes no progress, or makes it again."""
+        if self.board is not None:
+            with contextlib.suppress(dist.DistError):
+                self._note(f"{rank if waiting else ~rank} ")
+
+    def _note(self, text: str) -> None:
+        self.board.append(WAITING, text)  # type: ignore[union-attr]
+
+    def silent(self, ranks: Sequence[int]) -> list[int]:
+        """Those that have not said that they wait; rank 0, which serves the board, where that does not answer."""
+        if self.board is None:
+            return list(ranks)
+        try:
+            notes = [int(note) for note in self.board.get(WAITING).split()]
+        except dist.DistError:
+            return [rank for rank in ranks if rank == 0]
+        state = {max(note, ~note): note >= 0 for note in notes}
+        return [rank for rank in ranks if not state.get(rank, False)]
 
     def describe(self, ranks: Iterable[int]) -> str:
         """`ranks 0-3 on node-a (10.0.0.1), rank 6 on node-b (10.0.0.2)`."""

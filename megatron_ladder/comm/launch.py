@@ -112,6 +112,7 @@ def start_process_group(
     hosts = agree(store, place.rank, place.world_size, Report(host, settings or {}), timeout)
     if peers is not None:
         peers.hosts = hosts
+        peers.open_board(store)
     choose_interface(host, hosts)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     return device

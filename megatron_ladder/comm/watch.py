@@ -27,9 +27,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_ladder.comm.agreement import Peers, name_ranks
+from megatron_ladder.errors import LostPeerError, fail
 
 TOLD_AT = 0.8
 """Part of the timeout after which a rank without progress tells where it is."""
+GIVEN_UP_AT = 1.25
+"""Part of the timeout after which the watch itself ends a process that still waits for a message."""
 MOST_COLLECTIVES = 4
 """Unfinished collectives that are described, the oldest first: one waits for it, and the others behind it."""
 
@@ -110,9 +113,26 @@ def describe_unfinished(peers: Peers) -> str:
 
 
 def lost_peers(message: str, peers: Peers) -> list[int]:
-    """Those whom the text of a network error can mean: at the address in it, and in a collective with this rank."""
-    partners = {rank for collective in unfinished_collectives() for rank in collective.ranks} - {this_rank()}
-    return [rank for rank in peers.named_in(message) if rank in partners] or sorted(partners)
+    """Those whom a network error can mean, among the ranks in a collective with this one.
+
+    Where its text has an address, those there; else those that have not said that they wait as well.
+    """
+    partners = sorted({rank for one in unfinished_collectives() for rank in one.ranks} - {this_rank()})
+    at_address = [rank for rank in peers.named_in(message) if rank in partners]
+    return at_address or peers.silent(partners) or partners
+
+
+def awaited_peer(thread: int) -> int | None:
+    """The rank with which the thread of that identity is exchanging a single message, if it is.
+
+    What passes between pipeline stages is not recorded, and gloo lets it wait as long as a group was allowed to when
+    it was made: no later timeout counts.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_globals.get("__name__") != distributed_c10d.__name__:
+        return None
+    peer: int | None = frame.f_locals.get({"recv": "src", "send": "dst"}.get(frame.f_code.co_name, ""))
+    return peer
 
 
 def this_rank() -> int:
@@ -143,11 +163,13 @@ class HangWatch:
         self._rank = dist.get_rank()
         self._stepped = False
         self._progress = time.time()
-        self._told = 0.0
+        self._told = False
+        self._worker = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
 
     def __enter__(self) -> Self:
+        self._worker = threading.get_ident()
         if dist.get_world_size() > 1:
             self._thread.start()
         return self
@@ -180,26 +202,41 @@ class HangWatch:
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self._limit.total_seconds() / 20)):
-            longest = self._limit.total_seconds() * TOLD_AT
+            limit = self._limit.total_seconds()
             # What is recorded is read only when no step has ended for long.
-            if time.time() - max(self._progress, self._told) < longest:
+            if time.time() - self._progress < limit * TOLD_AT:
+                self._take_back()
                 continue
             collectives = recorded_collectives()
             progress = max(self._progress, collectives[-1].started if collectives else 0.0)
-            if self._told < progress + longest <= time.time():
-                self._told = time.time()
-                self._tell(self._told - progress)
+            silent = time.time() - progress
+            if silent < limit * TOLD_AT:
+                self._take_back()
+            elif not self._told:
+                self._told = True
+                self._peers.say_waiting(self._rank, True)
+                self._tell(silent)
+            peer = awaited_peer(self._worker)
+            if silent >= limit * GIVEN_UP_AT and peer is not None:
+                who = self._peers.describe([peer])
+                fail(LostPeerError(f"{who} is gone or does not answer: nothing has come for {silent:.0f} s"))
+
+    def _take_back(self) -> None:
+        if self._told:
+            self._told = False
+            self._peers.say_waiting(self._rank, False)
 
     def _tell(self, seconds: float) -> None:
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file=file, all_threads=True)
             file.seek(0)
             stacks = file.read()
-        where = self._peers.describe([self._rank])
+        where, peer = self._peers.describe([self._rank]), awaited_peer(self._worker)
+        exchange = "" if peer is None else f"exchanges a message with {self._peers.describe([peer])}\n"
         # One write, since other ranks write to the same stream.
         sys.stderr.write(
             f"*** {where}: no progress for {seconds:.0f} s; in {self._limit.total_seconds() * (1 - TOLD_AT):.0f} s a "
-            f"collective that still waits ends the run\n{describe_unfinished(self._peers)}\n{stacks}*** end of the "
-            f"stacks of rank {self._rank}\n"
+            f"collective that still waits ends the run\n{exchange}{describe_unfinished(self._peers)}\n{stacks}"
+            f"*** end of the stacks of rank {self._rank}\n"
         )
         sys.stderr.flush()

