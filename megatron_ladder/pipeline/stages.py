@@ -5,6 +5,7 @@ Importing this file imports DeepSpeed, which must have been started before (`com
 
 import contextlib
 import io
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import deepspeed
@@ -56,7 +57,7 @@ class StagedModel(PipelineModule):  # type: ignore[misc]
         # Its axes are pipeline, data, tensor, the last one fastest: the order of ProcessMesh.
         topology = PipeModelDataParallelTopology(num_pp=pipeline.size, num_mp=mesh.tensor.size, num_dp=mesh.data.size)
         # It prints what the run's own banner says.
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), _groups_of(mesh):
             super().__init__(layers, topology=topology, partition_method="uniform")
         self.stage = stage
         self._mesh = mesh
@@ -71,6 +72,27 @@ class StagedModel(PipelineModule):  # type: ignore[misc]
         if not (model.config.tie_embeddings and (model.is_first or model.is_last)):
             return []
         return [(model.embedding.weight, self._mesh.ends.process_group)]
+
+
+@contextlib.contextmanager
+def _groups_of(mesh: ProcessMesh) -> Iterator[None]:
+    """Inside it, DeepSpeed gets the groups of the mesh where it would make more of the same.
+
+    Its grid makes six for each rank, which on GPUs are communicators, and on CPUs threads that poll.
+    """
+    groups = (mesh.world, mesh.model, mesh.data, mesh.pipeline, mesh.tensor)
+    process_groups = {tuple(sorted(group.ranks)): group.process_group for group in groups}
+
+    def find(ranks: Iterable[int]) -> dist.ProcessGroup | None:
+        wanted = tuple(sorted(ranks))
+        return process_groups[wanted] if mesh.world.rank in wanted else None
+
+    make = deepspeed.comm.new_group
+    deepspeed.comm.new_group = find
+    try:
+        yield
+    finally:
+        deepspeed.comm.new_group = make
 
 
 def build_pipeline_engine(
