@@ -272,7 +272,9 @@ def _destroy_abandoned_groups(fresh_references: int) -> None:
     Groups that a module keeps (a cached mesh, DeepSpeed's own) have more references and stay.
     """
     import torch
+    from torch.distributed import distributed_c10d
 
+    names: dict[Any, str] = distributed_c10d._world.pg_names
     groups = [group for group in _known_groups() if group is not torch.distributed.group.WORLD]
     if len(groups) <= GROUPS_KEPT:
         return
@@ -280,7 +282,10 @@ def _destroy_abandoned_groups(fresh_references: int) -> None:
     while groups:
         group = groups.pop()
         if _references(group) <= fresh_references:
+            name = names[group]
             torch.distributed.destroy_process_group(group)
+            # torch names a group that only its members make after the number of names so far, so none may be freed.
+            names[object()] = name
 
 
 def _known_groups() -> list[Any]:

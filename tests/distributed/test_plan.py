@@ -47,7 +47,8 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for found in gc.get_objects():
-        if isinstance(found, torch.Tensor) and found.device.type == "cpu":
+        # Not what torch.compile traces with, which has no storage.
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
             if found.grad is not None:
@@ -89,7 +90,9 @@ def kept_of_a_pass(wiring: ResidualMode, recompute: bool, sequence_parallel: boo
     assert meter.kept_bytes is not None and loss.requires_grad
     layout = Layout(2, micro_batch=2, recompute=recompute, sequence_parallel=sequence_parallel, fused_norms=False)
     counted = layers_activation_bytes(model, layout, 0, 128, "fp32")
-    return meter.kept_bytes, counted + head_activation_bytes(model, layout, 128, "fp32")
+    # The rotary table, one for all layers, which the planner leaves out.
+    table = 2 * 64 * model.head_dim * 4
+    return meter.kept_bytes, counted + head_activation_bytes(model, layout, 128, "fp32") + table
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -99,7 +102,7 @@ def test_activations_of_two_ranks(
     gloo_pools: GlooPools, wiring: ResidualMode, recompute: bool, sequence_parallel: bool
 ) -> None:
     for kept, counted in gloo_pools(2).run(kept_of_a_pass, wiring, recompute, sequence_parallel):
-        assert counted == pytest.approx(kept, rel=0.05)
+        assert counted == pytest.approx(kept, rel=0.02)
 
 
 TINY = Sizes((1 << 10, 1 << 12, 1 << 14, 1 << 16), ("small-train", "small"), 64, torch.float32, tokens=1)
