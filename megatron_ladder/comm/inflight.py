@@ -15,7 +15,7 @@ it is used there. With `async_op=True` torch keeps the tensor itself until `Work
 for NCCL's (since 2.8 always; its `record_stream` calls and TORCH_NCCL_AVOID_RECORD_STREAMS are gone), and lets go of it
 when it sees the collective done where nobody waits. So no `record_stream` is needed here, under one condition that both
 walks keep: a handle is waited for on the stream that computes, from which the buffer came and on which its memory is
-used again.
+used again. Reads of a sharded stream are waited for beside it; what `aside.py` holds for them takes its place.
 """
 
 from typing import Any, NamedTuple

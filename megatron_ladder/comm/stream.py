@@ -12,12 +12,12 @@ keeps for backward only its own positions. Gradients meet the borders the other 
 operations: that of an output is read, that of an input is written.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight, start_all_reduce
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 
@@ -72,11 +72,26 @@ class ShardedStream:
 
     def start_write(self, partial: Tensor) -> InFlight:
         """This rank's positions of the sum over the ranks."""
-        return InFlight(*_StartReduceScatter.apply(partial, self.group))
+        rows, work = _StartReduceScatter.apply(partial, self.group)
+        return InFlight(rows, None if work is None else _Holding(work, partial))
 
     def enter(self, stream: Tensor) -> Tensor:
         """All ranks' positions; backward is a reduce-scatter."""
         return self.start_read(stream).wait()
+
+
+class _Holding(NamedTuple):
+    """A handle that keeps what is summed elsewhere.
+
+    torch lets go of it when it is waited for, on whatever stream that is; who waits on a stream beside the one that
+    computes keeps the handle until both have met (`comm/aside.py`).
+    """
+
+    work: Work
+    partial: Tensor
+
+    def wait(self) -> object:
+        return self.work.wait()
 
 
 class _StartAllGather(Function):

@@ -21,7 +21,7 @@ gradients of their weights are whole.
 
 With sequence parallelism, the gradient of an output is gathered before the body goes backward, as the normed stream
 was before it went forward, and so is once more the input of its column-parallel product, which is not kept. The read of
-a gradient (wait, norm, add, gather) then takes place while the body after it is halfway through its own backward, and
+a gradient (wait, norm, add, gather) then takes place beside the backward of the body after it (`comm/aside.py`), and
 flies under it like the reduce itself. The norms met this rank's positions alone: their gradients are partial.
 
 Autograd would run these steps in an order of its own (newest node first: launch, wait, launch, wait), hence one
@@ -54,6 +54,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_ladder.comm.aside import Aside
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.model.attention import Midway, SequenceContext
 from megatron_ladder.model.sub_block import SubBlock, drain, join_state, split_state, walk
@@ -106,16 +107,23 @@ class _Pass:
     """One forward pass over a range of sub-blocks, and what its backward needs."""
 
     def __init__(
-        self, steps: Sequence[SubBlock], context: SequenceContext, pending: tuple[int, int], sums: PartialSums
+        self,
+        steps: Sequence[SubBlock],
+        context: SequenceContext,
+        pending: tuple[int, int],
+        sums: PartialSums,
+        aside: Aside | None,
     ) -> None:
         """
         Args:
             pending: how many outputs are missing from the stream that enters, and from the one that leaves.
+            aside: where reads of a sharded stream take place ahead; None for one that is not.
         """
         self.steps = steps
         self.context = context
         self.layout = steps[0].layout
         self.sharded = self.layout.shards > 1
+        self.aside = aside
         self.partial_gradients = PartialGradients(sums)
         self.pending_in, self.pending_out = pending
         count, outputs = len(steps), self.pending_in + len(steps)
@@ -202,12 +210,13 @@ class _Pass:
             if midway is not None:
                 midway(inner)
 
+        tells_halfway = self.aside is not None and self.aside.halfway
         layout = None if self.crosses_unreduced(index) else self.layout
         input_gradient = InputGradient(layout, self.partial_gradients, keeps_input)
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
             output = self.steps[index].body(
-                normed, self.context, False, input_gradient, halfway if self.sharded else None
+                normed, self.context, False, input_gradient, halfway if tells_halfway else None
             ).partial
         assert reading.normed_edge is not None
         graph = _Graph(reading.stream, reading.normed_edge, reading.normed, get_gradient_edge(output), input_gradient)
@@ -240,11 +249,15 @@ class _BackwardWalk:
             a_pass.gather_again(len(a_pass.steps) - 1)
         for index in reversed(range(len(a_pass.steps))):
             graph = a_pass.last_graph()
-            ahead, self._ahead = self._ahead, None
-            output_gradient = (ahead or self._of_output(index)).wait()
+            output_gradient = (self._joined() or self._of_output(index)).wait()
             if a_pass.sharded and index > 0:
                 a_pass.gather_again(index - 1)
-                a_pass.halfway_back = partial(self._read_ahead, index - 1)
+            if a_pass.aside is not None and index > 0:
+                read_ahead = partial(self._read_ahead, index - 1, a_pass.aside)
+                if a_pass.aside.halfway:
+                    a_pass.halfway_back = read_ahead
+                else:
+                    read_ahead()
             with a_pass.steps[index].named("backward"):
                 torch.autograd.backward([graph.partial], [output_gradient])
             a_pass.halfway_back = lambda: None
@@ -265,10 +278,17 @@ class _BackwardWalk:
         with self._pass.steps[index].named("gather"):
             return self._pass.layout.start_read(self._gradient)
 
-    def _read_ahead(self, index: int) -> None:
+    def _read_ahead(self, index: int, aside: Aside) -> None:
         """Starts on a sub-block's output gradient, if that does not need the sub-block that is under way."""
         if self._pass.known_at[self._pass.pending_in + index] > index + 1:
-            self._ahead = self._of_output(index)
+            self._ahead = aside.run(lambda: self._of_output(index), uses=(self._gradient, *self._in_flight))
+
+    def _joined(self) -> InFlight | None:
+        """What was read ahead, if anything was."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self._pass.aside is not None:
+            self._pass.aside.join()
+        return ahead
 
     def _absorb(self, first: int) -> None:
         """Adds the gradients of reads from number `first` on."""
@@ -309,7 +329,7 @@ class _OverlappedRange(Function):
             a_pass.layout.start_write(output.clone()) if place < a_pass.reduced_here else InFlight(output, None)
             for place, output in enumerate(missing)
         )
-        stream = walk(stream, pending, a_pass.steps, a_pass.read, a_pass.apply, read_ahead=a_pass.sharded)
+        stream = walk(stream, pending, a_pass.steps, a_pass.read, a_pass.apply, a_pass.aside)
         stream = drain(stream, pending, a_pass.pending_out)
         return join_state(stream, (in_flight.partial for in_flight in pending))
 
@@ -319,7 +339,12 @@ class _OverlappedRange(Function):
 
 
 def run_overlapped(
-    state: Tensor, steps: Sequence[SubBlock], context: SequenceContext, pending_out: int, sums: PartialSums
+    state: Tensor,
+    steps: Sequence[SubBlock],
+    context: SequenceContext,
+    pending_out: int,
+    sums: PartialSums,
+    aside: Aside | None,
 ) -> Tensor:
     """The range's forward pass: a state to the state with `pending_out` outputs missing.
 
@@ -327,5 +352,5 @@ def run_overlapped(
     it, as under reentrant checkpointing.
     """
     pending = (state.shape[0] - 1) // steps[0].layout.shards, pending_out
-    result: Tensor = _OverlappedRange.apply(state, _Pass(steps, context, pending, sums))
+    result: Tensor = _OverlappedRange.apply(state, _Pass(steps, context, pending, sums, aside))
     return result

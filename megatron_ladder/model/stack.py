@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.comm.aside import beside
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, no_span
@@ -123,6 +124,7 @@ class TransformerStack(nn.Module):
         self.options = options
         self.mesh = mesh
         self.layout = mesh.stream
+        self.aside = beside(device) if self.layout.shards > 1 and options.tp_overlap else None
         self.desync = config.residual_mode == "desync"
         self.synchronised = [synchronised_after(config, i) for i in range(2 * layers.start - 1, 2 * layers.stop)]
         self.pending_in = pending_before(wirings, layers.start)
@@ -141,7 +143,9 @@ class TransformerStack(nn.Module):
             return walk_desync(state[0], self.sub_blocks(), self.synchronised, context).unsqueeze(0)
         mirrored = self.options.tp_overlap and self.options.mirrored_backward
         if mirrored and self.mesh.tensor.size > 1 and torch.is_grad_enabled():
-            return run_overlapped(state, self.sub_blocks(), context, self.pending_out, self.partial_sums)
+            return run_overlapped(
+                state, self.sub_blocks(), context, self.pending_out, self.partial_sums, self.aside
+            )
         stream, missing = split_state(state, self.layout)
         steps = self.sub_blocks()
         # A range shorter than its staleness hands outputs on that it neither made nor read.
@@ -164,8 +168,7 @@ class TransformerStack(nn.Module):
         def leave_unreduced(step: SubBlock, stream: Tensor, _: Midway | None) -> InFlight:
             return InFlight(step.unreduced(stream, context), None)
 
-        read_ahead = self.options.tp_overlap and self.layout.shards > 1
-        stream = walk(stream, pending, steps[:launched], SubBlock.read, start, read_ahead)
+        stream = walk(stream, pending, steps[:launched], SubBlock.read, start, self.aside)
         stream = walk(stream, pending, steps[launched:], read_stream, leave_unreduced)
         stream = drain(stream, pending, self.pending_out)
         return join_state(stream, (in_flight.partial for in_flight in pending))

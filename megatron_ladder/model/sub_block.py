@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_ladder.comm.aside import Aside
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.spans import Span, no_span
@@ -101,15 +102,15 @@ def walk(
     sub_blocks: Sequence[SubBlock],
     read: Callable[[SubBlock, Tensor, Tensor | None], tuple[Tensor, Reading]],
     apply: Callable[[SubBlock, Reading, Midway | None], InFlight],
-    read_ahead: bool = False,
+    aside: Aside | None = None,
 ) -> Tensor:
     """The rule. Returns the stream after the last read; `pending` then holds what is still missing from it.
 
     Args:
         read: given the stream, and the newest output that the sub-block does not miss, since its norm can add that
             on its way; returns the stream with it, and what the sub-block computes with.
-        read_ahead: a sub-block that may read late does so while the one before it is halfway, since what it reads
-            has to be gathered first: that wait, add, norm and gather then all fly under the sub-block before it.
+        aside: where a sub-block that may read late does so beside the one before it, since what it reads has to be
+            gathered first: wait, add, norm and gather then all fly under that one. None reads when its turn comes.
     """
     ahead: list[Reading] = []
 
@@ -122,14 +123,22 @@ def walk(
         return reading
 
     for index, sub_block in enumerate(sub_blocks):
+        if aside is not None and ahead:
+            aside.join()
         reading = ahead.pop() if ahead else read_now(sub_block, sub_block.staleness)
         midway: Midway | None = None
-        if read_ahead and index + 1 < len(sub_blocks) and sub_blocks[index + 1].staleness > 0:
+        if aside is not None and index + 1 < len(sub_blocks) and sub_blocks[index + 1].staleness > 0:
             following = sub_blocks[index + 1]
 
-            def midway(_: Tensor, following: SubBlock = following) -> None:
+            def read_following(_: object = None, following: SubBlock = following, aside: Aside = aside) -> None:
                 # The output of the sub-block that is under way will be missing as well.
-                ahead.append(read_now(following, following.staleness - 1))
+                missing = following.staleness - 1
+                ahead.append(aside.run(lambda: read_now(following, missing), uses=(stream, *pending)))
+
+            if aside.halfway:
+                midway = read_following
+            else:
+                read_following()
 
         with sub_block.named("forward"):
             pending.append(apply(sub_block, reading, midway))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ladder.comm.aside import Aside, TakingTurns
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig, key_value_replicas
 from megatron_ladder.model.language_model import LanguageModel
@@ -46,12 +47,19 @@ FEATURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class AtTheBeginning(TakingTurns):
+    """Runs chains when CUDA would launch them."""
+
+    halfway = False
+
+
 def run_case(
     config: ModelConfig, weights: Weights, tensor_parallel: int, options: StackOptions,
-    tokens: Tensor, labels: Tensor, mask: Tensor, sequence_parallel: bool,
+    tokens: Tensor, labels: Tensor, mask: Tensor, sequence_parallel: bool, aside: Aside | None,
 ) -> tuple[float, Pieces]:  # fmt: skip
     """On each rank: the loss a masked token, and every gradient that this rank holds."""
     model = build(config, weights, tensor_parallel, options, sequence_parallel)
+    model.stack.aside = aside or model.stack.aside
     loss = model(tokens, labels, mask) / mask.sum()
     loss.backward()
     return loss.item(), gradient_pieces(model)
@@ -65,13 +73,13 @@ def batch(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 
 
 def check(gloo_pools: GlooPools, tensor_parallel: int, config: ModelConfig, options: StackOptions,
-          dtype: torch.dtype, sequence_parallel: bool = False) -> None:  # fmt: skip
+          dtype: torch.dtype, sequence_parallel: bool = False, aside: Aside | None = None) -> None:  # fmt: skip
     reference = ReferenceConfig.like(config)
     weights = make_weights(reference, seed=1, dtype=dtype)
     tokens, labels, mask = batch(config, dtype)
     loss, gradients = reference_gradients(weights, reference, tokens, labels, mask)
     results = gloo_pools(tensor_parallel).run(
-        run_case, config, weights, tensor_parallel, options, tokens, labels, mask, sequence_parallel
+        run_case, config, weights, tensor_parallel, options, tokens, labels, mask, sequence_parallel, aside
     )
     for found, _ in results:
         assert found == pytest.approx(float(loss), rel=TOLERANCE[dtype])
@@ -139,6 +147,18 @@ def test_desync_features(gloo_pools: GlooPools, tensor_parallel: int, interval: 
 def test_features(gloo_pools: GlooPools, tensor_parallel: int, wiring: str, feature: str) -> None:
     config = small_model(**WIRINGS[wiring], **FEATURES[feature])
     check(gloo_pools, tensor_parallel, config, StackOptions(recompute_layers=2), torch.float64)
+
+
+@pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("mirrored", [True, False], ids=["overlap", "forward-overlap"])
+@pytest.mark.parametrize("wiring", ["ladder", "hybrid", "staleness-2", "ladder-parallel-2"])
+def test_a_sharded_stream_read_when_the_sub_block_before_begins(
+    gloo_pools: GlooPools, wiring: str, mirrored: bool, recompute: int
+) -> None:
+    """The order of a stream beside the one that computes."""
+    config = small_model(**(WIRINGS | MORE_WIRINGS)[wiring])
+    options = StackOptions(recompute_layers=recompute, mirrored_backward=mirrored)
+    check(gloo_pools, 2, config, options, torch.float64, sequence_parallel=True, aside=AtTheBeginning())
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ladder.comm.aside import Aside
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
@@ -17,6 +18,7 @@ from megatron_ladder.model.stack import StackOptions, TransformerStack
 from megatron_ladder.model.wiring import layer_wirings, pending_before
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import mesh_of, small_model
+from tests.distributed.test_correctness import AtTheBeginning
 
 LADDER = {"residual_mode": "ladder", "ladder_layers": (0, 1, 2)}
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1,)}
@@ -165,9 +167,12 @@ def test_backward_is_the_mirror(
     assert gloo_pools(2).run(backward_events, config, options) == [expected, expected]
 
 
-def sharded_forward_events(config: ModelConfig, options: StackOptions, training: bool) -> str:
+def sharded_forward_events(
+    config: ModelConfig, options: StackOptions, training: bool, aside: Aside | None = None
+) -> str:
     """On each rank: as `forward_events`, of a sharded stream; `B3`: sub-block 3's first product."""
     model, group = recorded_model(config, options, sequence_parallel=True)
+    model.stack.aside = aside or model.stack.aside
     for number, step in enumerate(model.stack.sub_blocks()):
         step.body.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
     with torch.set_grad_enabled(training):
@@ -195,6 +200,15 @@ def test_a_sharded_stream_is_read_under_the_sub_block_before(
     config = small_model(num_layers=3, **wiring)
     options = StackOptions(recompute_layers=recompute)
     assert gloo_pools(2).run(sharded_forward_events, config, options, training) == [expected, expected]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_beside_a_sub_block_a_sharded_stream_is_read_from_its_beginning(gloo_pools: GlooPools, training: bool) -> None:
+    config = small_model(num_layers=3, **LADDER_PARALLEL)
+    # Before sub-block 1 begins: the end of reduce 0, and the gather for sub-block 2.
+    expected = "G0 G1 H0 B0 L0 W0 G2 H1 B1 L1 H2 B2 L2 W1 W2"
+    found = gloo_pools(2).run(sharded_forward_events, config, StackOptions(), training, AtTheBeginning())
+    assert found == [expected, expected]
 
 
 def sharded_backward_events(config: ModelConfig, options: StackOptions) -> str:
