@@ -195,7 +195,9 @@ def test_a_killed_rank_is_named(tokens: Path, tmp_path: Path) -> None:
         first.wait_for("iteration       3/", START)
         second.process.send_signal(signal.SIGKILL)
         assert first.wait(60) == 4, first.stderr
-    assert "error: rank 0: LostPeerError: rank 1 on " in first.stderr and "group 'data'" in first.stderr
+    assert "error: rank 0: LostPeerError: rank 1 on " in first.stderr
+    # The step's gradients or its log line: which of them waits is up to the moment.
+    assert re.search(r"in group '(data|world)' of ranks 0-1", first.stderr)
 
 
 def test_ranks_that_were_told_otherwise_do_not_start(tokens: Path, tmp_path: Path) -> None:
