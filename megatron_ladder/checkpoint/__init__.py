@@ -1,6 +1,6 @@
 """What is on disk of a training run, and how it gets there: see `format`."""
 
-from megatron_ladder.checkpoint.format import Checkpoint, CheckpointWriter, TensorInfo, find_checkpoint
+from megatron_ladder.checkpoint.format import Checkpoint, TensorInfo, find_checkpoint
 from megatron_ladder.checkpoint.manifest import FileIndex, merge_manifest
 from megatron_ladder.checkpoint.publish import (
     create_temporary_directory,
@@ -8,6 +8,7 @@ from megatron_ladder.checkpoint.publish import (
     temporary_directory,
     write_manifest,
 )
+from megatron_ladder.checkpoint.writer import CheckpointWriter
 
 __all__ = [
     "Checkpoint",

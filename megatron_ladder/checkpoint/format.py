@@ -4,6 +4,7 @@
     SAVE/iter_0000100/weights_rank_00000.safetensors     boxes of the weights that rank 0 wrote
     SAVE/iter_0000100/optimizer_rank_00000.safetensors   boxes of master weights and moments
     SAVE/iter_0000100/rng_rank_00000.safetensors         states of random number generators
+    SAVE/iter_0000100/tokenizer.json                     whatever belongs to the model
 
 The unit is a box, a rectangular part of a canonical tensor: its name and kind, the tensor's shape, the box's
 offset and extent. Tensors' names know no layout, and neither do the boxes: a reader takes the elements it
@@ -11,6 +12,7 @@ needs out of whichever boxes hold them. There is no pickle. Needs torch, and no 
 """
 
 import mmap
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ladder.checkpoint.boxes import Box, cut_span, flat_range, intersection, row_major_strides
+from megatron_ladder.checkpoint.checksum import algorithm_of, file_checksum
 from megatron_ladder.checkpoint.manifest import (
     DTYPE_NAMES,
-    KINDS,
-    BoxRecord,
-    FileIndex,
     StoredTensor,
     TensorTable,
     decode_manifest,
@@ -37,14 +37,7 @@ from megatron_ladder.checkpoint.publish import (
     publishing_order,
     read_latest,
 )
-from megatron_ladder.checkpoint.tensor_file import (
-    DTYPES,
-    FilePlace,
-    bytes_of,
-    file_checksum,
-    read_header,
-    write_tensor_file,
-)
+from megatron_ladder.checkpoint.tensor_file import DTYPES, FilePlace, bytes_of, read_header
 from megatron_ladder.errors import UserError
 
 Progress = Callable[[int, int], None]
@@ -54,106 +47,6 @@ _VERIFYING_THREADS = 8
 _MISTAKES_NAMED = 20
 _CONVERTIBLE_KINDS = ("weight", "master")
 """Optimizer moments and generator states must come back as they went; weights may be cast on reading."""
-
-
-class CheckpointWriter:
-    """Writes the boxes that one rank holds.
-
-    `add` and `add_span` only note the tensors, which must stay as they are until `finish` has written them:
-    saving holds no second copy of the state.
-    """
-
-    def __init__(self, directory: Path, rank: int) -> None:
-        """
-        Args:
-            directory: exists, and is not yet published.
-            rank: makes this writer's file names its own.
-        """
-        self._directory = directory
-        self._rank = rank
-        self._tensors: dict[str, list[tuple[str, torch.Tensor]]] = {}
-        self._boxes: list[BoxRecord] = []
-
-    def add(
-        self, name: str, kind: str, global_shape: Sequence[int], offset: Sequence[int], tensor: torch.Tensor
-    ) -> None:
-        """Takes one box of a canonical tensor.
-
-        Args:
-            name: of the canonical tensor.
-            kind: one of `KINDS`.
-            global_shape: of the canonical tensor; one to eight dimensions.
-            offset: of the box in it.
-            tensor: the box's elements; its shape is the extent. Contiguous, on any device; float32, bfloat16,
-                float16, float64, uint8 or int64.
-
-        Raises:
-            ValueError: the box does not lie in the tensor, or its kind, dtype or memory layout is another.
-        """
-        box = Box(tuple(offset), tuple(tensor.shape))
-        if kind not in KINDS or tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{name}: kind {kind!r} or dtype {tensor.dtype} has no place in a checkpoint")
-        if not box.lies_in(global_shape) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: {list(tensor.shape)} elements at {list(offset)} are not contiguous, or are no box "
-                f"of a tensor of shape {list(global_shape)}"
-            )
-        sort = KINDS[kind]
-        key = f"{kind}:{name}@{','.join(map(str, offset))}"
-        self._tensors.setdefault(sort, []).append((key, tensor))
-        self._boxes.append(
-            {
-                "name": name,
-                "kind": kind,
-                "global_shape": list(global_shape),
-                "offset": list(box.offset),
-                "extent": list(box.extent),
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "file": self._file_name(sort),
-                "key": key,
-            }
-        )
-
-    def add_span(
-        self,
-        name: str,
-        kind: str,
-        global_shape: Sequence[int],
-        box_offset: Sequence[int],
-        box_extent: Sequence[int],
-        start: int,
-        flat_tensor: torch.Tensor,
-    ) -> None:
-        """Takes an interval of a box: elements from `start` on of the box flattened row by row.
-
-        Args:
-            box_offset: of the box (a rank's slice) in the canonical tensor.
-            box_extent: of that box.
-            start: first element of the interval in the flattened box.
-            flat_tensor: [elements of the interval], contiguous.
-
-        Raises:
-            ValueError: as for `add`, or the interval does not lie in the box.
-        """
-        for box, begin in cut_span(Box(tuple(box_offset), tuple(box_extent)), start, flat_tensor.numel()):
-            piece = flat_tensor[begin : begin + box.numel].view(box.extent)
-            self.add(name, kind, global_shape, box.offset, piece)
-
-    def finish(self) -> FileIndex:
-        """Writes and fsyncs the files, and says what is in them; for `merge_manifest`.
-
-        Raises:
-            FileExistsError: the rank has written here before.
-        """
-        index: FileIndex = {"files": [], "boxes": self._boxes}
-        for sort, tensors in self._tensors.items():
-            name = self._file_name(sort)
-            size, checksum = write_tensor_file(self._directory / name, tensors)
-            index["files"].append({"name": name, "size": size, "checksum": checksum})
-        return index
-
-    def _file_name(self, sort: str) -> str:
-        return f"{sort}_rank_{self._rank:05d}.safetensors"
 
 
 class TensorInfo(NamedTuple):
@@ -254,7 +147,7 @@ class Checkpoint:
         start: int,
         out_flat: torch.Tensor,
     ) -> None:
-        """Fills `out_flat` with an interval of a flattened box; the inverse of `CheckpointWriter.add_span`.
+        """Fills `out_flat` with an interval of a flattened box; the inverse of `writer.CheckpointWriter.add_span`.
 
         Args:
             out_flat: [elements of the interval].
@@ -270,16 +163,18 @@ class Checkpoint:
             piece = out_flat[begin : begin + box.numel].view(box.extent)
             self.read(name, kind, box.offset, box.extent, piece)
 
-    def verify(self, progress: Progress | None = None) -> None:
-        """Reads every file, in parallel, and compares checksums and headers with the manifest.
+    def verify(self, progress: Progress | None = None, rank: int = 0, ranks: int = 1) -> None:
+        """Reads files, in parallel, and compares checksums and headers with the manifest.
 
         Args:
             progress: called from several threads, one at a time.
+            rank, ranks: which share of the files, of how many; together the shares are all files. A rank's is what
+                the rank of that number has written, and so what it reads again if the layout is the same.
 
         Raises:
             UserError: a line for each damaged file: what was expected and what was found.
         """
-        records = self.manifest["files"]
+        records = [record for record in self.manifest["files"] if _writer_of(record["name"]) % ranks == rank]
         total, done, lock = sum(record["size"] for record in records), 0, threading.Lock()
 
         def report(count: int) -> None:
@@ -292,7 +187,7 @@ class Checkpoint:
         def fault(record: dict[str, Any]) -> str | None:
             path = self.directory / record["name"]
             try:
-                found = file_checksum(path, report)
+                found = file_checksum(path, report, algorithm_of(record["checksum"]))
             except OSError as error:
                 return f"{path}: cannot be read: {error.strerror}"
             expected = record["checksum"]
@@ -303,10 +198,12 @@ class Checkpoint:
         with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:
             faults = [line for line in threads.map(fault, records) if line is not None]
         _raise_mistakes(faults)
+        own = {record["name"] for record in records}
         for tensors in self._table.values():
             for stored in tensors.values():
-                for index in range(len(stored.keys)):
-                    self._place(stored, index)
+                for index, file in enumerate(stored.files):
+                    if file in own:
+                        self._place(stored, index)
 
     def _stored(self, name: str, kind: str) -> StoredTensor:
         if name not in self._table[kind]:
@@ -357,17 +254,9 @@ def find_checkpoint(
         return _open_whole(save, verify, progress)
     if save.exists() and not save.is_dir():
         raise UserError(f"{save}: is a file, not a directory of checkpoints")
-    latest, names = read_latest(save), published_checkpoints(save)
-    if latest is None and not names:
+    candidates, faults = checkpoint_candidates(save)
+    if not candidates and not faults:
         return None
-    candidates = names[::-1]
-    faults: list[str] = []
-    if latest is None:
-        faults.append(f"{save / LATEST_NAME}: is missing")
-    elif latest not in names:
-        faults.append(f"{save / LATEST_NAME}: names {latest or 'no checkpoint'!r}, which is not there")
-    if latest:
-        candidates.sort(key=lambda name: publishing_order(name) > publishing_order(latest))
     for name in candidates:
         try:
             found = _open_whole(save / name, verify, progress)
@@ -377,7 +266,24 @@ def find_checkpoint(
         if faults:
             found.warnings = (*faults, f"{save / name}: is used instead")
         return found
-    raise UserError(f"{save}: none of its {len(names)} checkpoints is whole", *faults)
+    raise UserError(f"{save}: none of its {len(candidates)} checkpoints is whole", *faults)
+
+
+def checkpoint_candidates(save: Path) -> tuple[list[str], list[str]]:
+    """Names of the checkpoints in a directory in the order in which they are to be tried, and what is wrong with it.
+
+    The one that `latest` names comes first, then those before it, the newest first, then those after it.
+    """
+    latest, names = read_latest(save), published_checkpoints(save)
+    candidates = names[::-1]
+    if latest is None:
+        return candidates, [f"{save / LATEST_NAME}: is missing"] if names else []
+    faults = []
+    if latest not in names:
+        faults.append(f"{save / LATEST_NAME}: names {latest or 'no checkpoint'!r}, which is not there")
+    if latest:
+        candidates.sort(key=lambda name: publishing_order(name) > publishing_order(latest))
+    return candidates, faults
 
 
 def _open_whole(directory: Path, verify: bool, progress: Progress | None) -> Checkpoint:
@@ -394,6 +300,12 @@ def _open_whole(directory: Path, verify: bool, progress: Progress | None) -> Che
     if verify:
         checkpoint.verify(progress)
     return checkpoint
+
+
+def _writer_of(name: str) -> int:
+    """The rank that wrote a file, as its name tells."""
+    match = re.search(r"_rank_(\d{5,9})\.", name)
+    return 0 if match is None else int(match[1])
 
 
 def _file_fault(directory: Path, record: dict[str, Any]) -> str | None:

@@ -10,7 +10,7 @@
     ...                whatever else the writer's header holds: training, optimizer (its step and
                        hyper-parameters), schedule, rng (names of its tensors), tokenizer or null, the
                        writer's layout and package versions; the last two for information only
-    files              [{"name", "size", "checksum"}], names without a directory
+    files              [{"name", "size", "checksum"}], names without a directory; the tokenizer's too
     tensors            [{"name", "kind", "global_shape", "dtype", "boxes"}]
                        boxes: [{"offset", "extent", "file", "key"}]
     manifest_checksum  of all bytes before the comma that precedes this line
@@ -33,7 +33,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ladder.checkpoint.boxes import MAX_DIMENSIONS, Box, first_untiled
-from megatron_ladder.checkpoint.tensor_file import DTYPES, checksum_of, parse_json
+from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, algorithm_of, checksum_of
+from megatron_ladder.checkpoint.tensor_file import DTYPES, parse_json
 
 FORMAT_NAME = "megatron_ladder checkpoint"
 SCHEMA_VERSION = 1
@@ -148,7 +149,7 @@ def merge_manifest(header: Mapping[str, Any], indices: Sequence[FileIndex]) -> d
     return manifest
 
 
-def encode_manifest(manifest: Mapping[str, Any]) -> bytes:
+def encode_manifest(manifest: Mapping[str, Any], algorithm: str = DEFAULT_CHECKSUM) -> bytes:
     """The bytes of `manifest.json`, its checksum included.
 
     Raises:
@@ -162,7 +163,7 @@ def encode_manifest(manifest: Mapping[str, Any]) -> bytes:
         else:
             lines.append(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
     body = ("{\n" + ",\n".join(lines)).encode()
-    return body + f',\n "manifest_checksum": "{checksum_of(body)}"\n}}\n'.encode()
+    return body + f',\n "manifest_checksum": "{checksum_of(body, algorithm)}"\n}}\n'.encode()
 
 
 def decode_manifest(data: bytes) -> tuple[dict[str, Any], TensorTable]:
@@ -177,9 +178,10 @@ def decode_manifest(data: bytes) -> tuple[dict[str, Any], TensorTable]:
     line = _CHECKSUM_LINE.search(data, max(0, len(data) - _CHECKSUM_LINE_BYTES))
     if line is None:
         raise ValueError("it does not end with its own checksum: it is cut off, or no checkpoint's manifest")
-    found = checksum_of(data[: line.start()])
-    if found != line[1].decode():
-        raise ValueError(f"its contents have the checksum {found}, and it says {line[1].decode()}")
+    expected = line[1].decode()
+    found = checksum_of(data[: line.start()], algorithm_of(expected))
+    if found != expected:
+        raise ValueError(f"its contents have the checksum {found}, and it says {expected}")
     manifest = parse_json(data.decode())
     table = check_manifest(manifest)
     del manifest["tensors"], manifest["manifest_checksum"]
@@ -234,7 +236,7 @@ def _file_sizes(records: list[Any]) -> dict[str, int]:
             raise ValueError(f"the file name {name!r} is not a plain name")
         if name in sizes:
             raise ValueError(f"the file {name} is listed twice")
-        _expect(record, name, "checksum", str)
+        algorithm_of(_expect(record, name, "checksum", str))
         sizes[name] = _expect(record, name, "size", int)
     return sizes
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM
 from megatron_ladder.checkpoint.manifest import encode_manifest
 
 MANIFEST_NAME = "manifest.json"
@@ -62,13 +63,13 @@ def create_temporary_directory(save: Path, iteration: int, token: str) -> Path:
     return path
 
 
-def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+def write_manifest(directory: Path, manifest: Mapping[str, Any], algorithm: str = DEFAULT_CHECKSUM) -> None:
     """Writes `manifest.json` into the directory, whole or not at all, and fsyncs it.
 
     Raises:
         ValueError, TypeError: something in the manifest is not JSON.
     """
-    _write_file(directory / MANIFEST_NAME, encode_manifest(manifest))
+    write_whole(directory / MANIFEST_NAME, encode_manifest(manifest, algorithm))
 
 
 def publish(temporary: Path, save: Path, iteration: int) -> Path:
@@ -86,9 +87,12 @@ def publish(temporary: Path, save: Path, iteration: int) -> Path:
         raise ValueError(f"{temporary} has no {MANIFEST_NAME}: it is not complete")
     _fsync_directory(temporary)
     published = _free_name(save, iteration)
+    # Before the rename, so that a disk that is full by now leaves no checkpoint that `latest` does not name.
+    latest = _write_beside(save / LATEST_NAME, f"{published.name}\n".encode())
     os.rename(temporary, published)
     _fsync_directory(save)
-    _write_file(save / LATEST_NAME, f"{published.name}\n".encode())
+    os.replace(latest, save / LATEST_NAME)
+    _fsync_directory(save)
     return published
 
 
@@ -135,8 +139,13 @@ def _free_name(save: Path, iteration: int) -> Path:
     return save / (f"iter_{iteration:07d}.{max(again) + 1}" if again else f"iter_{iteration:07d}")
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    """Replaces a file in one step, so that a reader finds the old bytes or the new ones."""
+def write_whole(path: Path, data: bytes) -> None:
+    """Replaces a file in one step, so that a reader finds the old bytes or the new ones, and fsyncs it."""
+    os.replace(_write_beside(path, data), path)
+    _fsync_directory(path.parent)
+
+
+def _write_beside(path: Path, data: bytes) -> Path:
     beside = path.with_name(path.name + ".tmp")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
@@ -146,8 +155,7 @@ def _write_file(path: Path, data: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    os.replace(beside, path)
-    _fsync_directory(path.parent)
+    return beside
 
 
 def _fsync_directory(path: Path) -> None:

@@ -9,13 +9,13 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-import xxhash
 
+from megatron_ladder.checkpoint.checksum import CHECKSUMS, CHUNK_BYTES, DEFAULT_CHECKSUM
 from megatron_ladder.errors import UserError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -32,9 +32,6 @@ _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 """Safetensors' own limit."""
-_CHUNK_BYTES = 1 << 24
-"""Bytes copied, hashed and written at a time: the only memory that saving takes."""
-_CHECKSUM_NAME = "xxh3_128:"
 
 
 class FilePlace(NamedTuple):
@@ -49,28 +46,15 @@ class FilePlace(NamedTuple):
     """One past the last byte."""
 
 
-def checksum_of(data: bytes) -> str:
-    """The checksum of bytes in memory, in the form in which manifests hold it."""
-    return _CHECKSUM_NAME + xxhash.xxh3_128_hexdigest(data)
-
-
-def file_checksum(path: Path, report_bytes: Callable[[int], None]) -> str:
-    """Reads a file and returns its checksum; tells `report_bytes` how many bytes each piece had."""
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            report_bytes(count)
-    return _CHECKSUM_NAME + digest.hexdigest()
-
-
-def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, str]:
+def write_tensor_file(
+    path: Path, tensors: Sequence[tuple[str, torch.Tensor]], algorithm: str = DEFAULT_CHECKSUM
+) -> tuple[int, str]:
     """Writes and fsyncs a new safetensors file.
 
     Args:
         tensors: keys and contiguous tensors, on any device. Wider element types are put first, so that every
             tensor is aligned.
+        algorithm: of the checksum.
 
     Returns:
         Bytes in the file, and its checksum, taken of the bytes on their way to the file.
@@ -93,7 +77,7 @@ def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER_BYTES:
         raise ValueError(f"{path}: {len(ordered)} tensors need a header of {len(text)} bytes")
-    digest = xxhash.xxh3_128()
+    digest = CHECKSUMS[algorithm]()
     with open(path, "xb") as file:
         for piece in (len(text).to_bytes(_LENGTH_BYTES, "little"), text):
             digest.update(piece)
@@ -104,7 +88,7 @@ def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -
                 file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-    return _LENGTH_BYTES + len(text) + end, _CHECKSUM_NAME + digest.hexdigest()
+    return _LENGTH_BYTES + len(text) + end, f"{algorithm}:{digest.hexdigest()}"
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -115,7 +99,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The tensor's bytes in host memory, without a copy of all of them."""
     flat = tensor.detach().view(-1)
-    elements = _CHUNK_BYTES // tensor.element_size()
+    elements = CHUNK_BYTES // tensor.element_size()
     for begin in range(0, flat.numel(), elements):
         yield bytes_of(flat[begin : begin + elements].cpu())
 

@@ -4,18 +4,18 @@ Each rank writes the runs of parameters that its optimizer updates; nothing is g
 of which a bf16 weight is exactly the rounded value.
 """
 
-import secrets
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_ladder.checkpoint.engine_state import MOMENTS, EngineState
-from megatron_ladder.checkpoint.format import Checkpoint, CheckpointWriter
-from megatron_ladder.checkpoint.manifest import merge_manifest
-from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, temporary_directory, write_manifest
+from megatron_ladder.checkpoint.format import Checkpoint, Progress
+from megatron_ladder.checkpoint.saving import SaveError, SaveOptions, TrainingSave, generator_states
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.errors import UserError
 from megatron_ladder.parallel.layout import split_interval
 
 
@@ -25,6 +25,7 @@ def save_training_state(
     state: EngineState,
     world: CommGroup,
     add_files: Callable[[Path], None],
+    options: SaveOptions | None = None,
 ) -> Path:
     """Writes and publishes a checkpoint; every rank must call it.
 
@@ -33,79 +34,90 @@ def save_training_state(
         add_files: called on rank 0 with the directory before it is published (the tokenizer's files).
 
     Returns:
-        The published directory, on rank 0; the name before publishing elsewhere.
+        The published directory.
+
+    Raises:
+        SaveError: there is no room, or a file could not be written; nothing is left of the save.
     """
-    state.check_masters()
-    token = world.broadcast_object(secrets.token_hex(8))
-    iteration = int(header["iteration"])
-    if world.rank == 0:
-        create_temporary_directory(save, iteration, token)
-    world.barrier()
-    directory = temporary_directory(save, iteration, token)
-    writer = CheckpointWriter(directory, world.rank)
-    _add_optimizer(writer, state)
-    for name, generator_state in _generator_states(world.rank).items():
-        writer.add(name, "rng", tuple(generator_state.shape), (0,), generator_state)
-    indices = world.gather_objects(writer.finish())
-    published = directory
-    if world.rank == 0:
-        add_files(directory)
-        whole = {**header, "optimizer": {"steps_taken": state.steps_taken(), "loss_scaler": state.loss_scaler()}}
-        write_manifest(directory, merge_manifest(whole, indices))
-        published = publish(directory, save, iteration)
-    world.barrier()
-    return published
+    saving = TrainingSave.begin(save, header, state, world, add_files, options or SaveOptions())
+    outcome = world.broadcast_object(saving.write(world.gather_objects))
+    if outcome.error is not None:
+        raise SaveError(outcome.error)
+    return Path(outcome.directory)
+
+
+def load_training_state(
+    checkpoint: Checkpoint,
+    state: EngineState,
+    world: CommGroup,
+    *,
+    optimizer: bool = True,
+    generators: bool = True,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Continues from a checkpoint: masters, moments, weights and generators; every rank must call it.
+
+    Args:
+        optimizer: whether moments and the number of steps are read; without them the optimizer begins anew.
+        generators: whether the states of random generators are read.
+        verify: whether checksums are compared, while reading; ranks share the files.
+        progress: of verifying this rank's share.
+
+    Raises:
+        UserError: on every rank alike: a tensor is missing or of another shape, or a file is damaged. What was read
+            by then lies in the engine: load another checkpoint, or end.
+    """
+    with ThreadPoolExecutor(1) as aside:
+        verified = aside.submit(checkpoint.verify, progress, world.rank, world.size) if verify else None
+        mistakes: list[str] = []
+        read_generators: dict[str, torch.Tensor] = {}
+        try:
+            _read_optimizer(checkpoint, state, optimizer)
+            # Kept until all ranks are known to have read well.
+            if generators:
+                read_generators = _read_generators(checkpoint, world.rank)
+        except UserError as error:
+            mistakes += error.mistakes
+        try:
+            if verified is not None:
+                verified.result()
+        except UserError as error:
+            mistakes += error.mistakes
+    # A damaged file may be met by every rank that reads it.
+    everywhere = list(dict.fromkeys(line for lines in world.gather_objects(mistakes) for line in lines))
+    everywhere = world.broadcast_object(everywhere)
+    if everywhere:
+        raise UserError(*everywhere)
+    if optimizer:
+        stored = checkpoint.manifest["optimizer"]
+        state.set_steps_taken(int(stored["steps_taken"]))
+        state.set_loss_scaler(stored.get("loss_scaler", {}))
+    state.masters_changed()
+    for name, generator_state in read_generators.items():
+        if name.endswith(".cuda"):
+            torch.cuda.set_rng_state(generator_state)
+        else:
+            torch.set_rng_state(generator_state)
 
 
 @torch.no_grad()
-def load_training_state(checkpoint: Checkpoint, state: EngineState, world: CommGroup) -> None:
-    """Continues from a checkpoint: masters, moments, weights and generators; every rank must call it.
-
-    Raises:
-        UserError: a tensor is missing or of another shape.
-    """
+def _read_optimizer(checkpoint: Checkpoint, state: EngineState, moments: bool) -> None:
     for span in state.spans():
-        targets = {"weight": span.master} | {which: state.moment(span, which) for which in MOMENTS}
+        targets = {"weight": span.master}
+        if moments:
+            targets |= {which: state.moment(span, which) for which in MOMENTS}
         for part in split_interval(span.sections, span.shape, span.start, span.length):
             box = part.section
             for kind, target in targets.items():
                 out = target.narrow(0, part.begin, part.length)
                 checkpoint.read_span(box.name, kind, box.global_shape, box.offset, box.extent, part.start, out)
-    optimizer = checkpoint.manifest["optimizer"]
-    state.set_steps_taken(int(optimizer["steps_taken"]))
-    state.set_loss_scaler(optimizer.get("loss_scaler", {}))
-    state.masters_changed()
-    _restore_generators(checkpoint, world.rank)
 
 
-def _add_optimizer(writer: CheckpointWriter, state: EngineState) -> None:
-    for span in state.spans():
-        if not span.owned:
-            continue
-        values = {"weight": span.master} | {which: state.moment(span, which) for which in MOMENTS}
-        for part in split_interval(span.sections, span.shape, span.start, span.length):
-            box = part.section
-            if box.counted:
-                for kind, value in values.items():
-                    flat = value.narrow(0, part.begin, part.length)
-                    writer.add_span(box.name, kind, box.global_shape, box.offset, box.extent, part.start, flat)
-
-
-def _generator_states(rank: int) -> dict[str, torch.Tensor]:
-    """States of torch's generators. Nothing here draws from them in a step; a user's own model may."""
-    states = {f"rng.rank_{rank:05d}.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"rng.rank_{rank:05d}.cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _restore_generators(checkpoint: Checkpoint, rank: int) -> None:
+def _read_generators(checkpoint: Checkpoint, rank: int) -> dict[str, torch.Tensor]:
     """A rank that did not exist when the checkpoint was written keeps its fresh generators."""
-    stored = checkpoint.tensors("rng")
-    for name, now in _generator_states(rank).items():
-        if name in stored and stored[name].global_shape == tuple(now.shape):
-            checkpoint.read(name, "rng", (0,), tuple(now.shape), out=now)
-            if name.endswith(".cuda"):
-                torch.cuda.set_rng_state(now)
-            else:
-                torch.set_rng_state(now)
+    stored, found = checkpoint.tensors("rng"), generator_states(rank)
+    found = {n: now for n, now in found.items() if n in stored and stored[n].global_shape == tuple(now.shape)}
+    for name, now in found.items():
+        checkpoint.read(name, "rng", (0,), tuple(now.shape), out=now)
+    return found

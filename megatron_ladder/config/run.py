@@ -11,7 +11,13 @@ from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
 from megatron_ladder.config.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_mistakes
 from megatron_ladder.config.parallel import ParallelConfig
 from megatron_ladder.config.profile import ProfileConfig, profile_mistakes
-from megatron_ladder.config.training import CheckpointConfig, LoggingConfig, OptimizerConfig, TrainingConfig
+from megatron_ladder.config.training import (
+    CheckpointConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    checkpoint_mistakes,
+)
 
 PROGRAM = "pretrain_ladder.py"
 DESCRIPTION = "Pretrains a Llama-family transformer with Ladder Residual, tensor-, pipeline- and data-parallel."
@@ -89,6 +95,7 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: lis
     tensor_parallel, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, mistakes)
     _check_sizes(flags, model, mistakes)
+    mistakes += checkpoint_mistakes(flags.checkpoint)
     mistakes += profile_mistakes(flags.profile, training.train_iters, world_size, flags.logging.tensorboard_dir)
     if tensor_parallel < 1 or stages < 1 or world_size % (tensor_parallel * stages):
         mistakes.append(

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_ladder.config.fields import flag
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -90,9 +92,49 @@ class CheckpointConfig:
     save: Path | None = None
     """Directory to save checkpoints in, every --save-interval steps and at the end."""
     load: Path | None = None
-    """Directory (or one checkpoint in it) to continue from; starts anew if it has no checkpoint."""
+    """Directory (or one checkpoint in it) to continue from; starts anew, and says so, if it has no checkpoint."""
     save_interval: int | None = None
     """Steps between checkpoints; only at the end if not given."""
+    async_save: bool = False
+    """Copy the state to host memory and write it while training goes on, one checkpoint at a time. Takes host memory
+    for the state of the processes of a host."""
+    keep_last_n_checkpoints: int | None = None
+    """Remove older checkpoints than so many; all are kept if neither this nor --save-retain-interval is given."""
+    save_retain_interval: int | None = None
+    """Keep the checkpoints of iterations that are multiples of it, besides the last one or
+    --keep-last-n-checkpoints, and remove the others."""
+    checksum: Literal["xxh3_128", "sha256"] = "xxh3_128"
+    """Checksum of the files of checkpoints, computed while they are written."""
+    exit_on_missing_checkpoint: bool = False
+    """End with an error if --load has no checkpoint, instead of starting anew."""
+    finetune: bool = False
+    """Take only the weights from --load: start at iteration 0, with a new optimizer, other data if given."""
+    load_optim: bool = True
+    """Do not load the optimizer's moments; AdamW begins anew, at the checkpoint's iteration."""
+    load_rng: bool = True
+    """Do not load the states of random generators."""
+    override_opt_param_scheduler: bool = flag(False, aliases=("--override-opt_param-scheduler",))
+    """On --load, take learning rate, its schedule and the optimizer's numbers from the command line even if the
+    checkpoint was trained with others, which is refused otherwise."""
+    use_checkpoint_opt_param_scheduler: bool = flag(False, aliases=("--use-checkpoint-opt_param-scheduler",))
+    """On --load, take them from the checkpoint, whatever the command line says."""
+
+
+def checkpoint_mistakes(checkpoint: CheckpointConfig) -> list[str]:
+    """A line for each number that cannot be, and for flags that contradict each other."""
+    numbers = {
+        "--keep-last-n-checkpoints": checkpoint.keep_last_n_checkpoints,
+        "--save-retain-interval": checkpoint.save_retain_interval,
+    }
+    mistakes = [f"{name} {n} must be above zero" for name, n in numbers.items() if n is not None and n <= 0]
+    if checkpoint.override_opt_param_scheduler and checkpoint.use_checkpoint_opt_param_scheduler:
+        mistakes.append(
+            "--override-opt-param-scheduler takes the schedule from the command line, and "
+            "--use-checkpoint-opt-param-scheduler from the checkpoint: give one of them"
+        )
+    if checkpoint.finetune and checkpoint.load is None:
+        mistakes.append("--finetune takes the weights of a checkpoint: give --load as well")
+    return mistakes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megatron_ladder.comm.watch import HangWatch
 from megatron_ladder.data.loader import GlobalBatchLoader
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.train.checkpoints import resume, save
+from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.inputs import RunInputs, read_inputs
 from megatron_ladder.train.log import RunLog, banner, say
 from megatron_ladder.train.memory import ActivationMeter
@@ -35,12 +35,15 @@ def pretrain(argv: Sequence[str]) -> None:
     with naming_lost_peers(peers):
         trainer = build_trainer(inputs, place, peers)
         say(banner(trainer), place.rank)
-        iteration, consumed_samples = resume(trainer, inputs)
-        train(trainer, inputs, iteration, consumed_samples)
+        with CheckpointSaver(trainer, inputs) as checkpoints:
+            iteration, consumed_samples = checkpoints.resume()
+            train(trainer, inputs, checkpoints, iteration, consumed_samples)
         stop_process_group()
 
 
-def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples: int) -> None:
+def train(
+    trainer: Trainer, inputs: RunInputs, checkpoints: CheckpointSaver, iteration: int, consumed_samples: int
+) -> None:
     """Steps until --train-iters, with log lines, evaluations and checkpoints between them."""
     run, rank = trainer.run, trainer.mesh.world.rank
     last = run.training.train_iters
@@ -69,6 +72,7 @@ def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples:
             with profiled(iteration):
                 result = train_step(trainer, next(batches), iteration)
             watch.step_done()
+            checkpoints.poll()
             if result.skipped:
                 scale = trainer.state.loss_scale
                 say(f"iteration {iteration}: overflow in fp16, the step was left out; loss scale {scale:g}", rank)
@@ -82,7 +86,7 @@ def train(trainer: Trainer, inputs: RunInputs, iteration: int, consumed_samples:
             # Saved first: what an evaluation may meet must not cost the steps before it.
             if _is_due(iteration, run.checkpoint.save_interval, last):
                 with aside():
-                    save(trainer, inputs, iteration, batches.consumed_samples)
+                    checkpoints.save(iteration, batches.consumed_samples, final=iteration == last)
             if inputs.sources.valid is not None and _is_due(iteration, run.logging.eval_interval, last):
                 with aside():
                     valid = loader(trainer, inputs.sources.valid, consumed_samples=0)

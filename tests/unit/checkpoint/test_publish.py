@@ -128,9 +128,9 @@ def test_order_in_which_names_reach_the_disk(
         ("replace", "manifest.json"),
         ("fsync", "iter_0000100.tmp-a"),
         ("fsync", "iter_0000100.tmp-a"),
+        ("fsync", "latest.tmp"),
         ("rename", "iter_0000100"),
         ("fsync", "save"),
-        ("fsync", "latest.tmp"),
         ("replace", "latest"),
         ("fsync", "save"),
     ]

@@ -1,0 +1,64 @@
+"""Which checkpoints are kept, and how the others go.
+
+A checkpoint that is to go is renamed first, to the name of a save that died, and then removed: whoever is killed in
+between leaves what the next save cleans up, and never a checkpoint with files missing.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ladder.checkpoint.publish import (
+    published_checkpoints,
+    publishing_order,
+    read_latest,
+    temporary_directory,
+)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept besides the newest checkpoint; everything if neither number is given."""
+
+    keep_last: int | None = None
+    """So many of the newest."""
+    interval: int | None = None
+    """Those of iterations that are multiples of it."""
+    protected: Path | None = None
+    """One that is kept whatever its number: the one that the run was loaded from."""
+
+    def to_remove(self, save: Path) -> list[str]:
+        """Names of the checkpoints in a directory that are to go, the oldest first.
+
+        Checkpoints beyond the one that `latest` names are left alone: they are of a run that went further before
+        someone went back, and that is not for us to undo.
+        """
+        latest = read_latest(save)
+        if (self.keep_last is None and self.interval is None) or not latest:
+            return []
+        passed = [n for n in published_checkpoints(save) if publishing_order(n) <= publishing_order(latest)]
+        kept: Collection[str] = {latest, *passed[-(self.keep_last or 1) :]}
+        return [
+            name
+            for name in passed
+            if name not in kept
+            and not (self.interval is not None and publishing_order(name)[0] % self.interval == 0)
+            and not (self.protected is not None and _same_directory(save / name, self.protected))
+        ]
+
+
+def remove_old_checkpoints(save: Path, retention: Retention) -> list[str]:
+    """Removes what is not to be kept, and returns the names; one rank calls it, after publishing."""
+    removed = retention.to_remove(save)
+    for name in removed:
+        doomed = temporary_directory(save, publishing_order(name)[0], secrets.token_hex(8))
+        os.rename(save / name, doomed)
+        shutil.rmtree(doomed)
+    return removed
+
+
+def _same_directory(one: Path, other: Path) -> bool:
+    return other.exists() and one.samefile(other)
