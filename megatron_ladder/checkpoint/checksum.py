@@ -5,6 +5,7 @@ elsewhere; a checkpoint is not made trustworthy by checksums that lie in it, but
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -48,8 +49,8 @@ def algorithm_of(checksum: str) -> str:
 def file_checksum(path: Path, report_bytes: Callable[[int], None], algorithm: str = DEFAULT_CHECKSUM) -> str:
     """Reads a file and returns its checksum; tells `report_bytes` how many bytes each piece had."""
     digest = CHECKSUMS[algorithm]()
-    buffer = memoryview(bytearray(CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, os.fstat(file.fileno()).st_size))))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             report_bytes(count)

@@ -28,6 +28,7 @@ from megatron_ladder.data.tokenizers import copy_tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import say
+from megatron_ladder.train.resume_rules import schedule_note
 from megatron_ladder.train.setup import Trainer
 
 ENDING_SECONDS = 30.0
@@ -138,6 +139,8 @@ class CheckpointSaver:
         if self._streams is not None and "data_streams" in checkpoint.manifest:
             self._streams.load_state_dict(checkpoint.manifest["data_streams"])
         say(f"continues from {checkpoint.directory}: {checkpoint.iteration} steps done", rank)
+        if note := schedule_note(self._trainer.run, checkpoint):
+            say(note, rank)
         return checkpoint.iteration, checkpoint.consumed_samples
 
     def save(self, iteration: int, consumed_samples: int, reason: str = "interval", final: bool = False) -> None:

@@ -18,6 +18,7 @@ from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.compiled import require_compiler
+from megatron_ladder.train.resume_rules import resumed_run
 
 FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
 """What a resumed run may say otherwise of its model: it changes no stored tensor and no step."""
@@ -62,7 +63,9 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
     vocabulary_is_known = tokenizer is not None or flags.model.vocab_size is not None
     ignored = FREE_TO_CHANGE if vocabulary_is_known else (*FREE_TO_CHANGE, "vocab_size")
     checkpoint = _open_checkpoint(run, ignored, about_files)
-    if checkpoint is not None and sources is not None:
+    if checkpoint is not None:
+        run = resumed_run(run, checkpoint, about_files)
+    if checkpoint is not None and sources is not None and not run.checkpoint.finetune:
         about_files.extend(_other_data(checkpoint, describe_data(sources, tokenizer)))
     if mistakes or about_files or sources is None:
         raise UserError(*mistakes, *about_files)
@@ -169,6 +172,8 @@ def _open_checkpoint(run: RunConfig, ignored: Sequence[str], about_files: list[s
     except UserError as error:
         about_files.extend(error.mistakes)
         return None
+    if checkpoint is None and run.checkpoint.exit_on_missing_checkpoint:
+        about_files.append(f"--load {load}: holds no checkpoint, and --exit-on-missing-checkpoint asks for one")
     return checkpoint
 
 
@@ -195,7 +200,8 @@ def _disagreements(run: RunConfig, checkpoint: Checkpoint, ignored: Sequence[str
     else:
         del pairs["desync_interval"]
     training = checkpoint.manifest.get("run", {}).get("training", {})
-    pairs |= {name: (getattr(run.training, name), training[name]) for name in DEFINES_ORDER if name in training}
+    if not run.checkpoint.finetune:
+        pairs |= {name: (getattr(run.training, name), training[name]) for name in DEFINES_ORDER if name in training}
     return [
         f"{flag_name(name)} {ours}: {checkpoint.directory} was trained with {theirs}"
         for name, (ours, theirs) in pairs.items()

@@ -1,0 +1,204 @@
+"""Kills a process at every write to the file system of a save, and looks at what is left; run by `test_killed_saves`.
+
+    python -m tests.unit.checkpoint.kill_sweep DIRECTORY
+
+A child is forked for each point. It counts the calls that change the file system, and sends itself SIGKILL before the
+chosen one, or with half of it written. Before that it empties every file that was not fsynced since it was written
+to, as a machine that loses power may; a torn write is left as it is.
+"""
+
+import builtins
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_ladder.checkpoint.host_memory import HostMemory
+from megatron_ladder.checkpoint.publish import published_checkpoints
+from megatron_ladder.checkpoint.retention import Retention
+from megatron_ladder.checkpoint.saving import SaveOptions
+from megatron_ladder.comm.group import CommGroup
+from tests.unit.checkpoint.tiny_training import TinyState, begin, hand_over, holds, on_ranks, save_at_once
+
+CHANGES = (
+    "open", "fsync", "rename", "replace", "mkdir", "makedirs", "rmdir", "unlink", "remove", "truncate", "sendfile",
+)  # fmt: skip
+"""Functions of `os` at which a child may die; `write` as well, before it and in the middle."""
+
+
+class Killer:
+    """Patches this process so that it dies at one point; with 0 it only counts."""
+
+    def __init__(self, point: int, torn: bool) -> None:
+        self.names: list[str] = []
+        self._point = point
+        self._torn = torn
+        self._one_at_a_time = threading.Lock()
+        self._unsynced: dict[int, int] = {}
+        self._real = {name: getattr(os, name) for name in (*CHANGES, "write")}
+
+    def install(self) -> None:
+        for name in CHANGES:
+            setattr(os, name, self._counted(name))
+        os.write = self._write
+        self._real_open = io.open
+        builtins.open = io.open = self._open
+
+    def _reached(self, name: str) -> bool:
+        with self._one_at_a_time:
+            self.names.append(name)
+            return len(self.names) == self._point
+
+    def _die(self) -> None:
+        if not self._torn:
+            for descriptor in list(self._unsynced.values()):
+                os.ftruncate(descriptor, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _counted(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if self._reached(name):
+                self._die()
+            result = self._real[name](*arguments, **named)
+            if name == "fsync":
+                self._unsynced.pop(os.fstat(arguments[0]).st_ino, None)
+            return result
+
+        return call
+
+    def wrote(self, descriptor: int) -> None:
+        self._unsynced.setdefault(os.fstat(descriptor).st_ino, os.dup(descriptor))
+
+    def about_to_write(self, write: Callable[[Any], Any], data: Any) -> None:
+        if self._reached("write"):
+            if self._torn:
+                write(data[: len(data) // 2])
+            self._die()
+
+    def _write(self, descriptor: int, data: Any) -> int:
+        self.about_to_write(lambda part: self._real["write"](descriptor, part), data)
+        self.wrote(descriptor)
+        return self._real["write"](descriptor, data)
+
+    def _open(self, path: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if not set(mode) & set("wxa+"):
+            return self._real_open(path, mode, *arguments, **named)
+        if self._reached("open"):
+            self._die()
+        return KillingFile(self._real_open(path, mode, *arguments, **named), self)
+
+
+class KillingFile:
+    """A file whose writes are points to die at."""
+
+    def __init__(self, file: Any, killer: Killer) -> None:
+        self._file = file
+        self._killer = killer
+
+    def write(self, data: Any) -> int:
+        def at_once(part: Any) -> None:
+            self._file.write(part)
+            self._file.flush()
+
+        self._killer.about_to_write(at_once, data)
+        self._killer.wrote(self._file.fileno())
+        return self._file.write(data)
+
+    def __enter__(self) -> "KillingFile":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def save_in_background(save: Path, iteration: int, seed: int, options: SaveOptions) -> None:
+    """Two ranks, whose state goes on changing while files are written."""
+
+    def rank(world: CommGroup) -> None:
+        state = TinyState(seed, world.rank, world.size)
+        saving = begin(save, iteration, state, world, SaveOptions(retention=options.retention, host=HostMemory()))
+        state.train()
+        hand_over(saving, world)
+
+    failures = [answer for answer in on_ranks(2, rank) if answer is not None]
+    assert not failures, failures
+
+
+def save_alone(save: Path, iteration: int, seed: int, options: SaveOptions) -> None:
+    save_at_once(save, iteration, TinyState(seed), CommGroup.alone(), options)
+
+
+SCENARIOS: dict[str, tuple[Callable[..., None], int, Retention]] = {
+    "again": (save_alone, 100, Retention()),
+    "retention": (save_alone, 200, Retention(keep_last=1)),
+    "background": (save_in_background, 200, Retention(keep_last=2)),
+}
+"""How the killed save is made, of which iteration, and what goes after it; iterations 50 and 100 are there."""
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs `work` in a fork; returns the number of the signal that ended it, 0 if none did."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0, status
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def sweep(root: Path, scenario: str) -> dict[str, Any]:
+    save, iteration, retention = SCENARIOS[scenario]
+    options = SaveOptions(retention=retention)
+    old, new, newest = (TinyState(seed).whole for seed in (1, 2, 3))
+    root.mkdir()
+    before, names = root / "before", root / "names"
+    for earlier in (50, 100):
+        save_alone(before, earlier, 1, SaveOptions())
+
+    def dying(directory: Path, point: int, torn: bool) -> Callable[[], None]:
+        def work() -> None:
+            killer = Killer(point, torn)
+            killer.install()
+            save(directory, iteration, 2, options)
+            with killer._real_open(names, "w") as file:
+                json.dump(killer.names, file)
+
+        return work
+
+    assert in_child(dying(Path(shutil.copytree(before, root / "counted")), 0, False)) == 0
+    points = json.loads(names.read_text())
+    outcomes = []
+    for point, name in enumerate(points, start=1):
+        for torn in (False, True) if name == "write" else (False,):
+            directory = Path(shutil.copytree(before, root / f"{point}{torn}"))
+            assert in_child(dying(directory, point, torn)) == signal.SIGKILL
+            is_new = holds(directory, new)
+            assert is_new or holds(directory, old), (point, name, torn)
+            outcomes.append(is_new)
+            # The clock of file systems may be as coarse as this.
+            time.sleep(0.005)
+            save_alone(directory, 300, 3, options)
+            assert holds(directory, newest)
+            assert all(entry.name in ("latest", *published_checkpoints(directory)) for entry in directory.iterdir())
+            shutil.rmtree(directory)
+    return {"points": points, "outcomes": outcomes}
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    print(json.dumps({scenario: sweep(folder / scenario, scenario) for scenario in SCENARIOS}))

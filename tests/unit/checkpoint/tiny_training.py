@@ -1,0 +1,162 @@
+"""The state of a tiny run as the engine's adapters tell it, and worlds of ranks without torch.distributed."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ladder.checkpoint import find_checkpoint
+from megatron_ladder.checkpoint.background import Background
+from megatron_ladder.checkpoint.engine_state import MOMENTS, EngineState, Span
+from megatron_ladder.checkpoint.handover import FileHandover
+from megatron_ladder.checkpoint.saving import SaveOptions, SaveOutcome, TrainingSave
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.parallel.layout import Section
+
+SHAPES = {"mlp.weight": (6, 5), "norm.weight": (8,)}
+
+
+class TinyState(EngineState):
+    """Two parameters in bf16 with fp32 masters, each cut in equal runs over the ranks."""
+
+    def __init__(self, seed: int, rank: int = 0, size: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.whole = {
+            (name, kind): torch.randn(shape, generator=generator)
+            for name, shape in SHAPES.items()
+            for kind in ("weight", *MOMENTS)
+        }
+        self._spans: list[Span] = []
+        self._moments: dict[tuple[int, str], Tensor] = {}
+        for name, shape in SHAPES.items():
+            length = self.whole[name, "weight"].numel() // size
+            start = rank * length
+            parts = {
+                kind: self.whole[name, kind].view(-1)[start : start + length].clone() for kind in ("weight", *MOMENTS)
+            }
+            section = Section(name, shape, 0, 0, shape[0])
+            weight = parts["weight"].bfloat16()
+            self._spans.append(Span([section], shape, start, weight, parts["weight"], 0, owned=True))
+            self._moments |= {(id(parts["weight"]), which): parts[which] for which in MOMENTS}
+        self.steps = 7
+
+    @property
+    def base(self) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    def spans(self) -> Iterator[Span]:
+        return iter(self._spans)
+
+    def gradients(self) -> Iterator[Tensor]:
+        raise NotImplementedError
+
+    def masters_changed(self) -> None:
+        for span in self._spans:
+            span.weight.copy_(span.master)
+
+    def moment(self, span: Span, which: str) -> Tensor:
+        return self._moments[id(span.flat_master), which]
+
+    def steps_taken(self) -> int:
+        return self.steps
+
+    def set_steps_taken(self, steps: int) -> None:
+        self.steps = steps
+
+    def loss_scaler(self) -> dict[str, float]:
+        return {}
+
+    def set_loss_scaler(self, stored: Any) -> None:
+        assert stored == {}
+
+    def train(self) -> None:
+        """Every value changes, as in a step."""
+        for span in self._spans:
+            span.flat_master.add_(1.0)
+            for which in MOMENTS:
+                self.moment(span, which).mul_(2.0)
+        self.masters_changed()
+
+
+class ThreadWorld(CommGroup):
+    """One of several ranks that are threads of this process."""
+
+    def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__(range(size), rank, None)
+        self._board = board
+        self._barrier = barrier
+
+    def gather_objects(self, value: object) -> list[Any]:
+        self._board[self.rank] = value
+        self._barrier.wait(10)
+        values = list(self._board) if self.rank == 0 else []
+        self._barrier.wait(10)
+        return values
+
+    def broadcast_object(self, value: object) -> Any:
+        self._board[self.rank] = value
+        self._barrier.wait(10)
+        first = self._board[0]
+        self._barrier.wait(10)
+        return first
+
+
+def on_ranks(size: int, work: Callable[[CommGroup], Any]) -> list[Any]:
+    """What `work` returns or raises, on every rank."""
+    board, barrier = [None] * size, threading.Barrier(size)
+
+    def answer(rank: int) -> Callable[[], Any]:
+        def call() -> Any:
+            try:
+                return work(ThreadWorld(rank, size, board, barrier))
+            except Exception as error:
+                return error
+
+        return call
+
+    ranks = [Background(answer(rank), f"rank {rank}") for rank in range(size)]
+    for rank in ranks:
+        rank.wait()
+    return [rank.result() for rank in ranks]
+
+
+def header_of(iteration: int) -> dict[str, object]:
+    return {"iteration": iteration, "consumed_samples": 8 * iteration, "model": {"num_layers": 2}}
+
+
+def add_vocabulary(directory: Path) -> None:
+    """A file that belongs to the model, as a tokenizer's does."""
+    with open(directory / "vocabulary.txt", "w") as file:
+        file.write("a b c\n")
+
+
+def begin(save: Path, iteration: int, state: TinyState, world: CommGroup, options: SaveOptions) -> TrainingSave:
+    return TrainingSave.begin(save, header_of(iteration), state, world, add_vocabulary, options)
+
+
+def save_at_once(
+    save: Path, iteration: int, state: TinyState, world: CommGroup, options: SaveOptions | None = None
+) -> SaveOutcome:
+    saving = begin(save, iteration, state, world, options or SaveOptions())
+    return world.broadcast_object(saving.write(world.gather_objects))
+
+
+def hand_over(saving: TrainingSave, world: CommGroup, timeout_seconds: float = 10) -> SaveOutcome | None:
+    """The second part of a save, as it runs in the background."""
+    return saving.write(FileHandover(saving.directory, world.rank, world.size, timeout_seconds).gather)
+
+
+def holds(save: Path, whole: dict[tuple[str, str], Tensor]) -> bool:
+    """Whether the checkpoint to go on from is intact, named by `latest`, and has all these values; never some."""
+    found = find_checkpoint(save, verify=True)
+    assert found is not None and found.warnings == (), found
+    same = []
+    for (name, kind), tensor in whole.items():
+        out = torch.empty_like(tensor)
+        found.read(name, kind, [0] * tensor.dim(), tensor.shape, out)
+        same.append(torch.equal(out, tensor))
+    assert all(same) or not any(same)
+    return all(same)
