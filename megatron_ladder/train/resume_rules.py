@@ -32,7 +32,8 @@ def resumed_run(run: RunConfig, checkpoint: Checkpoint, mistakes: list[str]) -> 
     if options.override_opt_param_scheduler or "optimizer" not in stored:
         return run
     given = asdict(run.optimizer)
-    theirs = _in_full(given | stored["optimizer"], stored.get("training", {}).get("train_iters", run.training.train_iters))
+    train_iters = stored.get("training", {}).get("train_iters", run.training.train_iters)
+    theirs = _in_full(given | stored["optimizer"], train_iters)
     if options.use_checkpoint_opt_param_scheduler:
         return replace(run, optimizer=replace(run.optimizer, **theirs))
     ours = _in_full(given, theirs["lr_decay_iters"])

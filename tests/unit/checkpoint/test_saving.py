@@ -1,0 +1,299 @@
+"""Saves that begin, are written beside training, fail, and are followed by the removal of old ones."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ladder.checkpoint import Checkpoint, find_checkpoint, saving
+from megatron_ladder.checkpoint import host_memory as host_memory_module
+from megatron_ladder.checkpoint import writer as writer_module
+from megatron_ladder.checkpoint.host_memory import HostMemory
+from megatron_ladder.checkpoint.loading import load_newest
+from megatron_ladder.checkpoint.progress import ProgressLines
+from megatron_ladder.checkpoint.publish import published_checkpoints
+from megatron_ladder.checkpoint.retention import Retention, remove_old_checkpoints
+from megatron_ladder.checkpoint.saving import SaveError, SaveOptions
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.errors import UserError
+from tests.unit.checkpoint.tiny_training import TinyState, begin, hand_over, holds, on_ranks, save_at_once
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def save_of_ranks(save: Path, iteration: int, seed: int, options: SaveOptions | None = None) -> list[Any]:
+    return on_ranks(2, lambda w: save_at_once(save, iteration, TinyState(seed, w.rank, w.size), w, options))
+
+
+def names(save: Path) -> list[str]:
+    return sorted(entry.name for entry in save.iterdir())
+
+
+def test_what_is_written_beside_training_is_what_was_copied(tmp_path: Path) -> None:
+    before = TinyState(1).whole
+
+    def rank(world: CommGroup) -> None:
+        state, host = TinyState(1, world.rank, world.size), HostMemory()
+        begun = begin(tmp_path, 100, state, world, SaveOptions(host=host))
+        state.train()
+        hand_over(begun, world)
+        # The same memory again, with other values in it.
+        begun = begin(tmp_path, 200, state, world, SaveOptions(host=host))
+        hand_over(begun, world)
+
+    assert on_ranks(2, rank) == [None, None]
+    assert names(tmp_path) == ["iter_0000100", "iter_0000200", "latest"]
+    assert holds(tmp_path / "iter_0000100", before)
+    after = {
+        (name, kind): value + 1 if kind == "weight" else value * 2 for (name, kind), value in before.items()
+    }
+    assert holds(tmp_path, after)
+
+
+def test_a_rank_that_leaves_nothing_is_named(tmp_path: Path) -> None:
+    def rank(world: CommGroup) -> Any:
+        begun = begin(tmp_path, 100, TinyState(1, world.rank, world.size), world, SaveOptions())
+        return hand_over(begun, world, timeout_seconds=0.2) if world.rank == 0 else None
+
+    outcome = on_ranks(2, rank)[0]
+    assert outcome.directory == "" and outcome.error == "rank 1 did not finish writing in 0.2 s"
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_write_fails_the_save_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, in_background: bool
+) -> None:
+    save_of_ranks(tmp_path, 100, 1)
+    real = writer_module.write_tensor_file
+
+    def write(path: Path, *arguments: Any) -> tuple[int, str]:
+        if path.name == f"optimizer_rank_{failing:05d}.safetensors":
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device", str(path))
+        return real(path, *arguments)
+
+    monkeypatch.setattr(writer_module, "write_tensor_file", write)
+
+    def rank(world: CommGroup) -> Any:
+        begun = begin(tmp_path, 200, TinyState(2, world.rank, world.size), world, SaveOptions())
+        return hand_over(begun, world) if in_background else begun.write(world.gather_objects)
+
+    outcome = on_ranks(2, rank)[0]
+    assert outcome.error.endswith(f"optimizer_rank_{failing:05d}.safetensors: No space left on device")
+    assert names(tmp_path) == ["iter_0000100", "latest"] and holds(tmp_path, TinyState(1).whole)
+
+
+def test_a_weight_that_is_not_its_master_is_a_fault(tmp_path: Path) -> None:
+    state = TinyState(1)
+    next(state.spans()).weight[3] += 1
+    begun = begin(tmp_path, 100, state, CommGroup.alone(), SaveOptions(host=HostMemory()))
+    with pytest.raises(RuntimeError, match="the fp32 master of mlp.weight is not the model's weight"):
+        begun.write(CommGroup.alone().gather_objects)
+    assert names(tmp_path) == []
+
+
+def test_no_save_begins_without_room_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks' bytes, and something for the manifest."""
+    save_of_ranks(tmp_path, 100, 1)
+    needed = 38 * 3 * 4 + saving.ROOM_FOR_THE_REST
+    for free, blocks, fits in ((needed, 9, True), (needed - 1, 9, False), (0, 0, True)):
+        room = SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=blocks)
+        monkeypatch.setattr(os, "statvfs", lambda path, room=room: room)
+        answers = save_of_ranks(tmp_path, 200, 2)
+        assert [isinstance(answer, SaveError) for answer in answers] == [not fits] * 2
+        if not fits:
+            assert str(answers[1]) == f"a checkpoint needs 1.0 MiB, and 1.0 MiB are free in {tmp_path}"
+    assert names(tmp_path) == ["iter_0000100", "iter_0000200", "iter_0000200.1", "latest"]
+
+
+def test_a_full_disk_costs_the_save_alone(tmp_path: Path) -> None:
+    """On a real one, wherever the room ends; `latest` and the checkpoint that it names stay."""
+    script = f"mount -t tmpfs -o size=2m tmpfs {tmp_path} && exec {sys.executable} -m tests.unit.checkpoint.full_disk"
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "bash", "-c", f"{script} {tmp_path}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mounts may be made here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    too_small, *full = json.loads(done.stdout)
+    assert all("a checkpoint needs 1.0 MiB, and 0.0 MiB are free" in answer for answer in too_small)
+    # Ranks' files, then the tokenizer's, the manifest and `latest`: each page is one at which the disk was full.
+    assert len(full) >= 8 and all("No space left on device" in answer for (answer,) in full)
+
+
+RETAINED = [
+    (Retention(), [50, 100, 150, 200]),
+    (Retention(keep_last=2), [150, 200]),
+    (Retention(keep_last=9), [50, 100, 150, 200]),
+    (Retention(interval=100), [100, 200]),
+    (Retention(keep_last=2, interval=100), [100, 150, 200]),
+    (Retention(interval=1000), [200]),
+    (Retention(keep_last=1, protected=Path("iter_0000050")), [50, 200]),
+]
+
+
+@pytest.mark.parametrize(("retention", "kept"), RETAINED)
+def test_what_is_kept(tmp_path: Path, retention: Retention, kept: list[int]) -> None:
+    for iteration in (50, 100, 150):
+        save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
+    protected = None if retention.protected is None else tmp_path / retention.protected
+    options = SaveOptions(retention=Retention(retention.keep_last, retention.interval, protected))
+    outcome = save_at_once(tmp_path, 200, TinyState(2), CommGroup.alone(), options)
+    assert names(tmp_path) == [*(f"iter_{iteration:07d}" for iteration in kept), "latest"]
+    assert list(outcome.removed) == [f"iter_{i:07d}" for i in (50, 100, 150) if i not in kept]
+    assert holds(tmp_path, TinyState(2).whole)
+
+
+def test_who_goes_back_keeps_what_lies_ahead(tmp_path: Path) -> None:
+    """A run that continues from iteration 50 in the directory of one that had come to 200."""
+    for iteration in (50, 100, 200):
+        save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
+    options = SaveOptions(retention=Retention(keep_last=1))
+    save_at_once(tmp_path, 100, TinyState(2), CommGroup.alone(), options)
+    assert published_checkpoints(tmp_path) == ["iter_0000100.1", "iter_0000200"]
+    assert holds(tmp_path, TinyState(2).whole)
+    (tmp_path / "latest").unlink()
+    assert remove_old_checkpoints(tmp_path, Retention(keep_last=1)) == []
+
+
+def test_old_checkpoints_that_cannot_go_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "iter_0000050")
+
+    monkeypatch.setattr(saving, "remove_old_checkpoints", refuse)
+    outcome = save_at_once(tmp_path, 200, TinyState(2), CommGroup.alone())
+    assert outcome.error is None and outcome.warning == "old checkpoints stay: iter_0000050: Permission denied"
+
+
+def test_sha256_is_computed_by_the_book(tmp_path: Path) -> None:
+    save_at_once(tmp_path, 100, TinyState(1), CommGroup.alone(), SaveOptions(checksum="sha256"))
+    found = Checkpoint.open(tmp_path)
+    for record in found.manifest["files"]:
+        data = (found.directory / record["name"]).read_bytes()
+        assert record["checksum"] == f"sha256:{hashlib.sha256(data).hexdigest()}" and record["size"] == len(data)
+    assert "vocabulary.txt" in {record["name"] for record in found.manifest["files"]}
+    assert b'"manifest_checksum": "sha256:' in (found.directory / "manifest.json").read_bytes()
+
+
+def load(save: Path, world: CommGroup, state: TinyState) -> tuple[str, list[str]]:
+    checkpoint, faults = load_newest(save, state, world, lambda checkpoint: [])
+    return checkpoint.directory.name, faults
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+def test_ranks_that_load_agree_on_the_newest_that_is_intact(tmp_path: Path, damage: Any) -> None:
+    """Whichever file is damaged, whoever reads it: all ranks take the one before, whole, and its name is told."""
+    save_of_ranks(tmp_path / "whole", 100, 1)
+    save_of_ranks(tmp_path / "whole", 200, 2)
+    files = sorted(path.name for path in (tmp_path / "whole" / "iter_0000200").iterdir())
+    assert len(files) == 8
+    for name in files:
+        save = tmp_path / name
+        subprocess.run(["cp", "-r", tmp_path / "whole", save], check=True)
+        damage(save / "iter_0000200" / name)
+        states = [TinyState(3, rank, 2) for rank in range(2)]
+        answers = on_ranks(2, lambda w, save=save, states=states: load(save, w, states[w.rank]))
+        for directory, faults in answers:
+            assert directory == "iter_0000100"
+            assert faults and all(str(save / "iter_0000200" / name) in fault for fault in faults)
+        for rank, state in enumerate(states):
+            wanted = TinyState(1, rank, 2)
+            for span, other in zip(state.spans(), wanted.spans(), strict=True):
+                assert torch.equal(span.master, other.master) and torch.equal(span.weight, other.weight)
+                for which in ("exp_avg", "exp_avg_sq"):
+                    assert torch.equal(state.moment(span, which), wanted.moment(other, which))
+
+
+def test_a_checkpoint_that_is_named_is_the_only_one_tried(tmp_path: Path) -> None:
+    for iteration in (100, 200):
+        save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
+    flip(tmp_path / "iter_0000200" / "weights_rank_00000.safetensors")
+    with pytest.raises(UserError, match="can be loaded") as refusal:
+        load(tmp_path / "iter_0000200", CommGroup.alone(), TinyState(3))
+    assert "weights_rank_00000.safetensors: damaged" in refusal.value.mistakes[1]
+
+
+def test_a_checkpoint_may_be_refused_for_other_reasons(tmp_path: Path) -> None:
+    for iteration in (100, 200):
+        save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
+    found, faults = load_newest(
+        tmp_path, TinyState(3), CommGroup.alone(), lambda c: ["of another model"] if c.iteration == 200 else []
+    )
+    assert found.iteration == 100 and faults == ["of another model"]
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    """Moments and steps stay those of a fresh optimizer."""
+    save_at_once(tmp_path, 100, TinyState(1), CommGroup.alone())
+    state, fresh = TinyState(3), TinyState(3)
+    state.steps = fresh.steps = 0
+    load_newest(tmp_path, state, CommGroup.alone(), lambda c: [], optimizer=False, generators=False)
+    for span, other, stored in zip(state.spans(), fresh.spans(), TinyState(1).spans(), strict=True):
+        assert torch.equal(span.master, stored.master)
+        assert torch.equal(state.moment(span, "exp_avg"), fresh.moment(other, "exp_avg"))
+    assert state.steps == 0
+
+
+def test_ranks_share_the_verifying(tmp_path: Path) -> None:
+    save_of_ranks(tmp_path, 100, 1)
+    found = find_checkpoint(tmp_path)
+    assert found is not None
+    seen: dict[int, int] = {}
+    for rank in range(3):
+        found.verify(lambda done, total, rank=rank: seen.__setitem__(rank, total), rank, 3)
+    sizes = {record["name"]: record["size"] for record in found.manifest["files"]}
+    assert seen == {
+        0: sum(size for name, size in sizes.items() if "_rank_00001" not in name),
+        1: sum(size for name, size in sizes.items() if "_rank_00001" in name),
+    }
+
+
+def test_progress_is_told_every_few_seconds() -> None:
+    now = [0.0]
+    lines: list[str] = []
+    told = ProgressLines("verifies", lines.append, lambda: now[0])
+    for seconds in range(1, 13):
+        now[0] = float(seconds)
+        told(seconds * 2**30, 120 * 2**30)
+    assert lines == [
+        "verifies: 5.0 of 120.0 GiB, 1.00 GiB/s, 1:55 left", "verifies: 10.0 of 120.0 GiB, 1.00 GiB/s, 1:50 left"
+    ]  # fmt: skip
+
+
+def test_pinning_asks_cuda_for_the_buffer_and_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+    runtime = SimpleNamespace(cudaHostRegister=lambda *arguments: asked.append(arguments) or status[0])
+
+    def check(code: int) -> None:
+        if code:
+            raise torch.cuda.CudaError(code)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    monkeypatch.setattr(torch.cuda, "CudaError", type("CudaError", (RuntimeError,), {}))
+    buffer = torch.empty(1000, dtype=torch.uint8)
+    status = [0]
+    assert host_memory_module._pin(buffer)
+    assert asked == [(buffer.data_ptr(), 1000, 1)]
+    status[0] = 2
+    assert not host_memory_module._pin(buffer)
