@@ -116,7 +116,6 @@ REFUSED: dict[str, str] = {
     "--no-load-lr-state": "the schedule comes from the command line; leave the flag out",
     "--universal-checkpoint": "every checkpoint is read in any layout; leave the flag out",
     "--cpu-optimizer": "use --offload-optimizer cpu",
-    "--data-cache-path": "indices are built in memory; leave the flag out",
     "--reset-position-ids": "samples are one sequence each; leave the flag out",
     "--reset-attention-mask": "samples are one sequence each; leave the flag out",
     "--eod-mask-loss": "every target counts; leave the flag out",
