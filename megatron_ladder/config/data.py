@@ -11,15 +11,28 @@ class DataConfig:
     """Data. Tokenised text and its tokenizer."""
 
     data_path: tuple[Path, ...] = ()
-    """Prefix of an indexed data set (of its .bin and .idx), cut into training, validation and test by --split."""
+    """Prefix of an indexed data set (of its .bin and .idx), cut into training, validation and test by --split. Several
+    are blended: PREFIX1 PREFIX2 by their sizes, WEIGHT1 PREFIX1 WEIGHT2 PREFIX2 by weights."""
     train_data_path: tuple[Path, ...] = ()
-    """Prefix of the training data, if it is a data set of its own."""
+    """Prefix, or blend, of the training data, if it is a data set of its own."""
     valid_data_path: tuple[Path, ...] = ()
-    """Prefix of the validation data, if it is a data set of its own."""
+    """Prefix, or blend, of the validation data, if it is a data set of its own."""
     test_data_path: tuple[Path, ...] = ()
-    """Prefix of the test data, if it is a data set of its own."""
+    """Prefix, or blend, of the test data, if it is a data set of its own."""
+    data_args_path: Path | None = None
+    """File with what would follow --data-path, separated by blanks or line ends, if that is long."""
+    per_split_data_args_path: Path | None = None
+    """JSON file with what would follow --train-data-path, --valid-data-path and --test-data-path, as lists or texts
+    under the keys train, valid and test."""
     split: str = "969,30,1"
     """Shares of training, validation and test documents of --data-path."""
+    data_cache_path: Path | None = None
+    """Folder in which the order of samples is kept: the processes of a machine then build it once and share its
+    memory. Worth it from about a million documents on."""
+    megatron_order: bool = False
+    """Read training samples in the order of Megatron-LM core, which hangs on the length of the run."""
+    allow_data_change: bool = False
+    """Continue a checkpoint with other data, or another order of it, than it was trained on."""
     tokenizer_type: str | None = None
     """SentencePieceTokenizer or HuggingFaceTokenizer; their names in Megatron are known."""
     tokenizer_model: Path | None = flag(None, aliases=("--vocab-file",))

@@ -112,7 +112,6 @@ REFUSED: dict[str, str] = {
     "--no-load-lr-state": "use --override-opt-param-scheduler",
     "--universal-checkpoint": "every checkpoint is read in any layout; leave the flag out",
     "--cpu-optimizer": "use --offload-optimizer cpu",
-    "--data-cache-path": "indices are built in memory; leave the flag out",
     "--reset-position-ids": "samples are one sequence each; leave the flag out",
     "--reset-attention-mask": "samples are one sequence each; leave the flag out",
     "--eod-mask-loss": "every target counts; leave the flag out",

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megatron_ladder.data.files import publish, temporary_beside
@@ -34,6 +35,9 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Code in the file -> NumPy type. Codes 6 and 7 are floating point, which no token id is."""
+
+SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 4096
+"""How much of .bin tells two data sets with equal indices apart without reading them whole."""
 
 U16_VOCABULARY_LIMIT = 65_500
 """Megatron stores ids as u16 below this vocabulary size, with a margin under 2**16."""
@@ -49,9 +53,21 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
+def loss_mask_path(prefix: Path) -> Path:
+    """`data/chat_text_document` -> `data/chat_text_document_loss_mask.bin`, which only some data sets have."""
+    return prefix.with_name(prefix.name + "_loss_mask.bin")
+
+
 def token_dtype(vocab_size: int) -> "np.dtype[Any]":
     """The type in which Megatron stores ids of a vocabulary: u16 where it fits, else i32."""
     return np.dtype("<u2" if vocab_size < U16_VOCABULARY_LIMIT else "<i4")
+
+
+class Checksums(NamedTuple):
+    """Of a data set's two files, each `xxh3_128:` and 32 hexadecimal digits."""
+
+    bin: str
+    idx: str
 
 
 class IndexedDatasetWriter:
@@ -65,6 +81,7 @@ class IndexedDatasetWriter:
         self.dtype = dtype
         self._code = next(code for code, name in TOKEN_DTYPES.items() if np.dtype(name) == dtype)
         self._lengths: list[NDArray[np.int32]] = []
+        self._bin_hasher = xxhash.xxh3_128()
         self._temporary_bin = temporary_beside(bin_path(prefix))
         self._bin: BinaryIO = open(self._temporary_bin, "xb")  # noqa: SIM115 - closed by __exit__
 
@@ -95,10 +112,12 @@ class IndexedDatasetWriter:
                 raise ValueError(
                     f"token ids {smallest} to {largest} do not fit {self.dtype} of {self.prefix}"
                 )
-        self._bin.write(np.ascontiguousarray(token_ids, dtype=self.dtype).data)
+        content = np.ascontiguousarray(token_ids, dtype=self.dtype).data
+        self._bin.write(content)
+        self._bin_hasher.update(content)
         self._lengths.append(lengths.astype("<i4"))
 
-    def publish(self) -> None:
+    def publish(self) -> Checksums:
         """Makes the data set appear under its name; one that was there is replaced."""
         lengths = np.concatenate([np.empty(0, "<i4"), *self._lengths])
         offsets = np.zeros(len(lengths), "<i8")
@@ -106,11 +125,13 @@ class IndexedDatasetWriter:
         documents = np.arange(len(lengths) + 1, dtype="<i8")
         _sync_and_close(self._bin)
         temporary_idx = temporary_beside(idx_path(self.prefix))
+        idx_hasher = xxhash.xxh3_128()
         try:
             with open(temporary_idx, "xb") as file:
-                file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
-                for array in (lengths, offsets, documents):
-                    file.write(array.data)
+                header = HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents))
+                for part in (header, lengths.data, offsets.data, documents.data):
+                    file.write(part)
+                    idx_hasher.update(part)
                 _sync_and_close(file)
             # An old index must never stand beside a new .bin, not even when we are killed in between.
             idx_path(self.prefix).unlink(missing_ok=True)
@@ -118,6 +139,7 @@ class IndexedDatasetWriter:
             publish(temporary_idx, idx_path(self.prefix))
         finally:
             temporary_idx.unlink(missing_ok=True)
+        return Checksums(f"xxh3_128:{self._bin_hasher.hexdigest()}", f"xxh3_128:{idx_hasher.hexdigest()}")
 
 
 def _sync_and_close(file: Any) -> None:
@@ -132,7 +154,11 @@ class IndexedDataset:
     Attributes:
         prefix: the two files' path without `.bin` and `.idx`.
         tokens [number of tokens]: all documents one after the other, in the file's own type.
+        sequence_bounds [sequences + 1] int64: sequence i is `tokens[bounds[i]:bounds[i + 1]]`.
         document_bounds [documents + 1] int64: document i is `tokens[bounds[i]:bounds[i + 1]]`.
+        loss_mask [number of tokens] uint8: 1 where a token is to be learnt, 0 where it is only read; None
+            where there is no `<prefix>_loss_mask.bin`, and every token is learnt.
+        idx_checksum: of the index file, `xxh3_128:` and 32 hexadecimal digits.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -143,7 +169,8 @@ class IndexedDataset:
         """
         self.prefix = prefix
         index = _read_index(prefix)
-        self.document_bounds = index.document_bounds
+        self.sequence_bounds, self.document_bounds = index.sequence_bounds, index.document_bounds
+        self.idx_checksum = index.checksum
         found, expected = bin_path(prefix).stat().st_size, index.tokens * index.dtype.itemsize
         if found != expected:
             raise UserError(
@@ -154,6 +181,7 @@ class IndexedDataset:
             raise UserError(f"{idx_path(prefix)}: holds no token: preprocess an input with text")
         # The plain-array view spares NumPy's subclass handling on every slice.
         self.tokens: NDArray[Any] = np.asarray(np.memmap(bin_path(prefix), dtype=index.dtype, mode="r"))
+        self.loss_mask = _open_loss_mask(prefix, index.tokens)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -166,10 +194,36 @@ class IndexedDataset:
         return self.tokens[self.document_bounds[number] : self.document_bounds[number + 1]]
 
 
+def sampled_checksum(array: NDArray[Any]) -> str:
+    """Checksum of 64 blocks, 4096 bytes each, from all over a mapped file, so that other tokens under an equal index
+    are told without reading everything: `xxh3_128:` and 32 hexadecimal digits."""
+    content = array.view(np.uint8)
+    begins = np.linspace(0, max(len(content) - SAMPLED_BYTES, 0), SAMPLED_BLOCKS).astype(np.int64)
+    hasher = xxhash.xxh3_128()
+    for begin in np.unique(begins).tolist():
+        hasher.update(content[begin : begin + SAMPLED_BYTES].tobytes())
+    return f"xxh3_128:{hasher.hexdigest()}"
+
+
+def _open_loss_mask(prefix: Path, tokens: int) -> NDArray[np.uint8] | None:
+    path = loss_mask_path(prefix)
+    if not path.is_file():
+        return None
+    found = path.stat().st_size
+    if found != tokens:
+        raise UserError(
+            f"{path}: {found} bytes found, {tokens} expected, one for each token of {bin_path(prefix)}: preprocess "
+            "or copy the data again"
+        )
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+
+
 class _Index(NamedTuple):
     dtype: "np.dtype[Any]"
     tokens: int
+    sequence_bounds: NDArray[np.int64]
     document_bounds: NDArray[np.int64]
+    checksum: str
 
 
 def _read_index(prefix: Path) -> _Index:
@@ -195,6 +249,8 @@ def _read_index(prefix: Path) -> _Index:
         known = ", ".join(map(str, sorted(TOKEN_DTYPES)))
         raise UserError(f"{path}: code of the token type is {code}, expected one of {known}")
     expected = HEADER.size + 12 * sequences + 8 * bounds
+    if len(content) == expected + sequences > expected:
+        raise UserError(f"{path}: holds a mode for each sequence: data sets of several modalities cannot be read")
     if len(content) != expected:
         raise UserError(
             f"{path}: {len(content)} bytes found, {expected} expected for {sequences} sequences and "
@@ -205,8 +261,9 @@ def _read_index(prefix: Path) -> _Index:
     offsets = np.frombuffer(content, "<i8", sequences, HEADER.size + 4 * sequences)
     documents = np.frombuffer(content, "<i8", bounds, HEADER.size + 12 * sequences)
     starts = _sequence_starts(path, lengths, offsets, dtype.itemsize)
-    _check_documents(path, documents, sequences)
-    return _Index(dtype, int(starts[-1]), starts[documents])
+    is_one_sequence_each = _check_documents(path, documents, sequences)
+    checksum = f"xxh3_128:{xxhash.xxh3_128_hexdigest(content)}"
+    return _Index(dtype, int(starts[-1]), starts, starts if is_one_sequence_each else starts[documents], checksum)
 
 
 def _sequence_starts(
@@ -228,7 +285,8 @@ def _sequence_starts(
     return starts
 
 
-def _check_documents(path: Path, documents: NDArray[np.int64], sequences: int) -> None:
+def _check_documents(path: Path, documents: NDArray[np.int64], sequences: int) -> bool:
+    """Whether every document is one sequence."""
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
         ends = (int(documents[0]), int(documents[-1])) if len(documents) else "nothing"
         raise UserError(f"{path}: document indices run over {ends}, expected (0, {sequences})")
@@ -239,6 +297,7 @@ def _check_documents(path: Path, documents: NDArray[np.int64], sequences: int) -
             f"{path}: document {first} begins at sequence {documents[first]} and ends at "
             f"{documents[first + 1]}: preprocess or copy the data again"
         )
+    return len(documents) == sequences + 1 and bool((documents[1:] > documents[:-1]).all())
 
 
 def _prefixes_nearby(prefix: Path) -> str:

@@ -8,13 +8,20 @@ the stream (seed, e, SAMPLES). Every epoch has the same number of samples, so sa
 n % len of epoch n // len.
 """
 
-from typing import Any, NamedTuple
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ladder.data.fingerprint import content_of
 from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.order_cache import load_or_build
 from megatron_ladder.errors import UserError
+
+ORDER = "ladder-1"
+"""The name of this order, in checkpoints and in the cache."""
 
 DOCUMENTS, SAMPLES = 0, 1
 """Purposes of the random streams of an epoch."""
@@ -78,16 +85,95 @@ def split_documents(shares: tuple[float, float, float], documents: int) -> tuple
     return range(first, second), range(second, third), range(third, fourth)
 
 
-class _Epoch(NamedTuple):
+class SampleRows(NamedTuple):
+    """Samples as they lie in the data: each is seq_length tokens to read and, one further, their labels."""
+
+    tokens: NDArray[Any]
+    """[n, seq_length + 1], integers"""
+    loss_mask: NDArray[np.uint8] | None
+    """[n, seq_length + 1]: 1 where the token counts as a label; None where all do"""
+
+
+class Samples(Protocol):
+    """An endless, randomly accessible run of samples."""
+
+    seq_length: int
+
+    @property
+    def name(self) -> str:
+        """Which data it is, for messages."""
+        ...
+
+    def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
+        """Samples of the run by their numbers [n] >= 0.
+
+        Args:
+            out: arrays to fill and return, tokens of any integer type that holds the data's, and a loss mask
+                or none just as the data has one; left out, new ones in the data's own type.
+        """
+        ...
+
+
+class _HasShape(Protocol):
+    """What decides the arrays that samples are read into."""
+
+    seq_length: int
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def token_dtype(self) -> "np.dtype[Any]": ...
+    @property
+    def has_loss_mask(self) -> bool: ...
+
+
+def rows_to_fill(source: _HasShape, count: int, out: SampleRows | None) -> SampleRows:
+    """New arrays for `count` samples, or those given.
+
+    Raises:
+        ValueError: when the given ones cannot be filled.
+    """
+    shape = (count, source.seq_length + 1)
+    if out is None:
+        mask = np.empty(shape, np.uint8) if source.has_loss_mask else None
+        return SampleRows(np.empty(shape, source.token_dtype), mask)
+    if (out.loss_mask is not None) != source.has_loss_mask:
+        raise ValueError(f"{source.name}: a loss mask must be given just where the data has one")
+    for array in (out.tokens, out.loss_mask):
+        if array is not None and (array.shape != shape or not array.flags.c_contiguous):
+            raise ValueError(f"{source.name}: expected a contiguous array {shape} to fill, found {array.shape}")
+    return out
+
+
+class Order(NamedTuple):
     """The order of one epoch; D documents, S samples."""
 
-    number: int
     documents: NDArray[np.int64]
     """[D] documents in the order in which they are joined."""
     starts: NDArray[np.int64]
     """[D + 1] where each begins in the joined tokens."""
     samples: NDArray[np.int64]
     """[S] cut numbers in the order in which they are read."""
+
+
+class _Pieces(NamedTuple):
+    """Runs of tokens to copy; each [pieces]."""
+
+    sources: NDArray[np.int64]
+    """Where each begins in the file."""
+    targets: NDArray[np.int64]
+    """Where each begins in the flat result."""
+    lengths: NDArray[np.int64]
+
+
+def _copy_pieces(data: NDArray[Any], pieces: _Pieces, out: NDArray[Any]) -> None:
+    """Slice by slice: a gather through an index of every token takes four times as long."""
+    flat = out.reshape(-1)
+    source_ends, target_ends = pieces.sources + pieces.lengths, pieces.targets + pieces.lengths
+    for begin, end, to, to_end in zip(
+        pieces.sources.tolist(), source_ends.tolist(), pieces.targets.tolist(), target_ends.tolist(), strict=True
+    ):
+        flat[to:to_end] = data[begin:end]
 
 
 class SampleSource:
@@ -104,12 +190,14 @@ class SampleSource:
         seed: int,
         shuffle: bool,
         part: str = "train",
+        cache: Path | None = None,
     ) -> None:
         """
         Args:
             documents: which documents belong to this source, contiguous.
             shuffle: permute as the head of this file says; else documents and samples in their own order.
             part: what the source is for (train, valid, test), for messages.
+            cache: folder in which shuffled orders are kept, see order_cache.py; None: each process builds its own.
 
         Raises:
             UserError: when the documents have fewer than seq_length + 1 tokens.
@@ -119,44 +207,74 @@ class SampleSource:
         self.seq_length = seq_length
         self.seed = seed
         self.shuffle = shuffle
-        bounds = dataset.document_bounds
-        self.tokens = int(bounds[documents.stop] - bounds[documents.start])
+        self.cache = cache
+        self.bounds = self._document_bounds()
+        self.tokens = int(self.bounds[documents.stop] - self.bounds[documents.start])
         if self.tokens < seq_length + 1:
             raise UserError(
                 f"{dataset.prefix}: the {part} part ({len(documents)} documents) has {self.tokens} tokens, "
                 f"{seq_length + 1} are needed for one sample: give more text, a shorter --seq-length, or "
                 "another --split"
             )
-        self._epoch = self._build_epoch(0)
+        self._held: tuple[int, Order] | None = None
 
     def __len__(self) -> int:
         """Samples of an epoch."""
         return (self.tokens - 1) // self.seq_length
 
+    @property
+    def name(self) -> str:
+        """The data set's prefix."""
+        return str(self.dataset.prefix)
+
     def sample(self, number: int) -> NDArray[Any]:
-        """Sample `number` >= 0 of the run [seq_length + 1], in the data set's own type."""
-        tokens: NDArray[Any] = self.samples(np.array([number], dtype=np.int64))[0]
+        """Tokens of sample `number` >= 0 of the run [seq_length + 1], in the data set's own type."""
+        tokens: NDArray[Any] = self.samples(np.array([number], dtype=np.int64)).tokens[0]
         return tokens
 
-    def samples(self, numbers: NDArray[np.int64]) -> NDArray[Any]:
-        """Samples of the run by their numbers [n] >= 0: [n, seq_length + 1], in the data set's own type.
+    @property
+    def sources(self) -> "tuple[SampleSource, ...]":
+        """Itself: a blend of one."""
+        return (self,)
 
-        Numbers of one epoch side by side spare rebuilding the order.
-        """
+    @property
+    def token_dtype(self) -> "np.dtype[Any]":
+        """Type of the data's tokens."""
+        return self.dataset.tokens.dtype
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether the data says which tokens count as labels."""
+        return self.dataset.loss_mask is not None
+
+    def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
+        """See Samples. Numbers of one epoch side by side spare rebuilding the order."""
+        rows = rows_to_fill(self, len(numbers), out)
+        self.fill(numbers, np.arange(len(numbers)), rows)
+        return rows
+
+    def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
+        """Writes samples by their numbers [n] >= 0 into the rows `rows` [n] of `out`."""
         if len(numbers) and int(numbers.min()) < 0:
-            raise IndexError(f"sample {numbers.min()} of {self.dataset.prefix}")
+            raise IndexError(f"sample {numbers.min()} of {self.name}")
         epochs = numbers // len(self)
-        result = np.empty((len(numbers), self.seq_length + 1), self.dataset.tokens.dtype)
         for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            result[chosen] = self._read(int(epoch), numbers[chosen] % len(self))
-        return result
+            chosen = np.flatnonzero(epochs == epoch)
+            pieces = self._find_pieces(int(epoch), numbers[chosen] % len(self), rows[chosen])
+            _copy_pieces(self.dataset.tokens, pieces, out.tokens)
+            if out.loss_mask is None:
+                continue
+            if self.dataset.loss_mask is None:
+                out.loss_mask[rows[chosen]] = 1
+            else:
+                _copy_pieces(self.dataset.loss_mask, pieces, out.loss_mask)
 
-    def _read(self, epoch_number: int, places: NDArray[np.int64]) -> NDArray[Any]:
-        """Samples at `places` [n] of an epoch: [n, seq_length + 1]."""
-        if self.shuffle and epoch_number != self._epoch.number:
-            self._epoch = self._build_epoch(epoch_number)
-        epoch = self._epoch
+    def _find_pieces(
+        self, epoch_number: int, places: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> "_Pieces":
+        """Where the samples at `places` [n] of an epoch lie in the file, each in one or several documents, and
+        where they go in the flat result, of which they are the rows `rows` [n]."""
+        epoch = self._order_of(epoch_number)
         begins = epoch.samples[places] * self.seq_length
         ends = begins + self.seq_length + 1
         # Documents first .. last (both included) of each sample; "right" steps over empty ones.
@@ -166,21 +284,65 @@ class SampleSource:
         owner = np.repeat(np.arange(len(places)), counts)
         piece = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first[owner]
         piece_begin = np.maximum(epoch.starts[piece], begins[owner])
-        piece_length = np.minimum(epoch.starts[piece + 1], ends[owner]) - piece_begin
-        source = self.dataset.document_bounds[epoch.documents[piece]] + piece_begin - epoch.starts[piece]
-        target = np.cumsum(piece_length) - piece_length
-        in_file = np.arange(len(places) * (self.seq_length + 1)) + np.repeat(source - target, piece_length)
-        tokens: NDArray[Any] = self.dataset.tokens[in_file].reshape(len(places), self.seq_length + 1)
-        return tokens
+        lengths = np.minimum(epoch.starts[piece + 1], ends[owner]) - piece_begin
+        sources = self.bounds[epoch.documents[piece]] + piece_begin - epoch.starts[piece]
+        targets = rows[owner] * (self.seq_length + 1) + piece_begin - begins[owner]
+        return _Pieces(sources, targets, lengths)
 
-    def _build_epoch(self, number: int) -> _Epoch:
+    @functools.cached_property
+    def content(self) -> dict[str, Any]:
+        """What the data set holds, see fingerprint.py."""
+        return content_of(self.dataset)
+
+    def describe(self) -> dict[str, Any]:
+        """What the run of samples follows from, besides seed and sequence length; JSON-able."""
+        documents = [self.documents.start, self.documents.stop]
+        one = {"prefix": str(self.dataset.prefix), "documents": documents, "content": self.content}
+        return {"order": ORDER, "sets": [one]}
+
+    def _document_bounds(self) -> NDArray[np.int64]:
+        """Where documents begin in the file."""
+        return self.dataset.document_bounds
+
+    def _order_of(self, epoch: int) -> Order:
+        if not self.shuffle:
+            epoch = 0
+        if self._held is None or self._held[0] != epoch:
+            if self.cache is None or not self.shuffle:
+                order = self._build_order(epoch)
+            else:
+                order = Order(*load_or_build(self.cache, self._describe_order(epoch), lambda: self._build_order(epoch)))
+            self._held = epoch, order
+        return self._held[1]
+
+    def _describe_order(self, epoch: int) -> dict[str, Any]:
+        """Everything that the order of an epoch follows from."""
+        return {
+            "order": ORDER,
+            "content": self.content,
+            "documents": [self.documents.start, self.documents.stop],
+            "seq_length": self.seq_length,
+            "seed": self.seed,
+            "epoch": epoch,
+        }
+
+    def _build_order(self, epoch: int) -> Order:
         if self.shuffle:
-            documents = permutation(len(self.documents), self.seed, number, DOCUMENTS)
-            samples = permutation(len(self), self.seed, number, SAMPLES)
+            documents = permutation(len(self.documents), self.seed, epoch, DOCUMENTS)
+            samples = permutation(len(self), self.seed, epoch, SAMPLES)
         else:
             documents = np.arange(len(self.documents))
             samples = np.arange(len(self))
-        bounds = self.dataset.document_bounds[self.documents.start : self.documents.stop + 1]
-        starts = np.zeros(len(documents) + 1, np.int64)
-        np.cumsum(np.diff(bounds)[documents], out=starts[1:])
-        return _Epoch(number, documents + self.documents.start, starts, samples)
+        documents += self.documents.start
+        return Order(documents, joined_starts(self.bounds, documents), samples)
+
+
+def joined_starts(bounds: NDArray[np.int64], documents: NDArray[Any]) -> NDArray[np.int64]:
+    """Where each of `documents` [D] begins when they are joined in this order, and where the last ends [D + 1].
+
+    Args:
+        bounds: where each document begins in the file, and where the last ends.
+    """
+    starts = np.zeros(len(documents) + 1, np.int64)
+    np.cumsum(np.diff(bounds)[documents], out=starts[1:])
+    return starts

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ladder.data.files import write_atomically
-from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.indexed import IndexedDataset, idx_path
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 
 FORMAT_VERSION = 1
+OPTIONAL = ("bin_checksum", "idx_checksum")
+"""What data sets of earlier releases lack."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ class Sidecar:
     """Documents in the files; empty ones were left out."""
     tokens: int
     """Tokens of all documents, end-of-document tokens included."""
+    bin_checksum: str | None = None
+    """Of the tokens' file: `xxh3_128:` and 32 hexadecimal digits."""
+    idx_checksum: str | None = None
+    """Of the index file, likewise."""
 
 
 def sidecar_path(prefix: Path) -> Path:
@@ -64,18 +70,23 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
             raise UserError(
                 f"{path}: format version {values['format_version']} found, {FORMAT_VERSION} expected"
             )
-        return Sidecar(**{field.name: values[field.name] for field in dataclasses.fields(Sidecar)})
+        names = [field.name for field in dataclasses.fields(Sidecar)]
+        return Sidecar(**{name: values[name] for name in names if name in values or name not in OPTIONAL})
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: not the description of a data set ({error!r}): preprocess the data again"
         ) from None
 
 
-def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
-    """Raises UserError when the sidecar belongs to other files, or names another tokenizer."""
+def check_index(dataset: IndexedDataset) -> Sidecar | None:
+    """The sidecar of a data set, if there is one.
+
+    Raises:
+        UserError: when it belongs to other files: its counts, or its checksum of the index, are not theirs.
+    """
     sidecar = read_sidecar(dataset.prefix)
     if sidecar is None:
-        return
+        return None
     path = sidecar_path(dataset.prefix)
     found = (len(dataset), len(dataset.tokens))
     if found != (sidecar.documents, sidecar.tokens):
@@ -83,6 +94,19 @@ def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
             f"{path}: describes {sidecar.documents} documents and {sidecar.tokens} tokens, the data set has "
             f"{found[0]} and {found[1]}: preprocess the data again"
         )
+    if sidecar.idx_checksum not in (None, dataset.idx_checksum):
+        raise UserError(
+            f"{idx_path(dataset.prefix)}: checksum {dataset.idx_checksum} found, {sidecar.idx_checksum} expected by "
+            f"{path}: the index is damaged, or of other data: copy or preprocess the data again"
+        )
+    return sidecar
+
+
+def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
+    """Raises UserError when the sidecar belongs to other files, or names another tokenizer."""
+    sidecar = check_index(dataset)
+    if sidecar is None:
+        return
     if sidecar.vocab_size != tokenizer.vocab_size or sidecar.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
             f"--tokenizer-model {tokenizer.files[0]} ({tokenizer.vocab_size} ids, sha256 "

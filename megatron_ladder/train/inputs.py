@@ -13,7 +13,9 @@ from megatron_ladder.config.data import DataConfig
 from megatron_ladder.config.deepspeed_json import deepspeed_json
 from megatron_ladder.config.fields import flag_name
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
-from megatron_ladder.data.loader import Sources, check_tokenizer, open_sources
+from megatron_ladder.data.identity import data_changes, describe_training
+from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
+from megatron_ladder.data.paths import find_data
 from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_ladder.errors import UserError
@@ -66,7 +68,9 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
     if checkpoint is not None:
         run = resumed_run(run, checkpoint, about_files)
     if checkpoint is not None and sources is not None and not run.checkpoint.finetune:
-        about_files.extend(_other_data(checkpoint, describe_data(sources, tokenizer)))
+        about_files.extend(
+            _other_data(checkpoint, describe_data(sources, tokenizer), run.data.allow_data_change, place.rank)
+        )
     if mistakes or about_files or sources is None:
         raise UserError(*mistakes, *about_files)
     return RunInputs(run, engine_config, tokenizer, sources, checkpoint)
@@ -121,24 +125,29 @@ def _check_folders(run: RunConfig, about_files: list[str]) -> None:
 def _open_data(run: RunConfig, tokenizer: Tokenizer | None, about_files: list[str]) -> Sources | None:
     data = run.data
     parts = ["train", "valid"] if run.logging.eval_iters > 0 else ["train"]
+    run_samples = run.training.train_iters * run.global_batch_size
+    order = OrderOptions(
+        run.training.seq_length, run.training.seed, data.data_cache_path, run_samples if data.megatron_order else None
+    )
     try:
-        sources = open_sources(
-            data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path,
-            data.split, run.training.seq_length, run.training.seed, parts,
-        )  # fmt: skip
+        if data.data_cache_path is not None:
+            data.data_cache_path.mkdir(parents=True, exist_ok=True)
+        sources = open_sources(find_data(data), data.split, order, parts)
         if tokenizer is not None:
             check_tokenizer(sources, tokenizer)
         about_files.extend(_ids_beyond(sources, run.model.vocab_size))
     except UserError as error:
         about_files.extend(error.mistakes)
         return None
+    except OSError as error:
+        about_files.append(f"--data-cache-path {data.data_cache_path}: cannot be made: {error.strerror}")
+        return None
     return sources
 
 
 def _ids_beyond(sources: Sources, vocab_size: int) -> list[str]:
     """A line for each data set whose sidecar tells of ids that the model lacks."""
-    prefixes = {source.dataset.prefix for source in sources if source is not None}
-    sidecars = {prefix: read_sidecar(prefix) for prefix in sorted(prefixes)}
+    sidecars = {dataset.prefix: read_sidecar(dataset.prefix) for dataset in sources.datasets}
     return [
         f"{prefix}: holds token ids up to {sidecar.largest_id}, the model has {vocab_size}: "
         "give the --tokenizer-model or --vocab-size of the data"
@@ -150,11 +159,7 @@ def _ids_beyond(sources: Sources, vocab_size: int) -> list[str]:
 def describe_data(sources: Sources, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What a checkpoint keeps of the data, so that a resumed run reads the same samples on."""
     assert sources.train is not None
-    return {
-        "train_documents": len(sources.train.documents),
-        "train_tokens": sources.train.tokens,
-        "tokenizer_sha256": None if tokenizer is None else tokenizer.sha256,
-    }
+    return describe_training(sources.train, None if tokenizer is None else tokenizer.sha256)
 
 
 def _open_checkpoint(run: RunConfig, ignored: Sequence[str], about_files: list[str]) -> Checkpoint | None:
@@ -177,15 +182,19 @@ def _open_checkpoint(run: RunConfig, ignored: Sequence[str], about_files: list[s
     return checkpoint
 
 
-def _other_data(checkpoint: Checkpoint, data: dict[str, Any]) -> list[str]:
-    """A line if the samples that a resumed run would read are not those that the checkpoint was trained on."""
-    stored = checkpoint.manifest.get("data", {})
-    return [
-        f"--data-path or --tokenizer-model: {name} is {value}, and {checkpoint.directory} was trained with "
-        f"{stored[name]}: give the same data"
-        for name, value in data.items()
-        if name in stored and stored[name] != value
-    ]
+def _other_data(checkpoint: Checkpoint, data: dict[str, Any], allowed: bool, rank: int) -> list[str]:
+    """A line for each change of the data that a resumed run would read on, or, if that is allowed, a loud word."""
+    changes = data_changes(checkpoint.manifest.get("data", {}), data)
+    if not allowed:
+        return [
+            f"{change} in {checkpoint.directory}: give the same data, or --allow-data-change to read other samples"
+            for change in changes
+        ]
+    if changes and rank == 0:
+        for change in changes:
+            print(f"*** --allow-data-change: {change} in {checkpoint.directory} ***", flush=True)
+        print(f"*** the run goes on at sample {checkpoint.consumed_samples} of the new order ***", flush=True)
+    return []
 
 
 def _disagreements(run: RunConfig, checkpoint: Checkpoint, ignored: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.launch import find_place, naming_lost_peers, stop_process_group, telling_mistakes
 from megatron_ladder.comm.watch import HangWatch
 from megatron_ladder.data.loader import GlobalBatchLoader
-from megatron_ladder.data.samples import SampleSource
+from megatron_ladder.data.samples import Samples
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.inputs import RunInputs, read_inputs
@@ -123,7 +123,7 @@ def report(
     log.training(iteration, loss, result.learning_rate, result.gradient_norm)
 
 
-def loader(trainer: Trainer, source: SampleSource, consumed_samples: int) -> GlobalBatchLoader:
+def loader(trainer: Trainer, source: Samples, consumed_samples: int) -> GlobalBatchLoader:
     """This rank's batches of a source, from a sample on."""
     run = trainer.run
     return GlobalBatchLoader(

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.loader import GlobalBatchLoader, check_tokenizer, open_sources
+from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
+from megatron_ladder.data.loader import GlobalBatchLoader, OrderOptions, check_tokenizer, open_sources
+from megatron_ladder.data.paths import DataWords
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
@@ -16,6 +17,12 @@ MakeDataset = Callable[..., IndexedDataset]
 
 SEQ_LENGTH = 4
 GLOBAL_BATCH = 12
+ORDER = OrderOptions(SEQ_LENGTH, seed=1)
+
+
+def shared(*words: object) -> DataWords:
+    """What --data-path names."""
+    return DataWords(list(map(str, words)), (), (), ())
 
 
 def source_of(make_dataset: MakeDataset) -> SampleSource:
@@ -55,6 +62,15 @@ def test_labels_are_the_next_tokens(make_dataset: MakeDataset) -> None:
     assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
 
 
+def test_loss_mask_is_that_of_the_labels(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset([40])
+    loss_mask_path(dataset.prefix).write_bytes(bytes(number % 4 == 0 for number in range(40)))
+    source = SampleSource(IndexedDataset(dataset.prefix), range(1), SEQ_LENGTH, seed=3, shuffle=True)
+    for batch in next(loader_of(source, 3, 0, 2)):
+        assert batch.loss_mask is not None and batch.loss_mask.dtype == torch.float32
+        assert torch.equal(batch.loss_mask, (batch.labels % 4 == 0).float())
+
+
 def test_resume_reads_on_where_it_stopped(make_dataset: MakeDataset) -> None:
     source = source_of(make_dataset)
     whole = loader_of(source, 2, 1, 3)
@@ -70,7 +86,7 @@ def test_resume_reads_on_where_it_stopped(make_dataset: MakeDataset) -> None:
 
 def test_id_outside_of_the_vocabulary(make_dataset: MakeDataset) -> None:
     source = source_of(make_dataset)
-    assert source.samples(torch.arange(24).numpy()).max() == 98
+    assert source.samples(torch.arange(24).numpy()).tokens.max() == 98
     list(zip(range(2), GlobalBatchLoader(source, SEQ_LENGTH, 12, 12, 0, 1, 0, 99), strict=False))
     with pytest.raises(UserError, match=r"numbers: holds token id 9\d, the vocabulary has ids 0 to 97"):
         list(zip(range(2), GlobalBatchLoader(source, SEQ_LENGTH, 12, 12, 0, 1, 0, 98), strict=False))
@@ -83,7 +99,7 @@ def test_batch_sizes_that_do_not_multiply(make_dataset: MakeDataset) -> None:
 
 def test_one_data_set_cut_in_three(make_dataset: MakeDataset) -> None:
     prefix = make_dataset([10] * 10).prefix
-    sources = open_sources([str(prefix)], (), (), (), "8,2,0", SEQ_LENGTH, 1)
+    sources = open_sources(shared(prefix), "8,2,0", ORDER)
     assert sources.train is not None and sources.valid is not None and sources.test is None
     assert (sources.train.documents, sources.train.shuffle) == (range(8), True)
     assert (sources.valid.documents, sources.valid.shuffle) == (range(8, 10), False)
@@ -92,7 +108,7 @@ def test_one_data_set_cut_in_three(make_dataset: MakeDataset) -> None:
 
 def test_a_data_set_for_each_part(make_dataset: MakeDataset) -> None:
     train, valid = make_dataset([50], "t").prefix, make_dataset([20], "v").prefix
-    sources = open_sources((), [train], [valid], (), "969,30,1", SEQ_LENGTH, 1)
+    sources = open_sources(DataWords((), [str(train)], [str(valid)], ()), "969,30,1", ORDER)
     assert sources.train is not None and sources.train.tokens == 50
     assert sources.valid is not None and sources.valid.tokens == 20
     assert sources.test is None
@@ -101,8 +117,8 @@ def test_a_data_set_for_each_part(make_dataset: MakeDataset) -> None:
 def test_a_part_that_nobody_reads_may_be_short(make_dataset: MakeDataset) -> None:
     prefix = make_dataset([50, 2]).prefix
     with pytest.raises(UserError, match="the valid part"):
-        open_sources([prefix], (), (), (), "1,1,0", SEQ_LENGTH, 1)
-    assert open_sources([prefix], (), (), (), "1,1,0", SEQ_LENGTH, 1, parts=["train"]).valid is None
+        open_sources(shared(prefix), "1,1,0", ORDER)
+    assert open_sources(shared(prefix), "1,1,0", ORDER, parts=["train"]).valid is None
 
 
 def test_paths_that_contradict_each_other(make_dataset: MakeDataset) -> None:
@@ -111,19 +127,19 @@ def test_paths_that_contradict_each_other(make_dataset: MakeDataset) -> None:
         (((), (), (), ()), "--data-path is required"),
         (((), (), [prefix], ()), "--data-path is required"),
         (([prefix], [prefix], (), ()), "--data-path .* excludes --train-data-path"),
-        (((), ["a", "b"], (), ()), "--train-data-path a b: one data set expected, 2 found"),
+        (((), ["1", "a", "b"], (), ()), "--train-data-path 1 a b: expected paths alone, or a weight before each"),
     ):
         with pytest.raises(UserError, match=found):
-            open_sources(*paths, "1,0,0", SEQ_LENGTH, 1)
+            open_sources(DataWords(*([str(path) for path in words] for words in paths)), "1,0,0", ORDER)
     with pytest.raises(UserError, match="--split 0,1,0 leaves no document"):
-        open_sources([prefix], (), (), (), "0,1,0", SEQ_LENGTH, 1)
+        open_sources(shared(prefix), "0,1,0", ORDER)
 
 
 def test_sidecar_must_name_the_tokenizer(
     make_dataset: MakeDataset, sentencepiece_tokenizer: SentencePieceTokenizer
 ) -> None:
     dataset, tokenizer = make_dataset([50]), sentencepiece_tokenizer
-    sources = open_sources([dataset.prefix], (), (), (), "1,0,0", SEQ_LENGTH, 1)
+    sources = open_sources(shared(dataset.prefix), "1,0,0", ORDER)
     check_tokenizer(sources, tokenizer)
     right = Sidecar(tokenizer.kind, tokenizer.sha256, tokenizer.vocab_size, 2, True, 49, 1, 50)
     write_sidecar(dataset.prefix, right)
