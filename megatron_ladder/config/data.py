@@ -24,3 +24,9 @@ class DataConfig:
     """SentencePieceTokenizer or HuggingFaceTokenizer; their names in Megatron are known."""
     tokenizer_model: Path | None = flag(None, aliases=("--vocab-file",))
     """The tokenizer's file or directory. It decides the vocabulary, and is kept with every checkpoint."""
+    reset_position_ids: bool = False
+    """Count rotary positions anew after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """A token sees only its own document, which ends with the end-of-document token."""
+    eod_mask_loss: bool = False
+    """Do not count the loss of what follows an end-of-document token."""

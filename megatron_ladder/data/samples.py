@@ -85,6 +85,8 @@ class SampleRows(NamedTuple):
     """[n, seq_length + 1], integers"""
     loss_mask: NDArray[np.uint8] | None
     """[n, seq_length + 1]: 1 where the token counts as a label; None where all do"""
+    begins: NDArray[np.bool_] | None = None
+    """[n, seq_length + 1]: where a document begins; None where that is after each end-of-document token"""
 
 
 class Samples(Protocol):

@@ -37,6 +37,8 @@ class RunInputs:
     sources: Sources
     checkpoint: Checkpoint | None
     """What --load names, if it holds a checkpoint."""
+    eod_id: int | None = None
+    """The data's end-of-document token, if a tokenizer or a data set's sidecar tells."""
 
 
 def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
@@ -67,9 +69,36 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
         run = resumed_run(run, checkpoint, about_files)
     if checkpoint is not None and sources is not None and not run.checkpoint.finetune:
         about_files.extend(_other_data(checkpoint, describe_data(sources, tokenizer)))
+    eod_id = None if sources is None else find_eod(run.data, sources, tokenizer, mistakes)
     if mistakes or about_files or sources is None:
         raise UserError(*mistakes, *about_files)
-    return RunInputs(run, engine_config, tokenizer, sources, checkpoint)
+    return RunInputs(run, engine_config, tokenizer, sources, checkpoint, eod_id)
+
+
+def find_eod(
+    data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, mistakes: list[str]
+) -> int | None:
+    """The end-of-document token, None if nothing tells; a line in `mistakes` if a flag has need of it.
+
+    A data set of conversations has marks of its own where they begin.
+    """
+    flags = [flag_name(name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+             if getattr(data, name)]  # fmt: skip
+    prefixes = {source.dataset.prefix for source in sources if source is not None}
+    sidecars = {prefix: read_sidecar(prefix) for prefix in sorted(prefixes)}
+    known = [sidecar.eod_id for sidecar in sidecars.values() if sidecar is not None]
+    eod_id = tokenizer.eod_id if tokenizer is not None else known[0] if known else None
+    if flags and eod_id is None:
+        mistakes.append(
+            f"{' '.join(flags)}: which token ends a document is not known: give --tokenizer-type and --tokenizer-model"
+        )
+    mistakes.extend(
+        f"{' '.join(flags)}: the documents of {prefix} do not end with a token of their own: preprocess it with "
+        "--append-eod"
+        for prefix, sidecar in sidecars.items()
+        if flags and sidecar is not None and not sidecar.append_eod
+    )
+    return eod_id
 
 
 def _find_vocabulary(
