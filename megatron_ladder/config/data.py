@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron_ladder.config.fields import flag
 
@@ -30,3 +31,6 @@ class DataConfig:
     """A token sees only its own document, which ends with the end-of-document token."""
     eod_mask_loss: bool = False
     """Do not count the loss of what follows an end-of-document token."""
+    loss_on: Literal["all", "assistant"] | None = None
+    """Which tokens of conversations count as labels: all, or those that the assistant says; the assistant's if not
+    given, where the data tells them."""

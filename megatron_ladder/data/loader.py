@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.packing import LossOn, PackedSource, open_source
 from megatron_ladder.data.samples import SampleSource, parse_split, split_documents
 from megatron_ladder.data.sidecar import check_sidecar
 from megatron_ladder.data.tokenizers import Tokenizer
@@ -16,9 +17,9 @@ PARTS = ("train", "valid", "test")
 class Sources(NamedTuple):
     """Samples of each part; None where there is none. Only training is shuffled."""
 
-    train: SampleSource | None
-    valid: SampleSource | None
-    test: SampleSource | None
+    train: SampleSource | PackedSource | None
+    valid: SampleSource | PackedSource | None
+    test: SampleSource | PackedSource | None
 
 
 def open_sources(
@@ -30,12 +31,14 @@ def open_sources(
     seq_length: int,
     seed: int,
     parts: Collection[str] = PARTS,
+    loss_on: LossOn | None = None,
 ) -> Sources:
     """Opens either one data set cut by `split`, or one data set for each part.
 
     Args:
         data_path: one prefix (path without .bin and .idx), or nothing; so are the three after it.
         parts: what the run reads; a part that is left out is None and need not be long enough.
+        loss_on: which tokens count; see `open_source`.
 
     Raises:
         UserError: missing or damaged files, both kinds of paths or none, no documents for training, a part
@@ -57,12 +60,12 @@ def open_sources(
         mistakes.append("--data-path is required: the path of a data set without .bin and .idx")
     if mistakes:
         raise UserError(*mistakes)
-    opened: dict[str, SampleSource] = {}
+    opened: dict[str, SampleSource | PackedSource] = {}
     cut = _cut(Path(data_path[0]), split) if data_path else _whole(own_paths, parts)
     for part, (dataset, documents) in cut.items():
         if part in parts and len(documents):
-            opened[part] = SampleSource(
-                dataset, documents, seq_length, seed, shuffle=part == "train", part=part
+            opened[part] = open_source(
+                dataset, documents, seq_length, seed, shuffle=part == "train", part=part, loss_on=loss_on
             )
     if "train" in parts and "train" not in opened:
         raise UserError(

@@ -36,6 +36,8 @@ class Sidecar:
     """Documents in the files; empty ones were left out."""
     tokens: int
     """Tokens of all documents, end-of-document tokens included."""
+    conversations: bool = False
+    """Whether each document is one conversation, which training packs whole."""
 
 
 def sidecar_path(prefix: Path) -> Path:
@@ -64,7 +66,8 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
             raise UserError(
                 f"{path}: format version {values['format_version']} found, {FORMAT_VERSION} expected"
             )
-        return Sidecar(**{field.name: values[field.name] for field in dataclasses.fields(Sidecar)})
+        earlier = {"conversations": False}
+        return Sidecar(**{field.name: (earlier | values)[field.name] for field in dataclasses.fields(Sidecar)})
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: not the description of a data set ({error!r}): preprocess the data again"

@@ -96,7 +96,7 @@ def find_eod(
         f"{' '.join(flags)}: the documents of {prefix} do not end with a token of their own: preprocess it with "
         "--append-eod"
         for prefix, sidecar in sidecars.items()
-        if flags and sidecar is not None and not sidecar.append_eod
+        if flags and sidecar is not None and not (sidecar.append_eod or sidecar.conversations)
     )
     return eod_id
 
@@ -153,7 +153,7 @@ def _open_data(run: RunConfig, tokenizer: Tokenizer | None, about_files: list[st
     try:
         sources = open_sources(
             data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path,
-            data.split, run.training.seq_length, run.training.seed, parts,
+            data.split, run.training.seq_length, run.training.seed, parts, data.loss_on,
         )  # fmt: skip
         if tokenizer is not None:
             check_tokenizer(sources, tokenizer)

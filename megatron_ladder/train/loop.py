@@ -15,7 +15,7 @@ from megatron_ladder.train.inputs import RunInputs, read_inputs
 from megatron_ladder.train.log import RunLog, banner, say
 from megatron_ladder.train.memory import ActivationMeter
 from megatron_ladder.train.profile import step_contexts
-from megatron_ladder.train.reading import sample_batches
+from megatron_ladder.train.reading import packing_notes, sample_batches
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import StepResult, evaluate, train_step
 
@@ -33,7 +33,8 @@ def pretrain(argv: Sequence[str]) -> None:
         inputs = read_inputs(argv, place)
     with naming_lost_peers(peers):
         trainer = build_trainer(inputs, place, peers)
-        say(banner(trainer), place.rank)
+        say("
+".join([banner(trainer), *packing_notes(inputs.sources)]), place.rank)
         with CheckpointSaver(trainer, inputs) as checkpoints:
             iteration, consumed_samples = checkpoints.resume()
             train(trainer, inputs, checkpoints, iteration, consumed_samples)

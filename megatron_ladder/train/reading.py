@@ -9,6 +9,8 @@ from megatron_ladder.data.batches import (
     SampleReader,
     UnreadBatches,
 )
+from megatron_ladder.data.loader import Sources
+from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.data.samples import Samples
 from megatron_ladder.train.setup import Trainer
 
@@ -45,3 +47,13 @@ def sample_batches(trainer: Trainer, source: Samples, consumed_samples: int) -> 
 def needs_batches(mesh: ProcessMesh) -> bool:
     """Whether this rank's stage is the first of its pipeline, which embeds tokens, or the last, which has targets."""
     return mesh.pipeline.rank in (0, mesh.pipeline.size - 1)
+
+
+def packing_notes(sources: Sources) -> list[str]:
+    """A line for each part that holds conversations: how they lie in rows."""
+    return [
+        f"{part}: {source.conversations:,} conversations in {len(source):,} rows, "
+        f"{source.filled:.1%} full; {source.cut:,} are longer than a row and cut"
+        for part, source in sources._asdict().items()
+        if isinstance(source, PackedSource)
+    ]

@@ -46,6 +46,7 @@ def test_ends_of_documents_mean_what_they_mean_in_megatron(positions: bool, atte
             assert batch.positions is None
         if attention:
             assert batch.document_bounds is not None and batch.document_bounds.dtype == torch.int32
+            assert {0, 15, 30} <= set(batch.document_bounds.tolist())
             assert torch.equal(seen(batch.document_bounds, 2, 15), expected.visible)
         else:
             assert batch.document_bounds is None
