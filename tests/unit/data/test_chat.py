@@ -17,7 +17,7 @@ from megatron_ladder.errors import UserError
 CHATML = (
     "{% for message in messages %}\n"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}\n"
+    "   {% endfor %}\n"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKED = (
