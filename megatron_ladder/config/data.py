@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron_ladder.config.fields import flag
 
@@ -37,3 +38,12 @@ class DataConfig:
     """SentencePieceTokenizer or HuggingFaceTokenizer; their names in Megatron are known."""
     tokenizer_model: Path | None = flag(None, aliases=("--vocab-file",))
     """The tokenizer's file or directory. It decides the vocabulary, and is kept with every checkpoint."""
+    reset_position_ids: bool = False
+    """Count rotary positions anew after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """A token sees only its own document, which ends with the end-of-document token."""
+    eod_mask_loss: bool = False
+    """Do not count the loss of what follows an end-of-document token."""
+    loss_on: Literal["all", "assistant"] | None = None
+    """Which tokens of conversations count as labels: all, or those that the assistant says; the assistant's if not
+    given, where the data tells them."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.data.samples import SampleRows, SampleSource, rows_to_fill
 from megatron_ladder.errors import UserError
 
@@ -125,7 +126,7 @@ def places_among_equals(turns: NDArray[np.int32], count: int) -> NDArray[np.int6
 class BlendedSource:
     """An endless, randomly accessible run of samples taken from several sources in turn."""
 
-    def __init__(self, sources: Sequence[SampleSource], weights: Sequence[Fraction]) -> None:
+    def __init__(self, sources: Sequence[SampleSource | PackedSource], weights: Sequence[Fraction]) -> None:
         """
         Args:
             weights: of each source, above 0, of any sum.
@@ -151,6 +152,11 @@ class BlendedSource:
     def has_loss_mask(self) -> bool:
         """Whether any source says which tokens count; in the others all do."""
         return any(source.has_loss_mask for source in self.sources)
+
+    @property
+    def has_begins(self) -> bool:
+        """Whether the sources say where documents begin; they do so all or none."""
+        return all(source.has_begins for source in self.sources)
 
     def describe(self) -> dict[str, Any]:
         """See SampleSource; a weight, of any sum, for each data set besides."""

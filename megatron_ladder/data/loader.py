@@ -1,103 +1,23 @@
-"""From token files to what one data-parallel rank computes in one optimizer step.
+"""From the paths of token files to their samples, for training, validation and test."""
 
-Token ids of a micro-batch are [b, s]: b = micro_batch_size, s = seq_length.
-"""
-
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megatron_ladder.data.blending import Blend, BlendedSource, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.megatron_order import megatron_source, split_sequences
+from megatron_ladder.data.packing import LossOn, PackedSource, open_source
 from megatron_ladder.data.paths import PARTS, DataWords
-from megatron_ladder.data.samples import SampleRows, Samples, SampleSource, parse_split, split_documents
-from megatron_ladder.data.sidecar import check_index, check_sidecar
+from megatron_ladder.data.samples import SampleSource, parse_split, split_documents
+from megatron_ladder.data.sidecar import check_index, check_sidecar, read_sidecar
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 
-
-class MicroBatch(NamedTuple):
-    """What one forward pass reads."""
-
-    tokens: Tensor
-    """[b, s] int64"""
-    labels: Tensor
-    """[b, s] int64: the token after each one"""
-    loss_mask: Tensor | None
-    """[b, s] float32, or None where every label counts"""
-
-
-class GlobalBatchLoader(Iterator[list[MicroBatch]]):
-    """Endless; each item is one optimizer step's micro-batches of this data-parallel rank.
-
-    Sample k of a global batch belongs to accumulation step a, rank r and row i where
-    k = (a * data_parallel_size + r) * micro_batch_size + i, as in Megatron: the layout decides who reads a
-    sample, never which samples a global batch holds.
-    """
-
-    def __init__(
-        self,
-        source: Samples,
-        seq_length: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        consumed_samples: int,
-        vocab_size: int,
-    ) -> None:
-        """
-        Args:
-            consumed_samples: samples that all ranks together have read before; 0 for a new run.
-            vocab_size: ids of the model's vocabulary, without padding.
-        """
-        if global_batch_size % (micro_batch_size * data_parallel_size):
-            raise UserError(
-                f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size "
-                f"{micro_batch_size} x data-parallel size {data_parallel_size}"
-            )
-        if seq_length != source.seq_length:
-            raise ValueError(f"the source cuts samples of {source.seq_length} tokens, not of {seq_length}")
-        self.source = source
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
-        self.vocab_size = vocab_size
-        self.consumed_samples = consumed_samples
-        samples = np.arange(global_batch_size).reshape(-1, data_parallel_size, micro_batch_size)
-        self._own_samples = samples[:, data_parallel_rank].reshape(-1)
-
-    def __next__(self) -> list[MicroBatch]:
-        """
-        Raises:
-            UserError: when the data holds a token id that the vocabulary lacks.
-        """
-        rows = self.source.samples(self.consumed_samples + self._own_samples)
-        smallest, largest = int(rows.tokens.min()), int(rows.tokens.max())
-        if smallest < 0 or largest >= self.vocab_size:
-            raise UserError(
-                f"{self.source.name}: holds token id {smallest if smallest < 0 else largest}, the "
-                f"vocabulary has ids 0 to {self.vocab_size - 1}: give the --tokenizer-model with which "
-                "the data was preprocessed"
-            )
-        self.consumed_samples += self.global_batch_size
-        return [self._micro_batch(rows, begin) for begin in range(0, len(rows.tokens), self.micro_batch_size)]
-
-    def _micro_batch(self, rows: SampleRows, begin: int) -> MicroBatch:
-        chosen = slice(begin, begin + self.micro_batch_size)
-        tokens = torch.from_numpy(rows.tokens[chosen].astype(np.int64))
-        loss_mask = None
-        if rows.loss_mask is not None:
-            loss_mask = torch.from_numpy(rows.loss_mask[chosen, 1:].astype(np.float32))
-        return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), loss_mask)
-
-
-Source = SampleSource | BlendedSource
+Source = SampleSource | PackedSource | BlendedSource
 
 
 class Sources(NamedTuple):
@@ -123,6 +43,8 @@ class OrderOptions(NamedTuple):
     """Folder in which orders are kept; None: each process builds its own."""
     megatron_samples: int | None = None
     """Samples of the whole run, if training is to read them in Megatron's order, which depends on it."""
+    loss_on: LossOn | None = None
+    """Which tokens count as labels; see `open_source`."""
 
 
 def open_sources(words: DataWords, split: str, order: OrderOptions, parts: Collection[str] = PARTS) -> Sources:
@@ -200,6 +122,7 @@ def _open_part(
     """
     if part == "train" and order.megatron_samples is not None:
         try:
+            refuse_conversations(datasets)
             return megatron_source(
                 datasets, weights, shares, order.seq_length, order.seed, order.megatron_samples, order.cache
             )
@@ -212,15 +135,33 @@ def _open_part(
         if not documents:
             continue
         try:
-            source = SampleSource(dataset, documents, order.seq_length, order.seed, part == "train", part, order.cache)
+            source = open_source(
+                dataset, documents, order.seq_length, order.seed, part == "train", part, order.loss_on, order.cache
+            )
         except UserError as error:
             mistakes.extend(error.mistakes)
             continue
         sources.append(source)
         own_weights.append(Fraction(len(source)) if weights is None else weights[position])
+    if len({isinstance(source, PackedSource) for source in sources}) > 1:
+        texts = [source.name for source in sources if not isinstance(source, PackedSource)]
+        mistakes.append(
+            f"--{part}-data-path or --data-path: {' '.join(texts)} hold texts, and the others conversations, which are "
+            "packed whole: blend one kind"
+        )
     if not sources or mistakes:
         return None
     return sources[0] if len(sources) == 1 else BlendedSource(sources, own_weights)
+
+
+def refuse_conversations(datasets: Iterable[IndexedDataset]) -> None:
+    """Raises UserError for data sets of conversations, which have no place in Megatron's order."""
+    sidecars = {dataset.prefix: read_sidecar(dataset.prefix) for dataset in datasets}
+    packed = [str(prefix) for prefix, sidecar in sidecars.items() if sidecar is not None and sidecar.conversations]
+    if packed:
+        raise UserError(
+            f"--megatron-order: {' '.join(packed)} holds conversations, which are packed whole: leave the flag out"
+        )
 
 
 def _documents_of(

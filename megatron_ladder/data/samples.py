@@ -92,6 +92,8 @@ class SampleRows(NamedTuple):
     """[n, seq_length + 1], integers"""
     loss_mask: NDArray[np.uint8] | None
     """[n, seq_length + 1]: 1 where the token counts as a label; None where all do"""
+    begins: NDArray[np.bool_] | None = None
+    """[n, seq_length + 1]: where a document begins; None where that is after each end-of-document token"""
 
 
 class Samples(Protocol):
@@ -125,6 +127,8 @@ class _HasShape(Protocol):
     def token_dtype(self) -> "np.dtype[Any]": ...
     @property
     def has_loss_mask(self) -> bool: ...
+    @property
+    def has_begins(self) -> bool: ...
 
 
 def rows_to_fill(source: _HasShape, count: int, out: SampleRows | None) -> SampleRows:
@@ -136,10 +140,11 @@ def rows_to_fill(source: _HasShape, count: int, out: SampleRows | None) -> Sampl
     shape = (count, source.seq_length + 1)
     if out is None:
         mask = np.empty(shape, np.uint8) if source.has_loss_mask else None
-        return SampleRows(np.empty(shape, source.token_dtype), mask)
+        begins = np.empty(shape, np.bool_) if source.has_begins else None
+        return SampleRows(np.empty(shape, source.token_dtype), mask, begins)
     if (out.loss_mask is not None) != source.has_loss_mask:
         raise ValueError(f"{source.name}: a loss mask must be given just where the data has one")
-    for array in (out.tokens, out.loss_mask):
+    for array in out:
         if array is not None and (array.shape != shape or not array.flags.c_contiguous):
             raise ValueError(f"{source.name}: expected a contiguous array {shape} to fill, found {array.shape}")
     return out
@@ -231,6 +236,8 @@ class SampleSource:
         """Tokens of sample `number` >= 0 of the run [seq_length + 1], in the data set's own type."""
         tokens: NDArray[Any] = self.samples(np.array([number], dtype=np.int64)).tokens[0]
         return tokens
+
+    has_begins = False
 
     @property
     def sources(self) -> "tuple[SampleSource, ...]":

@@ -14,7 +14,7 @@ from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 
 FORMAT_VERSION = 1
-OPTIONAL = ("bin_checksum", "idx_checksum")
+OPTIONAL = ("bin_checksum", "idx_checksum", "conversations")
 """What data sets of earlier releases lack."""
 
 
@@ -42,6 +42,8 @@ class Sidecar:
     """Of the tokens' file: `xxh3_128:` and 32 hexadecimal digits."""
     idx_checksum: str | None = None
     """Of the index file, likewise."""
+    conversations: bool = False
+    """Whether each document is one conversation, which training packs whole."""
 
 
 def sidecar_path(prefix: Path) -> Path:

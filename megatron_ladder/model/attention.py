@@ -14,6 +14,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.model.documents import Documents, document_attention
 from megatron_ladder.model.norm import NormFunction, RMSNorm
 from megatron_ladder.model.projections import attention_output, input_projection, query_key_value_shares
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary
@@ -41,6 +42,8 @@ class SequenceContext(NamedTuple):
     mask: Tensor | None = None
     """Boolean, True where a query may look, broadcastable to [b, heads, s, positions]; None means causal: each query
     sees the positions up to its own, and a single one, being the newest, all of them."""
+    documents: Documents | None = None
+    """In training: pieces of the rows outside of which a query does not look; None means that it sees its whole row."""
 
 
 def split_heads(
@@ -103,6 +106,8 @@ class AttentionHeads(nn.Module):
         q, k, v = self.split_heads(
             projected, self.widths, self.head_dim, context.rotary, self.norm, norm_weights, self.epsilon
         )
+        if context.documents is not None:
+            return document_attention(q, k, v, context.documents).permute(2, 0, 1, 3).flatten(2)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
         # torch aligns a causal mask at the first key, which would hide the cache from a single query.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.model.attention import SequenceContext
+from megatron_ladder.model.documents import Documents
 from megatron_ladder.model.norm import RMSNorm, positions_over
 from megatron_ladder.model.rotary import rotary_table
 from megatron_ladder.model.stack import StackOptions, TransformerStack
@@ -100,25 +101,44 @@ class LanguageModel(nn.Module):
         logits: Tensor = self.lm_head(normed)
         return logits
 
-    def forward(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_bounds: Tensor | None = None,
+    ) -> Tensor:
         """The loss summed over the target tokens that count.
 
         Args:
             tokens: [b, s] int64.
             labels: [b, s] int64, the token that follows each.
             loss_mask: [b, s] float, weight of each target token; None counts all.
+            positions: [b, s] int64, rotary position of each token; None counts from 0 in every row.
+            document_bounds: as of `stage`.
 
         Returns:
             A scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. The caller divides by
             the number of tokens of the whole global batch.
         """
-        return self.loss(self.hidden_states(tokens, self.training_context(tokens)), labels, loss_mask)
+        context = self.training_context(tokens, positions, document_bounds)
+        return self.loss(self.hidden_states(tokens, context), labels, loss_mask)
 
-    def stage(self, entering: Tensor) -> Tensor:
-        """What a pipeline stage passes on: token ids [b, s] on the first, a state elsewhere -> a state."""
+    def stage(
+        self, entering: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None
+    ) -> Tensor:
+        """What a pipeline stage passes on: token ids [b, s] on the first, a state elsewhere -> a state.
+
+        Args:
+            positions: [b, s] int64, rotary position of each token; None counts from 0 in every row.
+            document_bounds: [documents + 1] int32 on the CPU: where among the b * s tokens, row after row, those
+                begin that see only one another, and b * s; every row begins one. None: every token sees all before
+                it in its row.
+        """
         state = self.embedding(entering).unsqueeze(0) if self.is_first else entering
         length = state.shape[1] * self.stack.layout.shards
-        leaving: Tensor = self.stack(state, self._context(length, state.device))
+        leaving: Tensor = self.stack(state, self._context(length, state.device, positions, document_bounds))
         return leaving
 
     def loss(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
@@ -128,10 +148,16 @@ class LanguageModel(nn.Module):
         losses = vocab_parallel_cross_entropy(logits, labels.t(), head.start, head.valid, self.group)
         return losses.sum() if loss_mask is None else (losses * loss_mask.t()).sum()
 
-    def training_context(self, tokens: Tensor) -> SequenceContext:
-        """Positions 0 .. s-1 for every sample, causal attention."""
-        return self._context(tokens.shape[1], tokens.device)
+    def training_context(
+        self, tokens: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None
+    ) -> SequenceContext:
+        """Causal attention over whole rows at positions 0 .. s-1, where nothing else is said (see `stage`)."""
+        return self._context(tokens.shape[1], tokens.device, positions, document_bounds)
 
-    def _context(self, length: int, device: torch.device) -> SequenceContext:
-        positions = torch.arange(length, device=device).unsqueeze(1)
-        return SequenceContext(rotary_table(self.config, positions, self.compute_dtype))
+    def _context(
+        self, length: int, device: torch.device, positions: Tensor | None, document_bounds: Tensor | None
+    ) -> SequenceContext:
+        of_rows = torch.arange(length, device=device).unsqueeze(1) if positions is None else positions.t()
+        table = rotary_table(self.config, of_rows, self.compute_dtype)
+        documents = None if document_bounds is None else Documents.of(document_bounds, device)
+        return SequenceContext(table, documents=documents)

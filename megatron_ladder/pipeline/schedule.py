@@ -5,14 +5,16 @@ up to the reduced gradients, the caller computes the norm and clips as in every 
 step.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MicroBatch = tuple[Tensor, Tensor, Tensor | None]
-"""Token ids, labels, and a loss mask or None, [b, s] each."""
+MicroBatch = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Token ids and labels [b, s]; a loss mask, positions and the bounds of documents, or None, as `LanguageModel.forward`
+takes them. A stage in the middle uses the last two alone."""
 
 
 def forward_backward(engine: Any, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
@@ -47,19 +49,12 @@ def take_step(engine: Any) -> None:
 
 
 def _run(engine: Any, schedule: Any, micro_batches: Sequence[MicroBatch]) -> Tensor:
-    engine.set_dataiterator(_as_deepspeed_reads(engine, micro_batches))
+    # Every stage computes with something of each micro-batch, but DeepSpeed loads one on the first and the last alone.
+    engine.module.stage.coming = deque(micro_batches)
+    engine.set_dataiterator((tokens, ()) for tokens, *_ in micro_batches)
     engine.total_loss, engine._compute_loss = None, True
     engine._exec_schedule(schedule)
     return torch.zeros((), device=engine.device) if engine.total_loss is None else engine.total_loss
-
-
-def _as_deepspeed_reads(engine: Any, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, tuple[()]]]:
-    """What enters the first stage. The schedules load a micro-batch just before its forward pass, so that the targets
-    put down here are those of the pass that follows."""
-    for tokens, labels, loss_mask in micro_batches:
-        mask = None if loss_mask is None else loss_mask.to(engine.device)
-        engine.module.stage.targets = labels.to(engine.device), mask
-        yield tokens, ()
 
 
 class _WithoutStep:

@@ -5,6 +5,7 @@ Importing this file imports DeepSpeed, which must have been started before (`com
 
 import contextlib
 import io
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.mpu import DeepSpeedMpu
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.pipeline.schedule import MicroBatch
 
 
 class Stage(nn.Module):
@@ -30,8 +32,8 @@ class Stage(nn.Module):
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         self.model = model
-        self.targets: tuple[Tensor, Tensor | None] | None = None
-        """On the last stage: labels, and a loss mask or None, of the micro-batch that comes next; [b, s] each."""
+        self.coming: deque[MicroBatch] = deque()
+        """The micro-batches whose forward passes are to come, in their order."""
         self.loss_scale = 1.0
         """What the loss of a micro-batch is multiplied by."""
 
@@ -40,11 +42,16 @@ class Stage(nn.Module):
 
         A state is [1 + pending, s, b, h].
         """
-        leaving = self.model.stage(entering)
+        _, labels, loss_mask, positions, document_bounds = self.coming.popleft()
+        leaving = self.model.stage(entering, _at(entering.device, positions), document_bounds)
         if not self.model.is_last:
             return leaving
-        assert self.targets is not None
-        return self.model.loss(leaving[0], *self.targets) * self.loss_scale
+        loss_mask = _at(entering.device, loss_mask)
+        return self.model.loss(leaving[0], labels.to(entering.device), loss_mask) * self.loss_scale
+
+
+def _at(device: torch.device, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(device, non_blocking=True)
 
 
 class StagedModel(PipelineModule):  # type: ignore[misc]

@@ -39,6 +39,8 @@ class RunInputs:
     sources: Sources
     checkpoint: Checkpoint | None
     """What --load names, if it holds a checkpoint."""
+    eod_id: int | None = None
+    """The data's end-of-document token, if a tokenizer or a data set's sidecar tells."""
 
 
 def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
@@ -71,9 +73,36 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
         about_files.extend(
             _other_data(checkpoint, describe_data(sources, tokenizer), run.data.allow_data_change, place.rank)
         )
+    eod_id = None if sources is None else find_eod(run.data, sources, tokenizer, mistakes)
     if mistakes or about_files or sources is None:
         raise UserError(*mistakes, *about_files)
-    return RunInputs(run, engine_config, tokenizer, sources, checkpoint)
+    return RunInputs(run, engine_config, tokenizer, sources, checkpoint, eod_id)
+
+
+def find_eod(
+    data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, mistakes: list[str]
+) -> int | None:
+    """The end-of-document token, None if nothing tells; a line in `mistakes` if a flag has need of it.
+
+    A data set of conversations has marks of its own where they begin.
+    """
+    flags = [flag_name(name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+             if getattr(data, name)]  # fmt: skip
+    prefixes = sorted(dataset.prefix for dataset in sources.datasets)
+    sidecars = {prefix: read_sidecar(prefix) for prefix in prefixes}
+    known = [sidecar.eod_id for sidecar in sidecars.values() if sidecar is not None]
+    eod_id = tokenizer.eod_id if tokenizer is not None else known[0] if known else None
+    if flags and eod_id is None:
+        mistakes.append(
+            f"{' '.join(flags)}: which token ends a document is not known: give --tokenizer-type and --tokenizer-model"
+        )
+    mistakes.extend(
+        f"{' '.join(flags)}: the documents of {prefix} do not end with a token of their own: preprocess it with "
+        "--append-eod"
+        for prefix, sidecar in sidecars.items()
+        if flags and sidecar is not None and not (sidecar.append_eod or sidecar.conversations)
+    )
+    return eod_id
 
 
 def _find_vocabulary(
@@ -127,7 +156,11 @@ def _open_data(run: RunConfig, tokenizer: Tokenizer | None, about_files: list[st
     parts = ["train", "valid"] if run.logging.eval_iters > 0 else ["train"]
     run_samples = run.training.train_iters * run.global_batch_size
     order = OrderOptions(
-        run.training.seq_length, run.training.seed, data.data_cache_path, run_samples if data.megatron_order else None
+        run.training.seq_length,
+        run.training.seed,
+        data.data_cache_path,
+        run_samples if data.megatron_order else None,
+        data.loss_on,
     )
     try:
         if data.data_cache_path is not None:

@@ -1,7 +1,7 @@
 """The run, from a command line to its last checkpoint."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 
 import torch
@@ -9,14 +9,13 @@ import torch
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.launch import find_place, naming_lost_peers, stop_process_group, telling_mistakes
 from megatron_ladder.comm.watch import HangWatch
-from megatron_ladder.data.loader import GlobalBatchLoader
-from megatron_ladder.data.samples import Samples
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.inputs import RunInputs, read_inputs
 from megatron_ladder.train.log import RunLog, banner, say
 from megatron_ladder.train.memory import ActivationMeter
 from megatron_ladder.train.profile import step_contexts
+from megatron_ladder.train.reading import packing_notes, sample_batches
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import StepResult, evaluate, train_step
 
@@ -34,7 +33,7 @@ def pretrain(argv: Sequence[str]) -> None:
         inputs = read_inputs(argv, place)
     with naming_lost_peers(peers):
         trainer = build_trainer(inputs, place, peers)
-        say(banner(trainer), place.rank)
+        say("\n".join([banner(trainer), *packing_notes(inputs.sources)]), place.rank)
         with CheckpointSaver(trainer, inputs) as checkpoints:
             iteration, consumed_samples = checkpoints.resume()
             train(trainer, inputs, checkpoints, iteration, consumed_samples)
@@ -51,7 +50,7 @@ def train(
         say(f"nothing to do: {iteration} of {last} steps are done", rank)
         return
     assert inputs.sources.train is not None
-    batches = loader(trainer, inputs.sources.train, consumed_samples)
+    batches = sample_batches(trainer, inputs.sources.train, consumed_samples)
     losses: list[torch.Tensor] = []
     first = iteration + 1
     with (
@@ -88,8 +87,7 @@ def train(
                 with aside():
                     checkpoints.save(iteration, batches.consumed_samples, final=iteration == last)
             if inputs.sources.valid is not None and _is_due(iteration, run.logging.eval_interval, last):
-                with aside():
-                    valid = loader(trainer, inputs.sources.valid, consumed_samples=0)
+                with aside(), closing(sample_batches(trainer, inputs.sources.valid, consumed_samples=0)) as valid:
                     log.validation(iteration, evaluate(trainer, valid, run.logging.eval_iters))
 
 
@@ -122,17 +120,3 @@ def report(
         raise BadNumbersError(f"iteration {iteration}: the loss is not a number")
     log.training(iteration, loss, result.learning_rate, result.gradient_norm)
 
-
-def loader(trainer: Trainer, source: Samples, consumed_samples: int) -> GlobalBatchLoader:
-    """This rank's batches of a source, from a sample on."""
-    run = trainer.run
-    return GlobalBatchLoader(
-        source=source,
-        seq_length=run.training.seq_length,
-        global_batch_size=run.global_batch_size,
-        micro_batch_size=run.training.micro_batch_size,
-        data_parallel_rank=trainer.mesh.data.rank,
-        data_parallel_size=trainer.mesh.data.size,
-        consumed_samples=consumed_samples,
-        vocab_size=run.model.vocab_size,
-    )

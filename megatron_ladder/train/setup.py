@@ -46,6 +46,8 @@ class Trainer:
     """Which code computes the norm and the optimizer, and why."""
     peers: Peers = field(default_factory=Peers)
     """The hosts of all ranks."""
+    eod_id: int | None = None
+    """The data's end-of-document token, if it is known."""
 
 
 def build_trainer(inputs: RunInputs, place: Place, peers: Peers) -> Trainer:
@@ -78,6 +80,7 @@ def build_trainer(inputs: RunInputs, place: Place, peers: Peers) -> Trainer:
         schedule=build_schedule(run),
         implementations={"norm": norm, "optimizer": adamw},
         peers=peers,
+        eod_id=inputs.eod_id,
     )
 
 

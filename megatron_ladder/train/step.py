@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.data.loader import MicroBatch
+from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.optim.gradients import clip_gradients, gradient_norm
 from megatron_ladder.pipeline.schedule import evaluate_batch, forward_backward, take_step
@@ -47,7 +46,7 @@ def train_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], iteration:
     engine = trainer.engine
     learning_rate = trainer.schedule.at(iteration)
     trainer.state.set_learning_rate(learning_rate)
-    scale = 1.0 / count_targets(micro_batches, trainer.mesh.data, trainer.device)
+    scale = 1.0 / max(count_targets(trainer, micro_batches), 1.0)
     data_parallel = trainer.mesh.data.size
     if trainer.mesh.pipeline.size > 1:
         loss_sum = forward_backward(engine, micro_batches, scale * data_parallel) / data_parallel
@@ -83,15 +82,18 @@ def _clip(trainer: Trainer, iteration: int, loss_sum: Tensor) -> float:
     return norm
 
 
-def count_targets(micro_batches: Sequence[MicroBatch], data: CommGroup, device: torch.device) -> float:
-    """Target tokens of the global batch that count, weighed by their masks."""
+def count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> float:
+    """Target tokens of the global batch that count, weighed by their masks; 0 on stages that have no targets."""
+    data, pipeline = trainer.mesh.data, trainer.mesh.pipeline
+    if pipeline.rank < pipeline.size - 1:
+        return 0.0
     if all(batch.loss_mask is None for batch in micro_batches):
         return float(sum(batch.labels.numel() for batch in micro_batches) * data.size)
     counts = [
         float(batch.labels.numel()) if batch.loss_mask is None else float(batch.loss_mask.sum())
         for batch in micro_batches
     ]
-    return float(data.all_reduce(torch.tensor(sum(counts), dtype=torch.float64, device=device)))
+    return float(data.all_reduce(torch.tensor(sum(counts), dtype=torch.float64, device=trainer.device)))
 
 
 @torch.no_grad()
@@ -105,11 +107,13 @@ def evaluate(trainer: Trainer, batches: Iterator[list[MicroBatch]], global_batch
         else:
             for batch in micro_batches:
                 sums[0] += trainer.model(*_on_device(batch, trainer.device))
-        sums[1] += count_targets(micro_batches, trainer.mesh.data, trainer.device) / trainer.mesh.data.size
-    loss, tokens = trainer.mesh.data.all_reduce(sums)
-    trainer.mesh.pipeline.all_reduce(loss)
+        sums[1] += count_targets(trainer, micro_batches) / trainer.mesh.data.size
+    # Only the last stage knows either.
+    loss, tokens = trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(sums))
     return float(loss / tokens)
 
 
 def _on_device(batch: MicroBatch, device: torch.device) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.to(device, non_blocking=True) for tensor in batch]
+    """All but the bounds of documents, which the model wants to count on the CPU."""
+    *others, document_bounds = batch
+    return [*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in others), document_bounds]

@@ -13,7 +13,7 @@ from megatron_ladder.comm.launch import Place, start_deepspeed
 from megatron_ladder.config.deepspeed_json import deepspeed_json
 from megatron_ladder.config.model import key_value_replicas
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
-from megatron_ladder.data.loader import MicroBatch
+from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.setup import Trainer, build_engine, build_model, build_optimizer, build_schedule
 from tests.distributed.sharded import Pieces, mesh_of

@@ -3,6 +3,7 @@
 from tests.reference.adamw import MicroBatch, reference_training
 from tests.reference.model import (
     ReferenceConfig,
+    Sight,
     Weights,
     greedy_continuation,
     inverse_frequencies,
@@ -16,6 +17,7 @@ from tests.reference.model import (
 __all__ = [
     "MicroBatch",
     "ReferenceConfig",
+    "Sight",
     "Weights",
     "greedy_continuation",
     "inverse_frequencies",

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tests.reference.model import ReferenceConfig, Weights, reference_gradients
+from tests.reference.model import ReferenceConfig, Sight, Weights, reference_gradients
 
-MicroBatch = tuple[Tensor, Tensor, Tensor]
-"""Token ids, labels and loss mask, each [b, s]."""
+MicroBatch = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Sight]
+"""Token ids, labels and loss mask, each [b, s]; and what tokens see, if not all before them."""
 
 
 def reference_training(
@@ -63,11 +63,11 @@ def reference_training(
 def _accumulate(
     weights: Weights, config: ReferenceConfig, batch: Sequence[MicroBatch]
 ) -> tuple[float, dict[str, Tensor]]:
-    total_tokens = sum(float(loss_mask.sum()) for _, _, loss_mask in batch)
+    total_tokens = sum(float(loss_mask.sum()) for _, _, loss_mask, *_ in batch)
     total_loss = 0.0
     total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    for tokens, labels, loss_mask in batch:
-        loss, gradients = reference_gradients(weights, config, tokens, labels, loss_mask, total_tokens)
+    for tokens, labels, loss_mask, *sight in batch:
+        loss, gradients = reference_gradients(weights, config, tokens, labels, loss_mask, total_tokens, *sight)
         total_loss += float(loss)
         for name, gradient in gradients.items():
             total[name] += gradient

@@ -121,33 +121,45 @@ def make_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype = torch.
     return weights
 
 
-def reference_logits(weights: Weights, config: ReferenceConfig, tokens: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Sight:
+    """Where tokens stand and what they see, if not all before them in their row."""
+
+    positions: Tensor
+    """[b, s], each token's"""
+    visible: Tensor
+    """[b, s, s] bool: whether the query (second axis) sees the key (third)"""
+
+
+def reference_logits(
+    weights: Weights, config: ReferenceConfig, tokens: Tensor, sight: Sight | None = None
+) -> Tensor:
     """Logits [b, s, V] of token ids [b, s].
 
     Raises:
         ValueError: names, shapes or dtypes of the weights are not this model's.
     """
     _check(weights, config)
-    stream = _last_stream(weights, config, weights["embedding.weight"][tokens])
+    stream = _last_stream(weights, config, weights["embedding.weight"][tokens], sight)
     normed = _rms_norm(stream, weights["final_norm.weight"], config.norm_epsilon)
     head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
     return normed @ head.T
 
 
-def _last_stream(weights: Weights, config: ReferenceConfig, stream: Tensor) -> Tensor:
+def _last_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, sight: Sight | None) -> Tensor:
     """The stream after the last layer."""
     if config.residual_mode == "desync":
-        return _desync_stream(weights, config, stream)
+        return _desync_stream(weights, config, stream, sight)
     # x_i = x_{i-1} + h_i(x_{i-1-s}), with x_0 for what lies before it; what was read once is not unread.
     streams, read = [stream], 0
     for layer in range(config.num_layers):
-        for sub_block in _sub_blocks(weights, f"layers.{layer}", config):
+        for sub_block in _sub_blocks(weights, f"layers.{layer}", config, sight):
             read = max(read, len(streams) - 1 - config.staleness(layer))
             streams.append(streams[-1] + sub_block(streams[read]))
     return streams[-1]
 
 
-def _desync_stream(weights: Weights, config: ReferenceConfig, stream: Tensor) -> Tensor:
+def _desync_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, sight: Sight | None) -> Tensor:
     ranks = config.desync_tp
     assert ranks is not None
     heads, kv_heads = config.num_attention_heads // ranks, max(1, config.num_key_value_heads // ranks)
@@ -155,7 +167,7 @@ def _desync_stream(weights: Weights, config: ReferenceConfig, stream: Tensor) ->
     sub_blocks = []
     for rank in range(ranks):
         own = rank_weights(weights, config, rank)
-        layers = [_sub_blocks(own, f"layers.{layer}", share) for layer in range(config.num_layers)]
+        layers = [_sub_blocks(own, f"layers.{layer}", share, sight) for layer in range(config.num_layers)]
         sub_blocks.append([sub_block for layer in layers for sub_block in layer])
     return desync_stream(config, stream, sub_blocks)
 
@@ -167,6 +179,7 @@ def reference_loss(
     labels: Tensor,
     loss_mask: Tensor | None = None,
     total_tokens: float | None = None,
+    sight: Sight | None = None,
 ) -> Tensor:
     """Sum of the cross entropy over unmasked targets, divided by `total_tokens`; a scalar.
 
@@ -175,7 +188,7 @@ def reference_loss(
         loss_mask: [b, s], 1 where a target counts; all if None.
         total_tokens: unmasked targets of the whole global batch; those of this call if None.
     """
-    logits = reference_logits(weights, config, tokens)
+    logits = reference_logits(weights, config, tokens, sight)
     of_target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     losses = torch.logsumexp(logits, dim=-1) - of_target
     mask = torch.ones_like(losses) if loss_mask is None else loss_mask.to(losses.dtype)
@@ -189,10 +202,11 @@ def reference_gradients(
     labels: Tensor,
     loss_mask: Tensor | None = None,
     total_tokens: float | None = None,
+    sight: Sight | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`reference_loss` and its gradient in every weight, by autograd over the arithmetic above."""
     leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
-    loss = reference_loss(leaves, config, tokens, labels, loss_mask, total_tokens)
+    loss = reference_loss(leaves, config, tokens, labels, loss_mask, total_tokens, sight)
     gradients = torch.autograd.grad(loss, list(leaves.values()))
     return loss.detach(), dict(zip(leaves, gradients, strict=True))
 
@@ -230,13 +244,13 @@ def inverse_frequencies(config: ReferenceConfig) -> list[float]:
 
 
 def _sub_blocks(
-    weights: Weights, prefix: str, config: ReferenceConfig
+    weights: Weights, prefix: str, config: ReferenceConfig, sight: Sight | None
 ) -> tuple[Callable[[Tensor], Tensor], ...]:
     """h_i of a layer: norm, then attention or MLP or the sum of both; the residual is left to the wiring."""
 
     def attention(stream: Tensor) -> Tensor:
         normed = _rms_norm(stream, weights[f"{prefix}.attention_norm.weight"], config.norm_epsilon)
-        return _attention(weights, f"{prefix}.attention", config, normed)
+        return _attention(weights, f"{prefix}.attention", config, normed, sight)
 
     def mlp(stream: Tensor) -> Tensor:
         normed = _rms_norm(stream, weights[f"{prefix}.mlp_norm.weight"], config.norm_epsilon)
@@ -244,7 +258,8 @@ def _sub_blocks(
 
     def attention_mlp(stream: Tensor) -> Tensor:
         normed = _rms_norm(stream, weights[f"{prefix}.attention_norm.weight"], config.norm_epsilon)
-        return _attention(weights, f"{prefix}.attention", config, normed) + _mlp(weights, f"{prefix}.mlp", normed)
+        attended = _attention(weights, f"{prefix}.attention", config, normed, sight)
+        return attended + _mlp(weights, f"{prefix}.mlp", normed)
 
     return (attention_mlp,) if config.one_norm else (attention, mlp)
 
@@ -263,7 +278,9 @@ def _mlp(weights: Weights, prefix: str, x: Tensor) -> Tensor:
     return _linear(weights, f"{prefix}.down_proj", gate * torch.sigmoid(gate) * up)
 
 
-def _attention(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor) -> Tensor:
+def _attention(
+    weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor, sight: Sight | None
+) -> Tensor:
     batch, length, _ = x.shape
     heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     query = _linear(weights, f"{prefix}.q_proj", x).reshape(batch, length, heads, d)
@@ -272,24 +289,24 @@ def _attention(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor
     if config.qk_layernorm:
         query = _rms_norm(query, weights[f"{prefix}.q_norm.weight"], config.norm_epsilon)
         key = _rms_norm(key, weights[f"{prefix}.k_norm.weight"], config.norm_epsilon)
-    query, key = _rotate(query, config), _rotate(key, config)
+    position = torch.arange(length)
+    turned_by = position if sight is None else sight.positions
+    query, key = _rotate(query, config, turned_by), _rotate(key, config, turned_by)
 
     kv_head_of_query_head = [head // (heads // kv_heads) for head in range(heads)]
     key, value = key[:, :, kv_head_of_query_head], value[:, :, kv_head_of_query_head]
 
     scores = torch.einsum("bqnd,bknd->bnqk", query, key) / math.sqrt(d)
-    position = torch.arange(length)
-    is_future = position[None, :] > position[:, None]
-    probabilities = torch.softmax(scores.masked_fill(is_future, -math.inf), dim=-1)
+    visible = position[None, :] <= position[:, None] if sight is None else sight.visible[:, None]
+    probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
     mixed = torch.einsum("bnqk,bknd->bqnd", probabilities, value)
     return _linear(weights, f"{prefix}.o_proj", mixed.reshape(batch, length, heads * d))
 
 
-def _rotate(x: Tensor, config: ReferenceConfig) -> Tensor:
-    """Turn the pair (i, i + d/2) of every head at position t by t times the i-th frequency."""
-    position = torch.arange(x.shape[1], dtype=torch.float64)
-    angle = torch.outer(position, torch.tensor(inverse_frequencies(config), dtype=torch.float64))
-    cos, sin = (table[None, :, None, :].to(x.dtype) for table in (torch.cos(angle), torch.sin(angle)))
+def _rotate(x: Tensor, config: ReferenceConfig, position: Tensor) -> Tensor:
+    """Turn the pair (i, i + d/2) of every head at position t, [s] or [b, s], by t times the i-th frequency."""
+    angle = position.double()[..., None] * torch.tensor(inverse_frequencies(config), dtype=torch.float64)
+    cos, sin = (table[..., None, :].to(x.dtype) for table in (torch.cos(angle), torch.sin(angle)))
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

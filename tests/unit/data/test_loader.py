@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader
 from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
-from megatron_ladder.data.loader import GlobalBatchLoader, OrderOptions, check_tokenizer, open_sources
+from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_sources
 from megatron_ladder.data.paths import DataWords
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
@@ -29,8 +30,12 @@ def source_of(make_dataset: MakeDataset) -> SampleSource:
     return SampleSource(make_dataset([7, 30, 2, 60]), range(4), SEQ_LENGTH, seed=3, shuffle=True)
 
 
-def loader_of(source: SampleSource, micro: int, rank: int, size: int, consumed: int = 0) -> GlobalBatchLoader:
-    return GlobalBatchLoader(source, SEQ_LENGTH, GLOBAL_BATCH, micro, rank, size, consumed, 100)
+def loader_of(
+    source: SampleSource, micro: int, rank: int, size: int, consumed: int = 0, vocab_size: int = 100
+) -> GlobalBatchLoader:
+    shape = BatchShape(SEQ_LENGTH, GLOBAL_BATCH, micro, size)
+    reader = SampleReader(source, shape, rank, consumed, vocab_size)
+    return GlobalBatchLoader(reader, shape, DocumentRules(), consumed)
 
 
 def global_batch(source: SampleSource, micro: int, size: int, consumed: int) -> torch.Tensor:
@@ -87,9 +92,9 @@ def test_resume_reads_on_where_it_stopped(make_dataset: MakeDataset) -> None:
 def test_id_outside_of_the_vocabulary(make_dataset: MakeDataset) -> None:
     source = source_of(make_dataset)
     assert source.samples(torch.arange(24).numpy()).tokens.max() == 98
-    list(zip(range(2), GlobalBatchLoader(source, SEQ_LENGTH, 12, 12, 0, 1, 0, 99), strict=False))
+    list(zip(range(2), loader_of(source, 12, 0, 1, vocab_size=99), strict=False))
     with pytest.raises(UserError, match=r"numbers: holds token id 9\d, the vocabulary has ids 0 to 97"):
-        list(zip(range(2), GlobalBatchLoader(source, SEQ_LENGTH, 12, 12, 0, 1, 0, 98), strict=False))
+        list(zip(range(2), loader_of(source, 12, 0, 1, vocab_size=98), strict=False))
 
 
 def test_batch_sizes_that_do_not_multiply(make_dataset: MakeDataset) -> None:

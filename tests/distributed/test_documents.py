@@ -1,0 +1,128 @@
+"""Documents that do not see one another, and who reads batches: whole steps against a plain model."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from megatron_ladder.data.samples import SampleRows
+from megatron_ladder.errors import UserError
+from megatron_ladder.train.reading import sample_batches
+from megatron_ladder.train.setup import build_schedule
+from megatron_ladder.train.step import evaluate, train_step
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import Pieces, assert_pieces
+from tests.distributed.training import build_trainer_here, run_of, weight_pieces
+from tests.reference import MicroBatch, ReferenceConfig, Sight, Weights, make_weights, reference_training
+from tests.reference.documents import begins_after, loss_mask_of, sight_of
+
+EOD, STEPS, BATCH, LENGTH = 3, 3, 8, 12
+RECIPE = (
+    f"--train-iters {STEPS} --lr 1e-3 --clip-grad 0.5 --micro-batch-size 2 --global-batch-size {BATCH} "
+    "--residual-mode ladder --ladder-layers 1,2 --qk-layernorm"
+).split()
+ALL = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
+
+
+class Numbers:
+    """Samples that follow from their numbers, and how many were asked for."""
+
+    name, seq_length = "numbers", LENGTH
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
+        self.asked += len(numbers)
+        rows = [np.random.default_rng(number).integers(0, 101, LENGTH + 1) for number in numbers.tolist()]
+        tokens = np.stack(rows)
+        tokens[tokens % 4 == 0] = EOD
+        return SampleRows(tokens, None)
+
+
+def train(argv: list[str], weights: Weights) -> tuple[list[tuple[float, float]], Pieces, bool, float]:
+    """On each rank: loss and gradient norm of every step, final weights, whether it read, the loss of an evaluation."""
+    trainer = dataclasses.replace(build_trainer_here(argv, weights), eod_id=EOD)
+    source, history = Numbers(), []
+    batches = sample_batches(trainer, source, consumed_samples=0)
+    for iteration in range(1, STEPS + 1):
+        result = train_step(trainer, next(batches), iteration)
+        loss = trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(result.loss_sum.clone()))
+        history.append((loss.item(), result.gradient_norm))
+    batches.close()
+    assert batches.consumed_samples == STEPS * BATCH
+    pieces = weight_pieces(trainer)
+    return history, pieces, source.asked > 0, evaluate(trainer, sample_batches(trainer, Numbers(), 0), 1)
+
+
+def expected_batches(flags: str) -> list[list[MicroBatch]]:
+    source, steps = Numbers(), []
+    for step in range(STEPS):
+        both = torch.from_numpy(source.samples(np.arange(step * BATCH, (step + 1) * BATCH)).tokens)
+        tokens, labels = both[:, :-1], both[:, 1:]
+        mask = loss_mask_of(tokens, EOD) if "--eod-mask-loss" in flags else torch.ones(BATCH, LENGTH)
+        assert 0.1 < (tokens == EOD).float().mean() < 0.5
+        sight: Sight = sight_of(
+            begins_after(tokens, EOD), "--reset-position-ids" in flags, "--reset-attention-mask" in flags
+        )
+        steps.append([(tokens, labels, mask, sight)])
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "flags", "readers"),
+    [
+        (1, "", ALL, [0]),
+        (1, "", "--reset-attention-mask", [0]),
+        (1, "", "--reset-position-ids --recompute-granularity full", [0]),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel", ALL, [0]),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full", ALL, [0]),
+        (2, "--tensor-model-parallel-size 2 --no-tp-overlap", ALL, [0]),
+        (2, "--pipeline-model-parallel-size 2", ALL, [0, 1]),
+        (2, "--residual-mode parallel --zero-stage 3", ALL, [0, 1]),
+        (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", ALL, [0, 2]),
+        (4, "--pipeline-model-parallel-size 4 --num-layers 5", ALL, [0, 1, 2, 3]),
+        (4, "--pipeline-model-parallel-size 4 --num-layers 5", "--eod-mask-loss", [0, 3]),
+    ],
+)
+def test_steps_equal_a_plain_model(
+    gloo_pools: GlooPools, world: int, layout: str, flags: str, readers: list[int]
+) -> None:
+    argv = [*RECIPE, *flags.split(), *layout.split()]
+    if "parallel --zero" in layout:
+        argv = [word for word in argv if word not in ("--ladder-layers", "1,2")]
+    run = run_of(argv, world)
+    config = ReferenceConfig.like(run.model)
+    weights = make_weights(config, seed=1, dtype=torch.float32)
+    expected, final = reference_training(
+        weights, config, expected_batches(flags), build_schedule(run).at, (0.9, 0.95), 1e-8, 0.1, 0.5,
+        no_decay=lambda name: name.endswith(("norm.weight", ".bias")),
+    )  # fmt: skip
+    results = gloo_pools(world).run(train, argv, weights)
+    for history, *_ in results:
+        for found, wanted in zip(history, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5)
+    assert_pieces([pieces for _, pieces, _, _ in results], final, 2e-4)
+    assert [rank for rank, (_, _, reads, _) in enumerate(results) if reads] == readers
+    assert len({loss for *_, loss in results}) == 1
+
+
+def reads_a_mistake(argv: list[str]) -> str:
+    """On each rank: what is said when the rank that reads meets an id that the model lacks."""
+    class Wrong(Numbers):
+        def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
+            return SampleRows(super().samples(numbers).tokens + 100, None)
+
+    trainer = dataclasses.replace(build_trainer_here(argv), eod_id=EOD)
+    try:
+        next(sample_batches(trainer, Wrong(), 0))
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_all_ranks_of_a_stage_end_with_what_the_reader_met(gloo_pools: GlooPools) -> None:
+    said = gloo_pools(2).run(reads_a_mistake, [*RECIPE, "--tensor-model-parallel-size", "2"])
+    assert said[0] == said[1] and "numbers: holds token id" in said[0]

@@ -1,0 +1,130 @@
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ladder.data.batches import (
+    BatchShape,
+    DocumentRules,
+    GlobalBatchLoader,
+    UnreadBatches,
+    make_micro_batches,
+    pack_rows,
+    unpack_rows,
+)
+from megatron_ladder.data.samples import SampleRows
+from megatron_ladder.errors import UserError
+from tests.reference.documents import begins_after, loss_mask_of, sight_of
+
+EOD = 7
+
+
+def rows_with_ends(seed: int, count: int = 6, length: int = 15) -> SampleRows:
+    """Ends of documents at the first, the last and neighbouring places among others."""
+    tokens = np.random.default_rng(seed).integers(0, 12, (count, length + 1)).astype(np.uint16)
+    tokens[0, [0, 1, -1, -2]] = EOD
+    tokens[1, tokens[1] == EOD] = 0
+    return SampleRows(tokens, None)
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("attention", [False, True])
+@pytest.mark.parametrize("loss", [False, True])
+def test_ends_of_documents_mean_what_they_mean_in_megatron(positions: bool, attention: bool, loss: bool) -> None:
+    rows = rows_with_ends(1)
+    batches = make_micro_batches(rows, DocumentRules(EOD, positions, attention, loss), 2)
+    assert len(batches) == 3
+    for number, batch in enumerate(batches):
+        both = torch.from_numpy(rows.tokens[2 * number : 2 * number + 2].astype(np.int64))
+        assert torch.equal(batch.tokens, both[:, :-1]) and torch.equal(batch.labels, both[:, 1:])
+        expected = sight_of(begins_after(batch.tokens, EOD), positions, attention)
+        if positions:
+            assert batch.positions is not None and torch.equal(batch.positions, expected.positions)
+        else:
+            assert batch.positions is None
+        if attention:
+            assert batch.document_bounds is not None and batch.document_bounds.dtype == torch.int32
+            assert {0, 15, 30} <= set(batch.document_bounds.tolist())
+            assert torch.equal(seen(batch.document_bounds, 2, 15), expected.visible)
+        else:
+            assert batch.document_bounds is None
+        if loss:
+            assert batch.loss_mask is not None and torch.equal(batch.loss_mask, loss_mask_of(batch.tokens, EOD))
+        else:
+            assert batch.loss_mask is None
+
+
+def seen(bounds: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """[rows, length, length]: what each token sees by these bounds."""
+    number = torch.bucketize(torch.arange(rows * length), bounds, right=True).view(rows, length)
+    earlier = torch.ones(length, length).tril().bool()
+    return (number[:, :, None] == number[:, None, :]) & earlier
+
+
+def test_a_mask_of_the_data_and_one_of_ends_are_both_kept() -> None:
+    rows = rows_with_ends(2)._replace(loss_mask=np.tile(np.arange(16) % 2, (6, 1)).astype(np.uint8))
+    (batch,) = make_micro_batches(rows, DocumentRules(EOD, eod_mask_loss=True), 6)
+    # The label of place t is token t + 1.
+    expected = ((torch.arange(15) + 1) % 2).float() * loss_mask_of(batch.tokens, EOD)
+    assert batch.loss_mask is not None and torch.equal(batch.loss_mask, expected)
+
+
+def test_marks_of_the_data_come_before_ends() -> None:
+    rows = rows_with_ends(3)
+    begins = np.random.default_rng(3).random(rows.tokens.shape) < 0.3
+    (batch,) = make_micro_batches(rows._replace(begins=begins), DocumentRules(EOD, True, True), 6)
+    expected = sight_of(begins[:, :-1].tolist(), True, True)
+    assert batch.positions is not None and torch.equal(batch.positions, expected.positions)
+    assert batch.document_bounds is not None
+    assert torch.equal(seen(batch.document_bounds, 6, 15), expected.visible)
+
+
+def test_packed_rows_are_unpacked() -> None:
+    random = np.random.default_rng(4)
+    tokens = random.integers(0, 2**31, (3, 5))
+    mask, begins = random.integers(0, 2, (3, 5)).astype(np.uint8), random.random((3, 5)) < 0.5
+    for rows in (SampleRows(tokens, m, b) for m in (None, mask) for b in (None, begins)):
+        for found, expected in zip(unpack_rows(pack_rows(rows), 3), rows, strict=True):
+            assert (found is None) == (expected is None)
+            assert expected is None or np.array_equal(found, expected)
+
+
+class Counting:
+    """Rows that hold the number of the step; the third step is a mistake."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def read(self) -> SampleRows:
+        if self.steps == 2:
+            raise UserError("the data ends here")
+        self.steps += 1
+        return SampleRows(np.full((4, 6), self.steps), None)
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+
+def test_a_loader_reads_ahead_but_its_state_does_not() -> None:
+    reader = Counting()
+    loader = GlobalBatchLoader(reader, BatchShape(5, 4, 2), DocumentRules(), 8)
+    assert loader.reader_state == {"steps": 0}
+    first = next(loader)
+    assert [batch.tokens.unique().tolist() for batch in first] == [[1], [1]]
+    deadline = time.monotonic() + 10
+    while reader.steps < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert (reader.steps, loader.reader_state, loader.consumed_samples) == (2, {"steps": 1}, 12)
+    next(loader)
+    with pytest.raises(UserError, match="the data ends here"):
+        next(loader)
+    assert loader.reader_state == {"steps": 2}
+    loader.close()
+
+
+def test_a_stage_without_batches_counts_them() -> None:
+    loader = UnreadBatches(BatchShape(5, 8, 2, data_parallel_size=2), 8)
+    assert [batch.tokens.numel() for batch in next(loader)] == [0, 0]
+    assert loader.consumed_samples == 16

@@ -1,0 +1,114 @@
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
+from megatron_ladder.data.packing import PackedSource, open_source, pack
+from megatron_ladder.data.samples import SampleSource
+from megatron_ladder.data.sidecar import Sidecar, write_sidecar
+from megatron_ladder.errors import UserError
+
+MakeDataset = Callable[..., IndexedDataset]
+
+LENGTHS = [7, 3, 9, 2, 2, 1, 14, 4, 0, 8, 3]
+SEQ_LENGTH, PAD = 9, 99
+ROOM = SEQ_LENGTH + 1
+
+
+@pytest.fixture
+def dataset(make_dataset: MakeDataset) -> IndexedDataset:
+    """Conversations whose tokens count up from 0 through all of them; those of threes are the assistant's."""
+    prefix = make_dataset(LENGTHS).prefix
+    loss_mask_path(prefix).write_bytes(bytes(token % 3 == 0 for token in range(sum(LENGTHS))))
+    return IndexedDataset(prefix)
+
+
+def conversations() -> list[list[int]]:
+    """As they lie in rows: cut."""
+    ends = list(itertools.accumulate(LENGTHS))
+    whole = [list(range(end - length, end)) for length, end in zip(LENGTHS, ends, strict=True)]
+    return [tokens[:ROOM] for tokens in whole if tokens]
+
+
+@pytest.mark.parametrize("room", [1, 2, 10, 97])
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_are_never_too_full_and_seldom_too_empty(room: int, seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, room + 1, 300)
+    row_of = pack(lengths, room)
+    fill = np.bincount(row_of, weights=lengths)
+    assert fill.max() <= room and fill.min() > 0
+    # Best fit decreasing never takes more than 11/9 of the best packing's rows, and 4 (Johnson, 1973).
+    assert len(fill) <= 11 / 9 * max(np.ceil(lengths.sum() / room), (lengths > room / 2).sum()) + 4
+    assert np.array_equal(pack(lengths, room), row_of)
+
+
+def test_each_goes_where_it_leaves_least() -> None:
+    """By hand: 7 opens row 0; 6 row 1; 4 fits row 1 exactly; 3 fits row 0 exactly; 2 and 2 need a third."""
+    assert pack(np.array([2, 3, 7, 6, 4, 2]), 10).tolist() == [2, 0, 0, 1, 1, 2]
+
+
+def test_packing_a_million_conversations_is_quick() -> None:
+    lengths = np.random.default_rng(0).integers(1, 2050, 1_000_000)
+    fill = np.bincount(pack(lengths, 2049), weights=lengths)
+    assert fill.max() <= 2049 and fill.mean() > 0.99 * 2049
+
+
+def test_an_epoch_holds_every_conversation_whole_and_once(dataset: IndexedDataset) -> None:
+    source = PackedSource(dataset, range(len(LENGTHS)), SEQ_LENGTH, seed=1, shuffle=True, pad_id=PAD)
+    assert (source.conversations, source.cut, source.tokens) == (10, 1, sum(LENGTHS))
+    assert source.filled == (sum(LENGTHS) - 4) / (len(source) * ROOM)
+    orders = []
+    for epoch in range(3):
+        rows = source.samples(np.arange(len(source)) + epoch * len(source))
+        assert rows.loss_mask is not None and rows.begins is not None
+        found = []
+        for tokens, mask, begins in zip(rows.tokens, rows.loss_mask, rows.begins, strict=True):
+            for piece in np.split(np.arange(ROOM), np.flatnonzero(begins)[1:]):
+                if tokens[piece[0]] == PAD:
+                    assert set(tokens[piece]) == {PAD} and not mask[piece].any()
+                else:
+                    found.append(tokens[piece].tolist())
+                    assert mask[piece].tolist() == [0, *(int(token % 3 == 0) for token in tokens[piece][1:])]
+        assert sorted(found) == conversations()
+        orders.append(rows.tokens.tolist())
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1] != orders[2]
+    again = PackedSource(dataset, range(len(LENGTHS)), SEQ_LENGTH, seed=1, shuffle=True, pad_id=PAD)
+    assert again.samples(np.arange(3 * len(source)).reshape(3, -1)[::-1].ravel()).tokens.tolist() == [
+        row for order in orders[::-1] for row in order
+    ]
+
+
+def test_a_part_and_a_loss_on_all(dataset: IndexedDataset) -> None:
+    source = PackedSource(dataset, range(2, 6), SEQ_LENGTH, seed=1, shuffle=False, loss_on="all", pad_id=PAD)
+    rows = source.samples(np.arange(len(source)))
+    assert rows.loss_mask is not None
+    # 9 and 1 fill a row; 2 and 2 share one.
+    assert rows.tokens.tolist() == [[*range(10, 19), 23], [19, 20, 21, 22, *[PAD] * 6]]
+    assert rows.loss_mask.tolist() == [[0, *[1] * 8, 0], [0, 1, 0, 1, *[0] * 6]]
+
+
+def test_what_cannot_be_packed(make_dataset: MakeDataset, dataset: IndexedDataset) -> None:
+    with pytest.raises(UserError, match="--loss-on assistant: .*bare does not tell whose tokens are whose"):
+        PackedSource(make_dataset([5], "bare"), range(1), SEQ_LENGTH, 1, True)
+    with pytest.raises(UserError, match="the valid part has no conversation"):
+        PackedSource(dataset, range(8, 9), SEQ_LENGTH, 1, False, part="valid")
+
+
+def test_the_sidecar_says_that_a_data_set_is_conversations(dataset: IndexedDataset) -> None:
+    documents = range(len(LENGTHS))
+    text = open_source(dataset, documents, SEQ_LENGTH, 1, True, "train")
+    assert isinstance(text, SampleSource) and text.samples(np.arange(2)).loss_mask is not None
+    everything = open_source(IndexedDataset(dataset.prefix), documents, SEQ_LENGTH, 1, True, "train", "all")
+    assert isinstance(everything, SampleSource) and everything.samples(np.arange(2)).loss_mask is None
+    sidecar = Sidecar("HuggingFaceTokenizer", "ab", 100, 5, False, 52, 10, sum(LENGTHS), conversations=True)
+    write_sidecar(dataset.prefix, sidecar)
+    for loss_on, expected in ((None, "assistant"), ("assistant", "assistant"), ("all", "all")):
+        packed = open_source(dataset, documents, SEQ_LENGTH, 1, True, "train", loss_on)
+        assert isinstance(packed, PackedSource) and (packed.loss_on, packed.pad_id) == (expected, 5)
+    loss_mask_path(dataset.prefix).unlink()
+    bare = IndexedDataset(dataset.prefix)
+    assert open_source(bare, documents, SEQ_LENGTH, 1, True, "train").samples(np.arange(2)).begins is not None
+    with pytest.raises(UserError, match="--loss-on assistant: .*numbers does not tell"):
+        open_source(bare, documents, SEQ_LENGTH, 1, True, "train", "assistant")
