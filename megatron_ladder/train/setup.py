@@ -25,6 +25,7 @@ from megatron_ladder.optim.param_groups import parameter_groups
 from megatron_ladder.optim.schedule import LearningRateSchedule
 from megatron_ladder.parallel.layout import ParallelModule, initialize
 from megatron_ladder.pipeline.partition import balanced_partition, uniform_partition
+from megatron_ladder.train.guards import Guard
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.profile import named_for_profiler
 from megatron_ladder.train.settings import shared_settings
@@ -46,6 +47,8 @@ class Trainer:
     """Which code computes the norm and the optimizer, and why."""
     peers: Peers = field(default_factory=Peers)
     """The hosts of all ranks."""
+    guard: Guard = field(default_factory=Guard)
+    """What it knows of the steps before."""
 
 
 def build_trainer(inputs: RunInputs, place: Place, peers: Peers) -> Trainer:
@@ -78,6 +81,7 @@ def build_trainer(inputs: RunInputs, place: Place, peers: Peers) -> Trainer:
         schedule=build_schedule(run),
         implementations={"norm": norm, "optimizer": adamw},
         peers=peers,
+        guard=Guard(run.reliability),
     )
 
 
