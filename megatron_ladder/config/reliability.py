@@ -40,7 +40,7 @@ def reliability_mistakes(config: ReliabilityConfig) -> list[str]:
         f"{name} {value} must be above zero" for name, value in above_zero.items() if value is not None and value <= 0
     ]
     if config.loss_spike_factor is not None and config.loss_spike_factor <= 1:
-        mistakes.append(f"--loss-spike-factor {config.loss_spike_factor} must be above 1: it multiplies the median loss")
+        mistakes.append(f"--loss-spike-factor {config.loss_spike_factor} must be above 1: it multiplies a usual loss")
     if config.skip_loss_spikes and config.loss_spike_factor is None:
         mistakes.append("--skip-loss-spikes has no meaning without --loss-spike-factor")
     return mistakes

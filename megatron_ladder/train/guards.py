@@ -90,12 +90,12 @@ def without_update(optimizer: torch.optim.Optimizer, pieces: Iterable[GradientPi
     """
     for piece in pieces:
         piece.gradient.zero_()
-    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    # An attribute of the object hides the class's method.
+    vars(optimizer)["step"] = lambda closure=None: None
     try:
         yield
     finally:
-        # What is left is the class's own method.
-        del optimizer.step
+        del vars(optimizer)["step"]
 
 
 def locate_bad_gradient(pieces: Sequence[GradientPiece], model: nn.Module, world: CommGroup) -> dict[str, Any]:

@@ -21,12 +21,18 @@ RECORD_NAME = "run.jsonl"
 
 
 class RunRecord:
-    """Appends events to the record of a directory; does nothing without one."""
+    """Appends events of a rank to the record of a directory; does nothing without one."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, rank: int = 0) -> None:
+        self.rank = rank
         self._path = None if folder is None else folder / RECORD_NAME
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write_first(self, event: str, /, **fields: Any) -> None:
+        """Appends an event that all ranks know of, on the first rank."""
+        if self.rank == 0:
+            self.write(event, **fields)
+
+    def write(self, event: str, /, **fields: Any) -> None:
         """Appends an event; a full disk loses the line and not the run.
 
         Args:

@@ -94,12 +94,12 @@ class Stopper:
         noted = [*(number in received for number in SIGNALS), late, self._sees_kill_switch()]
         return [float(wish) for wish in noted]
 
-    def reason(self, sums: Sequence[float], iteration: int) -> str | None:
+    def reason(self, sums: Sequence[float], iteration: int = 0) -> str | None:
         """Why all ranks end after this step, if they do.
 
         Args:
             sums: `wishes` of all ranks, added up.
-            iteration: the step.
+            iteration: the step; 0 before the first one.
         """
         texts = [
             *(signal.Signals(number).name for number in SIGNALS),
