@@ -43,6 +43,11 @@ class BadNumbersError(Exception):
 class LostPeerError(Exception):
     """A collective failed because another rank is gone."""
 
+    def __init__(self, message: str, lost: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.lost = tuple(lost)
+        """The ranks that may be gone, as far as they are known."""
+
 
 EXIT_CODES: dict[type[BaseException], ExitCode] = {
     UserError: ExitCode.USER_MISTAKE,
@@ -84,7 +89,7 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
 
 def fail(error: Exception) -> NoReturn:
     """Prints an error that is no mistake of the user, and ends the process, from any thread of it."""
-    code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), ExitCode.INTERNAL)
+    code = exit_code_of(error)
     if code is ExitCode.INTERNAL:
         traceback.print_exception(error)
     where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
@@ -92,6 +97,11 @@ def fail(error: Exception) -> NoReturn:
     if code is ExitCode.LOST_PEER:
         time.sleep(GRACE_SECONDS)
     _end(code)
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """What a program ends with that raises it."""
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), ExitCode.INTERNAL)
 
 
 def _end(code: ExitCode) -> NoReturn:

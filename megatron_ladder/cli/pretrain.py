@@ -4,13 +4,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_ladder.errors import run_program
+from megatron_ladder.train.stop import StopSignals
 
 
 def main(argv: Sequence[str]) -> None:
     """Trains as the command line says; see --help."""
-    from megatron_ladder.train.loop import pretrain
+    # Before torch is imported, which takes seconds in which a signal would end the process otherwise.
+    with StopSignals() as signals:
+        from megatron_ladder.train.loop import pretrain
 
-    pretrain(argv)
+        pretrain(argv, signals)
 
 
 def entry_point() -> NoReturn:

@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +28,8 @@ LINGER_SECONDS = 5.0
 """How long rank 0 serves the store to ranks that have not read a verdict that ends the run."""
 BOARD_SECONDS = 2.0
 """How long the board may take to answer."""
+BEAT = "beat"
+"""Its keys, each followed by a rank: when the rank last said that it is alive, and in which step."""
 WAITING = "waiting"
 """Its key: the numbers of ranks that began to wait, and the complements of those that no longer do."""
 MOST_HOSTS = 8
@@ -70,6 +72,23 @@ class Peers:
         if self.board is not None:
             with contextlib.suppress(dist.DistError):
                 self._note(f"{rank if waiting else ~rank} ")
+
+    def beat(self, rank: int, iteration: int) -> None:
+        """Notes that a rank is alive after a step."""
+        if self.board is not None:
+            with contextlib.suppress(dist.DistError):
+                self.board.set(f"{BEAT}/{rank}", f"{datetime.now(UTC):%H:%M:%S} UTC after iteration {iteration}")
+
+    def last_beats(self, ranks: Iterable[int]) -> str:
+        """When ranks last said that they are alive, by their own clocks: `rank 3: 12:00:05 UTC after iteration 7`."""
+        told: list[str] = []
+        if self.board is None:
+            return ""
+        for rank in sorted(ranks)[:MOST_HOSTS]:
+            with contextlib.suppress(dist.DistError):
+                if self.board.check([f"{BEAT}/{rank}"]):
+                    told.append(f"rank {rank}: {self.board.get(f'{BEAT}/{rank}').decode()}")
+        return ", ".join(told)
 
     def _note(self, text: str) -> None:
         self.board.append(WAITING, text)  # type: ignore[union-attr]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_ladder.comm.agreement import Host, Peers, Report, agree, open_store, tell_mistakes
 from megatron_ladder.comm.nccl import explain_connections
-from megatron_ladder.comm.watch import describe_unfinished, lost_peers
+from megatron_ladder.comm.watch import describe_lost, describe_unfinished, lost_peers
 from megatron_ladder.errors import LostPeerError, UserError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -213,8 +213,8 @@ def naming_lost_peers(peers: Peers | None = None) -> Iterator[None]:
             raise
         known = peers or Peers()
         lost = lost_peers(message, known)
-        who = ("one of " if len(lost) > 1 else "") + known.describe(lost) if lost else "another process"
-        raise LostPeerError(f"{who} is gone or does not answer: {message}\n{describe_unfinished(known)}") from error
+        text = f"{describe_lost(lost, known)}: {message}\n{describe_unfinished(known)}"
+        raise LostPeerError(text, lost) from error
 
 
 def stop_process_group() -> None:

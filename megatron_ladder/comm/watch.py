@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -33,6 +33,8 @@ TOLD_AT = 0.8
 """Part of the timeout after which a rank without progress tells where it is."""
 GIVEN_UP_AT = 1.25
 """Part of the timeout after which the watch itself ends a process that still waits for a message."""
+BEAT_SECONDS = 5.0
+"""How often a rank says that it is alive."""
 MOST_COLLECTIVES = 4
 """Unfinished collectives that are described, the oldest first: one waits for it, and the others behind it."""
 
@@ -115,11 +117,25 @@ def describe_unfinished(peers: Peers) -> str:
 def lost_peers(message: str, peers: Peers) -> list[int]:
     """Those whom a network error can mean, among the ranks in a collective with this one.
 
-    Where its text has an address, those there; else those that have not said that they wait as well.
+    Where its text has an address, those there; else those that have not said that they wait as well. If all partners
+    wait too, they wait for one of the other ranks.
     """
     partners = sorted({rank for one in unfinished_collectives() for rank in one.ranks} - {this_rank()})
     at_address = [rank for rank in peers.named_in(message) if rank in partners]
-    return at_address or peers.silent(partners) or partners
+    return at_address or silent_ranks(partners, peers)
+
+
+def silent_ranks(partners: list[int], peers: Peers) -> list[int]:
+    """Those of the partners that have not said that they wait, or else those of all ranks; or else the partners."""
+    others = [rank for rank in range(len(peers.hosts)) if rank != this_rank()]
+    return peers.silent(partners) or peers.silent(others) or partners
+
+
+def describe_lost(lost: list[int], peers: Peers) -> str:
+    """`rank 3 on node-b (10.0.0.2) is gone or does not answer`, and when those ranks last said that they are alive."""
+    who = ("one of " if len(lost) > 1 else "") + peers.describe(lost) if lost else "another process"
+    beats = peers.last_beats(lost)
+    return f"{who} is gone or does not answer" + (f" (last heard of: {beats})" if beats else "")
 
 
 def awaited_peer(thread: int) -> int | None:
@@ -154,9 +170,21 @@ class HangWatch:
     started.
     """
 
-    def __init__(self, peers: Peers, startup: timedelta, running: timedelta) -> None:
-        """`startup` is the timeout until the first step is done and in `patient`, `running` the one after it."""
+    def __init__(
+        self,
+        peers: Peers,
+        startup: timedelta,
+        running: timedelta,
+        on_loss: Callable[[LostPeerError], None] = lambda error: None,
+    ) -> None:
+        """`startup` is the timeout until the first step is done and in `patient`, `running` the one after it.
+
+        `on_loss` hears why the watch ends the process, just before.
+        """
         self._peers = peers
+        self._on_loss = on_loss
+        self._iteration = 0
+        self._beaten = 0.0
         self._startup = startup
         self._running = min(startup, running)
         self._limit = startup
@@ -181,9 +209,9 @@ class HangWatch:
         if kind is None:
             self._set_limit(self._startup)
 
-    def step_done(self) -> None:
+    def step_done(self, iteration: int = 0) -> None:
         """To be called after every optimizer step."""
-        self._progress = time.time()
+        self._progress, self._iteration = time.time(), iteration
         if not self._stepped:
             self._stepped = True
             self._set_limit(self._running)
@@ -203,6 +231,9 @@ class HangWatch:
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self._limit.total_seconds() / 20)):
             limit = self._limit.total_seconds()
+            if time.time() - self._beaten > BEAT_SECONDS:
+                self._beaten = time.time()
+                self._peers.beat(self._rank, self._iteration)
             # What is recorded is read only when no step has ended for long.
             if time.time() - self._progress < limit * TOLD_AT:
                 self._take_back()
@@ -214,12 +245,19 @@ class HangWatch:
                 self._take_back()
             elif not self._told:
                 self._told = True
-                self._peers.say_waiting(self._rank, True)
+                # One that is in no collective is waited for, and says nothing.
+                if awaited_peer(self._worker) is not None or not all(one.finished for one in collectives):
+                    self._peers.say_waiting(self._rank, True)
                 self._tell(silent)
             peer = awaited_peer(self._worker)
             if silent >= limit * GIVEN_UP_AT and peer is not None:
-                who = self._peers.describe([peer])
-                fail(LostPeerError(f"{who} is gone or does not answer: nothing has come for {silent:.0f} s"))
+                lost = silent_ranks([peer], self._peers)
+                text = f"{describe_lost(lost, self._peers)}: nothing has come for {silent:.0f} s"
+                self._end(LostPeerError(text, lost))
+
+    def _end(self, error: LostPeerError) -> None:
+        self._on_loss(error)
+        fail(error)
 
     def _take_back(self) -> None:
         if self._told:

@@ -48,6 +48,8 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "--ds-sequence-parallel-size": ("1",),
     "--context-parallel-size": ("1",),
     "--expert-model-parallel-size": ("1",),
+    "--exit-signal-handler": (),
+    "--check-for-nan-in-loss-and-grad": (),
 }
 """Flag -> the values that mean what is done anyway; an empty tuple marks a switch."""
 
@@ -105,8 +107,6 @@ REFUSED: dict[str, str] = {
     "--merge-file": "convert the vocabulary to a tokenizer.json and use --tokenizer-type HuggingFaceTokenizer",
     "--mmap-warmup": "leave the flag out",
     "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear --rope-scaling-factor",
-    "--exit-interval": "use --train-iters",
-    "--exit-duration-in-mins": "use --train-iters",
     "--num-workers": "samples are read by the training process; leave the flag out",
     "--use-checkpoint-args": "give the model's flags: a contradiction with the checkpoint is an error",
     "--no-load-lr-state": "use --override-opt-param-scheduler",
@@ -126,5 +126,10 @@ REFUSED: dict[str, str] = {
     "--use-torch-fsdp2": "use --zero-stage 3",
     "--no-save-optim": "leave the flag out: a checkpoint is saved whole",
     "--no-save-rng": "leave the flag out: a checkpoint is saved whole",
+    "--no-check-for-nan-in-loss-and-grad": "the check is part of the gradient's norm; leave the flag out",
+    "--check-for-spiky-loss": "use --loss-spike-factor",
+    "--check-for-large-grads": "large gradients are clipped: use --clip-grad",
+    "--rerun-mode": "a step with bad numbers is left out: use --max-consecutive-bad-steps",
+    "--error-injection-rate": "leave the flag out: faults are injected by tests alone",
 }
 """Flag -> what to use instead."""

@@ -11,6 +11,7 @@ from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
 from megatron_ladder.config.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_mistakes
 from megatron_ladder.config.parallel import ParallelConfig
 from megatron_ladder.config.profile import ProfileConfig, profile_mistakes
+from megatron_ladder.config.reliability import ReliabilityConfig, reliability_mistakes
 from megatron_ladder.config.training import (
     CheckpointConfig,
     LoggingConfig,
@@ -35,11 +36,12 @@ class RunFlags:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     profile: ProfileConfig
+    reliability: ReliabilityConfig
 
 
 SECTIONS = (
     ModelFlags, TrainingConfig, OptimizerConfig, ParallelConfig, DataConfig, CheckpointConfig, LoggingConfig,
-    ProfileConfig,
+    ProfileConfig, ReliabilityConfig,
 )  # fmt: skip
 
 
@@ -55,6 +57,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     profile: ProfileConfig
+    reliability: ReliabilityConfig
     world_size: int
     data_parallel_size: int
     global_batch_size: int
@@ -97,6 +100,7 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: lis
     _check_sizes(flags, model, mistakes)
     mistakes += checkpoint_mistakes(flags.checkpoint)
     mistakes += profile_mistakes(flags.profile, training.train_iters, world_size, flags.logging.tensorboard_dir)
+    mistakes += reliability_mistakes(flags.reliability)
     if tensor_parallel < 1 or stages < 1 or world_size % (tensor_parallel * stages):
         mistakes.append(
             f"--tensor-model-parallel-size {tensor_parallel}"
@@ -124,6 +128,7 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: lis
         checkpoint=flags.checkpoint,
         logging=flags.logging,
         profile=flags.profile,
+        reliability=flags.reliability,
         world_size=world_size,
         data_parallel_size=data_parallel,
         global_batch_size=global_batch_size,

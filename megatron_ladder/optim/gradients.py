@@ -30,10 +30,18 @@ class GradientPiece(NamedTuple):
     """Whether this rank counts it, among data-parallel ranks that hold the same run."""
 
 
-def gradient_norm(pieces: Iterable[GradientPiece], world: CommGroup, device: torch.device) -> float:
-    """The Euclidean norm of the whole model's gradient; every rank must call this and gets the same number.
+def gradient_norm(
+    pieces: Iterable[GradientPiece], world: CommGroup, device: torch.device, riders: Tensor | None = None
+) -> tuple[float, list[float]]:
+    """The Euclidean norm of the whole model's gradient; every rank must call this and gets the same numbers.
 
     Squares are added in fp64, since millions of them of very different size would lose digits in fp32.
+
+    Args:
+        riders: numbers [n] of this rank in fp64 on `device`, which travel in the same collective.
+
+    Returns:
+        The norm, and the sums of the riders over all ranks.
     """
     norms = [
         torch.linalg.vector_norm(piece.gradient.reshape(-1).narrow(0, part.begin, part.length), dtype=torch.float32)
@@ -46,7 +54,20 @@ def gradient_norm(pieces: Iterable[GradientPiece], world: CommGroup, device: tor
     if norms:
         # Gradients of an offloaded optimizer are in the host's memory, where no GPU collective reaches.
         total = torch.stack(norms).to(device).double().square().sum()
-    return math.sqrt(world.all_reduce(total).item())
+    packed = total.reshape(1) if riders is None else torch.cat([total.reshape(1), riders])
+    square, *sums = world.all_reduce(packed).tolist()
+    return math.sqrt(square), sums
+
+
+def first_bad_parameter(pieces: Iterable[GradientPiece], order: Sequence[str]) -> str | None:
+    """The parameter, by its canonical name, whose gradient on this rank is not finite; the first one in `order`."""
+    bad = {
+        part.section.name
+        for piece in pieces
+        for part in split_interval(piece.sections, piece.shape, piece.start, piece.gradient.numel())
+        if not piece.gradient.reshape(-1).narrow(0, part.begin, part.length).isfinite().all()
+    }
+    return next((name for name in order if name in bad), None)
 
 
 def clip_gradients(pieces: Iterable[GradientPiece], norm: float, highest: float) -> None:

@@ -138,6 +138,7 @@ class CheckpointSaver:
             return 0, 0
         if self._streams is not None and "data_streams" in checkpoint.manifest:
             self._streams.load_state_dict(checkpoint.manifest["data_streams"])
+        self._trainer.guard.set_state(checkpoint.manifest.get("guard", {}))
         say(f"continues from {checkpoint.directory}: {checkpoint.iteration} steps done", rank)
         if note := schedule_note(self._trainer.run, checkpoint):
             say(note, rank)
@@ -217,6 +218,7 @@ class CheckpointSaver:
             "data": describe_data(self._inputs.sources, tokenizer),
             "tokenizer": None if tokenizer is None else {"type": tokenizer.kind, "sha256": tokenizer.sha256},
             "versions": {"megatron_ladder": __version__, "torch": torch.__version__},
+            "guard": self._trainer.guard.state(),
         }
         if self._streams is not None:
             data = self._trainer.mesh.data

@@ -13,6 +13,7 @@ from megatron_ladder.config.model import STALE_MODES
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.cost.flops import ModelFlops, parameter_count
 from megatron_ladder.parallel.embedding import padded_vocab_size
+from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer, partition
 
 
@@ -94,11 +95,12 @@ def _overlap(run: RunConfig) -> str:
 
 
 class RunLog:
-    """Console and TensorBoard of rank 0; the other ranks call it too, and it does nothing there."""
+    """Console, TensorBoard and record of rank 0; the other ranks call it too, and it does nothing there."""
 
-    def __init__(self, trainer: Trainer, first_iteration: int) -> None:
+    def __init__(self, trainer: Trainer, first_iteration: int, record: RunRecord) -> None:
         """`first_iteration`: the first step that this process will take."""
         run = trainer.run
+        self._record = record
         self._run = run
         self._rank = trainer.mesh.world.rank
         self._device = trainer.device
@@ -141,6 +143,10 @@ class RunLog:
             f"| {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step | ETA {duration(left)}",
             flush=True,
         )
+        self._record.write(
+            "progress", iteration=iteration, steps=steps, seconds=round(seconds, 6), loss=loss,
+            tokens_per_second=round(tokens_per_second, 1),
+        )  # fmt: skip
         self._scalars(
             iteration,
             {

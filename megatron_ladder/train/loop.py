@@ -1,62 +1,92 @@
 """The run, from a command line to its last checkpoint."""
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.launch import find_place, naming_lost_peers, stop_process_group, telling_mistakes
 from megatron_ladder.comm.watch import HangWatch
-from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.train.checkpoints import CheckpointSaver
+from megatron_ladder.train.events import describe_start, note_finding, record_loss_of, recording_failures
 from megatron_ladder.train.inputs import RunInputs, read_inputs
+from megatron_ladder.train.lock import SaveLock
 from megatron_ladder.train.log import RunLog, banner, say
 from megatron_ladder.train.memory import ActivationMeter
 from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.reading import packing_notes, sample_batches
+from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer, build_trainer
-from megatron_ladder.train.step import StepResult, evaluate, train_step
+from megatron_ladder.train.step import evaluate, train_step
+from megatron_ladder.train.stop import Stopper, StopSignals
 
 
-def pretrain(argv: Sequence[str]) -> None:
+class Session(NamedTuple):
+    """What a process has of a run besides its computation."""
+
+    inputs: RunInputs
+    checkpoints: CheckpointSaver
+    stopper: Stopper
+    record: RunRecord
+
+
+def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
     """Trains as the command line says, and saves.
+
+    Args:
+        signals: those that ask for the end, if somebody notes them.
 
     Raises:
         UserError: something in it is wrong; nothing was started.
-        BadNumbersError: loss or gradient are not finite.
+        BadNumbersError: loss or gradient are not finite, in too many steps in a row.
         LostPeerError: another rank ended, or a collective timed out.
     """
-    place, peers = find_place(), Peers()
-    with telling_mistakes(place):
-        inputs = read_inputs(argv, place)
-    with naming_lost_peers(peers):
-        trainer = build_trainer(inputs, place, peers)
-        say("\n".join([banner(trainer), *packing_notes(inputs.sources)]), place.rank)
-        with CheckpointSaver(trainer, inputs) as checkpoints:
-            iteration, consumed_samples = checkpoints.resume()
-            train(trainer, inputs, checkpoints, iteration, consumed_samples)
-        stop_process_group()
+    start, place, peers = time.monotonic(), find_place(), Peers()
+    with ExitStack() as until_the_end:
+        with telling_mistakes(place):
+            inputs = read_inputs(argv, place)
+            folder = inputs.run.checkpoint.save
+            if folder is not None and place.rank == 0:
+                until_the_end.enter_context(SaveLock(folder))
+        stopper = Stopper(inputs.run.reliability, signals, place.rank, start)
+        record = RunRecord(folder, place.rank)
+        with recording_failures(record, peers), naming_lost_peers(peers):
+            trainer = build_trainer(inputs, place, peers)
+            say("\n".join([banner(trainer), *packing_notes(inputs.sources)]), place.rank)
+            with CheckpointSaver(trainer, inputs, record.write) as checkpoints:
+                iteration, consumed_samples = checkpoints.resume()
+                record.write_first("start", **describe_start(trainer, iteration))
+                reason = train(trainer, Session(inputs, checkpoints, stopper, record), iteration, consumed_samples)
+            record.write_first("stop", reason=reason, code=0)
+            stop_process_group()
 
 
-def train(
-    trainer: Trainer, inputs: RunInputs, checkpoints: CheckpointSaver, iteration: int, consumed_samples: int
-) -> None:
-    """Steps until --train-iters, with log lines, evaluations and checkpoints between them."""
-    run, rank = trainer.run, trainer.mesh.world.rank
-    last = run.training.train_iters
+def train(trainer: Trainer, session: Session, iteration: int, consumed_samples: int) -> str:
+    """Steps until --train-iters or the wish of a rank, with log lines, evaluations and checkpoints between them.
+
+    Returns:
+        Why it ended.
+    """
+    run, rank, inputs = trainer.run, trainer.mesh.world.rank, session.inputs
+    last, first = run.training.train_iters, iteration + 1
     if iteration >= last:
         say(f"nothing to do: {iteration} of {last} steps are done", rank)
-        return
+        return "nothing to do"
+    reason = agree_to_stop(trainer, session.stopper)
+    if reason is not None:
+        say(f"{reason}: ends before its first step; nothing was trained, so nothing is saved", rank)
+        return reason
     assert inputs.sources.train is not None
-    batches = sample_batches(trainer, inputs.sources.train, consumed_samples)
-    losses: list[torch.Tensor] = []
-    first = iteration + 1
+    losses: list[float] = []
     with (
-        RunLog(trainer, first) as log,
+        closing(sample_batches(trainer, inputs.sources.train, consumed_samples)) as batches,
+        RunLog(trainer, first, session.record) as log,
         meter_activations(trainer) as meter,
-        hang_watch(trainer) as watch,
+        hang_watch(trainer, session.record) as watch,
     ):
 
         @contextmanager
@@ -66,29 +96,43 @@ def train(
                 yield
 
         profiled = step_contexts(run, trainer.mesh.world, trainer.device, first, aside)
-        while iteration < last:
+        while iteration < last and reason is None:
             iteration += 1
             with profiled(iteration):
-                result = train_step(trainer, next(batches), iteration)
-            watch.step_done()
-            checkpoints.poll()
-            if result.skipped:
-                scale = trainer.state.loss_scale
-                say(f"iteration {iteration}: overflow in fp16, the step was left out; loss scale {scale:g}", rank)
-            else:
-                losses.append(result.loss_sum)
+                result = train_step(trainer, next(batches), iteration, session.stopper.wishes)
+            watch.step_done(iteration)
+            session.checkpoints.poll()
+            note_finding(session.record, rank, iteration, result)
+            trainer.guard.end_if_hopeless(result.finding)
+            reason = session.stopper.reason(result.wishes, iteration)
+            ends = reason is not None or iteration == last
+            if not result.skipped:
+                losses.append(result.loss)
             if iteration == first:
                 log.activations(meter.largest(trainer.mesh.world))
-            if losses and (iteration % run.logging.log_interval == 0 or iteration == last):
-                report(trainer, log, iteration, losses, result)
+            if losses and (ends or _is_due(iteration, run.logging.log_interval)):
+                log.training(iteration, sum(losses) / len(losses), result.learning_rate, result.gradient_norm)
                 losses.clear()
             # Saved first: what an evaluation may meet must not cost the steps before it.
-            if _is_due(iteration, run.checkpoint.save_interval, last):
+            if ends or _is_due(iteration, run.checkpoint.save_interval):
                 with aside():
-                    checkpoints.save(iteration, batches.consumed_samples, final=iteration == last)
-            if inputs.sources.valid is not None and _is_due(iteration, run.logging.eval_interval, last):
+                    why = "interval" if reason is None else reason
+                    session.checkpoints.save(iteration, batches.consumed_samples, why, final=ends)
+                    # A save may take longer than a launcher waits after its signal.
+                    reason = reason or agree_to_stop(trainer, session.stopper)
+            evaluates = iteration == last or _is_due(iteration, run.logging.eval_interval)
+            if evaluates and reason is None and inputs.sources.valid is not None:
                 with aside(), closing(sample_batches(trainer, inputs.sources.valid, consumed_samples=0)) as valid:
                     log.validation(iteration, evaluate(trainer, valid, run.logging.eval_iters))
+    if reason is not None:
+        say(f"{reason}: ends after iteration {iteration} of {last}", rank)
+    return reason or "all steps are done"
+
+
+def agree_to_stop(trainer: Trainer, stopper: Stopper) -> str | None:
+    """Why the run ends before its first step, if it does; all ranks take part."""
+    wishes = torch.tensor(stopper.wishes(), dtype=torch.float64, device=trainer.device)
+    return stopper.reason(trainer.mesh.world.all_reduce(wishes).tolist())
 
 
 def meter_activations(trainer: Trainer) -> ActivationMeter:
@@ -96,27 +140,15 @@ def meter_activations(trainer: Trainer) -> ActivationMeter:
     return ActivationMeter(trainer.engine.module, trainer.device)
 
 
-def hang_watch(trainer: Trainer) -> HangWatch:
+def hang_watch(trainer: Trainer, record: RunRecord) -> HangWatch:
     """Short timeouts after the first step, and stacks before one is over."""
-    parallel = trainer.run.parallel
+    parallel, peers = trainer.run.parallel, trainer.peers
     startup = timedelta(minutes=parallel.distributed_timeout_minutes)
-    return HangWatch(trainer.peers, startup, timedelta(seconds=parallel.distributed_timeout_seconds_after_first_step))
+    running = timedelta(seconds=parallel.distributed_timeout_seconds_after_first_step)
+    return HangWatch(peers, startup, running, lambda error: record_loss_of(record, peers, error))
 
 
-def _is_due(iteration: int, interval: int | None, last: int) -> bool:
-    """Whether what happens every `interval` steps, and after the last one, happens now."""
-    return iteration == last or (interval is not None and iteration % interval == 0)
-
-
-def report(
-    trainer: Trainer, log: RunLog, iteration: int, losses: Sequence[torch.Tensor], result: StepResult
-) -> None:
-    """Logs the mean loss of the steps since the last line; all ranks take part."""
-    total = trainer.mesh.data.all_reduce(torch.stack(list(losses)).sum())
-    # Only the last stage knows a loss, and the first rank prints it.
-    trainer.mesh.pipeline.all_reduce(total)
-    loss = total.item() / len(losses)
-    if loss != loss:
-        raise BadNumbersError(f"iteration {iteration}: the loss is not a number")
-    log.training(iteration, loss, result.learning_rate, result.gradient_norm)
+def _is_due(iteration: int, interval: int | None) -> bool:
+    """Whether what happens every `interval` steps happens now."""
+    return interval is not None and iteration % interval == 0
 

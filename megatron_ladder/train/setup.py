@@ -25,6 +25,7 @@ from megatron_ladder.optim.param_groups import parameter_groups
 from megatron_ladder.optim.schedule import LearningRateSchedule
 from megatron_ladder.parallel.layout import ParallelModule, initialize
 from megatron_ladder.pipeline.partition import balanced_partition, uniform_partition
+from megatron_ladder.train.guards import Guard
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.profile import named_for_profiler
 from megatron_ladder.train.settings import shared_settings
@@ -48,6 +49,8 @@ class Trainer:
     """The hosts of all ranks."""
     eod_id: int | None = None
     """The data's end-of-document token, if it is known."""
+    guard: Guard = field(default_factory=Guard)
+    """What it knows of the steps before."""
 
 
 def build_trainer(inputs: RunInputs, place: Place, peers: Peers) -> Trainer:
@@ -81,6 +84,7 @@ def build_trainer(inputs: RunInputs, place: Place, peers: Peers) -> Trainer:
         implementations={"norm": norm, "optimizer": adamw},
         peers=peers,
         eod_id=inputs.eod_id,
+        guard=Guard(run.reliability),
     )
 
 

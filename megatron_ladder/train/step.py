@@ -6,7 +6,8 @@ data-parallel ranks, so each rank's share of the sum is multiplied by their numb
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.optim.gradients import clip_gradients, gradient_norm
+from megatron_ladder.optim.gradients import GradientPiece, clip_gradients, gradient_norm
 from megatron_ladder.pipeline.schedule import evaluate_batch, forward_backward, take_step
+from megatron_ladder.train.guards import Finding, locate_bad_gradient, without_update
 from megatron_ladder.train.setup import Trainer
 
 
@@ -28,20 +30,45 @@ class StepResult(NamedTuple):
     gradient_norm: float
     """Before clipping; not finite in a step that was left out."""
     learning_rate: float
-    skipped: bool = False
-    """Whether the step was left out because an fp16 gradient overflowed; the loss scale is lower now."""
+    loss: float
+    """The loss of the global batch, the same on every rank."""
+    finding: Finding | None = None
+    """What was wrong with the step."""
+    wishes: Sequence[float] = ()
+    """What ranks had to tell, summed over them."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out."""
+        return self.finding is not None and self.finding.skipped
 
 
-def train_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], iteration: int) -> StepResult:
+class Judgement(NamedTuple):
+    """What is known of a step before its update."""
+
+    norm: float
+    loss: float
+    finding: Finding | None
+    wishes: Sequence[float]
+    pieces: Sequence[GradientPiece]
+
+
+def train_step(
+    trainer: Trainer,
+    micro_batches: Sequence[MicroBatch],
+    iteration: int,
+    wishes: Callable[[], Sequence[float]] = tuple,
+) -> StepResult:
     """Forward and backward of every micro-batch, reduction, clipping, AdamW.
 
     Args:
         micro_batches: this rank's, on any device.
         iteration: number of this step, the first of the run being 1.
+        wishes: gives what this rank has to tell the others, the same number of numbers on every rank.
 
     Raises:
-        BadNumbersError: the gradient is not finite, and no lower loss scale of fp16 could be the mend; the weights
-            are as they were before the step.
+        BadNumbersError: an fp16 gradient is not finite, and no lower loss scale could be the mend; the weights are as
+            they were before the step.
     """
     engine = trainer.engine
     learning_rate = trainer.schedule.at(iteration)
@@ -50,36 +77,66 @@ def train_step(trainer: Trainer, micro_batches: Sequence[MicroBatch], iteration:
     data_parallel = trainer.mesh.data.size
     if trainer.mesh.pipeline.size > 1:
         loss_sum = forward_backward(engine, micro_batches, scale * data_parallel) / data_parallel
-        norm = _clip(trainer, iteration, loss_sum)
-        take_step(engine)
-        return StepResult(loss_sum, norm, learning_rate)
+        judgement = _judge(trainer, iteration, loss_sum, wishes())
+        with _updating(trainer, judgement):
+            take_step(engine)
+        return _result(trainer, loss_sum, learning_rate, judgement)
     loss_sum = torch.zeros((), device=trainer.device)
-    norm = 0.0
     for index, batch in enumerate(micro_batches):
         loss = engine(*_on_device(batch, trainer.device)) * scale
         loss_sum += loss.detach()
         engine.backward(loss * data_parallel, scale_wrt_gas=False)
-        if index == len(micro_batches) - 1:
-            norm = _clip(trainer, iteration, loss_sum)
+        if index < len(micro_batches) - 1:
+            engine.step()
+    judgement = _judge(trainer, iteration, loss_sum, wishes())
+    with _updating(trainer, judgement):
         engine.step()
-    return StepResult(loss_sum, norm, learning_rate, skipped=trainer.state.overflowed())
+    return _result(trainer, loss_sum, learning_rate, judgement)
 
 
-def _clip(trainer: Trainer, iteration: int, loss_sum: Tensor) -> float:
-    """Clips the gradient, which is reduced, and returns the norm that it had.
+def _judge(trainer: Trainer, iteration: int, loss_sum: Tensor, wishes: Sequence[float]) -> Judgement:
+    """Clips the gradient, which is reduced, and says whether it may be used; all ranks find the same.
 
-    The engine holds the gradient of the scaled loss and divides it by the scale within its step. It leaves the step out
-    by itself if the gradient is not finite and a lower scale may be the mend.
+    The engine holds the gradient of the scaled loss and divides it by the scale within its step. In fp16 it leaves the
+    step out by itself if the gradient is not finite and a lower scale may be the mend.
     """
-    pieces, scale = trainer.state.gradient_pieces(), trainer.state.loss_scale
-    norm = gradient_norm(pieces, trainer.mesh.world, trainer.device) / scale
+    state, guard = trainer.state, trainer.guard
+    pieces, scale = state.gradient_pieces(), state.loss_scale
+    told = torch.tensor(wishes, dtype=torch.float64, device=trainer.device)
+    riders = torch.cat([loss_sum.detach().double().reshape(1), told])
+    scaled_norm, (losses, *sums) = gradient_norm(pieces, trainer.mesh.world, trainer.device, riders)
+    # Every tensor-parallel rank has given the same loss.
+    norm, loss = scaled_norm / scale, losses / trainer.mesh.tensor.size
     if math.isfinite(norm):
         clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
-    elif not trainer.state.can_lower_loss_scale():
-        loss = trainer.mesh.pipeline.all_reduce(loss_sum.clone())
-        text = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}"
-        raise BadNumbersError(f"{text}, the loss scale {scale:g}" if trainer.run.training.fp16 else text)
-    return norm
+    text = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}"
+    if trainer.run.training.fp16 and not math.isfinite(norm):
+        if not state.can_lower_loss_scale():
+            raise BadNumbersError(f"{text}, the loss scale {scale:g}")
+        return Judgement(norm, loss, None, sums, pieces)
+    kind, finding = guard.judge(loss, norm), None
+    if kind == "bad numbers":
+        where = locate_bad_gradient(pieces, trainer.model, trainer.mesh.world)
+        text += ": first bad parameter {parameter}, on rank {rank}".format_map(where) if where else ""
+        finding = Finding(kind, True, text, where)
+    elif kind == "loss spike":
+        finding = Finding(kind, guard.skips_spikes, f"{text}, which is a spike")
+    return Judgement(norm, loss, finding, sums, pieces)
+
+
+def _updating(trainer: Trainer, judgement: Judgement) -> AbstractContextManager[None]:
+    """Around the engine's step: lets it update the weights, or not."""
+    if judgement.finding is not None and judgement.finding.skipped:
+        return without_update(trainer.state.base, judgement.pieces)
+    return nullcontext()
+
+
+def _result(trainer: Trainer, loss_sum: Tensor, learning_rate: float, judgement: Judgement) -> StepResult:
+    norm, loss, finding, wishes, _ = judgement
+    if trainer.state.overflowed():
+        scale = trainer.state.loss_scale
+        finding = Finding("overflow", True, f"overflow in fp16; loss scale {scale:g}", {"loss_scale": scale})
+    return StepResult(loss_sum, norm, learning_rate, loss, finding, wishes)
 
 
 def count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> float:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
-from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.train.memory import ActivationMeter
 from megatron_ladder.train.setup import build_schedule
 from megatron_ladder.train.step import evaluate, train_step
@@ -220,26 +219,6 @@ def test_a_checkpoint_is_read_in_another_layout(
     (single,) = gloo_pools(1).run(load_elsewhere, argv, str(tmp_path / "save"))
     full = {name: values for name, _, values in single}
     assert_pieces([pieces for _, pieces in ranks], full, 0.0)
-
-
-def one_bad_gradient(argv: list[str]) -> tuple[str, bool]:
-    """On each rank: what a step says to a gradient that is not finite on one rank, and whether weights stayed."""
-    trainer = build_trainer_here(argv)
-    with torch.no_grad():
-        trainer.model.stack.sub_blocks()[0].norm.weight.fill_(float("nan") if trainer.mesh.world.rank == 1 else 1.0)
-    before = [values for _, _, values in weight_pieces(trainer)]
-    try:
-        train_step(trainer, own_batches(trainer, steps_of_batches(1, 2)[0]), 1)
-    except BadNumbersError as error:
-        after = [values for _, _, values in weight_pieces(trainer)]
-        return str(error), all(torch.equal(a, b) for a, b in zip(before, after, strict=True) if not a.isnan().any())
-    return "nothing", False
-
-
-def test_bad_numbers_end_the_run_on_every_rank(gloo_pools: GlooPools) -> None:
-    argv = [*RECIPE, "--zero-stage", "1", "--global-batch-size", "4"]
-    for message, unchanged in gloo_pools(2).run(one_bad_gradient, argv):
-        assert "iteration 1: the gradient's norm is nan" in message and unchanged
 
 
 def mean_loss(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> float:

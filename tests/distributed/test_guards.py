@@ -1,0 +1,122 @@
+"""Steps with bad numbers and loss spikes: left out on every rank alike, and without a trace."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from megatron_ladder.train.guards import Finding
+from megatron_ladder.train.setup import Trainer
+from megatron_ladder.train.step import train_step
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import Pieces
+from tests.distributed.test_training import RECIPE, Batch, steps_of_batches
+from tests.distributed.training import build_trainer_here, own_batches, weight_pieces
+
+BASE = [*RECIPE, "--global-batch-size", "8", "--residual-mode", "ladder"]
+LAYOUTS = [
+    "--zero-stage 0", "--zero-stage 1", "--zero-stage 1 --bf16", "--zero-stage 2", "--zero-stage 3",
+    "--zero-stage 1 --offload-optimizer cpu", "--zero-stage 0 --tensor-model-parallel-size 2",
+    "--zero-stage 1 --bf16 --tensor-model-parallel-size 2",
+    "--zero-stage 1 --pipeline-model-parallel-size 2", "--zero-stage 1 --bf16 --pipeline-model-parallel-size 2",
+]  # fmt: skip
+SPOILED = "layers.2.mlp.down_proj.weight"
+
+
+@contextmanager
+def spoiled_gradient(trainer: Trainer, rank: int, name: str) -> Iterator[None]:
+    """Inside it, one element of a parameter's gradient is not a number on one rank."""
+    taken = trainer.state.gradient_pieces
+
+    def take() -> list:
+        pieces = taken()
+        if trainer.mesh.world.rank == rank:
+            for piece in pieces:
+                if any(section.name == name for section in piece.sections):
+                    piece.gradient.view(-1)[0] = float("nan")
+        return pieces
+
+    trainer.state.gradient_pieces = take
+    try:
+        yield
+    finally:
+        trainer.state.gradient_pieces = taken
+
+
+def steps_around(
+    argv: Sequence[str], batches: list[list[Batch]], bad: int | None, rank: int
+) -> tuple[list[Finding | None], list[float], Pieces, int]:
+    """On each rank: findings and losses of the steps, the `bad` one with a gradient spoiled, and what is left."""
+    trainer = build_trainer_here(argv)
+    findings, losses = [], []
+    for iteration, batch in enumerate(batches, start=1):
+        if iteration == bad:
+            with spoiled_gradient(trainer, rank, SPOILED):
+                result = train_step(trainer, own_batches(trainer, batch), iteration)
+        else:
+            result = train_step(trainer, own_batches(trainer, batch), iteration)
+            losses.append(result.loss)
+        findings.append(result.finding)
+    return findings, losses, weight_pieces(trainer), trainer.state.steps_taken()
+
+
+@pytest.mark.parametrize("bad", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bad_step_leaves_no_trace(gloo_pools: GlooPools, layout: str, bad: int) -> None:
+    """Bitwise: what a run is that never had it. The rate is constant, since its schedule counts all steps."""
+    argv = [*BASE, *layout.split(), "--lr-decay-style", "constant", "--lr-warmup-iters", "0", "--min-lr", "0"]
+    batches = steps_of_batches(5, 4)
+    # Without ZeRO only the first copy of a gradient counts, and NaN reaches all copies when they are reduced.
+    rank = 0 if layout == "--zero-stage 0" else 1
+    found = gloo_pools(2).run(steps_around, argv, batches, bad, rank)
+    wanted = gloo_pools(2).run(steps_around, argv, [*batches[: bad - 1], *batches[bad:]], None, rank)
+    for (findings, losses, pieces, steps), (_, expected_losses, expected, expected_steps) in zip(
+        found, wanted, strict=True
+    ):
+        assert [finding is not None for finding in findings] == [i == bad for i in range(1, 6)]
+        finding = findings[bad - 1]
+        assert finding.skipped and finding.kind == "bad numbers"
+        assert finding.details == {"rank": rank, "parameter": SPOILED}
+        assert f"iteration {bad}: the gradient's norm is nan" in finding.text
+        assert finding.text.endswith(f": first bad parameter {SPOILED}, on rank {rank}")
+        assert losses == expected_losses and steps == expected_steps == 4
+        for (name, _, values), (_, _, expected_values) in zip(pieces, expected, strict=True):
+            assert torch.equal(values, expected_values), name
+
+
+def bad_weight(argv: Sequence[str]) -> tuple[Finding, bool, float]:
+    """On each rank: what a step finds whose loss is not a number, and whether weights stayed."""
+    trainer = build_trainer_here(argv)
+    with torch.no_grad():
+        trainer.model.stack.sub_blocks()[0].norm.weight.fill_(float("nan") if trainer.mesh.world.rank == 1 else 1.0)
+    before = [values for _, _, values in weight_pieces(trainer)]
+    result = train_step(trainer, own_batches(trainer, steps_of_batches(1, 2)[0]), 1)
+    after = [values for _, _, values in weight_pieces(trainer)]
+    stayed = all(torch.equal(a, b) for a, b in zip(before, after, strict=True) if not a.isnan().any())
+    return result.finding, stayed, result.loss
+
+
+def test_a_loss_that_is_no_number_is_seen_by_every_rank(gloo_pools: GlooPools) -> None:
+    argv = [*RECIPE, "--zero-stage", "1", "--global-batch-size", "4"]
+    for finding, stayed, loss in gloo_pools(2).run(bad_weight, argv):
+        assert finding.kind == "bad numbers" and stayed and loss != loss
+        assert finding.details["parameter"] == "embedding.weight"
+
+
+def losses_everywhere(argv: Sequence[str]) -> tuple[float, float]:
+    """On each rank: the loss as the step tells it, and as the ranks' shares add up to."""
+    trainer = build_trainer_here(argv)
+    result = train_step(trainer, own_batches(trainer, steps_of_batches(1, 4)[0]), 1, lambda: [1.0, 0.0])
+    shares = trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(result.loss_sum.clone()))
+    assert list(result.wishes) == [trainer.mesh.world.size, 0.0]
+    return result.loss, shares.item()
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_every_rank_knows_the_loss_and_what_others_wish(gloo_pools: GlooPools, tensor: int, stages: int) -> None:
+    argv = [*BASE, "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(stages)]
+    results = gloo_pools(4).run(losses_everywhere, argv)
+    assert len({loss for loss, _ in results}) == 1
+    for loss, shares in results:
+        assert loss == pytest.approx(shares, rel=1e-6)
