@@ -49,6 +49,11 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
+def loss_mask_path(prefix: Path) -> Path:
+    """`data/chat_text_document` -> `data/chat_text_document_loss_mask.bin`, which only some data sets have."""
+    return prefix.with_name(prefix.name + "_loss_mask.bin")
+
+
 def token_dtype(vocab_size: int) -> "np.dtype[Any]":
     """The type in which Megatron stores ids of a vocabulary: u16 where it fits, else i32."""
     return np.dtype("<u2" if vocab_size < U16_VOCABULARY_LIMIT else "<i4")
@@ -133,6 +138,8 @@ class IndexedDataset:
         prefix: the two files' path without `.bin` and `.idx`.
         tokens [number of tokens]: all documents one after the other, in the file's own type.
         document_bounds [documents + 1] int64: document i is `tokens[bounds[i]:bounds[i + 1]]`.
+        loss_mask [number of tokens] uint8: 1 where a token is to be learnt, 0 where it is only read; None
+            where there is no `<prefix>_loss_mask.bin`, and every token is learnt.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -154,6 +161,7 @@ class IndexedDataset:
             raise UserError(f"{idx_path(prefix)}: holds no token: preprocess an input with text")
         # The plain-array view spares NumPy's subclass handling on every slice.
         self.tokens: NDArray[Any] = np.asarray(np.memmap(bin_path(prefix), dtype=index.dtype, mode="r"))
+        self.loss_mask = _open_loss_mask(prefix, index.tokens)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -164,6 +172,19 @@ class IndexedDataset:
         if not 0 <= number < len(self):
             raise IndexError(f"{self.prefix} has documents 0 to {len(self) - 1}, not {number}")
         return self.tokens[self.document_bounds[number] : self.document_bounds[number + 1]]
+
+
+def _open_loss_mask(prefix: Path, tokens: int) -> NDArray[np.uint8] | None:
+    path = loss_mask_path(prefix)
+    if not path.is_file():
+        return None
+    found = path.stat().st_size
+    if found != tokens:
+        raise UserError(
+            f"{path}: {found} bytes found, {tokens} expected, one for each token of {bin_path(prefix)}: preprocess "
+            "or copy the data again"
+        )
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
 
 class _Index(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.samples import SampleSource, parse_split, split_documents
+from megatron_ladder.data.samples import SampleRows, Samples, SampleSource, parse_split, split_documents
 from megatron_ladder.data.sidecar import check_sidecar
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
@@ -41,7 +41,7 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
 
     def __init__(
         self,
-        source: SampleSource,
+        source: Samples,
         seq_length: int,
         global_batch_size: int,
         micro_batch_size: int,
@@ -75,20 +75,24 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         Raises:
             UserError: when the data holds a token id that the vocabulary lacks.
         """
-        read = self.source.samples(self.consumed_samples + self._own_samples)
-        smallest, largest = int(read.min()), int(read.max())
+        rows = self.source.samples(self.consumed_samples + self._own_samples)
+        smallest, largest = int(rows.tokens.min()), int(rows.tokens.max())
         if smallest < 0 or largest >= self.vocab_size:
             raise UserError(
-                f"{self.source.dataset.prefix}: holds token id {smallest if smallest < 0 else largest}, the "
+                f"{self.source.name}: holds token id {smallest if smallest < 0 else largest}, the "
                 f"vocabulary has ids 0 to {self.vocab_size - 1}: give the --tokenizer-model with which "
                 "the data was preprocessed"
             )
         self.consumed_samples += self.global_batch_size
-        batch = torch.from_numpy(read.astype(np.int64))
-        return [
-            MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None)
-            for rows in batch.view(-1, self.micro_batch_size, batch.shape[1]).unbind()
-        ]
+        return [self._micro_batch(rows, begin) for begin in range(0, len(rows.tokens), self.micro_batch_size)]
+
+    def _micro_batch(self, rows: SampleRows, begin: int) -> MicroBatch:
+        chosen = slice(begin, begin + self.micro_batch_size)
+        tokens = torch.from_numpy(rows.tokens[chosen].astype(np.int64))
+        loss_mask = None
+        if rows.loss_mask is not None:
+            loss_mask = torch.from_numpy(rows.loss_mask[chosen, 1:].astype(np.float32))
+        return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), loss_mask)
 
 
 class Sources(NamedTuple):

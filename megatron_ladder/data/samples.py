@@ -8,7 +8,7 @@ the stream (seed, e, SAMPLES). Every epoch has the same number of samples, so sa
 n % len of epoch n // len.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,35 @@ def split_documents(shares: tuple[float, float, float], documents: int) -> tuple
     return range(first, second), range(second, third), range(third, fourth)
 
 
+class SampleRows(NamedTuple):
+    """Samples as they lie in the data: each is seq_length tokens to read and, one further, their labels."""
+
+    tokens: NDArray[Any]
+    """[n, seq_length + 1], integers"""
+    loss_mask: NDArray[np.uint8] | None
+    """[n, seq_length + 1]: 1 where the token counts as a label; None where all do"""
+
+
+class Samples(Protocol):
+    """An endless, randomly accessible run of samples."""
+
+    seq_length: int
+
+    @property
+    def name(self) -> str:
+        """Which data it is, for messages."""
+        ...
+
+    def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
+        """Samples of the run by their numbers [n] >= 0.
+
+        Args:
+            out: arrays to fill and return, tokens of any integer type that holds the data's, and a loss mask
+                or none just as the data has one; left out, new ones in the data's own type.
+        """
+        ...
+
+
 class _Epoch(NamedTuple):
     """The order of one epoch; D documents, S samples."""
 
@@ -88,6 +117,26 @@ class _Epoch(NamedTuple):
     """[D + 1] where each begins in the joined tokens."""
     samples: NDArray[np.int64]
     """[S] cut numbers in the order in which they are read."""
+
+
+class _Pieces(NamedTuple):
+    """Runs of tokens to copy; each [pieces]."""
+
+    sources: NDArray[np.int64]
+    """Where each begins in the file."""
+    targets: NDArray[np.int64]
+    """Where each begins in the flat result."""
+    lengths: NDArray[np.int64]
+
+
+def _copy_pieces(data: NDArray[Any], pieces: _Pieces, out: NDArray[Any]) -> None:
+    """Slice by slice: a gather through an index of every token takes four times as long."""
+    flat = out.reshape(-1)
+    source_ends, target_ends = pieces.sources + pieces.lengths, pieces.targets + pieces.lengths
+    for begin, end, to, to_end in zip(
+        pieces.sources.tolist(), source_ends.tolist(), pieces.targets.tolist(), target_ends.tolist(), strict=True
+    ):
+        flat[to:to_end] = data[begin:end]
 
 
 class SampleSource:
@@ -133,27 +182,49 @@ class SampleSource:
         """Samples of an epoch."""
         return (self.tokens - 1) // self.seq_length
 
+    @property
+    def name(self) -> str:
+        """The data set's prefix."""
+        return str(self.dataset.prefix)
+
     def sample(self, number: int) -> NDArray[Any]:
-        """Sample `number` >= 0 of the run [seq_length + 1], in the data set's own type."""
-        tokens: NDArray[Any] = self.samples(np.array([number], dtype=np.int64))[0]
+        """Tokens of sample `number` >= 0 of the run [seq_length + 1], in the data set's own type."""
+        tokens: NDArray[Any] = self.samples(np.array([number], dtype=np.int64)).tokens[0]
         return tokens
 
-    def samples(self, numbers: NDArray[np.int64]) -> NDArray[Any]:
-        """Samples of the run by their numbers [n] >= 0: [n, seq_length + 1], in the data set's own type.
-
-        Numbers of one epoch side by side spare rebuilding the order.
-        """
+    def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
+        """See Samples. Numbers of one epoch side by side spare rebuilding the order."""
         if len(numbers) and int(numbers.min()) < 0:
-            raise IndexError(f"sample {numbers.min()} of {self.dataset.prefix}")
+            raise IndexError(f"sample {numbers.min()} of {self.name}")
+        rows = self._empty_rows(len(numbers)) if out is None else self._checked(out, len(numbers))
         epochs = numbers // len(self)
-        result = np.empty((len(numbers), self.seq_length + 1), self.dataset.tokens.dtype)
         for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            result[chosen] = self._read(int(epoch), numbers[chosen] % len(self))
-        return result
+            chosen = np.flatnonzero(epochs == epoch)
+            pieces = self._find_pieces(int(epoch), numbers[chosen] % len(self), chosen)
+            _copy_pieces(self.dataset.tokens, pieces, rows.tokens)
+            if self.dataset.loss_mask is not None and rows.loss_mask is not None:
+                _copy_pieces(self.dataset.loss_mask, pieces, rows.loss_mask)
+        return rows
 
-    def _read(self, epoch_number: int, places: NDArray[np.int64]) -> NDArray[Any]:
-        """Samples at `places` [n] of an epoch: [n, seq_length + 1]."""
+    def _empty_rows(self, count: int) -> SampleRows:
+        shape = (count, self.seq_length + 1)
+        mask = None if self.dataset.loss_mask is None else np.empty(shape, np.uint8)
+        return SampleRows(np.empty(shape, self.dataset.tokens.dtype), mask)
+
+    def _checked(self, out: SampleRows, count: int) -> SampleRows:
+        """Raises ValueError when `out` cannot be filled."""
+        if (out.loss_mask is None) != (self.dataset.loss_mask is None):
+            raise ValueError(f"{self.name}: a loss mask must be given just where the data has one")
+        for array in (out.tokens, out.loss_mask):
+            if array is not None and (array.shape != (count, self.seq_length + 1) or not array.flags.c_contiguous):
+                raise ValueError(f"{self.name}: expected a contiguous array {(count, self.seq_length + 1)} to fill")
+        return out
+
+    def _find_pieces(
+        self, epoch_number: int, places: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> "_Pieces":
+        """Where the samples at `places` [n] of an epoch lie in the file, each in one or several documents, and
+        where they go in the flat result, of which they are the rows `rows` [n]."""
         if self.shuffle and epoch_number != self._epoch.number:
             self._epoch = self._build_epoch(epoch_number)
         epoch = self._epoch
@@ -166,12 +237,10 @@ class SampleSource:
         owner = np.repeat(np.arange(len(places)), counts)
         piece = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first[owner]
         piece_begin = np.maximum(epoch.starts[piece], begins[owner])
-        piece_length = np.minimum(epoch.starts[piece + 1], ends[owner]) - piece_begin
-        source = self.dataset.document_bounds[epoch.documents[piece]] + piece_begin - epoch.starts[piece]
-        target = np.cumsum(piece_length) - piece_length
-        in_file = np.arange(len(places) * (self.seq_length + 1)) + np.repeat(source - target, piece_length)
-        tokens: NDArray[Any] = self.dataset.tokens[in_file].reshape(len(places), self.seq_length + 1)
-        return tokens
+        lengths = np.minimum(epoch.starts[piece + 1], ends[owner]) - piece_begin
+        sources = self.dataset.document_bounds[epoch.documents[piece]] + piece_begin - epoch.starts[piece]
+        targets = rows[owner] * (self.seq_length + 1) + piece_begin - begins[owner]
+        return _Pieces(sources, targets, lengths)
 
     def _build_epoch(self, number: int) -> _Epoch:
         if self.shuffle:

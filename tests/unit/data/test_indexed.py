@@ -153,3 +153,16 @@ def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
         for lengths in ([2], [4, -1]):
             with pytest.raises(ValueError, match="add up"):
                 writer.add_documents(np.array([1, 2, 3]), np.array(lengths, dtype=np.int32))
+
+
+def test_loss_mask_has_a_byte_for_each_token(tmp_path: Path) -> None:
+    prefix = put(tmp_path / "chat", U16_IDX, U16_BIN)
+    assert IndexedDataset(prefix).loss_mask is None
+    path = tmp_path / "chat_loss_mask.bin"
+    path.write_bytes(bytes([0, 1, 1, 0]))
+    mask = IndexedDataset(prefix).loss_mask
+    assert mask is not None and mask.tolist() == [0, 1, 1, 0]
+    for wrong in (3, 5, 0):
+        path.write_bytes(bytes(wrong))
+        with pytest.raises(UserError, match=rf"chat_loss_mask\.bin: {wrong} bytes found, 4 expected"):
+            IndexedDataset(prefix)

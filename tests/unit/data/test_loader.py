@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
 from megatron_ladder.data.loader import GlobalBatchLoader, check_tokenizer, open_sources
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
@@ -55,6 +55,15 @@ def test_labels_are_the_next_tokens(make_dataset: MakeDataset) -> None:
     assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
 
 
+def test_loss_mask_is_that_of_the_labels(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset([40])
+    loss_mask_path(dataset.prefix).write_bytes(bytes(number % 4 == 0 for number in range(40)))
+    source = SampleSource(IndexedDataset(dataset.prefix), range(1), SEQ_LENGTH, seed=3, shuffle=True)
+    for batch in next(loader_of(source, 3, 0, 2)):
+        assert batch.loss_mask is not None and batch.loss_mask.dtype == torch.float32
+        assert torch.equal(batch.loss_mask, (batch.labels % 4 == 0).float())
+
+
 def test_resume_reads_on_where_it_stopped(make_dataset: MakeDataset) -> None:
     source = source_of(make_dataset)
     whole = loader_of(source, 2, 1, 3)
@@ -70,7 +79,7 @@ def test_resume_reads_on_where_it_stopped(make_dataset: MakeDataset) -> None:
 
 def test_id_outside_of_the_vocabulary(make_dataset: MakeDataset) -> None:
     source = source_of(make_dataset)
-    assert source.samples(torch.arange(24).numpy()).max() == 98
+    assert source.samples(torch.arange(24).numpy()).tokens.max() == 98
     list(zip(range(2), GlobalBatchLoader(source, SEQ_LENGTH, 12, 12, 0, 1, 0, 99), strict=False))
     with pytest.raises(UserError, match=r"numbers: holds token id 9\d, the vocabulary has ids 0 to 97"):
         list(zip(range(2), GlobalBatchLoader(source, SEQ_LENGTH, 12, 12, 0, 1, 0, 98), strict=False))

@@ -3,8 +3,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.samples import SampleSource, parse_split, permutation, split_documents
+from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
+from megatron_ladder.data.samples import SampleRows, SampleSource, parse_split, permutation, split_documents
 from megatron_ladder.errors import UserError
 
 MakeDataset = Callable[..., IndexedDataset]
@@ -58,9 +58,9 @@ def test_samples_equal_the_definition_over_three_epochs(make_dataset: MakeDatase
     source = SampleSource(make_dataset(LENGTHS), range(len(LENGTHS)), SEQ_LENGTH, seed=5, shuffle=True)
     expected = [sample for epoch in range(3) for sample in epoch_by_hand(LENGTHS, SEQ_LENGTH, 5, epoch)]
     assert len(source) * 3 == len(expected)
-    assert source.samples(np.arange(len(expected))).tolist() == expected
+    assert source.samples(np.arange(len(expected))).tokens.tolist() == expected
     backwards = np.arange(len(expected))[::-1]
-    assert source.samples(backwards).tolist() == expected[::-1]
+    assert source.samples(backwards).tokens.tolist() == expected[::-1]
     assert [source.sample(n).tolist() for n in range(len(expected))] == expected
 
 
@@ -69,7 +69,7 @@ def test_every_token_is_a_target_once_an_epoch(make_dataset: MakeDataset, seq_le
     lengths = [3, 0, 11, 1, 1, 7, 0, 20, 1]
     source = SampleSource(make_dataset(lengths), range(len(lengths)), seq_length, seed=1, shuffle=True)
     for epoch in range(2):
-        read = source.samples(np.arange(len(source)) + epoch * len(source))
+        read = source.samples(np.arange(len(source)) + epoch * len(source)).tokens
         targets = read[:, 1:].reshape(-1)
         left_out = sum(lengths) - len(targets)
         assert len(set(targets.tolist())) == len(targets)
@@ -78,13 +78,13 @@ def test_every_token_is_a_target_once_an_epoch(make_dataset: MakeDataset, seq_le
 
 def test_a_range_of_documents_reads_nothing_else(make_dataset: MakeDataset) -> None:
     source = SampleSource(make_dataset([4, 6, 5, 9]), range(1, 3), 3, seed=0, shuffle=True)
-    assert set(source.samples(np.arange(len(source))).reshape(-1).tolist()) <= set(range(4, 15))
+    assert set(source.samples(np.arange(len(source))).tokens.reshape(-1).tolist()) <= set(range(4, 15))
 
 
 def test_unshuffled_source_reads_in_order_and_wraps_around(make_dataset: MakeDataset) -> None:
     source = SampleSource(make_dataset([3, 4]), range(2), 2, seed=9, shuffle=False)
     once = [[0, 1, 2], [2, 3, 4], [4, 5, 6]]
-    assert source.samples(np.arange(7)).tolist() == [*once, *once, once[0]]
+    assert source.samples(np.arange(7)).tokens.tolist() == [*once, *once, once[0]]
 
 
 def test_epochs_and_seeds_differ(make_dataset: MakeDataset) -> None:
@@ -92,8 +92,8 @@ def test_epochs_and_seeds_differ(make_dataset: MakeDataset) -> None:
     source = SampleSource(dataset, range(50), 4, seed=1, shuffle=True)
     other = SampleSource(dataset, range(50), 4, seed=2, shuffle=True)
     numbers = np.arange(len(source))
-    assert not np.array_equal(source.samples(numbers), source.samples(numbers + len(source)))
-    assert not np.array_equal(source.samples(numbers), other.samples(numbers))
+    assert not np.array_equal(source.samples(numbers).tokens, source.samples(numbers + len(source)).tokens)
+    assert not np.array_equal(source.samples(numbers).tokens, other.samples(numbers).tokens)
 
 
 def test_part_that_is_too_short(make_dataset: MakeDataset) -> None:
@@ -134,4 +134,37 @@ def test_order_does_not_hang_on_the_file_type(make_dataset: MakeDataset) -> None
     narrow = SampleSource(make_dataset(LENGTHS, "narrow", 100), range(10), SEQ_LENGTH, 3, True)
     wide = SampleSource(make_dataset(LENGTHS, "wide"), range(10), SEQ_LENGTH, 3, True)
     assert narrow.dataset.tokens.dtype != wide.dataset.tokens.dtype
-    assert narrow.samples(np.arange(30)).tolist() == wide.samples(np.arange(30)).tolist()
+    assert narrow.samples(np.arange(30)).tokens.tolist() == wide.samples(np.arange(30)).tokens.tolist()
+
+
+def with_loss_mask(dataset: IndexedDataset) -> IndexedDataset:
+    """Learns every third token; tokens are their own places in the file."""
+    loss_mask_path(dataset.prefix).write_bytes((np.arange(len(dataset.tokens)) % 3 == 0).astype(np.uint8).tobytes())
+    return IndexedDataset(dataset.prefix)
+
+
+def test_the_loss_mask_goes_with_its_tokens(make_dataset: MakeDataset) -> None:
+    source = SampleSource(with_loss_mask(make_dataset(LENGTHS)), range(len(LENGTHS)), SEQ_LENGTH, 5, shuffle=True)
+    rows = source.samples(np.arange(2 * len(source)))
+    assert rows.loss_mask is not None and rows.loss_mask.dtype == np.uint8
+    assert np.array_equal(rows.loss_mask, rows.tokens % 3 == 0)
+
+
+def test_samples_are_read_into_given_arrays(make_dataset: MakeDataset) -> None:
+    plain = SampleSource(make_dataset(LENGTHS), range(len(LENGTHS)), SEQ_LENGTH, 5, shuffle=True)
+    numbers = np.array([len(plain), 3, 0, len(plain) + 1])
+    expected = plain.samples(numbers)
+    assert expected.loss_mask is None
+    masked = SampleSource(with_loss_mask(plain.dataset), range(len(LENGTHS)), SEQ_LENGTH, 5, shuffle=True)
+    shape = (4, SEQ_LENGTH + 1)
+    for dtype in (np.int32, np.int64):
+        out = SampleRows(np.full(shape, -1, dtype), None)
+        assert plain.samples(numbers, out) is out and np.array_equal(out.tokens, expected.tokens)
+        out = SampleRows(np.full(shape, -1, dtype), np.full(shape, 7, np.uint8))
+        masked.samples(numbers, out)
+        assert np.array_equal(out.tokens, expected.tokens) and np.array_equal(out.loss_mask, expected.tokens % 3 == 0)
+    transposed = np.empty(shape[::-1], np.int64).T
+    wrong = ((np.empty((3, 5)), None), (transposed, None), (np.empty(shape), np.empty(shape, np.uint8)))
+    for tokens, loss_mask in wrong:
+        with pytest.raises(ValueError, match="numbers: "):
+            plain.samples(numbers, SampleRows(tokens, loss_mask))
