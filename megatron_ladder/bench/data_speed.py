@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megatron_ladder.bench.data_table import DataBenchmark, DataResult, measure_cpu
 from megatron_ladder.bench.data_text import write_json_lines
-from megatron_ladder.data.preprocess import preprocess
+from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 
 VOCABULARY = 8000
@@ -22,7 +22,9 @@ def tokenizer_shares(benchmark: DataBenchmark) -> Sequence[DataResult]:
         benchmark,
         {
             "bare": lambda: tokenizer.encode_batch(texts),
-            "whole": lambda: preprocess([lines], benchmark.folder / "speed", tokenizer, report=lambda line: None),
+            "whole": lambda: preprocess(
+                [lines], benchmark.folder / "speed", tokenizer, options=PreprocessOptions(report=lambda line: None)
+            ),
         },
     )
     share = times.ratio("bare", "whole")

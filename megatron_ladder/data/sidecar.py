@@ -7,6 +7,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ladder.data.files import write_atomically
 from megatron_ladder.data.indexed import IndexedDataset
@@ -14,6 +15,8 @@ from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 
 FORMAT_VERSION = 1
+OPTIONAL = ("bin_checksum", "idx_checksum", "skipped")
+"""What data sets of earlier releases lack."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,12 @@ class Sidecar:
     """Documents in the files; empty ones were left out."""
     tokens: int
     """Tokens of all documents, end-of-document tokens included."""
+    bin_checksum: str | None = None
+    """Of the tokens' file: `xxh3_128:` and 32 hexadecimal digits."""
+    idx_checksum: str | None = None
+    """Of the index file, likewise."""
+    skipped: int = 0
+    """Lines that could not be read and were passed over."""
 
 
 def sidecar_path(prefix: Path) -> Path:
@@ -45,8 +54,13 @@ def sidecar_path(prefix: Path) -> Path:
 
 def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
     """Writes the file whole."""
-    values = {"format_version": FORMAT_VERSION} | dataclasses.asdict(sidecar)
+    values = {"format_version": FORMAT_VERSION} | sidecar_values(sidecar)
     write_atomically(sidecar_path(prefix), (json.dumps(values, indent=2) + "\n").encode())
+
+
+def sidecar_values(sidecar: Sidecar) -> dict[str, Any]:
+    """Its fields, JSON-able; `Sidecar(**values)` is the way back."""
+    return dataclasses.asdict(sidecar)
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
@@ -64,7 +78,8 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
             raise UserError(
                 f"{path}: format version {values['format_version']} found, {FORMAT_VERSION} expected"
             )
-        return Sidecar(**{field.name: values[field.name] for field in dataclasses.fields(Sidecar)})
+        names = [field.name for field in dataclasses.fields(Sidecar)]
+        return Sidecar(**{name: values[name] for name in names if name in values or name not in OPTIONAL})
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: not the description of a data set ({error!r}): preprocess the data again"
@@ -85,8 +100,8 @@ def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
         )
     if sidecar.vocab_size != tokenizer.vocab_size or sidecar.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
-            f"--tokenizer-model {tokenizer.files[0]} ({tokenizer.vocab_size} ids, sha256 "
-            f"{tokenizer.sha256[:12]}) is not the tokenizer of {dataset.prefix} "
+            f"--tokenizer-model {tokenizer.files[0] if tokenizer.files else tokenizer.kind} "
+            f"({tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:12]}) is not the tokenizer of {dataset.prefix} "
             f"({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, sha256 "
             f"{sidecar.tokenizer_sha256[:12]}): give that one, or preprocess the data with this one"
         )

@@ -2,6 +2,7 @@
 
 from megatron_ladder.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_ladder.data.tokenizers.loading import (
+    DESCRIPTION_FILE,
     TokenizerSource,
     TokenizerType,
     copy_tokenizer,
@@ -16,6 +17,7 @@ from megatron_ladder.data.tokenizers.sentencepiece_model import SentencePieceTok
 from megatron_ladder.data.tokenizers.training import train_bpe, train_sentencepiece
 
 __all__ = [
+    "DESCRIPTION_FILE",
     "ByteTokenizer",
     "GPT2BPETokenizer",
     "HuggingFaceTokenizer",
