@@ -24,7 +24,7 @@ class DataBenchmarkOptions:
     """Rows of the table to measure."""
     rounds: int = 5
     """Rounds that count; every way runs once in each."""
-    megabytes: int = 20
+    megabytes: int = 100
     """MB of text to tokenise, where a row does not say otherwise."""
     folder: Path | None = None
     """Where data is written while it is measured; the system's folder for temporary files if not given."""

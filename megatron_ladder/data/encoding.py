@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -66,7 +66,13 @@ class TextTask:
     """What does the work; by its ids one cannot tell."""
     reading: Reading
     append_eod: bool
+    encoder: Encoder | None = field(default=None, compare=False)
+    """The one that was compared, for the process that did it; it does not travel."""
     has_loss_mask = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {name: value for name, value in vars(self).items() if name != "encoder"}
+        return TextTask, tuple(values.values())
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -89,7 +95,7 @@ class TextTask:
 
     def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
         """Tokenises each column."""
-        encoder = encoder_of(self.source, self.sha256, self.library)
+        encoder = self.encoder or encoder_of(self.source, self.sha256, self.library)
         end = self.eod_id if self.append_eod else None
         return tuple(join(encoder.encode(texts), end, self.dtype) for texts in columns)
 

