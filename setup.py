@@ -14,6 +14,7 @@ PROGRAMS = {
     "prepare-corpus": "prepare_corpus",
     "generate": "generate",
     "benchmark": "benchmark",
+    "benchmark-data": "benchmark_data",
     "plan": "plan",
     "plot-loss": "plot_loss",
     "exposed-communication": "exposed_communication",
@@ -25,6 +26,7 @@ REQUIRED = [
     "torch>=2.11,<3",
     # The state of its optimizers is read from their attributes, so a new minor release is a decision.
     "deepspeed>=0.19.8,<0.20",
+    "msgspec>=0.19,<1",
     "numpy>=2.0,<3",
     "psutil>=6",
     "safetensors>=0.6,<1",
@@ -34,8 +36,15 @@ REQUIRED = [
     "xxhash>=3.5,<5",
 ]
 PLOT = ["matplotlib>=3.9,<4"]
-DATA = ["datasets>=4.0,<6"]
-TEST = ["mypy>=1.18", "pytest>=8.4", "ruff>=0.14", "transformers>=5.0,<6", *PLOT]
+# Fast tokenizers, and what some formats need; without them other libraries do the work, or the format is refused.
+DATA = [
+    "backports.zstd>=1.0,<2; python_version<'3.14'",
+    "datasets>=4.0,<6",
+    "gigatoken>=0.10,<0.11",
+    "pyarrow>=17",
+    "tiktoken>=0.9,<1",
+]
+TEST = ["mypy>=1.18", "pytest>=8.4", "ruff>=0.14", "transformers>=5.0,<6", *DATA, *PLOT]
 
 
 def read_version() -> str:

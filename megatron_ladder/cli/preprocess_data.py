@@ -1,14 +1,16 @@
-"""Text files to Megatron's indexed token files."""
+"""Documents to Megatron's indexed token files."""
 
-import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ladder.config.fields import parse_command_line
-from megatron_ladder.data.preprocess import dataset_prefix, preprocess
-from megatron_ladder.data.tokenizers import TokenizerType, load_tokenizer
+from megatron_ladder.config.fields import flag, parse_command_line
+from megatron_ladder.data.encoders.choose import TokenizerLibrary
+from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess
+from megatron_ladder.data.reading.protocol import Reading
+from megatron_ladder.data.tokenizers import TokenizerSource, TokenizerType, load_source
 from megatron_ladder.errors import UserError, run_program
 
 
@@ -16,23 +18,58 @@ from megatron_ladder.errors import UserError, run_program
 class PreprocessConfig:
     """Input and output."""
 
-    input: tuple[Path, ...]
-    """Files to read, in this order. .jsonl, .json and .ndjson hold a JSON object a line; any other file is
-    plain text, one document."""
+    input: tuple[str, ...]
+    """What to read, in this order: files, patterns such as 'data/*.jsonl.gz' (sorted), - for standard input, and
+    hf://NAME[:CONFIG][@SPLIT] for what the datasets library knows (NAME may be a local directory). .jsonl, .json and
+    .ndjson hold a JSON object a line, and may be compressed (.gz, .zst); .parquet has columns; any other file is plain
+    text, one document."""
     output_prefix: Path
     """Beginning of the output's names: PREFIX_text_document.bin and .idx, and a .json describing them."""
     tokenizer_type: TokenizerType
-    """Kind of tokenizer: three names for SentencePiece, two for Hugging Face. None adds a bos token."""
-    tokenizer_model: Path
-    """SentencePiece .model file; or tokenizer.json, or a directory that holds one."""
+    """Kind of tokenizer: three names for SentencePiece, two for Hugging Face, GPT-2's byte pairs, bytes, and numbers
+    that are tokens already. None adds a bos token."""
+    tokenizer_model: Path | None = flag(None, aliases=("--vocab-file",))
+    """SentencePiece .model file; or tokenizer.json, or a directory that holds one; or GPT-2's vocab.json."""
+    merge_file: Path | None = None
+    """GPT-2's merges.txt; the one beside its vocab.json if not given."""
+    vocab_size: int | None = None
+    """Ids of NullTokenizer, without the end of a document."""
+    tokenizer_library: TokenizerLibrary = "auto"
+    """Library that does the work; auto is the fastest one whose ids are the tokenizer's own on a sample."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of a JSON object whose texts are tokenised, each into files of its own."""
+    """Keys of a JSON object, or columns of a table, whose texts are tokenised, each into files of its own."""
     append_eod: bool = False
     """End every document with the end-of-document token."""
     workers: int = 1
     """Processes that tokenise."""
+    partitions: int = 1
+    """Input files that are read side by side, for compressed files and data sets, which one process reads too slowly
+    for many workers. It changes nothing in the output."""
+    skip_bad_lines: int = 0
+    """Lines that may be passed over because they are malformed, not UTF-8, or too large; they are listed. One more of
+    them, and nothing is written."""
+    max_document_megabytes: int = 64
+    """Largest line, or file of plain text."""
     log_interval: int = 1000
     """Documents between progress lines (a line a second at most)."""
+
+
+def config_mistakes(config: PreprocessConfig) -> list[str]:
+    """A line for each value that cannot be."""
+    mistakes = [
+        f"--{name.replace('_', '-')} {getattr(config, name)}: expected 1 or more"
+        for name in ("workers", "partitions", "max_document_megabytes", "log_interval")
+        if getattr(config, name) < 1
+    ]
+    if config.skip_bad_lines < 0:
+        mistakes.append(f"--skip-bad-lines {config.skip_bad_lines}: expected 0 or more")
+    if not config.output_prefix.name:
+        mistakes.append(f"--output-prefix {config.output_prefix}: expected the beginning of a file's name")
+    if any(not key or "/" in key for key in config.json_keys):
+        mistakes.append(f"--json-keys {' '.join(config.json_keys)}: a key names a file, so it has no / in it")
+    if len(set(config.json_keys)) < len(config.json_keys):
+        mistakes.append(f"--json-keys {' '.join(config.json_keys)}: a key is named twice")
+    return mistakes
 
 
 def main(argv: Sequence[str]) -> None:
@@ -41,32 +78,37 @@ def main(argv: Sequence[str]) -> None:
     (config,) = parse_command_line(
         [PreprocessConfig], argv, program="preprocess_data.py", description="Tokenises text for pretraining."
     )
-    mistakes = [
-        f"--{name.replace('_', '-')} {getattr(config, name)}: expected 1 or more"
-        for name in ("workers", "log_interval")
-        if getattr(config, name) < 1
-    ]
-    if not config.output_prefix.name:
-        mistakes.append(f"--output-prefix {config.output_prefix}: expected the beginning of a file's name")
-    if any(not key or "/" in key for key in config.json_keys):
-        mistakes.append(f"--json-keys {' '.join(config.json_keys)}: a key names a file, so it has no / in it")
-    if len(set(config.json_keys)) < len(config.json_keys):
-        mistakes.append(f"--json-keys {' '.join(config.json_keys)}: a key is named twice")
+    mistakes = config_mistakes(config)
     if mistakes:
         raise UserError(*mistakes)
-    sidecars = preprocess(
-        config.input,
-        config.output_prefix,
-        load_tokenizer(config.tokenizer_type, config.tokenizer_model),
-        json_keys=config.json_keys,
-        append_eod=config.append_eod,
-        workers=config.workers,
-        log_interval=config.log_interval,
-        report=functools.partial(print, flush=True),
+    tokenizer = load_source(
+        TokenizerSource(config.tokenizer_type, config.tokenizer_model, config.merge_file, config.vocab_size)
     )
+    say, show = _printers()
+    reading = Reading(
+        config.json_keys, most_bytes=config.max_document_megabytes << 20, most_bad=config.skip_bad_lines
+    )
+    options = PreprocessOptions(
+        config.workers, config.partitions, config.log_interval, config.tokenizer_library, say, show
+    )
+    sidecars = preprocess(config.input, config.output_prefix, tokenizer, config.append_eod, reading, options)
     for key, sidecar in sidecars.items():
         prefix = dataset_prefix(config.output_prefix, key)
-        print(f"{prefix}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens")
+        skipped = f", {sidecar.skipped:,} bad lines skipped" if sidecar.skipped else ""
+        say(f"{prefix}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens{skipped}")
+
+
+def _printers() -> tuple[Callable[[str], None], Callable[[str], None]]:
+    """What prints sentences, and what prints progress: on a terminal, over the line before."""
+    begin, end = ("\r\x1b[K", "") if sys.stdout.isatty() else ("", "\n")
+
+    def say(line: str) -> None:
+        print(f"{begin}{line}", flush=True)
+
+    def show(line: str) -> None:
+        print(f"{begin}{line}", end=end, flush=True)
+
+    return say, show
 
 
 def entry_point() -> NoReturn:

@@ -1,16 +1,19 @@
-"""Text files to a SentencePiece model."""
+"""Text to a tokenizer: a SentencePiece model, or a byte-level tokenizer.json."""
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from megatron_ladder.config.fields import parse_command_line
-from megatron_ladder.data.documents import check_inputs, read_documents, span_groups
 from megatron_ladder.data.files import write_atomically
-from megatron_ladder.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from megatron_ladder.data.reading.find import find_sources, group_blocks
+from megatron_ladder.data.reading.protocol import Reading, Source
+from megatron_ladder.data.tokenizers import load_tokenizer, train_bpe, train_sentencepiece
+from megatron_ladder.data.tokenizers.training import MAX_LINE_BYTES
 from megatron_ladder.errors import UserError, run_program
 
 
@@ -18,17 +21,82 @@ from megatron_ladder.errors import UserError, run_program
 class TrainTokenizerConfig:
     """Input and output."""
 
-    input: tuple[Path, ...]
-    """Files to learn from. .jsonl, .json and .ndjson hold a JSON object a line; any other file is plain
-    text."""
+    input: tuple[str, ...]
+    """What to learn from: files, patterns, - or hf://NAME, as tools/preprocess_data.py reads them."""
     vocab_size: int
-    """Ids of the tokenizer, among them 256 bytes and 3 control tokens."""
+    """Ids of the tokenizer, among them 256 bytes and 3 control tokens (1 of bpe)."""
     model_prefix: Path
-    """The model is written to PREFIX.model."""
+    """The model is written to PREFIX.model, of bpe to PREFIX.json."""
+    model_type: Literal["sentencepiece", "bpe"] = "sentencepiece"
+    """sentencepiece: byte-pair pieces, for SentencePieceTokenizer. bpe: byte-level byte pairs as GPT-2's, for
+    HuggingFaceTokenizer. Both keep whitespace."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a JSON object whose texts are learnt from."""
     max_megabytes: int = 100
     """Learn from a sample of about this size, taken evenly from all over a larger input."""
+
+
+PIECE_CHARACTERS = 1 << 14
+"""About how much text the trainer of bpe gets at once; it learns from line feeds too."""
+
+
+class Sample:
+    """Text from all over the input, for a trainer, with a count of what it cannot take."""
+
+    def __init__(self, sources: Sequence[Source], reading: Reading, most_bytes: int, in_lines: bool) -> None:
+        """
+        Args:
+            most_bytes: of the sample, about. Of an input whose size nobody knows it is the beginning.
+            in_lines: whether texts are cut into lines, and lines longer than MAX_LINE_BYTES left out.
+        """
+        self.input_bytes = sum(source.total_bytes or 0 for source in sources)
+        self.used_bytes = min(self.input_bytes, most_bytes) or most_bytes
+        self.too_long = 0
+        self._share = self.used_bytes / self.input_bytes if self.input_bytes else 1.0
+        self._most_bytes = math.inf if self.input_bytes else most_bytes
+        self._sources, self._reading, self._in_lines = sources, reading, in_lines
+
+    def __iter__(self) -> Iterator[str]:
+        """Lines or larger pieces, evenly spaced.
+
+        Raises:
+            UserError: a record that cannot be read.
+        """
+        texts = itertools.chain.from_iterable(self._texts())
+        pieces = (piece for text in texts for piece in (text.split("\n") if self._in_lines else _pieces(text)))
+        taken = 0
+        for number, piece in enumerate(pieces):
+            if int((number + 1) * self._share) == int(number * self._share):
+                continue
+            # A character has at most four bytes, so that few lines are encoded to be measured.
+            if self._in_lines and 4 * len(piece) > MAX_LINE_BYTES and len(piece.encode()) > MAX_LINE_BYTES:
+                self.too_long += 1
+                continue
+            taken += len(piece)
+            if taken > self._most_bytes:
+                return
+            yield piece
+
+    def _texts(self) -> Iterator[list[str]]:
+        records: dict[int, int] = {}
+        for group in group_blocks(self._sources, self._reading):
+            for number, block in group:
+                parsed = block.read(self._reading)
+                before = records.get(number, 0)
+                for bad in parsed.bad:
+                    raise UserError(f"{self._sources[number].place(before + bad.number)}: {bad.reason}")
+                records[number] = before + parsed.records
+                yield from parsed.columns
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text cut before line feeds."""
+    begin = 0
+    while begin < len(text):
+        end = text.find("\n", begin + PIECE_CHARACTERS)
+        end = len(text) if end < 0 else end
+        yield text[begin:end]
+        begin = end
 
 
 def main(argv: Sequence[str]) -> None:
@@ -38,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
         [TrainTokenizerConfig],
         argv,
         program="train_tokenizer.py",
-        description="Trains a SentencePiece tokenizer (byte-pair, byte fallback, whitespace kept).",
+        description="Trains a tokenizer (byte-pair, whitespace kept, any text comes back).",
     )
     mistakes = [
         f"--{name.replace('_', '-')} {getattr(config, name)}: expected 1 or more"
@@ -47,28 +115,25 @@ def main(argv: Sequence[str]) -> None:
     ]
     if mistakes:
         raise UserError(*mistakes)
-    check_inputs(config.input, config.json_keys)
-    total = sum(path.stat().st_size for path in config.input)
-    used = min(total, config.max_megabytes * 1_000_000)
-    print(f"training {config.vocab_size} pieces on {used / 1e6:.1f} of {total / 1e6:.1f} MB", flush=True)
+    reading = Reading(config.json_keys)
+    sources = find_sources(config.input, reading)
+    is_sentencepiece = config.model_type == "sentencepiece"
+    sample = Sample(sources, reading, config.max_megabytes * 1_000_000, in_lines=is_sentencepiece)
+    of = f" of {sample.input_bytes / 1e6:.1f}" if sample.input_bytes else ""
+    print(f"training {config.vocab_size} pieces on {sample.used_bytes / 1e6:.1f}{of} MB", flush=True)
     begun = time.monotonic()
-    model = train_sentencepiece(_sample_lines(config, used / max(total, 1)), config.vocab_size)
-    path = config.model_prefix.with_name(config.model_prefix.name + ".model")
+    train, suffix, kind = (
+        (train_sentencepiece, ".model", "SentencePieceTokenizer") if is_sentencepiece
+        else (train_bpe, ".json", "HuggingFaceTokenizer")
+    )  # fmt: skip
+    model = train(sample, config.vocab_size)
+    if sample.too_long:
+        print(f"{sample.too_long:,} lines of more than {MAX_LINE_BYTES >> 10} KiB were left out")
+    path = config.model_prefix.with_name(config.model_prefix.name + suffix)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, model)
-    tokenizer = SentencePieceTokenizer(path)
+    tokenizer = load_tokenizer(kind, path)
     print(f"{path}: {tokenizer.vocab_size} ids, trained in {time.monotonic() - begun:.1f} s")
-
-
-def _sample_lines(config: TrainTokenizerConfig, share: float) -> Iterator[str]:
-    """The given share of all lines, evenly spaced."""
-    groups = span_groups(config.input)
-    documents = (
-        texts for group in groups for span in group for texts in read_documents(span, config.json_keys)
-    )
-    lines = (line for texts in documents for text in texts for line in text.split("\n"))
-    counted = zip(itertools.count(), lines, strict=False)
-    return (line for number, line in counted if int((number + 1) * share) > int(number * share))
 
 
 def entry_point() -> NoReturn:

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_ladder.data.files import write_atomically
 from megatron_ladder.data.indexed import idx_path
-from megatron_ladder.data.preprocess import dataset_prefix, preprocess
+from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess
 from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer, Tokenizer, train_sentencepiece
 from megatron_ladder.errors import UserError
@@ -139,7 +139,8 @@ def _prepare_dataset(
     state = "is there already"
     # The sidecar is published last, so its presence says that the other two are whole.
     if sidecar is None or not idx_path(prefix).is_file() or sidecar.tokenizer_sha256 != tokenizer.sha256:
-        sidecar = preprocess(inputs, output_prefix, tokenizer, append_eod=True, report=report)["text"]
+        options = PreprocessOptions(report=report)
+        sidecar = preprocess(inputs, output_prefix, tokenizer, append_eod=True, options=options)["text"]
         state = "written"
     report(
         f"{output_prefix.name}: {prefix} {state}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens"

@@ -13,11 +13,16 @@ def temporary_beside(path: Path) -> Path:
 def publish(temporary: Path, path: Path) -> None:
     """Renames a file, whose content is already fsynced, and makes the renaming durable."""
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes what was renamed in a folder, or deleted from it, durable."""
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

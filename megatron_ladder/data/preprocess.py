@@ -1,174 +1,267 @@
-"""Text files to a token file: spans of the input are tokenised by worker processes and written in order.
+"""Documents to token files: blocks of the input are read and tokenised by worker processes, and written in order.
 
-Nothing appears under its final name before the whole input is read, so an error leaves no file.
+Nothing appears under its final name before the whole input is read. A run that was interrupted goes on where it was;
+an input that is wrong leaves nothing.
 """
 
-import functools
 import itertools
 import math
 import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron_ladder.data.documents import SPAN_BYTES, Span, check_inputs, read_documents, span_groups
-from megatron_ladder.data.indexed import IndexedDatasetWriter, token_dtype
-from megatron_ladder.data.sidecar import Sidecar, sidecar_path, write_sidecar
-from megatron_ladder.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_ladder.data.encoders.choose import choose_encoder
+from megatron_ladder.data.encoding import KeyTokens, Task, TextTask
+from megatron_ladder.data.partial import Partial, PartialDataset, dataset_prefix
+from megatron_ladder.data.progress import Progress
+from megatron_ladder.data.reading.find import PlacedBlock, find_sources, group_blocks
+from megatron_ladder.data.reading.protocol import SPAN_BYTES, BadRecord, Reading, Source, first_texts
+from megatron_ladder.data.sidecar import Sidecar
+from megatron_ladder.data.tokenizers import Tokenizer, source_of
 from megatron_ladder.errors import UserError
 
-PROGRESS_SECONDS = 1.0
-"""Progress lines come no closer than this."""
+__all__ = ["PreprocessOptions", "dataset_prefix", "preprocess", "run_task", "text_task"]
+
+COMMIT_SECONDS = 5.0
+"""What a killed run loses at most, besides what it was at."""
+
+SAMPLED_SOURCES = 8
+"""From whose beginnings texts are taken to compare libraries."""
 
 
-def dataset_prefix(output_prefix: Path, json_key: str) -> Path:
-    """`corpus` and `text` -> `corpus_text_document`, Megatron's name."""
-    return output_prefix.with_name(f"{output_prefix.name}_{json_key}_document")
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """What does not change the tokens."""
+
+    workers: int = 1
+    """Processes that tokenise; 1 works in this process."""
+    partitions: int = 1
+    """Sources that are read side by side, where this process does the reading."""
+    log_interval: int = 1000
+    """Documents between two progress lines, which are also a second apart."""
+    library: str = "auto"
+    """--tokenizer-library."""
+    report: Callable[[str], None] = print
+    """Takes sentences about what is going on."""
+    show_progress: Callable[[str], None] | None = None
+    """Takes progress lines; `report` if not given."""
 
 
-class KeyTokens(NamedTuple):
-    """Tokens of one key of some documents; documents without a token are left out."""
+class BlockEnd(NamedTuple):
+    """What is to be known of a block besides its tokens."""
 
-    token_ids: NDArray[Any]
-    """[sum(lengths)] in the type of the file"""
-    lengths: NDArray[np.int32]
-    largest_id: int
-    """-1 where there is no token."""
+    source: int
+    records: int
+    bad: tuple[BadRecord, ...]
 
 
 class TokenizedGroup(NamedTuple):
     """What a worker sends back."""
 
-    size: int
-    """Bytes read."""
+    text_bytes: int
+    file_bytes: int
     documents: int
     """Documents read, empty ones included."""
+    blocks: tuple[BlockEnd, ...]
     keys: tuple[KeyTokens, ...]
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a worker must know besides the spans; hashable and small, it goes with every task."""
+@dataclass
+class Place:
+    """How far the input is read; the journal keeps it."""
 
-    tokenizer_type: str
-    tokenizer_model: Path
-    tokenizer_sha256: str
-    json_keys: tuple[str, ...]
-    append_eod: bool
+    groups: int = 0
+    """Of `group_blocks`, that are done."""
+    source: int = 0
+    """The last one read from."""
+    records: int = 0
+    """Of that source, that are read."""
+    file_bytes: int = 0
+    """Of all sources, that are read."""
+    skipped: list[str] = field(default_factory=list)
+    """Places and reasons of the records passed over."""
+
+    def take(self, group: TokenizedGroup, sources: Sequence[Source], most_bad: int) -> list[str]:
+        """Counts a group; new lines about records passed over.
+
+        Raises:
+            UserError: more than `most_bad` could not be read.
+        """
+        before = len(self.skipped)
+        for block in group.blocks:
+            if block.source != self.source:
+                self.source, self.records = block.source, 0
+            for bad in block.bad:
+                where = f"{sources[block.source].place(self.records + bad.number)}: {bad.reason}"
+                if len(self.skipped) >= most_bad:
+                    already = f" ({len(self.skipped)} before it were skipped: --skip-bad-lines {most_bad})"
+                    raise UserError(where + (already if most_bad else ""))
+                self.skipped.append(where)
+            self.records += block.records
+        self.groups += 1
+        self.file_bytes += group.file_bytes
+        return self.skipped[before:]
 
 
 def preprocess(
-    inputs: Sequence[Path],
+    inputs: Sequence[str | Path],
     output_prefix: Path,
     tokenizer: Tokenizer,
-    json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
-    workers: int = 1,
-    log_interval: int = 1000,
-    report: Callable[[str], None] = print,
+    reading: Reading | None = None,
+    options: PreprocessOptions | None = None,
 ) -> dict[str, Sidecar]:
     """Writes `<output_prefix>_<key>_document.{bin,idx,json}` for each key; replaces what was there.
 
     Args:
-        workers: processes that tokenise; 1 works in this process.
-        log_interval: documents between two progress lines, which are also PROGRESS_SECONDS apart.
-        report: takes the progress lines.
+        inputs: paths, patterns, `-` or `hf://` names, as behind --input.
 
     Returns:
         The sidecar of each key.
 
     Raises:
-        UserError: an input that is missing or malformed (`file:line`), or none with a text. No file is left.
+        UserError: an input that is missing or malformed (`file:line`), or none with a text; no file is left then. Or
+            the output cannot be written; what was done until then is kept.
     """
-    check_inputs(inputs, json_keys)
-    work = Work(tokenizer.kind, tokenizer.files[0], tokenizer.sha256, tuple(json_keys), append_eod)
-    total_bytes = sum(path.stat().st_size for path in inputs)
-    progress = _Progress(total_bytes, log_interval, report)
-    dtype = token_dtype(tokenizer.vocab_size)
-    prefixes = [dataset_prefix(output_prefix, key) for key in json_keys]
-    with ExitStack() as stack:
-        try:
-            output_prefix.parent.mkdir(parents=True, exist_ok=True)
-            writers = [stack.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes]
-        except OSError as error:
-            raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error}") from None
-        groups = stack.enter_context(closing(_tokenize_all(inputs, work, workers, total_bytes)))
-        sidecars = _write_all(groups, writers, progress, tokenizer, work)
-        for key, sidecar in zip(json_keys, sidecars, strict=True):
-            if sidecar.documents == 0:
-                shown = " ".join(map(str, inputs[:3])) + (" ..." if len(inputs) > 3 else "")
-                raise UserError(
-                    f"--input {shown}: no document with a {key!r} that is not empty: nothing is written"
-                )
-        for writer, prefix, sidecar in zip(writers, prefixes, sidecars, strict=True):
-            sidecar_path(prefix).unlink(missing_ok=True)
-            writer.publish()
-            write_sidecar(prefix, sidecar)
-    progress.show()
-    return dict(zip(json_keys, sidecars, strict=True))
+    reading, options = reading or Reading(), options or PreprocessOptions()
+    sources = find_sources(inputs, reading)
+    task = text_task(tokenizer, sources, reading, append_eod, options)
+    return run_task(sources, output_prefix, tokenizer, task, options)
 
 
-def _write_all(
-    groups: Iterable[TokenizedGroup],
-    writers: Sequence[IndexedDatasetWriter],
-    progress: "_Progress",
-    tokenizer: Tokenizer,
-    work: Work,
-) -> list[Sidecar]:
-    """Appends every group to the writers, one a key, and counts."""
-    documents, tokens, largest = ([0] * len(writers), [0] * len(writers), [-1] * len(writers))
-    for group in groups:
-        for position, (writer, part) in enumerate(zip(writers, group.keys, strict=True)):
-            writer.add_documents(part.token_ids, part.lengths)
-            documents[position] += len(part.lengths)
-            tokens[position] += len(part.token_ids)
-            largest[position] = max(largest[position], part.largest_id)
-        progress.advance(group.size, group.documents)
-    return [
-        Sidecar(
-            tokenizer_type=tokenizer.kind,
-            tokenizer_sha256=tokenizer.sha256,
-            vocab_size=tokenizer.vocab_size,
-            eod_id=tokenizer.eod_id,
-            append_eod=work.append_eod,
-            largest_id=largest[position],
-            documents=documents[position],
-            tokens=tokens[position],
-        )
-        for position in range(len(writers))
-    ]
+def text_task(
+    tokenizer: Tokenizer, sources: Sequence[Source], reading: Reading, append_eod: bool, options: PreprocessOptions
+) -> TextTask:
+    """A task whose library was compared with the tokenizer's own on some of the input."""
+    library = options.library
+    again = [source for source in sources if source.can_be_read_again]
+    step = max(1, len(again) // SAMPLED_SOURCES)
+    texts = [first_texts(source, reading) for source in again[::step][:SAMPLED_SOURCES]]
+    # One of each in turn, so that no source fills the sample alone.
+    sample = [text for row in itertools.zip_longest(*texts) for text in row if text is not None]
+    choice = choose_encoder(tokenizer, library, sample)
+    options.report(f"tokenizer: {choice.sentence}")
+    return TextTask(
+        source_of(tokenizer),
+        tokenizer.sha256,
+        tokenizer.vocab_size,
+        tokenizer.eod_id,
+        choice.encoder.library,
+        reading,
+        append_eod,
+        choice.encoder,
+    )
+
+
+def run_task(
+    sources: Sequence[Source], output_prefix: Path, tokenizer: Tokenizer, task: Task, options: PreprocessOptions
+) -> dict[str, Sidecar]:
+    """Does a task on all sources and publishes its outputs; returns and raises as `preprocess`."""
+    sizes = [source.total_bytes for source in sources]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    progress = Progress(total, options.log_interval, options.show_progress or options.report)
+    with _begin(sources, output_prefix, task) as partial:
+        if partial.found is not None:
+            options.report(partial.found)
+        if partial.sidecars is not None:
+            options.report("finished before, but not published: publishing")
+            sidecars = partial.sidecars
+        else:
+            place = _read_on(sources, task, partial, progress, options)
+            sidecars = [_sidecar_of(dataset, tokenizer, task, place) for dataset in partial.datasets]
+            _check_texts(sources, task, sidecars)
+            progress.show()
+        partial.publish(sidecars)
+    return dict(zip(task.outputs, sidecars, strict=True))
+
+
+def _begin(sources: Sequence[Source], output_prefix: Path, task: Task) -> Partial:
+    inputs = [source.identity() for source in sources]
+    can_resume = all(source.name != "-" for source in sources)
+    try:
+        return Partial(output_prefix, task, inputs, can_resume)
+    except OSError as error:
+        raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error}") from None
+
+
+def _read_on(
+    sources: Sequence[Source], task: Task, partial: Partial, progress: Progress, options: PreprocessOptions
+) -> Place:
+    """Tokenises from where the journal is to the end, and returns that place."""
+    place = Place(**partial.place)
+    if place.groups:
+        done = sum(dataset.documents for dataset in partial.datasets)
+        options.report(f"going on behind {place.file_bytes / 1e6:,.1f} MB and {done:,} documents of an earlier run")
+        progress.start_at(place.file_bytes)
+    groups = itertools.islice(group_blocks(sources, task.reading, options.partitions), place.groups, None)
+    total = sum(source.total_bytes or SPAN_BYTES * options.workers for source in sources)
+    workers = min(options.workers, math.ceil(total / SPAN_BYTES))
+    try:
+        with closing(_tokenize_all(groups, task, workers)) as tokenized:
+            for group in tokenized:
+                for line in place.take(group, sources, task.reading.most_bad):
+                    options.report(f"skipped {line}")
+                for dataset, part in zip(partial.datasets, group.keys, strict=True):
+                    dataset.add(part)
+                progress.advance(group.text_bytes, group.file_bytes, group.documents)
+                partial.commit(vars(place), at_least_seconds=COMMIT_SECONDS)
+    except KeyboardInterrupt:
+        options.report(f"interrupted: the same command goes on; what is in {partial.folder} is kept")
+        raise
+    except OSError as error:
+        options.report(f"stopped: the same command goes on; what is in {partial.folder} is kept")
+        raise RuntimeError(f"{error.filename or partial.folder}: {error.strerror}") from error
+    return place
+
+
+def _sidecar_of(dataset: PartialDataset, tokenizer: Tokenizer, task: Task, place: Place) -> Sidecar:
+    return Sidecar(
+        tokenizer_type=tokenizer.kind,
+        tokenizer_sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id,
+        append_eod=bool(task.identity().get("--append-eod")),
+        largest_id=dataset.largest_id,
+        documents=dataset.documents,
+        tokens=dataset.tokens,
+        bin_checksum=dataset.bin_checksum,
+        idx_checksum=dataset.write_index(),
+        skipped=len(place.skipped),
+    )
+
+
+def _check_texts(sources: Sequence[Source], task: Task, sidecars: Sequence[Sidecar]) -> None:
+    for name, sidecar in zip(task.outputs, sidecars, strict=True):
+        if sidecar.documents == 0:
+            shown = " ".join(source.name for source in sources[:3]) + (" ..." if len(sources) > 3 else "")
+            raise UserError(f"--input {shown}: no document with a {name!r} that is not empty: nothing is written")
 
 
 def _tokenize_all(
-    inputs: Sequence[Path], work: Work, workers: int, total_bytes: int
+    groups: Iterator[tuple[PlacedBlock, ...]], task: Task, workers: int
 ) -> Generator[TokenizedGroup, None, None]:
     """Tokenised groups in the order of the input. A worker's error is raised here, as is its death."""
-    groups = span_groups(inputs)
-    workers = min(workers, math.ceil(total_bytes / SPAN_BYTES))
     if workers <= 1:
-        yield from (tokenize_spans(work, group) for group in groups)
+        yield from (tokenize_group(task, group) for group in groups)
         return
     # Not multiprocessing.Pool, which waits for ever for a worker that was killed.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin_worker)
     try:
-        ahead = deque(
-            pool.submit(tokenize_spans, work, group) for group in itertools.islice(groups, 2 * workers)
+        ahead: deque[Future[TokenizedGroup]] = deque(
+            pool.submit(tokenize_group, task, group) for group in itertools.islice(groups, 2 * workers)
         )
         while ahead:
-            done: Future[TokenizedGroup] = ahead.popleft()
-            yield done.result()
-            ahead.extend(pool.submit(tokenize_spans, work, group) for group in itertools.islice(groups, 1))
+            done = ahead.popleft().result()
+            ahead.extend(pool.submit(tokenize_group, task, group) for group in itertools.islice(groups, 1))
+            yield done
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -187,68 +280,19 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-@functools.cache
-def _tokenizer_of(tokenizer_type: str, tokenizer_model: Path, sha256: str) -> Tokenizer:
-    """Loaded once a process. The checksum makes sure that all processes use the same one."""
-    tokenizer = load_tokenizer(tokenizer_type, tokenizer_model)
-    if tokenizer.sha256 != sha256:
-        raise UserError(f"--tokenizer-model {tokenizer_model}: changed while it was used: start again")
-    return tokenizer
-
-
-def tokenize_spans(work: Work, spans: Sequence[Span]) -> TokenizedGroup:
-    """Tokenises the documents of some spans; what a worker process runs."""
-    tokenizer = _tokenizer_of(work.tokenizer_type, work.tokenizer_model, work.tokenizer_sha256)
-    documents = [texts for span in spans for texts in read_documents(span, work.json_keys)]
-    keys = tuple(
-        _tokenize([texts[position] for texts in documents], tokenizer, work.append_eod)
-        for position in range(len(work.json_keys))
+def tokenize_group(task: Task, group: Sequence[PlacedBlock]) -> TokenizedGroup:
+    """Reads and tokenises the documents of some blocks; what a worker process runs."""
+    ends: list[BlockEnd] = []
+    columns: list[list[Any]] = [[] for _ in task.reading.keys]
+    for number, block in group:
+        parsed = block.read(task.reading)
+        for column, values in zip(columns, parsed.columns, strict=True):
+            column.extend(values)
+        ends.append(BlockEnd(number, parsed.records, parsed.bad))
+    return TokenizedGroup(
+        sum(block.text_bytes for _, block in group),
+        sum(block.file_bytes for _, block in group),
+        len(columns[0]),
+        tuple(ends),
+        task.encode(columns),
     )
-    return TokenizedGroup(sum(span.end - span.begin for span in spans), len(documents), keys)
-
-
-def _tokenize(texts: Sequence[str], tokenizer: Tokenizer, append_eod: bool) -> KeyTokens:
-    documents = [ids for ids in tokenizer.encode_batch(texts) if ids]
-    if append_eod:
-        for ids in documents:
-            ids.append(tokenizer.eod_id)
-    lengths = np.array([len(ids) for ids in documents], dtype=np.int32)
-    token_ids = np.fromiter(
-        itertools.chain.from_iterable(documents),
-        dtype=token_dtype(tokenizer.vocab_size),
-        count=int(lengths.sum(dtype=np.int64)),
-    )
-    return KeyTokens(token_ids, lengths, int(token_ids.max()) if len(token_ids) else -1)
-
-
-class _Progress:
-    """Progress lines: how far, how fast, how long still."""
-
-    def __init__(self, total_bytes: int, log_interval: int, report: Callable[[str], None]) -> None:
-        self._total_bytes = total_bytes
-        self._log_interval = log_interval
-        self._report = report
-        self._begun = self._shown_at = time.monotonic()
-        self._bytes = self._documents = self._shown_documents = 0
-
-    def advance(self, size: int, documents: int) -> None:
-        """Counts what was done, and shows it when a line is due."""
-        self._bytes += size
-        self._documents += documents
-        due = self._documents - self._shown_documents >= self._log_interval
-        if due and time.monotonic() - self._shown_at >= PROGRESS_SECONDS:
-            self.show()
-
-    def show(self) -> None:
-        """One line."""
-        self._shown_at, self._shown_documents = time.monotonic(), self._documents
-        seconds = max(self._shown_at - self._begun, 1e-3)
-        rate = self._bytes / seconds
-        left = max(self._total_bytes - self._bytes, 0) / rate if rate else 0.0
-        minutes, rest = divmod(round(left), 60)
-        share = 100 * self._bytes / self._total_bytes if self._total_bytes else 100.0
-        self._report(
-            f"tokenised {self._bytes / 1e6:,.1f} MB ({min(share, 100):.0f}%), {self._documents:,} documents"
-            f" | {rate / 1e6:.1f} MB/s, {self._documents / seconds:,.0f} documents/s"
-            f" | ETA {minutes}:{rest:02d}"
-        )

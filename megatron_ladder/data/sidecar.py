@@ -7,6 +7,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ladder.data.files import write_atomically
 from megatron_ladder.data.indexed import IndexedDataset, idx_path
@@ -14,7 +15,7 @@ from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 
 FORMAT_VERSION = 1
-OPTIONAL = ("bin_checksum", "idx_checksum", "conversations")
+OPTIONAL = ("bin_checksum", "idx_checksum", "conversations", "skipped")
 """What data sets of earlier releases lack."""
 
 
@@ -44,6 +45,8 @@ class Sidecar:
     """Of the index file, likewise."""
     conversations: bool = False
     """Whether each document is one conversation, which training packs whole."""
+    skipped: int = 0
+    """Lines that could not be read and were passed over."""
 
 
 def sidecar_path(prefix: Path) -> Path:
@@ -53,8 +56,13 @@ def sidecar_path(prefix: Path) -> Path:
 
 def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
     """Writes the file whole."""
-    values = {"format_version": FORMAT_VERSION} | dataclasses.asdict(sidecar)
+    values = {"format_version": FORMAT_VERSION} | sidecar_values(sidecar)
     write_atomically(sidecar_path(prefix), (json.dumps(values, indent=2) + "\n").encode())
+
+
+def sidecar_values(sidecar: Sidecar) -> dict[str, Any]:
+    """Its fields, JSON-able; `Sidecar(**values)` is the way back."""
+    return dataclasses.asdict(sidecar)
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
@@ -111,8 +119,8 @@ def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
         return
     if sidecar.vocab_size != tokenizer.vocab_size or sidecar.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
-            f"--tokenizer-model {tokenizer.files[0]} ({tokenizer.vocab_size} ids, sha256 "
-            f"{tokenizer.sha256[:12]}) is not the tokenizer of {dataset.prefix} "
+            f"--tokenizer-model {tokenizer.files[0] if tokenizer.files else tokenizer.kind} "
+            f"({tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:12]}) is not the tokenizer of {dataset.prefix} "
             f"({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, sha256 "
             f"{sidecar.tokenizer_sha256[:12]}): give that one, or preprocess the data with this one"
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.config.model import ModelConfig
-from megatron_ladder.data.documents import BYTE_ORDER_MARK, is_json_lines
+from megatron_ladder.data.reading.formats import BYTE_ORDER_MARK, is_json_lines
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import PromptOptions, token_ids

@@ -2,17 +2,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_ladder.cli import preprocess_data, train_tokenizer
-from megatron_ladder.data.documents import SPAN_BYTES
 from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.preprocess import preprocess
-from megatron_ladder.data.sidecar import read_sidecar
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
+from megatron_ladder.data.reading.find import find_sources
+from megatron_ladder.data.reading.protocol import SPAN_BYTES, Reading
+from megatron_ladder.data.sidecar import Sidecar, read_sidecar
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,8 +25,17 @@ def documents_of(prefix: Path) -> list[list[int]]:
     return [dataset.document(number).tolist() for number in range(len(dataset))]
 
 
-def silent(line: str) -> None:
-    """Takes progress lines."""
+def run(
+    inputs: list[Path],
+    prefix: Path,
+    tokenizer: Tokenizer,
+    append_eod: bool = False,
+    json_keys: tuple[str, ...] = ("text",),
+    workers: int = 1,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Sidecar]:
+    options = PreprocessOptions(workers=workers, report=report)
+    return preprocess(inputs, prefix, tokenizer, append_eod, Reading(json_keys), options)
 
 
 def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
@@ -36,12 +47,11 @@ def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: Sent
     code = tmp_path / "b.py"
     code.write_bytes(b"\xef\xbb\xbfdef f():\r\n\treturn 1\n")
     (tmp_path / "empty.txt").write_text("")
-    sidecars = preprocess(
+    sidecars = run(
         [lines, tmp_path / "empty.txt", code],
         tmp_path / "out",
         sentencepiece_tokenizer,
         append_eod=True,
-        report=silent,
     )
     texts = ["one\ttwo", "café 🎉", "def f():\r\n\treturn 1\n"]
     expected = [[*sentencepiece_tokenizer.encode(text), 2] for text in texts]
@@ -57,7 +67,7 @@ def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: Sent
 def test_a_data_set_for_each_key(tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"body": "first", "title": "1"}\n{"body": "second", "title": ""}\n')
-    preprocess([lines], tmp_path / "out", hugging_face_tokenizer, json_keys=("body", "title"), report=silent)
+    run([lines], tmp_path / "out", hugging_face_tokenizer, json_keys=("body", "title"))
     encode = hugging_face_tokenizer.encode
     assert documents_of(tmp_path / "out_body_document") == [encode("first"), encode("second")]
     assert documents_of(tmp_path / "out_title_document") == [encode("1")]
@@ -76,13 +86,13 @@ def big_file(path: Path, span_bytes: int, bad_line: int | None = None) -> list[s
 def test_workers_keep_the_order(
     tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_ladder.data.documents.SPAN_BYTES", 20_000)
-    monkeypatch.setattr("megatron_ladder.data.preprocess.SPAN_BYTES", 20_000)
+    for module in ("reading.files", "reading.find", "preprocess"):
+        monkeypatch.setattr(f"megatron_ladder.data.{module}.SPAN_BYTES", 20_000)
     texts = big_file(tmp_path / "big.jsonl", 20_000)
     assert (tmp_path / "big.jsonl").stat().st_size > 4 * 20_000
     reported: list[str] = []
-    preprocess([tmp_path / "big.jsonl"], tmp_path / "one", hugging_face_tokenizer, report=reported.append)
-    preprocess([tmp_path / "big.jsonl"], tmp_path / "two", hugging_face_tokenizer, workers=2, report=silent)
+    run([tmp_path / "big.jsonl"], tmp_path / "one", hugging_face_tokenizer, report=reported.append)
+    run([tmp_path / "big.jsonl"], tmp_path / "two", hugging_face_tokenizer, workers=2)
     for suffix in ("bin", "idx", "json"):
         paths = [tmp_path / f"{name}_text_document.{suffix}" for name in ("one", "two")]
         assert paths[0].read_bytes() == paths[1].read_bytes()
@@ -108,7 +118,7 @@ def test_a_bad_line_is_named_and_leaves_nothing(
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"bad\.jsonl:{line}: {reason}"):
-        preprocess([path], tmp_path / "out", sentencepiece_tokenizer, report=silent)
+        run([path], tmp_path / "out", sentencepiece_tokenizer)
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
@@ -118,10 +128,10 @@ def test_an_error_leaves_the_former_output(
     good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
     good.write_text("something")
     bad.write_bytes(b"line 1\nline 2\n\xe9t\xe9")
-    preprocess([good], tmp_path / "out", sentencepiece_tokenizer, report=silent)
+    run([good], tmp_path / "out", sentencepiece_tokenizer)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(UserError, match=r"bad\.txt:3: byte 0xe9 is not UTF-8"):
-        preprocess([good, bad], tmp_path / "out", sentencepiece_tokenizer, report=silent)
+        run([good, bad], tmp_path / "out", sentencepiece_tokenizer)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -129,7 +139,7 @@ def test_the_sidecar_is_published_last_and_never_beside_foreign_tokens(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("something")
-    preprocess([tmp_path / "a.txt"], tmp_path / "out", sentencepiece_tokenizer, report=silent)
+    run([tmp_path / "a.txt"], tmp_path / "out", sentencepiece_tokenizer)
     seen = []
     rename = os.replace
 
@@ -138,7 +148,7 @@ def test_the_sidecar_is_published_last_and_never_beside_foreign_tokens(
         rename(source, target)
 
     monkeypatch.setattr(os, "replace", watched)
-    preprocess([tmp_path / "a.txt"], tmp_path / "out", sentencepiece_tokenizer, report=silent)
+    run([tmp_path / "a.txt"], tmp_path / "out", sentencepiece_tokenizer)
     assert seen == [(".bin", False), (".idx", False), (".json", False)]
 
 
@@ -150,7 +160,7 @@ def test_no_document_leaves_nothing(
     with pytest.raises(
         UserError, match=r"--input .*none\.jsonl: no document with a 'text' that is not empty"
     ):
-        preprocess([tmp_path / "none.jsonl"], tmp_path / "out", sentencepiece_tokenizer, report=silent)
+        run([tmp_path / "none.jsonl"], tmp_path / "out", sentencepiece_tokenizer)
     assert os.listdir(tmp_path) == ["none.jsonl"]
 
 
@@ -160,11 +170,11 @@ def test_all_inputs_that_cannot_be_read_are_named(
     (tmp_path / "plain.txt").write_text("a")
     inputs = [tmp_path / "missing", tmp_path, tmp_path / "plain.txt"]
     with pytest.raises(UserError) as caught:
-        preprocess(inputs, tmp_path / "out", sentencepiece_tokenizer, json_keys=("body",), report=silent)
+        run(inputs, tmp_path / "out", sentencepiece_tokenizer, json_keys=("body",))
     missing, directory, plain = caught.value.mistakes
     assert "missing: no such file" in missing and "is a directory" in directory and "no keys body" in plain
     with pytest.raises(UserError, match="--output-prefix .*plain.txt/out: cannot be written"):
-        preprocess([inputs[2]], tmp_path / "plain.txt" / "out", sentencepiece_tokenizer, report=silent)
+        run([inputs[2]], tmp_path / "plain.txt" / "out", sentencepiece_tokenizer)
 
 
 def test_command_line_with_a_bad_line_far_inside_and_two_workers(
@@ -213,6 +223,7 @@ def test_training_on_a_sample_reads_from_all_over(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(
         "".join(f"{'abcdefghij' * 10} {number:06d}\n" for number in range(20_000))
     )
-    config = train_tokenizer.TrainTokenizerConfig((tmp_path / "a.txt",), 300, tmp_path / "m")
-    numbers = [int(line.split()[-1]) for line in train_tokenizer._sample_lines(config, 0.01)]
+    sources = find_sources([tmp_path / "a.txt"], Reading())
+    sample = train_tokenizer.Sample(sources, Reading(), (tmp_path / "a.txt").stat().st_size // 100, in_lines=True)
+    numbers = [int(line.split()[-1]) for line in sample]
     assert len(numbers) == 200 and len(np.unique(np.diff(numbers))) == 1

@@ -1,0 +1,13 @@
+"""The rows of the data benchmark, by their names on the command line."""
+
+from megatron_ladder.bench.data_loop import against_the_loop
+from megatron_ladder.bench.data_memory import peak_memory
+from megatron_ladder.bench.data_speed import tokenizer_shares
+from megatron_ladder.bench.data_table import DataRow
+
+DATA_ROWS: dict[str, DataRow] = {
+    "tokenizers": tokenizer_shares,
+    "loop": against_the_loop,
+    "memory": peak_memory,
+}
+"""Run in this order. A row of another file is imported and named here."""

@@ -1,0 +1,110 @@
+"""Data sets that the `datasets` library knows: from its hub, or a local file or directory of data files.
+
+    hf://allenai/c4:en@train         name, configuration and split, streamed from the hub
+    hf://data/my_texts               a directory or file of this machine, if there is one of that name
+    hf:///data/my_texts@validation   the same with an absolute path
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ladder.data.reading.parquet import check_rows
+from megatron_ladder.data.reading.protocol import Block, Parsed, Reading
+from megatron_ladder.errors import UserError
+
+PREFIX = "hf://"
+BATCH_ROWS = 256
+BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow"}
+"""Suffix of a single file -> what reads it; any other is JSON."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows, as columns."""
+
+    columns: tuple[list[Any], ...]
+    file_bytes: int = 0
+
+    @property
+    def text_bytes(self) -> int:
+        """Characters of the texts."""
+        return sum(len(value) for column in self.columns for value in column if isinstance(value, str))
+
+    def read(self, reading: Reading) -> Parsed:
+        """Leaves out rows without a text."""
+        return check_rows(self.columns, reading)
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A data set by its name, configuration and split."""
+
+    name: str
+    """As the user gave it."""
+    path: str
+    """A name on the hub, or a path."""
+    config: str | None
+    split: str
+    total_bytes = None
+    can_be_read_again = False
+
+    @staticmethod
+    def parse(text: str) -> "HubSource":
+        """Reads `hf://NAME[:CONFIG][@SPLIT]`; the split is `train` if not given.
+
+        Raises:
+            UserError: for anything else.
+        """
+        found = re.fullmatch(r"hf://([^:@]+)(?::([^:@]+))?(?:@([^:@]+))?", text)
+        if found is None:
+            raise UserError(f"--input {text}: expected hf://NAME[:CONFIG][@SPLIT]")
+        return HubSource(text, found[1], found[2], found[3] or "train")
+
+    def identity(self) -> dict[str, Any]:
+        """The name; of local files also their sizes and times."""
+        local = Path(self.path)
+        files = sorted(path for path in local.rglob("*") if path.is_file()) if local.is_dir() else [local]
+        statuses = [(str(path), path.stat()) for path in files if path.is_file()]
+        return {"input": self.name, "files": [[name, status.st_size, status.st_mtime_ns] for name, status in statuses]}
+
+    def place(self, number: int) -> str:
+        """The row, counted from 0."""
+        return f"{self.name}: row {number}"
+
+    def blocks(self, reading: Reading) -> Iterator[Block]:
+        """Rows as they are streamed.
+
+        Raises:
+            UserError: the library is missing, or finds no such data set, split or column.
+        """
+        dataset = self._open()
+        missing = [key for key in reading.keys if key not in (dataset.column_names or reading.keys)]
+        if missing:
+            raise UserError(
+                f"--input {self.name}: no column {', '.join(missing)} (columns found: "
+                f"{', '.join(dataset.column_names)}): name the text's column by --json-keys"
+            )
+        for batch in dataset.select_columns(list(reading.keys)).iter(BATCH_ROWS):
+            yield Rows(tuple(list(batch[key]) for key in reading.keys))
+
+    def _open(self) -> Any:
+        try:
+            import datasets
+        except ImportError:
+            raise UserError(f"--input {self.name}: needs the datasets library: pip install datasets") from None
+        local = Path(self.path)
+        try:
+            if local.is_file():
+                builder = BUILDERS.get(local.suffix.lower(), "json")
+                files = {self.split: str(local)}
+                return datasets.load_dataset(builder, data_files=files, split=self.split, streaming=True)
+            return datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
+        except Exception as error:  # Of the hub, the network, files of many kinds: they have no common ancestor.
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(
+                f"--input {self.name}: datasets cannot open it ({type(error).__name__}: {reason}): without a network "
+                "give a directory of data files, hf:///PATH"
+            ) from None

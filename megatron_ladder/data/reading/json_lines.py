@@ -1,0 +1,118 @@
+"""JSON lines: an object a line, of which the values under some keys are wanted.
+
+Whole blocks are decoded at once by msgspec, which passes over other keys without making anything of them. Whatever it
+will not take is read again line by line by Python's own decoder, which decides what is an error, and finds its line.
+"""
+
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_ladder.data.reading.protocol import BadRecord, Parsed, Reading, too_large
+
+LINE_FEED = 10
+
+
+def parse_lines(content: bytes, reading: Reading) -> Parsed:
+    """The documents of whole lines (the last one may lack its line feed)."""
+    line_feeds = int(np.count_nonzero(np.frombuffer(content, np.uint8) == LINE_FEED)) if content else 0
+    lines = line_feeds + (bool(content) and not content.endswith(b"\n"))
+    if len(content) <= reading.most_bytes:
+        columns = _parse_at_once(content, lines, reading)
+        if columns is not None:
+            return Parsed(columns, lines)
+    return _parse_one_by_one(content, lines, reading)
+
+
+@functools.cache
+def _decoder(keys: tuple[str, ...], texts_only: bool) -> Any:
+    names = [f"value{place}" for place in range(len(keys))]
+    fields: list[tuple[str, Any]] = [(name, str if texts_only else Any) for name in names]
+    record = msgspec.defstruct("Record", fields, rename=dict(zip(names, keys, strict=True)), gc=not texts_only)
+    return msgspec.json.Decoder(record)
+
+
+def _parse_at_once(content: bytes, lines: int, reading: Reading) -> tuple[list[Any], ...] | None:
+    """None if there is anything unusual in it."""
+    try:
+        if not content.isascii():
+            content.decode()  # msgspec looks only at the texts that are wanted.
+        records = _decoder(reading.keys, reading.texts_only).decode_lines(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if len(records) != lines:
+        return None
+    return tuple([getattr(record, f"value{place}") for record in records] for place in range(len(reading.keys)))
+
+
+def _parse_one_by_one(content: bytes, lines: int, reading: Reading) -> Parsed:
+    columns: tuple[list[Any], ...] = tuple([] for _ in reading.keys)
+    bad: list[BadRecord] = []
+    for number, line in enumerate(_split(content)):
+        if not line or line.isspace():
+            continue
+        try:
+            values = _parse_line(line, reading)
+        except _BadLine as error:
+            bad.append(BadRecord(number, str(error)))
+            if len(bad) > reading.most_bad:
+                break
+            continue
+        for column, value in zip(columns, values, strict=True):
+            column.append(value)
+    return Parsed(columns, lines, tuple(bad))
+
+
+class _BadLine(Exception):
+    """The reason is its message."""
+
+
+def _split(content: bytes) -> Iterator[bytes]:
+    begin = 0
+    while begin < len(content):
+        end = content.find(b"\n", begin)
+        end = len(content) if end < 0 else end
+        yield content[begin:end]
+        begin = end + 1
+
+
+def _parse_line(line: bytes, reading: Reading) -> list[Any]:
+    if len(line) > reading.most_bytes:
+        raise _BadLine(too_large(len(line), reading))
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise _BadLine(f"byte 0x{line[error.start]:02x} is not UTF-8 ({error.reason})") from None
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _BadLine(f"not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise _BadLine(f"not JSON that can be read: {error}") from None
+    if not isinstance(record, dict):
+        raise _BadLine(f"a JSON object expected, a {type(record).__name__} found")
+    missing = [key for key in reading.keys if key not in record]
+    if missing:
+        found = ", ".join(map(repr, record)) or "none"
+        raise _BadLine(f"no key {missing[0]!r} (keys found: {found}): name the text's key by --json-keys")
+    values = [record[key] for key in reading.keys]
+    reasons = [reason_against(key, value) for key, value in zip(reading.keys, values, strict=True)]
+    wrong = [reason for reason in reasons if reason is not None]
+    if wrong and reading.texts_only:
+        raise _BadLine(wrong[0])
+    return values
+
+
+def reason_against(key: str, value: Any) -> str | None:
+    """Why a value is no text that can be tokenised; None if it is one."""
+    if not isinstance(value, str):
+        return f"a text expected under {key!r}, a {type(value).__name__} found"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(value[error.start]):04x} under {key!r} is half of a character"
+    return None

@@ -1,0 +1,213 @@
+import gzip
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from backports import zstd
+
+from megatron_ladder.data.reading.files import HugeLine
+from megatron_ladder.data.reading.find import find_sources, group_blocks
+from megatron_ladder.data.reading.json_lines import parse_lines
+from megatron_ladder.data.reading.protocol import Reading
+from megatron_ladder.data.reading.streams import cut_lines
+from megatron_ladder.errors import UserError
+
+TEXTS = [f"number {number} é🎉\n" * (number % 40) for number in range(400)]
+CONTENT = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in TEXTS).encode()
+
+
+def read_all(inputs: list[str | Path], reading: Reading | None = None, side_by_side: int = 1) -> list[list[object]]:
+    """The columns of all sources, one after the other; no record may be bad."""
+    reading = reading or Reading()
+    columns: list[list[object]] = [[] for _ in reading.keys]
+    for group in group_blocks(find_sources(inputs, reading), reading, side_by_side):
+        for _, block in group:
+            parsed = block.read(reading)
+            assert not parsed.bad
+            for column, values in zip(columns, parsed.columns, strict=True):
+                column += values
+    return columns
+
+
+@pytest.fixture
+def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("files", "find", "streams"):
+        monkeypatch.setattr(f"megatron_ladder.data.reading.{module}.SPAN_BYTES", 3000)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The same documents in every format."""
+    (tmp_path / "a.jsonl").write_bytes(CONTENT)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(CONTENT))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstd.compress(CONTENT[:9000]) + zstd.compress(CONTENT[9000:]))
+    table = pyarrow.table({"id": list(range(len(TEXTS))), "text": TEXTS})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=150)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "hf://{folder}/a.jsonl"])
+def test_every_format_gives_the_same(folder: Path, name: str, small_spans: None) -> None:
+    word = name.format(folder=folder) if name.startswith("hf") else str(folder / name)
+    assert read_all([word]) == [TEXTS]
+
+
+def test_a_directory_through_datasets(folder: Path) -> None:
+    (folder / "set").mkdir()
+    (folder / "set" / "train.jsonl").write_bytes(CONTENT)
+    (folder / "set" / "test.jsonl").write_text('{"id": 0, "text": "only"}\n')
+    assert read_all([f"hf://{folder}/set"]) == [TEXTS]
+    assert read_all([f"hf://{folder}/set@test"], Reading(("text", "id"), texts_only=False)) == [["only"], [0]]
+    with pytest.raises(UserError, match=r"no column body \(columns found: id, text\)"):
+        read_all([f"hf://{folder}/set"], Reading(("body",)))
+    with pytest.raises(UserError, match="hf://.*@dev: datasets cannot open it"):
+        read_all([f"hf://{folder}/set@dev"])
+
+
+def test_a_name_on_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **others: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="hf://nobody/nothing:en@train: datasets cannot open it .*hf:///PATH"):
+        read_all(["hf://nobody/nothing:en@train"])
+    with pytest.raises(UserError, match=r"expected hf://NAME\[:CONFIG\]\[@SPLIT\]"):
+        find_sources(["hf://"], Reading())
+
+
+def test_patterns_are_sorted_and_expanded(folder: Path) -> None:
+    names = [source.name for source in find_sources([f"{folder}/[ab].*", str(folder / "d.parquet")], Reading())]
+    assert names == [str(folder / name) for name in ("a.jsonl", "b.jsonl.gz", "d.parquet")]
+    (folder / "w[1].txt").write_text("odd name")
+    assert read_all([str(folder / "w[1].txt")]) == [["odd name"]]
+    with pytest.raises(UserError, match=r"--input .*\*\.json: no file matches"):
+        find_sources([f"{folder}/*.json"], Reading())
+
+
+def test_sources_read_side_by_side_keep_their_order(folder: Path, small_spans: None) -> None:
+    inputs: list[str | Path] = [folder / name for name in ("b.jsonl.gz", "a.jsonl", "c.jsonl.zst", "d.parquet")]
+    for side_by_side in (1, 2, 7):
+        assert read_all(inputs, side_by_side=side_by_side) == [TEXTS * 4]
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(CONTENT)))
+    assert read_all(["-"]) == [TEXTS]
+    with pytest.raises(UserError, match="standard input can be read once"):
+        find_sources(["-", "-"], Reading())
+
+
+@pytest.mark.parametrize("side_by_side", [1, 2])
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "c.jsonl.zst"])
+def test_a_damaged_file_is_named(folder: Path, name: str, side_by_side: int) -> None:
+    whole = (folder / name).read_bytes()
+    for content in (whole[:-20], b"no such format" * 100, whole[:50] + b"\x99" * 50 + whole[100:]):
+        (folder / name).write_bytes(content)
+        with pytest.raises(UserError, match=rf"{name}: damaged, or not (gzip|Zstandard)"):
+            read_all([folder / name], side_by_side=side_by_side)
+
+
+def test_a_file_that_lacks_a_column(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"d\.parquet: no column body \(columns found: id, text\)"):
+        find_sources([folder / "d.parquet"], Reading(("text", "body")))
+    (folder / "d.parquet").write_bytes(b"x" * 100)
+    with pytest.raises(UserError, match=r"d\.parquet: not a Parquet file"):
+        find_sources([folder / "d.parquet"], Reading())
+
+
+def test_a_missing_library_is_named(folder: Path) -> None:
+    script = (
+        "import sys; sys.modules.update({name: None for name in ('pyarrow', 'backports', 'compression', 'datasets')})\n"
+        "from megatron_ladder.data.reading.find import find_sources\n"
+        "from megatron_ladder.data.reading.protocol import Reading\n"
+        "for word in sys.argv[1:]:\n"
+        "    try: next(find_sources([word], Reading())[0].blocks(Reading()))\n"
+        "    except Exception as error: print(error)\n"
+    )
+    words = [str(folder / "d.parquet"), str(folder / "c.jsonl.zst"), f"hf://{folder}"]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment())
+    lines = done.stdout.splitlines()
+    assert [line.rpartition("pip install ")[2] for line in lines] == ["pyarrow", "backports.zstd", "datasets"]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+
+
+LINES = [
+    b'{"text": "a"}',
+    b'{"text": "b", "text": "twice"}',
+    b'{"text": "\\ud83c\\udf89 \\u0000"}',
+    b'{"text": "x", "n": NaN}',
+    b'{"text": "x", "n": "\\ud800"}',
+    b'{"te\\u0078t": "escaped key"}',
+    b'{"text": "a"} {"text": "b"}',
+    b'{"text":',
+    b'{"text": "x", "n": "\xff"}',
+    b'{"text": "\xed\xa0\x80"}',
+    b'{"text": "\\ud83c"}',
+    b'{"text": 1}',
+    b'["text"]',
+    b'{"text": "tab\there"}',
+    b'{"text": "x", "n": 01}',
+    b"  \t",
+    b"",
+    b'{"text": "crlf"}\r',
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_blocks_are_read_as_lines_are(line: bytes) -> None:
+    """A block around one line must give what Python's decoder gives for each line alone."""
+    parsed = parse_lines(b'{"text": "before"}\n' + line + b'\n{"text": "after"}', Reading(most_bad=9))
+    expected = text_of(line)
+    texts = ["before", "after"] if expected is None else ["before", expected, "after"]
+    assert parsed.columns == (texts,) and parsed.records == 3
+    is_bad = expected is None and bool(line.strip())
+    assert [record.number for record in parsed.bad] == [1] * is_bad
+
+
+def text_of(line: bytes) -> str | None:
+    try:
+        text = json.loads(line.decode())["text"]
+        return text.encode().decode()
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def test_an_object_over_two_lines_is_no_document() -> None:
+    parsed = parse_lines(b'{"text":\n"a"}\n', Reading(most_bad=9))
+    assert parsed.columns == ([],) and [record.number for record in parsed.bad] == [0, 1]
+
+
+def test_a_huge_line_is_never_held(tmp_path: Path, small_spans: None) -> None:
+    reading = Reading(most_bytes=10_000, most_bad=9)
+    lines = [json.dumps({"text": "y" * size}) for size in (10, 2000, 40_000, 10, 9_000, 12_000, 10)]
+    content = "\n".join(lines).encode()
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        (source,) = find_sources([tmp_path / name], reading)
+        records, bad, texts = 0, [], []
+        for block in source.blocks(reading):
+            parsed = block.read(reading)
+            bad += [(source.place(records + record.number)[-1], record.reason[:5]) for record in parsed.bad]
+            records += parsed.records
+            texts += parsed.columns[0]
+            assert isinstance(block, HugeLine) or block.text_bytes < 20_000
+        assert bad == [("3", "40,01"), ("6", "12,01")]
+        assert ([len(text) for text in texts], records) == ([10, 2000, 10, 9000, 10], 7)
+
+
+def test_cuts_of_a_stream_are_whole_lines(small_spans: None) -> None:
+    cuts = list(cut_lines(io.BytesIO(CONTENT), 1 << 20))
+    assert len(cuts) > 10 and b"".join(cut.content for cut in cuts) == CONTENT
+    assert all(cut.content.endswith(b"\n") for cut in cuts)
