@@ -120,5 +120,15 @@ class MegatronLadderConfig(PreTrainedConfig):
         """By how many sub-blocks this layer reads the residual stream late."""
         return self.residual_staleness if layer in self.ladder_layers else 0
 
+    def missing_before(self, layer: int) -> int:
+        """Outputs of earlier sub-blocks that this layer may miss when it begins; none after the last layer."""
+        if layer == self.num_hidden_layers:
+            return 0
+        pending = 0
+        for earlier in range(layer):
+            for _ in range(1 if self.residual_mode in ONE_NORM_MODES else 2):
+                pending = min(pending, self.staleness(earlier)) + 1
+        return min(pending, self.staleness(layer))
+
 
 __all__ = ["MegatronLadderConfig"]

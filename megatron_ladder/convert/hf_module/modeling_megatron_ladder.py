@@ -6,8 +6,8 @@ how late the sub-block reads it,
     x_i = x_{i-1} + h_i(x_{i-1-s})
 
 so s = 0 is the ordinary transformer and s = 1 the ladder. A sub-block that reads less late than the one before it has
-waited for everything in between, and from then on nothing older can be read. What layers hand on is therefore the
-streams that may still be read, newest first. Everything else is Llama's and Qwen3's as transformers has it.
+waited for everything in between, and from then on nothing older can be read. What a layer hands on is therefore the
+streams that the next one may still read, newest first. Everything else is Llama's and Qwen3's as transformers has it.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from .configuration_megatron_ladder import ONE_NORM_MODES, MegatronLadderConfig
 
 
 class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
-    """One layer: streams in, streams out, newest first; the last layer returns the newest alone."""
+    """One layer: streams in, streams out, newest first. A single one is a tensor, several are a tuple."""
 
     def __init__(self, config: MegatronLadderConfig, layer_idx: int) -> None:
         super().__init__()
@@ -44,8 +44,9 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         if config.residual_mode not in ONE_NORM_MODES:
             self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.staleness = config.staleness(layer_idx)
-        self.most_streams = 1 + (config.residual_staleness if config.ladder_layers else 0)
-        self.is_last = layer_idx == config.num_hidden_layers - 1
+        self.layer_idx = layer_idx
+        self.streams_in = 1 + config.missing_before(layer_idx)
+        self.streams_out = 1 + config.missing_before(layer_idx + 1)
 
     def __call__(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Any:
         # Recomputation follows the gradients of positional tensors, and not of a tuple of them.
@@ -53,7 +54,16 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         return super().__call__(*streams, **kwargs)
 
     def forward(self, *streams: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        """Streams [b, s, h] -> streams [b, s, h]; `kwargs` are those of Llama's attention."""
+        """Streams [b, s, h] -> streams [b, s, h]; `kwargs` are those of Llama's attention.
+
+        Raises:
+            ValueError: too few streams, as where a pipeline of somebody else's hands on one tensor alone.
+        """
+        if len(streams) < self.streams_in:
+            raise ValueError(
+                f"layer {self.layer_idx} needs the last {self.streams_in} residual streams and was given "
+                f"{len(streams)}: a ladder cannot be cut into pipeline stages here, use tensor parallelism"
+            )
         normed = self.input_layernorm(self._read(streams))
         output, _ = self.self_attn(hidden_states=normed, **kwargs)
         if self.post_attention_layernorm is None:
@@ -62,7 +72,7 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
             streams = self._add(streams, output)
             normed = self.post_attention_layernorm(self._read(streams))
             streams = self._add(streams, self.mlp(normed))
-        return streams[0] if self.is_last else streams
+        return streams[0] if self.streams_out == 1 else streams[: self.streams_out]
 
     def _missing(self, streams: tuple[Tensor, ...]) -> int:
         """Outputs that are missing from the stream that a sub-block of this layer reads now."""
@@ -72,9 +82,8 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         return streams[self._missing(streams)]
 
     def _add(self, streams: tuple[Tensor, ...], output: Tensor) -> tuple[Tensor, ...]:
-        """The streams after a sub-block's output, without those that nothing reads any more."""
-        readable = streams[: self._missing(streams) + 1]
-        return (streams[0] + output, *readable)[: self.most_streams]
+        """The streams after a sub-block's output, down to the one that it read."""
+        return (streams[0] + output, *streams[: self._missing(streams) + 1])
 
 
 class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):

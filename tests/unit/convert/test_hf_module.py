@@ -19,6 +19,8 @@ from transformers import (
     StaticCache,
     pipeline,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM, MegatronLadderModel
@@ -258,6 +260,53 @@ def test_text_comes_out_of_a_pipeline(tmp_path: Path) -> None:
     together = generate(["w5 w6 w7", "w8"], batch_size=2, **options)
     for prompt, (found,) in zip(([5, 6, 7], [8]), together, strict=True):
         assert found["generated_text"] == " ".join(f"w{token}" for token in greedy(model, torch.tensor([prompt]), 4)[0])
+
+
+def test_a_server_can_put_its_own_attention_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As vLLM and SGLang do it: the body from its configuration, their attention by name and layer, tuples back."""
+    model = random_model(tiny_config(**HYBRID, qk_layernorm=True))
+    folder = write_hf(model, tmp_path / "model")
+    served = list(range(6))
+
+    def attend(module: nn.Module, *args: Any, attention_instances: list[int], **kwargs: Any) -> Any:
+        assert attention_instances[module.layer_idx] == len(calls) % 6
+        calls.append(module.layer_idx)
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    calls: list[int] = []
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "served", attend)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    body = AutoModel.from_config(config, trust_remote_code=True).eval()
+    weights = {name.removeprefix("model."): tensor for name, tensor in hf_tensors(model).items()}
+    body.load_state_dict({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
+    body.config._attn_implementation = "served"
+    tokens = random_tokens(1, 9)
+    with torch.no_grad():
+        found = body(
+            input_ids=tokens, position_ids=torch.arange(9).unsqueeze(0), use_cache=False, return_dict=False,
+            attention_instances=served,
+        )  # fmt: skip
+        expected = module_of(model).model(tokens).last_hidden_state
+    assert calls == served
+    assert_close(found[0], expected)
+
+
+def test_a_pipeline_that_hands_one_tensor_on_is_refused_inside_the_ladder_alone() -> None:
+    """Standard, standard, ladder, ladder: the first boundary loses nothing, the others would."""
+    module = module_of(random_model(tiny_config(num_layers=4, residual_mode="ladder", ladder_layers=(2, 3)))).model
+    tokens = random_tokens(1, 9)
+    rotary = module.rotary_emb(torch.zeros(1), torch.arange(9).unsqueeze(0))
+    options = {"position_embeddings": rotary, "attention_mask": None}
+    with torch.no_grad():
+        first = module.layers[0](module.embed_tokens(tokens), **options)
+        assert isinstance(first, Tensor)
+        state = module.layers[1](first, **options)
+        with pytest.raises(ValueError, match="layer 2 needs the last 2 residual streams and was given 1"):
+            module.layers[2](state[0], **options)
+        state = module.layers[2](state, **options)
+        with pytest.raises(ValueError, match="layer 3 needs"):
+            module.layers[3](state[0], **options)
+        assert isinstance(module.layers[3](state, **options), Tensor)
 
 
 @pytest.mark.parametrize(
