@@ -63,9 +63,7 @@ class HFKeys:
     def layers(self, key: str, num_layers: int) -> tuple[int, ...]:
         """A list of layers, an integer N for the upper N, or null for none -> sorted indices."""
         value = self._config.get(key)
-        if isinstance(value, bool):
-            value = [value]
-        if isinstance(value, int):
+        if type(value) is int:
             if 0 <= value <= num_layers:
                 return tuple(range(num_layers - value, num_layers))
             self.mistake(key, value, f"at most the {num_layers} layers of num_hidden_layers")
@@ -105,24 +103,26 @@ class HFKeys:
             rope = value or {}
             if rope.get("rope_theta") is not None:
                 thetas[f"{key}.rope_theta"] = self._number(rope, "rope_theta", f"{key}.rope_theta")
-            read[key] = self._scaling(key, rope)
+            scaling = self._scaling(key, rope)
+            if scaling is not None:
+                read[key] = scaling
         for what, values in (("rope_theta", thetas), ("rotary embedding", read)):
             if len({str(value) for value in values.values()}) > 1:
                 found = " and ".join(f"{key} {value}" for key, value in values.items())
                 self.mistake(" and ".join(values), found, f"one {what}")
-        scaling = next(iter(read.values()), {"rope_scaling": "none"})
-        return {"rotary_base": next(iter(thetas.values()), 10000.0), **scaling}
+        fields = next(iter(read.values()), {})
+        return {"rotary_base": next(iter(thetas.values()), 10000.0), **fields}
 
-    def _scaling(self, key: str, rope: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields but the base, of one spelling."""
+    def _scaling(self, key: str, rope: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The fields but the base, of one spelling; None if it is of another kind."""
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != rope.get("type", kind):
             self.mistake(f"{key}.type", repr(rope["type"]), f"the same as rope_type, {kind!r}")
+        if any(isinstance(value, dict) for value in rope.values()):
+            kind = "one for each kind of layer"
         if kind not in ROPE_TYPES:
-            nested = any(isinstance(value, dict) for value in rope.values())
-            found = "one for each kind of layer" if nested else repr(kind)
-            self.mistake(f"{key}.rope_type", found, " or ".join(ROPE_TYPES))
-            return {"rope_scaling": "none"}
+            self.mistake(f"{key}.rope_type", repr(kind), " or ".join(ROPE_TYPES))
+            return None
         if rope.get("partial_rotary_factor") not in (None, 1.0):
             self.mistake(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
         fields: dict[str, Any] = {"rope_scaling": ROPE_TYPES[kind]}

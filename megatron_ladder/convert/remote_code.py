@@ -180,7 +180,7 @@ def model_config_from_hf(config: Mapping[str, Any], source: str = "config.json")
     keys.check_full_attention(model_type)
     heads = keys.integer("num_attention_heads")
     hidden_size = keys.integer("hidden_size")
-    usual_head_dim = hidden_size // max(heads, 1) if model_type != "qwen3" else None
+    usual_head_dim = max(hidden_size // heads, 1) if model_type != "qwen3" else None
     default_heads = heads if model_type in ("llama", AUTHORS_TYPE) else None
     values: dict[str, Any] = {
         "num_layers": keys.integer("num_hidden_layers"),
