@@ -67,23 +67,16 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         normed = self.input_layernorm(self._read(streams))
         output, _ = self.self_attn(hidden_states=normed, **kwargs)
         if self.post_attention_layernorm is None:
-            streams = self._add(streams, output + self.mlp(normed))
+            streams = (streams[0] + (output + self.mlp(normed)), *streams)
         else:
-            streams = self._add(streams, output)
+            streams = (streams[0] + output, *streams)
             normed = self.post_attention_layernorm(self._read(streams))
-            streams = self._add(streams, self.mlp(normed))
+            streams = (streams[0] + self.mlp(normed), *streams)
         return streams[0] if self.streams_out == 1 else streams[: self.streams_out]
 
-    def _missing(self, streams: tuple[Tensor, ...]) -> int:
-        """Outputs that are missing from the stream that a sub-block of this layer reads now."""
-        return min(self.staleness, len(streams) - 1)
-
     def _read(self, streams: tuple[Tensor, ...]) -> Tensor:
-        return streams[self._missing(streams)]
-
-    def _add(self, streams: tuple[Tensor, ...], output: Tensor) -> tuple[Tensor, ...]:
-        """The streams after a sub-block's output, down to the one that it read."""
-        return (streams[0] + output, *streams[: self._missing(streams) + 1])
+        """The stream that a sub-block of this layer reads now; at the start there is none as old as it may be."""
+        return streams[min(self.staleness, len(streams) - 1)]
 
 
 class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
