@@ -1,0 +1,134 @@
+"""The configuration of a Llama-family decoder whose sub-blocks may read the residual stream late."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+ONE_NORM_MODES = ("parallel", "ladder-parallel")
+"""Attention and MLP of a layer read one norm, side by side."""
+LATE_MODES = ("ladder", "ladder-parallel")
+"""Some layers read the residual stream late."""
+
+
+class MegatronLadderConfig(PreTrainedConfig):
+    """Llama's keys, and those that Llama does not have.
+
+    One of Llama's own means less here: `attention_bias` is about queries, keys and values alone.
+    """
+
+    model_type = "megatron_ladder"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_tp_plan = LlamaConfig.base_model_tp_plan
+    # A pipeline stage would have to hand several tensors on.
+    base_model_pp_plan = None
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 32000,
+        hidden_size: int = 4096,
+        intermediate_size: int = 11008,
+        num_hidden_layers: int = 32,
+        num_attention_heads: int = 32,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        hidden_act: str = "silu",
+        max_position_embeddings: int = 2048,
+        initializer_range: float = 0.02,
+        rms_norm_eps: float = 1e-5,
+        rope_parameters: dict[str, Any] | None = None,
+        tie_word_embeddings: bool = False,
+        attention_bias: bool = False,
+        attention_output_bias: bool = False,
+        attention_dropout: float = 0.0,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
+        residual_mode: str = "ladder",
+        ladder_layers: int | list[int] | None = None,
+        residual_staleness: int = 1,
+        use_cache: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            attention_bias: whether the projections of queries, keys and values have biases.
+            attention_output_bias: whether the attention's output projection has one.
+            qk_norm: whether each head's queries and keys are normed before they are turned.
+            residual_mode: `ladder` (Ladder Residual, arXiv 2501.06589), `parallel` (attention and MLP side by side),
+                `ladder-parallel` (both), or `standard`.
+            ladder_layers: layers that read the residual stream late: their indices, an integer N for the upper N,
+                or None for none.
+            residual_staleness: by how many sub-blocks they read it late.
+
+        Raises:
+            ValueError: a wiring that one process cannot compute, or that does not fit the number of layers.
+        """
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        self.hidden_act = hidden_act
+        self.max_position_embeddings = max_position_embeddings
+        self.initializer_range = initializer_range
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_parameters = rope_parameters
+        self.tie_word_embeddings = tie_word_embeddings
+        self.attention_bias = attention_bias
+        self.attention_output_bias = attention_output_bias
+        self.attention_dropout = attention_dropout
+        self.mlp_bias = mlp_bias
+        self.qk_norm = qk_norm
+        self.residual_mode = residual_mode
+        self.ladder_layers = self._late_layers(residual_mode, ladder_layers, residual_staleness)
+        self.residual_staleness = residual_staleness
+        self.use_cache = use_cache
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        if qk_norm:
+            # The same matrices, and the norms of queries and keys.
+            self.base_model_tp_plan = Qwen3Config.base_model_tp_plan
+        super().__init__(**kwargs)
+
+    def _late_layers(self, residual_mode: str, ladder_layers: int | list[int] | None, staleness: int) -> list[int]:
+        """`ladder_layers` as sorted indices."""
+        modes = ("standard", "ladder", *ONE_NORM_MODES)
+        if residual_mode not in modes:
+            raise ValueError(f"residual_mode {residual_mode!r}: transformers can run {', '.join(modes)}")
+        if staleness < 1:
+            raise ValueError(f"residual_staleness {staleness} must be at least 1")
+        layers = self.num_hidden_layers
+        if isinstance(ladder_layers, int):
+            late = list(range(layers - ladder_layers, layers))
+        else:
+            late = sorted(ladder_layers or ())
+        if late and residual_mode not in LATE_MODES:
+            raise ValueError(f"ladder_layers {ladder_layers} has no meaning with residual_mode {residual_mode!r}")
+        if len(set(late)) < len(late) or any(not 0 <= layer < layers for layer in late):
+            raise ValueError(f"ladder_layers {ladder_layers}: expected different layers of 0-{layers - 1}")
+        return late
+
+    def staleness(self, layer: int) -> int:
+        """By how many sub-blocks this layer reads the residual stream late."""
+        return self.residual_staleness if layer in self.ladder_layers else 0
+
+    def missing_before(self, layer: int) -> int:
+        """Outputs of earlier sub-blocks that this layer may miss when it begins; none after the last layer."""
+        if layer == self.num_hidden_layers:
+            return 0
+        pending = 0
+        for earlier in range(layer):
+            for _ in range(1 if self.residual_mode in ONE_NORM_MODES else 2):
+                pending = min(pending, self.staleness(earlier)) + 1
+        return min(pending, self.staleness(layer))
+
+
+__all__ = ["MegatronLadderConfig"]

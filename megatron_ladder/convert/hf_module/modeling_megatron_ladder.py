@@ -1,0 +1,122 @@
+"""A Llama-family decoder whose sub-blocks may read the residual stream late (Ladder Residual, arXiv 2501.06589).
+
+With x_i the residual stream [b, s, h] after sub-block h_i (attention or MLP with its norm, or both side by side), and s
+how late the sub-block reads it,
+
+    x_i = x_{i-1} + h_i(x_{i-1-s})
+
+so s = 0 is the ordinary transformer and s = 1 the ladder. A sub-block that reads less late than the one before it has
+waited for everything in between, and from then on nothing older can be read. What a layer hands on is therefore the
+streams that the next one may still read, newest first. Everything else is Llama's and Qwen3's as transformers has it.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaForCausalLM,
+    LlamaMLP,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from .configuration_megatron_ladder import ONE_NORM_MODES, MegatronLadderConfig
+
+
+class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
+    """One layer: streams in, streams out, newest first. A single one is a tensor, several are a tuple."""
+
+    def __init__(self, config: MegatronLadderConfig, layer_idx: int) -> None:
+        super().__init__()
+        attention = Qwen3Attention if config.qk_norm else LlamaAttention
+        self.self_attn = attention(config=config, layer_idx=layer_idx)
+        if config.attention_output_bias != config.attention_bias:
+            width = config.num_attention_heads * config.head_dim
+            self.self_attn.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_output_bias)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = None
+        if config.residual_mode not in ONE_NORM_MODES:
+            self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.staleness = config.staleness(layer_idx)
+        self.layer_idx = layer_idx
+        self.streams_in = 1 + config.missing_before(layer_idx)
+        self.streams_out = 1 + config.missing_before(layer_idx + 1)
+
+    def __call__(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Any:
+        # Recomputation follows the gradients of positional tensors, and not of a tuple of them.
+        streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        return super().__call__(*streams, **kwargs)
+
+    def forward(self, *streams: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        """Streams [b, s, h] -> streams [b, s, h]; `kwargs` are those of Llama's attention.
+
+        Raises:
+            ValueError: too few streams, as where a pipeline of somebody else's hands on one tensor alone.
+        """
+        if len(streams) < self.streams_in:
+            raise ValueError(
+                f"layer {self.layer_idx} needs the last {self.streams_in} residual streams and was given "
+                f"{len(streams)}: a ladder cannot be cut into pipeline stages here, use tensor parallelism"
+            )
+        normed = self.input_layernorm(self._read(streams))
+        output, _ = self.self_attn(hidden_states=normed, **kwargs)
+        if self.post_attention_layernorm is None:
+            streams = (streams[0] + (output + self.mlp(normed)), *streams)
+        else:
+            streams = (streams[0] + output, *streams)
+            normed = self.post_attention_layernorm(self._read(streams))
+            streams = (streams[0] + self.mlp(normed), *streams)
+        return streams[0] if self.streams_out == 1 else streams[: self.streams_out]
+
+    def _read(self, streams: tuple[Tensor, ...]) -> Tensor:
+        """The stream that a sub-block of this layer reads now; at the start there is none as old as it may be."""
+        return streams[min(self.staleness, len(streams) - 1)]
+
+
+class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
+    """What transformers asks of every model of a type."""
+
+    config: MegatronLadderConfig
+    _no_split_modules = ["MegatronLadderDecoderLayer"]
+    _can_record_outputs = {
+        "hidden_states": MegatronLadderDecoderLayer,
+        "attentions": [LlamaAttention, Qwen3Attention],
+    }
+
+
+class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
+    """The decoder without its head. `hidden_states` are the newest streams, in which no output is missing."""
+
+    def __init__(self, config: MegatronLadderConfig) -> None:
+        # Llama's own would make, and initialise, layers that are not wanted.
+        super(LlamaModel, self).__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(
+            [MegatronLadderDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)]
+        )
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class MegatronLadderForCausalLM(MegatronLadderPreTrainedModel, LlamaForCausalLM):
+    """The decoder with its head."""
+
+    def __init__(self, config: MegatronLadderConfig) -> None:
+        super(LlamaForCausalLM, self).__init__(config)
+        self.model = MegatronLadderModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+__all__ = ["MegatronLadderForCausalLM", "MegatronLadderModel", "MegatronLadderPreTrainedModel"]

@@ -1,0 +1,75 @@
+"""Tiny models of ours, and Hugging Face directories of the same weights, written without the converter."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.convert.remote_code import hf_config, module_files
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.layout import parameter_sections
+
+VOCAB = 61
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """Six layers, two query heads for each key head."""
+    sizes: dict[str, Any] = {
+        "num_layers": 6, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "vocab_size": VOCAB, "max_position_embeddings": 64,
+    }  # fmt: skip
+    return ModelConfig(**(sizes | changes))
+
+
+def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
+    """Our model with weights large enough that every sub-block matters."""
+    model = LanguageModel(config, ProcessMesh.single())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.15
+            parameter.copy_(noise + (1.0 if parameter.dim() == 1 else 0.0))
+    return model
+
+
+def hf_name(name: str) -> str:
+    """transformers' name of a canonical tensor."""
+    for ours, theirs in (
+        ("embedding.", "model.embed_tokens."), ("final_norm.", "model.norm."), ("layers.", "model.layers."),
+        (".attention_norm.", ".input_layernorm."), (".mlp_norm.", ".post_attention_layernorm."),
+        (".attention.", ".self_attn."),
+    ):  # fmt: skip
+        name = name.replace(ours, theirs)
+    return name
+
+
+def hf_tensors(model: LanguageModel) -> dict[str, Tensor]:
+    """All weights under transformers' names."""
+    return {
+        hf_name(section.name): section.view(parameter).detach().clone()
+        for parameter, sections in parameter_sections(model)
+        for section in sections
+    }
+
+
+def write_hf(model: LanguageModel, folder: Path, dtype: str = "float32", **ids: Any) -> Path:
+    """A Hugging Face directory of the model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(model.config, dtype=dtype, **ids)))
+    for name, content in module_files(model.config).items():
+        (folder / name).write_bytes(content)
+    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in hf_tensors(model).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def our_logits(model: LanguageModel, tokens: Tensor) -> Tensor:
+    """[b, s] -> [b, s, V]."""
+    with torch.no_grad():
+        hidden_states = model.hidden_states(tokens, model.training_context(tokens))
+        return model.logits_shard(hidden_states)[..., : model.config.vocab_size].transpose(0, 1)

@@ -1,0 +1,164 @@
+"""`config.json` both ways: what plain types say, what transformers makes of it, and what is refused by name."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.convert.remote_code import hf_config, hf_type, model_config_from_hf, module_files
+from megatron_ladder.errors import UserError
+from tests.unit.convert.hf_models import tiny_config
+
+LLAMA3 = {
+    "rope_scaling": "llama3", "rotary_base": 5e5, "rope_scaling_factor": 8.0, "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0, "rope_original_max_position_embeddings": 8192,
+}  # fmt: skip
+LLAMA31 = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "initializer_range": 0.02,
+    "tie_word_embeddings": False, "rope_theta": 500000.0, "torch_dtype": "bfloat16", "pretraining_tp": 1,
+    "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+}  # fmt: skip
+"""Llama-3.1-8B's own, written by transformers 4."""
+OURS = ModelConfig(
+    num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_key_value_heads=8,
+    head_dim=128, vocab_size=128256, max_position_embeddings=131072, **LLAMA3,
+)  # fmt: skip
+
+MODELS = [
+    tiny_config(),
+    tiny_config(**LLAMA3, tie_embeddings=True, norm_epsilon=1e-6, init_method_std=0.01),
+    tiny_config(rope_scaling="linear", rope_scaling_factor=4.0, head_dim=12),
+    tiny_config(add_qkv_bias=True, add_attention_output_bias=True, add_mlp_bias=True),
+    tiny_config(hidden_size=34),
+    tiny_config(add_qkv_bias=True),
+    tiny_config(qk_layernorm=True, head_dim=12),
+    tiny_config(residual_mode="ladder", ladder_layers=(3, 5), **LLAMA3),
+    tiny_config(residual_mode="ladder", ladder_layers=(0,), residual_staleness=3, qk_layernorm=True, add_mlp_bias=True),
+    tiny_config(residual_mode="parallel", add_qkv_bias=True),
+    tiny_config(residual_mode="ladder-parallel", ladder_layers=(5,), hidden_size=34),
+    tiny_config(add_attention_output_bias=True),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{hf_type(model)}-{model.residual_mode}")
+def test_a_model_comes_back_from_its_config(model: ModelConfig) -> None:
+    written = json.loads(json.dumps(hf_config(model, dtype="bfloat16", eos_token_id=[1, 2])))
+    assert model_config_from_hf(written) == model
+    assert (set(module_files(model)) != set()) == ("auto_map" in written) == (hf_type(model) == "megatron_ladder")
+    assert written["eos_token_id"] == [1, 2] and written["bos_token_id"] is None
+    for dropped in ("rope_parameters", "rope_scaling"):
+        left = {key: value for key, value in written.items() if key != dropped}
+        assert model_config_from_hf(left) == model
+
+
+@pytest.mark.parametrize("model", MODELS[:7], ids=hf_type)
+def test_transformers_writes_what_comes_back(model: ModelConfig, tmp_path: Path) -> None:
+    """What transformers saves after it has read ours is read alike: it keeps one spelling of the rotary embedding."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(model, dtype="float32")))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    saved = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert "rope_scaling" not in saved
+    assert model_config_from_hf(saved) == model
+
+
+def test_configs_of_other_people_are_read() -> None:
+    assert model_config_from_hf(LLAMA31) == OURS
+    upper_two = model_config_from_hf(LLAMA31 | {"model_type": "llamaLadder", "ladder_layers": 2})
+    assert upper_two == replace(OURS, residual_mode="ladder", ladder_layers=(30, 31))
+    listed = model_config_from_hf(LLAMA31 | {"model_type": "llamaLadder", "ladder_layers": [7, 3]})
+    assert listed.ladder_layers == (3, 7)
+    assert model_config_from_hf(LLAMA31 | {"model_type": "llamaLadder", "ladder_layers": None}) == OURS
+    assert model_config_from_hf(LLAMA31 | {"model_type": "mistral", "sliding_window": None}) == OURS
+    qwen2 = LLAMA31 | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072}
+    assert model_config_from_hf(qwen2) == replace(OURS, add_qkv_bias=True)
+    qwen3 = LLAMA31 | {"model_type": "qwen3", "head_dim": 128, "layer_types": ["full_attention"] * 32}
+    assert model_config_from_hf(qwen3) == replace(OURS, qk_layernorm=True)
+    old = {key: value for key, value in LLAMA31.items() if key not in ("rope_theta", "rope_scaling")}
+    del old["num_key_value_heads"]
+    plain = {"rope_scaling": "none", "rotary_base": 1e4, "rope_scaling_factor": 1.0, "num_key_value_heads": 32}
+    assert model_config_from_hf(old) == replace(OURS, **plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma2"}, "model_type 'gemma2': only llama, mistral"),
+        ({"model_type": "phi3"}, "model_type 'phi3'"),
+        ({"model_type": "olmo2"}, "model_type 'olmo2'"),
+        ({"model_type": None}, "model_type None"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: found a quantised checkpoint"),
+        ({"hidden_act": "gelu"}, "hidden_act: found 'gelu', expected 'silu'"),
+        ({"hidden_size": None}, "hidden_size: found None, expected an integer above zero"),
+        ({"vocab_size": "many"}, "vocab_size: found 'many'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers: found True"),
+        ({"rms_norm_eps": None}, "rms_norm_eps: found None, expected a number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings: found 1, expected true or false"),
+        ({"num_key_value_heads": 5}, "--num-key-value-heads 5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5, expected 1.0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: found 'yarn', expected"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type: found 'dynamic'"),
+        ({"rope_scaling": LLAMA31["rope_scaling"] | {"type": "linear"}}, "rope_scaling.type: found 'linear'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: found no such key, expected a number"),
+        ({"rope_scaling": 4}, "rope_scaling: found 4, expected an object or null"),
+        ({"rope_parameters": {"rope_type": "default"}}, "expected one rotary embedding"),
+        ({"rope_parameters": LLAMA31["rope_scaling"] | {"rope_theta": 1e4}}, "expected one rope_theta"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one for each kind of layer"),
+        ({"original_max_position_embeddings": 4096}, "expected one number"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: found sliding_attention"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window: found 4096, expected null"),
+        ({"model_type": "mistral"}, "sliding_window: found no such key, which means 4096"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window: found True"),
+        ({"model_type": "qwen3"}, "head_dim: found no such key"),
+        ({"ladder_layers": [3]}, "ladder_layers: found [3], expected none in a llama model"),
+        ({"model_type": "llamaLadder", "ladder_layers": 33}, "ladder_layers: found 33, expected at most the 32"),
+        ({"model_type": "llamaLadder", "ladder_layers": [32]}, "ladder_layers: found [32]"),
+        ({"model_type": "llamaLadder", "ladder_layers": [1, 1]}, "ladder_layers: found [1, 1]"),
+        ({"model_type": "llamaLadder", "ladder_layers": True}, "ladder_layers: found True"),
+        ({"model_type": "megatron_ladder"}, "residual_mode: found no such key, expected 'standard' or"),
+        ({"model_type": "megatron_ladder", "residual_mode": "desync"}, "residual_mode: found 'desync'"),
+        (
+            {"model_type": "megatron_ladder", "residual_mode": "parallel", "ladder_layers": [1]},
+            "ladder_layers: found [1], expected none with residual_mode 'parallel'",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        model_config_from_hf(LLAMA31 | changes, "there/config.json")
+    assert len(refusal.value.mistakes) == 1
+    assert refusal.value.mistakes[0].startswith("there/config.json: ")
+    assert words in refusal.value.mistakes[0]
+
+
+def test_all_mistakes_come_at_once() -> None:
+    with pytest.raises(UserError) as refusal:
+        model_config_from_hf({"model_type": "llama", "hidden_act": "gelu", "rms_norm_eps": 1e-5})
+    found = {mistake.split(": ")[1] for mistake in refusal.value.mistakes}
+    sizes = {"hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"}
+    assert found == {"hidden_act", "max_position_embeddings"} | sizes
+
+
+def test_desync_has_no_hugging_face_form() -> None:
+    desync = tiny_config(residual_mode="desync", desync_interval=2, desync_tp=2)
+    for write in (lambda: hf_config(desync, dtype="float32"), lambda: module_files(desync)):
+        with pytest.raises(UserError, match="--residual-mode desync: a model of 2 tensor-parallel ranks"):
+            write()
+
+
+def test_neither_torch_nor_transformers_is_needed() -> None:
+    """A conversion of a checkpoint starts at once, on a machine that has neither."""
+    script = (
+        "import sys; from megatron_ladder.convert import remote_code; "
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
