@@ -156,7 +156,8 @@ class CheckpointSaver:
         Raises:
             UserError: a `final` save failed.
         """
-        if self._config.save is None:
+        in_flight = None if self._flight is None else self._flight.begun.saving.iteration
+        if self._config.save is None or (iteration == in_flight and not final):
             return
         self.wait()
         if iteration == self._saved:

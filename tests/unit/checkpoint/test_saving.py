@@ -115,6 +115,12 @@ def test_no_save_begins_without_room_for_it(tmp_path: Path, monkeypatch: pytest.
     assert names(tmp_path) == ["iter_0000100", "iter_0000200", "iter_0000200.1", "latest"]
 
 
+def test_a_directory_that_cannot_be_made_fails_the_save_of_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    answers = save_of_ranks(tmp_path / "file", 100, 1)
+    assert [type(answer) for answer in answers] == [SaveError] * 2 and "File exists" in str(answers[1])
+
+
 def test_a_full_disk_costs_the_save_alone(tmp_path: Path) -> None:
     """On a real one, wherever the room ends; `latest` and the checkpoint that it names stay."""
     script = f"mount -t tmpfs -o size=2m tmpfs {tmp_path} && exec {sys.executable} -m tests.unit.checkpoint.full_disk"

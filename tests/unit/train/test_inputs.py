@@ -1,5 +1,6 @@
 """What a resumed run must say as the checkpoint does."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ladder.checkpoint import write_manifest
+from megatron_ladder.checkpoint.manifest import decode_manifest
 from megatron_ladder.comm.launch import Place
 from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
@@ -70,3 +73,26 @@ def test_a_desync_model_resumes_at_its_own_size(tmp_path: Path) -> None:
     assert mistakes_about(tmp_path, f"{desync} 4 --tensor-model-parallel-size 4") == ["--tensor-model-parallel-size 4"]
     assert mistakes_about(tmp_path, f"{desync} 2 --tensor-model-parallel-size 2") == ["--desync-interval 2"]
     assert mistakes_about(tmp_path, "--tensor-model-parallel-size 2") == ["--residual-mode standard"]
+
+
+def test_a_missing_checkpoint_ends_the_run_if_asked(tmp_path: Path) -> None:
+    def mistakes(words: str) -> list[str]:
+        with pytest.raises(UserError) as raised:
+            read_inputs([*SIZES, "--load", str(tmp_path), *words.split()], Place(0, 1, 0))
+        return [mistake for mistake in raised.value.mistakes if "--load" in mistake]
+
+    assert mistakes("") == []
+    assert mistakes("--exit-on-missing-checkpoint") == [
+        f"--load {tmp_path}: holds no checkpoint, and --exit-on-missing-checkpoint asks for one"
+    ]
+
+
+def test_finetuning_may_read_other_lengths_and_orders(tmp_path: Path) -> None:
+    config = tiny_config()
+    write_checkpoint(tmp_path, config, reference_of(config)[0])
+    manifest = tmp_path / "iter_0000010" / "manifest.json"
+    stored = decode_manifest(manifest.read_bytes())[0] | {"run": {"training": {"seq_length": 8, "seed": 5}}}
+    tensors = json.loads(manifest.read_text())["tensors"]
+    write_manifest(manifest.parent, stored | {"tensors": tensors})
+    assert mistakes_about(tmp_path, "--no-load-optim") == ["--seed 1234", "--seq-length 12"]
+    assert mistakes_about(tmp_path, "--finetune") == []

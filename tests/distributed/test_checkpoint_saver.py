@@ -1,0 +1,157 @@
+"""The checkpoints of a run with real trainers: in the background, one at a time, failing, and continued."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import equal
+
+from megatron_ladder.checkpoint import writer
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.errors import UserError
+from megatron_ladder.train import checkpoints
+from megatron_ladder.train.checkpoints import CheckpointSaver
+from megatron_ladder.train.setup import Trainer
+from megatron_ladder.train.step import train_step
+from tests.distributed.pool import GlooPools
+from tests.distributed.test_training import steps_of_batches
+from tests.distributed.test_zero import everything
+from tests.distributed.training import build_trainer_here, own_batches
+
+RECIPE = (
+    "--train-iters 4 --lr 1e-2 --micro-batch-size 2 --global-batch-size 4 --residual-mode ladder --bf16"
+).split()
+Events = list[tuple[str, dict[str, Any]]]
+
+
+class CountingStream:
+    """A place in the data that only the data knows."""
+
+    def __init__(self, rank: int) -> None:
+        self.place: Any = rank
+        self.loaded: list[Any] = []
+
+    def state_dict(self) -> Any:
+        return {"place": self.place}
+
+    def load_state_dict(self, states: list[Any]) -> None:
+        self.loaded = states
+
+
+def saver_of(argv: list[str], checkpoint: Checkpoint | None = None) -> tuple[Trainer, CheckpointSaver, Events]:
+    trainer = build_trainer_here([*RECIPE, *argv])
+    inputs: Any = SimpleNamespace(sources=None, tokenizer=None, checkpoint=checkpoint)
+    events: Events = []
+    streams = CountingStream(trainer.mesh.data.rank)
+    saver = CheckpointSaver(trainer, inputs, lambda kind, /, **fields: events.append((kind, fields)), streams)
+    return trainer, saver, events
+
+
+def train(trainer: Trainer, saver: CheckpointSaver, final: int) -> None:
+    """Saves after each of four steps."""
+    for iteration, batch in enumerate(steps_of_batches(4, 2), start=1):
+        train_step(trainer, own_batches(trainer, batch), iteration)
+        saver.poll()
+        saver.save(iteration, 4 * iteration, final=iteration == final)
+        # A step or a stop may ask for what is there already.
+        saver.save(iteration, 4 * iteration)
+
+
+def saves_of_a_run(argv: list[str], final: int) -> Events:
+    """On each rank: what happened."""
+    with mock.patch.object(checkpoints, "describe_data", lambda sources, tokenizer: {}):
+        trainer, saver, events = saver_of(argv)
+        with saver:
+            train(trainer, saver, final)
+    return events
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--zero-stage 2"])
+def test_checkpoints_written_beside_training_are_those_written_at_once(
+    gloo_pools: GlooPools, tmp_path: Path, layout: str
+) -> None:
+    at_once, beside = tmp_path / "at_once", tmp_path / "beside"
+    run = gloo_pools(2).run
+    run(saves_of_a_run, [*layout.split(), "--save", str(at_once)], 4)
+    words = ["--save", str(beside), "--async-save", "--keep-last-n-checkpoints", "3"]
+    events, others = run(saves_of_a_run, [*layout.split(), *words], 0)
+    assert others == []
+    assert [kind for kind, _ in events if kind != "save begin"] == ["save end"] * 4
+    begun = [fields["iteration"] for kind, fields in events if kind == "save begin"]
+    ended = [fields for kind, fields in events if kind == "save end"]
+    assert begun == [fields["iteration"] for fields in ended] == [1, 2, 3, 4]
+    assert all(0 < fields["blocked_seconds"] <= fields["seconds"] and fields["bytes"] > 10_000 for fields in ended)
+    assert [fields["removed"] for fields in ended] == [[], [], [], ["iter_0000001"]]
+    assert sorted(path.name for path in beside.iterdir()) == [*(f"iter_000000{n}" for n in (2, 3, 4)), "latest"]
+    for number in (2, 3, 4):
+        one, other = (everything(folder / f"iter_000000{number}") for folder in (at_once, beside))
+        assert one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    places = [{"place": 0}, {"place": 1}] if "zero" in layout else [{"place": 0}]
+    assert Checkpoint.open(beside).manifest["data_streams"] == places
+
+
+def failing_saves(argv: list[str], failing: int) -> tuple[Events, str, int]:
+    """On each rank: what happened, the words with which the last save failed, and what was saved by then."""
+    real = writer.write_tensor_file
+    trainer, saver, events = saver_of(argv)
+
+    def write(path: Path, *arguments: Any) -> tuple[int, str]:
+        if trainer.mesh.world.rank == 1 and f"000000{failing}" in path.parent.name:
+            raise OSError(28, "No space left on device", str(path))
+        return real(path, *arguments)
+
+    with (
+        mock.patch.object(checkpoints, "describe_data", lambda sources, tokenizer: {}),
+        mock.patch.object(writer, "write_tensor_file", write),
+    ):
+        try:
+            with saver:
+                train(trainer, saver, 4)
+        except UserError as error:
+            return events, str(error), trainer.state.steps_taken()
+    return events, "", trainer.state.steps_taken()
+
+
+@pytest.mark.parametrize("words", ["", "--async-save"], ids=["at once", "beside"])
+def test_a_run_trains_on_when_a_save_fails_and_ends_when_the_last_one_does(
+    gloo_pools: GlooPools, tmp_path: Path, words: str
+) -> None:
+    for failing, said in ((2, ""), (4, "the last checkpoint could not be written")):
+        folder = tmp_path / str(failing)
+        ranks = gloo_pools(2).run(failing_saves, ["--save", str(folder), *words.split()], failing)
+        assert all(said in message and bool(said) == bool(message) for _, message, _ in ranks)
+        assert [steps for _, _, steps in ranks] == [4, 4]
+        failed = [fields for kind, fields in ranks[0][0] if kind == "save failed"]
+        assert failed and all(fields["iteration"] == failing for fields in failed)
+        assert all("No space left on device" in fields["error"] for fields in failed)
+        whole = [f"iter_000000{number}" for number in (1, 2, 3, 4) if number != failing]
+        assert sorted(path.name for path in folder.iterdir()) == [*whole, "latest"]
+        assert Checkpoint.open(folder).directory.name == whole[-1]
+
+
+def resumed(argv: list[str], load: Path) -> tuple[tuple[int, int], Events, list[Any], int]:
+    """On each rank: where the run goes on, what happened, what the data was given, and AdamW's steps."""
+    trainer, saver, events = saver_of([*argv, "--load", str(load)], Checkpoint.open(load))
+    streams: Any = saver._streams
+    return saver.resume(), events, streams.loaded, trainer.state.steps_taken()
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    run = gloo_pools(2).run
+    run(saves_of_a_run, ["--save", str(tmp_path)], 4)
+    for words, start, steps, loaded in (
+        ([], (4, 16), 4, 2), (["--no-load-optim"], (4, 16), 0, 2), (["--finetune"], (0, 0), 0, 0)
+    ):  # fmt: skip
+        for place, _, states, taken in run(resumed, words, tmp_path):
+            assert place == start and taken == steps and len(states) == loaded
+    damaged = tmp_path / "iter_0000004" / "optimizer_rank_00001.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-5] ^= 1
+    damaged.write_bytes(bytes(data))
+    (place, events, _, _), (other, others, _, _) = run(resumed, [], tmp_path)
+    assert place == other == (3, 12) and others == []
+    assert [kind for kind, _ in events] == ["fallback", "load"]
+    assert events[0][1]["directory"] == events[1][1]["directory"] == str(tmp_path / "iter_0000003")
+    assert [str(damaged) in fault for fault in events[0][1]["faults"]] == [True]

@@ -1,0 +1,92 @@
+"""A checkpoint from a stranger: nothing in it runs, and nothing outside of its directory is read."""
+
+import ast
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder.checkpoint import merge_manifest, write_manifest
+from megatron_ladder.checkpoint.checksum import file_checksum
+from megatron_ladder.checkpoint.loading import load_newest
+from megatron_ladder.checkpoint.writer import CheckpointWriter
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.errors import UserError
+from tests.unit.checkpoint.tiny_training import SHAPES, TinyState, header_of
+
+PACKAGE = Path(__file__).resolve().parents[3] / "megatron_ladder"
+RUNS_CODE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+"""Modules whose readers run what a file tells them to."""
+
+CALLS = {"torch.load", "torch.save", "eval", "exec"}
+
+
+class Payload:
+    """Unpickled, it makes a directory."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> object:
+        return os.mkdir, (str(self._marker),)
+
+
+@pytest.mark.parametrize("sort", ["weights", "optimizer", "rng"])
+def test_a_pickle_with_a_forged_manifest_is_refused(tmp_path: Path, sort: str) -> None:
+    """Size and checksum agree, so only the file itself speaks against it."""
+    directory, marker = tmp_path / "iter_0000010", tmp_path / "owned"
+    directory.mkdir()
+    state, writer = TinyState(1), CheckpointWriter(directory, 0)
+    for (name, kind), tensor in state.whole.items():
+        writer.add(name, kind, SHAPES[name], (0,) * tensor.dim(), tensor)
+    writer.add("rng.rank_00000.cpu", "rng", (38,), (0,), next(iter(state.whole.values())).view(-1)[:1].repeat(38))
+    index = writer.finish()
+    (record,) = [record for record in index["files"] if record["name"].startswith(sort)]
+    file = directory / record["name"]
+    # torch.load and pickle.load would both open it.
+    file.write_bytes(pickle.dumps(Payload(marker)))
+    record["size"], record["checksum"] = file.stat().st_size, file_checksum(file, lambda count: None)
+    for other in ("mp_rank_00_model_states.pt", "pytorch_model.bin"):
+        (directory / other).write_bytes(file.read_bytes())
+    write_manifest(directory, merge_manifest(header_of(10), [index]))
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        load_newest(directory, TinyState(2), CommGroup.alone(), lambda checkpoint: [])
+    assert not marker.exists()
+    pickle.loads(file.read_bytes())
+    assert marker.exists()
+
+
+def test_a_manifest_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "save" / "iter_0000010"
+    directory.mkdir(parents=True)
+    (tmp_path / "secret.safetensors").write_bytes(b"")
+    for name in ("../secret.safetensors", "../../secret.safetensors", str(tmp_path / "secret.safetensors"), ".."):
+        manifest = merge_manifest(header_of(10), [])
+        manifest["files"] = [{"name": name, "size": 0, "checksum": "xxh3_128:00"}]
+        write_manifest(directory, manifest)
+        for load in (directory, directory.parent):
+            with pytest.raises(UserError) as refusal:
+                load_newest(load, TinyState(2), CommGroup.alone(), lambda checkpoint: [])
+            assert f"the file name {name!r} is not a plain name" in str(refusal.value)
+
+
+def code_readers(source: str) -> Iterator[str]:
+    """What in a source may run code out of a file."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in RUNS_CODE)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in RUNS_CODE:
+            yield str(node.module)
+        elif isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in CALLS:
+            yield ast.unparse(node)
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            yield "allow_pickle"
+
+
+def test_nothing_in_the_package_unpickles() -> None:
+    bad = "import pickle\nfrom shelve import open\nx = torch.load(f)\nnp.load(f, allow_pickle=True)\neval('1')"
+    assert sorted(code_readers(bad)) == ["allow_pickle", "eval", "pickle", "shelve", "torch.load"]
+    found = {str(path): list(code_readers(path.read_text())) for path in PACKAGE.rglob("*.py")}
+    assert len(found) > 100 and {path: what for path, what in found.items() if what} == {}

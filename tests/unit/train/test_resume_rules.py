@@ -1,0 +1,126 @@
+"""What a resumed run may say otherwise of its schedule, and what it then does."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+from megatron_ladder.train.resume_rules import resumed_run, schedule_note
+from megatron_ladder.train.setup import build_schedule
+
+BASE = "--seq-length 16 --hidden-size 32 --num-attention-heads 4 --load c"
+TRAINED = "--train-iters 100 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 10"
+OVERRIDE, KEEP = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
+
+
+def run_of(words: str) -> RunConfig:
+    mistakes: list[str] = []
+    run = resolve_run(parse_run(f"{BASE} {words}".split(), mistakes), 100, 1, mistakes)
+    assert not mistakes, mistakes
+    return run
+
+
+def checkpoint_of(run: RunConfig, kinds: tuple[str, ...] = ("weight", "exp_avg")) -> Any:
+    manifest = {"run": run.to_dict()}
+    return SimpleNamespace(
+        directory=Path("c/iter_0000050"), manifest=manifest, tensors=lambda kind: {"w": 1} if kind in kinds else {}
+    )
+
+
+def resume(words: str, trained: str = TRAINED) -> tuple[RunConfig, list[str]]:
+    mistakes: list[str] = []
+    run = resumed_run(run_of(words), checkpoint_of(run_of(trained)), mistakes)
+    return run, [mistake.split(":")[0] for mistake in mistakes]
+
+
+def rates(run: RunConfig) -> list[float]:
+    schedule = build_schedule(run)
+    return [schedule.at(iteration) for iteration in range(1, 301)]
+
+
+def test_the_same_words_continue_the_same_schedule() -> None:
+    run, mistakes = resume(TRAINED)
+    assert not mistakes and rates(run) == rates(run_of(TRAINED))
+    assert schedule_note(run, checkpoint_of(run_of(TRAINED))) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "flags"),
+    [
+        ("--lr 2e-3", ["--lr 0.002"]),
+        ("--min-lr 0", ["--min-lr 0.0"]),
+        ("--lr-warmup-iters 5", ["--lr-warmup-iters 5"]),
+        ("--lr-decay-style linear", ["--lr-decay-style linear"]),
+        ("--lr-decay-style WSD", ["--lr-decay-style WSD"]),
+        ("--lr-decay-iters 200", ["--lr-decay-iters 200"]),
+        ("--weight-decay 0", ["--weight-decay 0.0"]),
+        ("--clip-grad 2 --adam-beta2 0.999", ["--clip-grad 2.0", "--adam-beta2 0.999"]),
+        ("--adam-eps 1e-6 --adam-beta1 0.8", ["--adam-beta1 0.8", "--adam-eps 1e-06"]),
+    ],
+)
+def test_another_schedule_is_refused_unless_it_is_asked_for(change: str, flags: list[str]) -> None:
+    words = f"{TRAINED} {change}"
+    assert resume(words)[1] == flags
+    changed, mistakes = resume(f"{words} {OVERRIDE}")
+    assert not mistakes and changed.optimizer == run_of(words).optimizer
+    kept, mistakes = resume(f"{words} {KEEP}")
+    assert not mistakes and rates(kept) == rates(run_of(TRAINED))
+    for name in ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"):
+        assert getattr(kept.optimizer, name) == getattr(run_of(TRAINED).optimizer, name)
+
+
+def test_a_longer_run_decays_as_it_did() -> None:
+    """Until it is told otherwise; the third run of a chain still knows where the decay ends."""
+    longer = TRAINED.replace("100", "300")
+    run, mistakes = resume(longer)
+    assert not mistakes and rates(run) == rates(run_of(TRAINED)) and run.training.train_iters == 300
+    note = schedule_note(run, checkpoint_of(run_of(TRAINED)))
+    assert note is not None and "ends at iteration 100;" in note
+    again: list[str] = []
+    third = resumed_run(run_of(longer.replace("300", "400")), checkpoint_of(run), again)
+    assert not again and rates(third) == rates(run_of(TRAINED))
+    stretched, mistakes = resume(f"{longer} {OVERRIDE}")
+    assert not mistakes and rates(stretched) == rates(run_of(longer)) != rates(run_of(TRAINED))
+    assert schedule_note(stretched, checkpoint_of(run_of(TRAINED))) is None
+    shorter, mistakes = resume(TRAINED.replace("100", "60"))
+    assert not mistakes and rates(shorter) == rates(run_of(TRAINED))
+
+
+def test_what_a_style_does_not_use_may_change() -> None:
+    constant = f"{TRAINED} --lr-decay-style constant"
+    run, mistakes = resume(f"{constant} --min-lr 0 --lr-decay-iters 50 --lr-wsd-decay-iters 7", constant)
+    assert not mistakes and schedule_note(run, checkpoint_of(run_of(constant))) is None
+    assert resume(f"{TRAINED} --lr-wsd-decay-iters 7")[1] == []
+    stable = f"{TRAINED} --lr-decay-style WSD"
+    assert resume(f"{stable} --lr-wsd-decay-iters 7", stable)[1] == ["--lr-wsd-decay-iters 7"]
+    assert resume(f"{stable} --lr-wsd-decay-iters 10", stable)[1] == []
+
+
+def test_finetuning_begins_with_its_own_schedule() -> None:
+    words = "--train-iters 20 --lr 5e-5 --lr-decay-style linear --finetune --weight-decay 0"
+    run, mistakes = resume(words)
+    assert not mistakes and run == run_of(words)
+
+
+def test_weights_alone_are_no_run_to_continue() -> None:
+    for words, refused in (("", True), ("--finetune", False), ("--no-load-optim", False)):
+        mistakes: list[str] = []
+        run = run_of(f"{TRAINED} {words}")
+        assert resumed_run(run, checkpoint_of(run, ("weight",)), mistakes) == run or words != "--finetune"
+        assert [("give --finetune, or --no-load-optim" in line) for line in mistakes] == [True] * refused
+
+
+def test_flags_that_contradict_each_other() -> None:
+    mistakes: list[str] = []
+    words = f"{TRAINED} {OVERRIDE} {KEEP} --finetune --keep-last-n-checkpoints 0 --save-retain-interval -1"
+    flags = parse_run([word for word in f"{BASE} {words}".split() if word not in ("--load", "c")], mistakes)
+    resolve_run(flags, 100, 1, mistakes)
+    starts = ["--keep-last-n-checkpoints 0 must", "--save-retain-interval -1 must", "--override-opt", "--finetune"]
+    assert [line.startswith(start) for line, start in zip(mistakes, starts, strict=True)] == [True] * 4
+
+
+def test_megatrons_older_spelling_is_the_same_flag() -> None:
+    flags = parse_run(f"{BASE} {TRAINED} --override-opt_param-scheduler".split(), [])
+    assert flags.checkpoint.override_opt_param_scheduler
