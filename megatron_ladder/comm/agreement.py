@@ -14,7 +14,8 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -59,48 +60,60 @@ class Peers:
     """In rank order."""
     board: Store | None = None
     """Where ranks that make no progress say that they are still there, once there is such a place."""
+    board_is_dead: bool = False
+    """Whether it has not answered; a late answer would be taken for that to another question."""
 
     def open_board(self, store: Store) -> None:
         """Takes the store at which ranks met as the board, with a connection that does not wait for long."""
         # Every store has these two methods, but not torch's type annotations.
         self.board = store.clone()  # type: ignore[attr-defined]
         self.board.set_timeout(timedelta(seconds=BOARD_SECONDS))
-        self._note("")
+        self._ask(lambda board: board.append(WAITING, ""))
 
     def say_waiting(self, rank: int, waiting: bool) -> None:
         """Notes that a rank makes no progress, or makes it again."""
-        if self.board is not None:
-            with contextlib.suppress(dist.DistError):
-                self._note(f"{rank if waiting else ~rank} ")
+        self._ask(lambda board: board.append(WAITING, f"{rank if waiting else ~rank} "))
 
     def beat(self, rank: int, iteration: int) -> None:
         """Notes that a rank is alive after a step."""
-        if self.board is not None:
-            with contextlib.suppress(dist.DistError):
-                self.board.set(f"{BEAT}/{rank}", f"{datetime.now(UTC):%H:%M:%S} UTC after iteration {iteration}")
+        now = datetime.now(UTC)
+        self._ask(lambda board: board.set(f"{BEAT}/{rank}", f"{now:%H:%M:%S} UTC after iteration {iteration}"))
 
     def last_beats(self, ranks: Iterable[int]) -> str:
         """When ranks last said that they are alive, by their own clocks: `rank 3: 12:00:05 UTC after iteration 7`."""
-        told: list[str] = []
-        if self.board is None:
-            return ""
-        for rank in sorted(ranks)[:MOST_HOSTS]:
-            with contextlib.suppress(dist.DistError):
-                if self.board.check([f"{BEAT}/{rank}"]):
-                    told.append(f"rank {rank}: {self.board.get(f'{BEAT}/{rank}').decode()}")
-        return ", ".join(told)
+        shown = sorted(ranks)[:MOST_HOSTS]
+        # One question, which has a time limit, unlike the one whether a key is there.
+        beats = self._ask(lambda board: board.multi_get([f"{BEAT}/{rank}" for rank in shown]))
+        return ", ".join(f"rank {rank}: {beat.decode()}" for rank, beat in zip(shown, beats or (), strict=False))
 
-    def _note(self, text: str) -> None:
-        self.board.append(WAITING, text)  # type: ignore[union-attr]
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """What the board answers, or None.
+
+        The store's own time limit does not hold when the process that serves it is stopped: having waited in vain for
+        a value, it waits without limit for the answer to its word that it waits no more.
+        """
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with contextlib.suppress(dist.DistError):
+                answers.append(question(self.board))
+
+        if self.board is None or self.board_is_dead:
+            return None
+        asking = threading.Thread(target=ask, name="board", daemon=True)
+        asking.start()
+        asking.join(BOARD_SECONDS)
+        self.board_is_dead = not answers
+        return answers[0] if answers else None
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
         """Those that have not said that they wait; rank 0, which serves the board, where that does not answer."""
         if self.board is None:
             return list(ranks)
-        try:
-            notes = [int(note) for note in self.board.get(WAITING).split()]
-        except dist.DistError:
+        answer = self._ask(lambda board: board.get(WAITING))
+        if answer is None:
             return [rank for rank in ranks if rank == 0]
+        notes = [int(note) for note in answer.split()]
         state = {max(note, ~note): note >= 0 for note in notes}
         return [rank for rank in ranks if not state.get(rank, False)]
 

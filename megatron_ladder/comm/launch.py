@@ -113,6 +113,7 @@ def start_process_group(
     if peers is not None:
         peers.hosts = hosts
         peers.open_board(store)
+        peers.beat(place.rank, 0)
     choose_interface(host, hosts)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     return device

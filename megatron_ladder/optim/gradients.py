@@ -35,7 +35,8 @@ def gradient_norm(
 ) -> tuple[float, list[float]]:
     """The Euclidean norm of the whole model's gradient; every rank must call this and gets the same numbers.
 
-    Squares are added in fp64, since millions of them of very different size would lose digits in fp32.
+    Squares are added in fp64, since millions of them of very different size would lose digits in fp32. It is not finite
+    if any rank's copy of any element is not, counted or not: nothing else would notice a copy that went wrong alone.
 
     Args:
         riders: numbers [n] of this rank in fp64 on `device`, which travel in the same collective.
@@ -43,17 +44,18 @@ def gradient_norm(
     Returns:
         The norm, and the sums of the riders over all ranks.
     """
-    norms = [
-        torch.linalg.vector_norm(piece.gradient.reshape(-1).narrow(0, part.begin, part.length), dtype=torch.float32)
-        for piece in pieces
-        if piece.owned
-        for part in split_interval(piece.sections, piece.shape, piece.start, piece.gradient.numel())
-        if part.section.counted
-    ]
+    norms, counts = [], []
+    for piece in pieces:
+        for part in split_interval(piece.sections, piece.shape, piece.start, piece.gradient.numel()):
+            run = piece.gradient.reshape(-1).narrow(0, part.begin, part.length)
+            norms.append(torch.linalg.vector_norm(run, dtype=torch.float32))
+            counts.append(float(piece.owned and part.section.counted))
     total = torch.zeros((), dtype=torch.float64, device=device)
     if norms:
         # Gradients of an offloaded optimizer are in the host's memory, where no GPU collective reaches.
-        total = torch.stack(norms).to(device).double().square().sum()
+        squares = torch.stack(norms).to(device).double().square()
+        # Zero times what is not finite is not a number.
+        total = (squares * torch.tensor(counts, dtype=torch.float64, device=device)).sum()
     packed = total.reshape(1) if riders is None else torch.cat([total.reshape(1), riders])
     square, *sums = world.all_reduce(packed).tolist()
     return math.sqrt(square), sums

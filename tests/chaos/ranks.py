@@ -1,0 +1,131 @@
+"""Real ranks without the cost of a start: processes forked from one that has imported everything.
+
+A forked rank is a process like any other to signals, locks and files, and runs the program's own entry point. The
+process that forks must have started no thread of torch: it computes nothing.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_ladder.cli.pretrain import main
+from megatron_ladder.errors import run_program
+from tests.distributed.commands import free_port
+
+PR_SET_PDEATHSIG = 1
+"""Of <linux/prctl.h>: the signal that the kernel sends to a process when its parent is gone."""
+
+STACKS_SECONDS = 0.5
+"""That a rank gets to write its stacks."""
+
+
+def import_everything() -> None:
+    """What ranks would import one after another, also what torch and DeepSpeed import when they are used."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    for module in (
+        "deepspeed.pipe",
+        "deepspeed.runtime.zero.muon.original_muon",
+        "torch._dynamo",
+        "megatron_ladder.train.loop",
+        "megatron_ladder.pipeline.stages",
+    ):
+        importlib.import_module(module)
+
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{len(threads)} threads: a fork would lose all but one"
+
+
+class Job:
+    """The ranks of one attempt, started at once."""
+
+    def __init__(
+        self, argv: Sequence[str], world_size: int, output: Path, prepare: Callable[[int], None] | None = None
+    ) -> None:
+        """`prepare` is called in each rank with its number before the program begins."""
+        self.output = output
+        self._codes: dict[int, int] = {}
+        self._pids: list[int] = []
+        port = free_port()
+        for rank in range(world_size):
+            variables = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }  # fmt: skip
+            pid = os.fork()
+            if pid == 0:
+                _become_rank(argv, {name: str(value) for name, value in variables.items()}, output, prepare)
+            self._pids.append(pid)
+
+    @property
+    def codes(self) -> dict[int, int]:
+        """The exit codes of the ranks that have ended, below zero if by a signal."""
+        for rank, pid in enumerate(self._pids):
+            if rank not in self._codes:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    self._codes[rank] = os.waitstatus_to_exitcode(status)
+        return self._codes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has ended."""
+        return len(self.codes) == len(self._pids)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Sends a signal to a rank that runs."""
+        if rank not in self.codes:
+            os.kill(self._pids[rank], number)
+
+    def wait(self, seconds: float, ranks: Sequence[int] | None = None) -> dict[int, int]:
+        """The exit codes when these ranks (all if not given) have ended; AssertionError with the output if not."""
+        deadline = time.monotonic() + seconds
+        awaited = range(len(self._pids)) if ranks is None else ranks
+        while not all(rank in self.codes for rank in awaited):
+            if time.monotonic() > deadline:
+                for rank in awaited:
+                    self.signal(rank, signal.SIGUSR1)
+                time.sleep(STACKS_SECONDS)
+                self.kill()
+                raise AssertionError(f"still runs after {seconds:g} s:\n{self.output.read_text()}")
+            time.sleep(0.005)
+        return self.codes
+
+    def kill(self) -> None:
+        """Ends what is left, as a launcher does when a rank has failed."""
+        for rank in range(len(self._pids)):
+            self.signal(rank, signal.SIGKILL)
+        for rank, pid in enumerate(self._pids):
+            if rank not in self._codes:
+                self._codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _become_rank(
+    argv: Sequence[str], variables: dict[str, str], output: Path, prepare: Callable[[int], None] | None
+) -> None:
+    """In the forked process; does not return."""
+    with contextlib.suppress(BaseException):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setpgid(0, 0)
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.environ |= variables
+        faulthandler.register(signal.SIGUSR1)
+        random.seed()
+        try:
+            if prepare is not None:
+                prepare(int(variables["RANK"]))
+            run_program(main, argv)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+    os._exit(1)

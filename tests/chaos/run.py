@@ -1,0 +1,73 @@
+"""Kills, stops and spoils small runs of two real processes, and checks that nothing is lost:
+
+    python tests/chaos/run.py --kills 30 --seed 1
+"""
+
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# Libraries start threads by these when they are imported, and a fork would lose them.
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+from megatron_ladder.config.fields import parse_command_line  # noqa: E402
+from tests.chaos import faults  # noqa: E402
+from tests.chaos.ranks import import_everything  # noqa: E402
+from tests.chaos.runs import Experiment, write_tokens  # noqa: E402
+
+
+@dataclass(frozen=True)
+class ChaosConfig:
+    """What is done."""
+
+    layouts: tuple[Literal["tp", "pp", "dp"], ...] = ("tp", "pp", "dp")
+    """Layouts of two processes, one after another."""
+    faults: tuple[Literal["kill", "term", "second-signal", "stop", "nan", "lock", "cost"], ...] = (
+        "kill", "term", "second-signal", "stop", "nan", "lock",
+    )  # fmt: skip
+    """kill: SIGKILL at random moments. term: SIGTERM or SIGINT in a start, a step and a save. second-signal: another
+    one. stop: SIGSTOP of a rank. nan: bad gradients. lock: two runs on one directory. cost: what the hooks take."""
+    kills: int = 3
+    """Kills, and as many terminations, in each layout."""
+    seed: int = 0
+    """Decides moments and ranks."""
+    verbose: bool = False
+    """Tell each moment of a kill."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints a line for each fault in each layout; AssertionError at the first that has another outcome."""
+    (config,) = parse_command_line([ChaosConfig], argv, "run.py", "Faults in runs of two processes.")
+    import_everything()
+    with tempfile.TemporaryDirectory(prefix="chaos_") as name:
+        folder = Path(name)
+        write_tokens(folder)
+        for layout in config.layouts:
+            (folder / layout).mkdir()
+            experiment = Experiment(layout, folder / layout, random.Random(f"{config.seed} {layout}"))
+            known: dict[str, Callable[[], str]] = {
+                "kill": lambda e=experiment: faults.kills(e, config.kills),
+                "term": lambda e=experiment: faults.terminations(e, config.kills),
+                "second-signal": lambda e=experiment: faults.second_signal(e),
+                "stop": lambda e=experiment: faults.stopped_rank(e),
+                "nan": lambda e=experiment: faults.bad_numbers(e),
+                "lock": lambda e=experiment: faults.second_run(e),
+                "cost": lambda e=experiment: faults.cost(e),
+            }
+            for fault in config.faults:
+                began = time.monotonic()
+                outcome = known[fault]()
+                print(f"{layout} {fault}: {outcome} ({time.monotonic() - began:.1f} s)", flush=True)
+            if config.verbose:
+                print("\n".join(experiment.moments), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
