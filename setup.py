@@ -16,6 +16,7 @@ PROGRAMS = {
     "prepare-corpus": "prepare_corpus",
     "generate": "generate",
     "benchmark": "benchmark",
+    "benchmark-data": "benchmark_data",
     "plan": "plan",
     "plot-loss": "plot_loss",
     "exposed-communication": "exposed_communication",

@@ -1,0 +1,9 @@
+"""The rows of the data benchmark, by their names on the command line."""
+
+from megatron_ladder.bench.data_speed import tokenizer_shares
+from megatron_ladder.bench.data_table import DataRow
+
+DATA_ROWS: dict[str, DataRow] = {
+    "tokenizers": tokenizer_shares,
+}
+"""Run in this order. A row of another file is imported and named here."""
