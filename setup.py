@@ -11,6 +11,8 @@ PROGRAMS = {
     "pretrain": "pretrain",
     "preprocess-data": "preprocess_data",
     "train-tokenizer": "train_tokenizer",
+    "merge-datasets": "merge_datasets",
+    "inspect-data": "inspect_data",
     "prepare-corpus": "prepare_corpus",
     "generate": "generate",
     "benchmark": "benchmark",

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ladder.bench.paired import PairedTimes, measure
+
 
 @dataclass(frozen=True)
 class DataBenchmark:
@@ -60,6 +62,11 @@ def cpu_seconds() -> float:
     """User and system time of this process and of its children that have ended."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measure_cpu(benchmark: DataBenchmark, ways: dict[str, Callable[[], object]]) -> PairedTimes:
+    """CPU seconds of every way, interleaved: a busy machine then disturbs all of them alike."""
+    return measure(ways, benchmark.rounds, clock=cpu_seconds)
 
 
 def table(results: Sequence[DataResult]) -> str:

@@ -42,16 +42,21 @@ def parse_blend(flag: str, words: Sequence[str]) -> Blend:
 
     Raises:
         UserError: a weight without a path, a path without a weight beside others with one, a weight that is not
-            above 0.
+            above 0, a path that is named twice.
     """
     if any(_is_weight(word) for word in words[::2]) and (len(words) % 2 or not all(map(_is_weight, words[::2]))):
         raise UserError(f"{flag} {' '.join(words)}: expected paths alone, or a weight before each of them")
-    if not words or not _is_weight(words[0]):
-        return Blend(tuple(map(Path, words)), None)
+    is_weighted = bool(words) and _is_weight(words[0])
+    prefixes = tuple(map(Path, words[1::2] if is_weighted else words))
+    twice = next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None)
+    if twice is not None:
+        raise UserError(f"{flag} {twice}: is named twice: name it once, with the sum of its weights")
+    if not is_weighted:
+        return Blend(prefixes, None)
     weights = tuple(Fraction(word) for word in words[::2])
     if min(weights) <= 0:
         raise UserError(f"{flag}: weight {words[2 * weights.index(min(weights))]}: expected more than 0")
-    return Blend(tuple(map(Path, words[1::2])), weights)
+    return Blend(prefixes, weights)
 
 
 def _is_weight(word: str) -> bool:

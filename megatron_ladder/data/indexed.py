@@ -18,7 +18,7 @@ A document of ours is one sequence. Megatron may cut one into several (sentences
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self
@@ -34,7 +34,12 @@ HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Code in the file -> NumPy type. Codes 6 and 7 are floating point, which no token id is."""
+"""Code in the file -> NumPy type."""
+FLOAT_CODES = {6: "float64", 7: "float32"}
+"""The other codes of Megatron."""
+
+COPIED_TOKENS = 1 << 23
+"""How many are copied at a time from one data set to another."""
 
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 4096
 """How much of .bin tells two data sets with equal indices apart without reading them whole."""
@@ -81,6 +86,8 @@ class IndexedDatasetWriter:
         self.dtype = dtype
         self._code = next(code for code, name in TOKEN_DTYPES.items() if np.dtype(name) == dtype)
         self._lengths: list[NDArray[np.int32]] = []
+        self._document_ends: list[NDArray[np.int64]] = []
+        self._sequences = 0
         self._bin_hasher = xxhash.xxh3_128()
         self._temporary_bin = temporary_beside(bin_path(prefix))
         self._bin: BinaryIO = open(self._temporary_bin, "xb")  # noqa: SIM115 - closed by __exit__
@@ -112,17 +119,46 @@ class IndexedDatasetWriter:
                 raise ValueError(
                     f"token ids {smallest} to {largest} do not fit {self.dtype} of {self.prefix}"
                 )
+        self._write(token_ids)
+        self._add_index(lengths, np.arange(1, len(lengths) + 1))
+
+    def append(self, dataset: "IndexedDataset", copied: Callable[[int], None]) -> str:
+        """Appends all of a data set of the same type, documents of several sequences included, a block at a time.
+
+        Args:
+            copied: is told the number of bytes after each block.
+
+        Returns:
+            The checksum of the tokens read: `xxh3_128:` and 32 hexadecimal digits.
+        """
+        if dataset.tokens.dtype != self.dtype:
+            raise ValueError(f"{dataset.prefix} holds {dataset.tokens.dtype}, {self.prefix} {self.dtype}")
+        hasher = xxhash.xxh3_128()
+        for begin in range(0, len(dataset.tokens), COPIED_TOKENS):
+            block = dataset.tokens[begin : begin + COPIED_TOKENS]
+            hasher.update(block.data)
+            self._write(block)
+            copied(block.nbytes)
+        self._add_index(np.diff(dataset.sequence_bounds), dataset.document_indices[1:])
+        return f"xxh3_128:{hasher.hexdigest()}"
+
+    def _write(self, token_ids: NDArray[Any]) -> None:
         content = np.ascontiguousarray(token_ids, dtype=self.dtype).data
         self._bin.write(content)
         self._bin_hasher.update(content)
+
+    def _add_index(self, lengths: NDArray[Any], document_ends: NDArray[np.int64]) -> None:
+        """Lengths of sequences that were written, and after how many of them each document ends."""
         self._lengths.append(lengths.astype("<i4"))
+        self._document_ends.append(document_ends + self._sequences)
+        self._sequences += len(lengths)
 
     def publish(self) -> Checksums:
         """Makes the data set appear under its name; one that was there is replaced."""
         lengths = np.concatenate([np.empty(0, "<i4"), *self._lengths])
         offsets = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=offsets[1:])
-        documents = np.arange(len(lengths) + 1, dtype="<i8")
+        documents = np.concatenate([np.zeros(1, "<i8"), *self._document_ends]).astype("<i8", copy=False)
         _sync_and_close(self._bin)
         temporary_idx = temporary_beside(idx_path(self.prefix))
         idx_hasher = xxhash.xxh3_128()
@@ -158,6 +194,7 @@ class IndexedDataset:
         document_bounds [documents + 1] int64: document i is `tokens[bounds[i]:bounds[i + 1]]`.
         loss_mask [number of tokens] uint8: 1 where a token is to be learnt, 0 where it is only read; None
             where there is no `<prefix>_loss_mask.bin`, and every token is learnt.
+        document_indices [documents + 1] int64: first sequence of each document, and the number of sequences.
         idx_checksum: of the index file, `xxh3_128:` and 32 hexadecimal digits.
     """
 
@@ -170,7 +207,7 @@ class IndexedDataset:
         self.prefix = prefix
         index = _read_index(prefix)
         self.sequence_bounds, self.document_bounds = index.sequence_bounds, index.document_bounds
-        self.idx_checksum = index.checksum
+        self.document_indices, self.idx_checksum = index.document_indices, index.checksum
         found, expected = bin_path(prefix).stat().st_size, index.tokens * index.dtype.itemsize
         if found != expected:
             raise UserError(
@@ -222,6 +259,7 @@ class _Index(NamedTuple):
     dtype: "np.dtype[Any]"
     tokens: int
     sequence_bounds: NDArray[np.int64]
+    document_indices: NDArray[np.int64]
     document_bounds: NDArray[np.int64]
     checksum: str
 
@@ -245,6 +283,8 @@ def _read_index(prefix: Path) -> _Index:
             f"{path}: begins with {magic!r} version {version}, expected {MAGIC!r} version {VERSION}: "
             "not a Megatron index"
         )
+    if code in FLOAT_CODES:
+        raise UserError(f"{path}: holds {FLOAT_CODES[code]}, which no token id is: not a data set of tokens")
     if code not in TOKEN_DTYPES:
         known = ", ".join(map(str, sorted(TOKEN_DTYPES)))
         raise UserError(f"{path}: code of the token type is {code}, expected one of {known}")
@@ -263,7 +303,8 @@ def _read_index(prefix: Path) -> _Index:
     starts = _sequence_starts(path, lengths, offsets, dtype.itemsize)
     is_one_sequence_each = _check_documents(path, documents, sequences)
     checksum = f"xxh3_128:{xxhash.xxh3_128_hexdigest(content)}"
-    return _Index(dtype, int(starts[-1]), starts, starts if is_one_sequence_each else starts[documents], checksum)
+    document_bounds = starts if is_one_sequence_each else starts[documents]
+    return _Index(dtype, int(starts[-1]), starts, documents, document_bounds, checksum)
 
 
 def _sequence_starts(

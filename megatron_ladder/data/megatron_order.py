@@ -131,6 +131,9 @@ class MegatronBlend(BlendedSource):
         Args:
             weights: of each source; they add up to 1.
             size: samples of the run.
+
+        Raises:
+            UserError: the rule takes more from a source than it has.
         """
         self.sources, self.weights, self.seq_length = tuple(sources), weights, sources[0].seq_length
         self.size = size
@@ -141,6 +144,12 @@ class MegatronBlend(BlendedSource):
             return [turns.astype(np.int64), places_among_equals(turns, len(weights))]
 
         self._turns, self._places = build() if cache is None else load_or_build(cache, description, build)
+        for source, count in zip(sources, np.bincount(self._turns, minlength=len(sources)).tolist(), strict=True):
+            if count > len(source):
+                raise UserError(
+                    f"--megatron-order: the blend takes {count} samples from {source.name}, which Megatron makes ready "
+                    f"for {len(source)}: Megatron refuses it too; give a weight that is not so small"
+                )
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"run_samples": self.size}

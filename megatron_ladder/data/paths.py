@@ -31,8 +31,9 @@ def find_data(data: DataConfig) -> DataWords:
     if data.data_args_path is not None:
         if words:
             mistakes.append("--data-args-path and --data-path exclude each other: give one of them")
-        words = _read(data.data_args_path, "--data-args-path", mistakes).split()
-        if not words and not mistakes:
+        text = _read(data.data_args_path, "--data-args-path", mistakes)
+        words = [] if text is None else text.split()
+        if text is not None and not words:
             mistakes.append(f"--data-args-path {data.data_args_path}: names no data set")
     own = {part: list(map(str, getattr(data, f"{part}_data_path"))) for part in PARTS}
     if data.per_split_data_args_path is not None:
@@ -45,12 +46,12 @@ def find_data(data: DataConfig) -> DataWords:
     return DataWords(words, *(own[part] for part in PARTS))
 
 
-def _read(path: Path, flag: str, mistakes: list[str]) -> str:
+def _read(path: Path, flag: str, mistakes: list[str]) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         mistakes.append(f"{flag} {path}: cannot be read: {error}")
-        return ""
+        return None
 
 
 def _read_parts(path: Path, mistakes: list[str]) -> dict[str, list[str]]:
@@ -58,7 +59,7 @@ def _read_parts(path: Path, mistakes: list[str]) -> dict[str, list[str]]:
     text = _read(path, flag, mistakes)
     own: dict[str, list[str]] = {part: [] for part in PARTS}
     try:
-        values: Any = json.loads(text) if text else {}
+        values: Any = {} if text is None else json.loads(text)
     except ValueError as error:
         mistakes.append(f"{flag} {path}: not JSON: {error}")
         return own

@@ -42,17 +42,16 @@ def permutation(size: int, seed: int, epoch: int, purpose: int) -> NDArray[np.in
     stream = np.random.PCG64(np.random.SeedSequence([seed, epoch, purpose]))
     draws: NDArray[np.uint64] = stream.random_raw(size)
     position_mask = np.uint64((1 << max(size - 1, 0).bit_length()) - 1)
-    keys = (draws & ~position_mask) | np.arange(size, dtype=np.uint64)
+    keys = draws & ~position_mask
+    keys |= np.arange(size, dtype=np.uint64)
     keys.sort()
-    order = (keys & position_mask).astype(np.int64)
+    order = (keys & position_mask).view(np.int64)
     keys &= ~position_mask
-    same_as_next = keys[1:] == keys[:-1]
-    in_tie = np.zeros(size, dtype=bool)
-    in_tie[1:] |= same_as_next
-    in_tie[:-1] |= same_as_next
-    tied = np.flatnonzero(in_tie)
-    candidates = order[tied]
-    order[tied] = candidates[np.argsort(draws[candidates], kind="stable")]
+    same_as_next = np.flatnonzero(keys[1:] == keys[:-1])
+    if len(same_as_next):
+        tied = np.union1d(same_as_next, same_as_next + 1)
+        candidates = order[tied]
+        order[tied] = candidates[np.argsort(draws[candidates], kind="stable")]
     return order
 
 

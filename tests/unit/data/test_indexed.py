@@ -55,6 +55,60 @@ def test_bytes_are_megatrons(
     assert [read.document(i).tolist() for i in range(len(read))] == documents
 
 
+# Tokens 1, 2 and 3 in documents of two tokens and of one, as Megatron's writer leaves them, for each of its types.
+HEAD, TAIL = "4d4d494449445800 00 0100000000000000", "0200000000000000 0300000000000000 02000000 01000000"
+DOCUMENTS = "0000000000000000 0100000000000000 0200000000000000"
+OF_EVERY_TYPE = {
+    "uint8": ("01", "0000000000000000 0200000000000000", "01 02 03"),
+    "int8": ("02", "0000000000000000 0200000000000000", "01 02 03"),
+    "int16": ("03", "0000000000000000 0400000000000000", "0100 0200 0300"),
+    "int32": ("04", "0000000000000000 0800000000000000", "01000000 02000000 03000000"),
+    "int64": ("05", "0000000000000000 1000000000000000", "0100000000000000 0200000000000000 0300000000000000"),
+    "float64": ("06", "0000000000000000 1000000000000000", "000000000000f03f 0000000000000040 0000000000000840"),
+    "float32": ("07", "0000000000000000 0800000000000000", "0000803f 00000040 00004040"),
+    "uint16": ("08", "0000000000000000 0400000000000000", "0100 0200 0300"),
+}
+
+
+@pytest.mark.parametrize("name", OF_EVERY_TYPE)
+def test_every_type_of_megatrons(tmp_path: Path, name: str) -> None:
+    code, offsets, tokens = OF_EVERY_TYPE[name]
+    idx, data = bytes.fromhex(f"{HEAD} {code} {TAIL} {offsets} {DOCUMENTS}"), bytes.fromhex(tokens)
+    prefix = put(tmp_path / "fixture", idx, data)
+    if name.startswith("float"):
+        with pytest.raises(UserError, match=rf"fixture\.idx: holds {name}, which no token id is"):
+            IndexedDataset(prefix)
+        return
+    read = IndexedDataset(prefix)
+    assert read.tokens.dtype.name == name
+    assert [read.document(number).tolist() for number in range(2)] == [[1, 2], [3]]
+    with IndexedDatasetWriter(tmp_path / "ours", read.tokens.dtype) as writer:
+        writer.add_document([1, 2])
+        writer.add_document([3])
+        writer.publish()
+    assert (tmp_path / "ours.idx").read_bytes() == idx and (tmp_path / "ours.bin").read_bytes() == data
+    assert read_as_megatron_does(tmp_path / "ours") == [[1, 2], [3]]
+
+
+def read_as_megatron_does(prefix: Path) -> list[list[int]]:
+    """Its reader's steps: header, then three arrays one after the other; a sequence by its byte offset and length."""
+    idx, data = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
+    assert idx[:9] == b"MMIDIDX\x00\x00" and struct.unpack("<Q", idx[9:17]) == (1,)
+    letter = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}[idx[17]]
+    sequences, documents = struct.unpack("<QQ", idx[18:34])
+    lengths = struct.unpack_from(f"<{sequences}i", idx, 34)
+    pointers = struct.unpack_from(f"<{sequences}q", idx, 34 + 4 * sequences)
+    indices = struct.unpack_from(f"<{documents}q", idx, 34 + 12 * sequences)
+    assert len(idx) == 34 + 12 * sequences + 8 * documents and indices[-1] == sequences
+    spans = zip(lengths, pointers, strict=True)
+    return [list(struct.unpack_from(f"<{length}{letter}", data, at)) for length, at in spans]
+
+
+def test_a_mode_for_each_sequence_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a mode for each sequence"):
+        IndexedDataset(put(tmp_path / "modes", U16_IDX + bytes(2), U16_BIN))
+
+
 def test_documents_of_several_and_of_no_sequences(tmp_path: Path) -> None:
     # As Megatron writes with --split-sentences: lengths 1, 0, 2 in documents of 2, 0 and 1 sequences.
     idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 3, 3, 4)

@@ -78,13 +78,13 @@ def tiny_engine(config: ModelConfig, weights: Mapping[str, Tensor]) -> Generatio
     return GenerationEngine(model, mesh)
 
 
-def write_checkpoint(save: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> Path:
-    """Publishes the weights as iteration 10; returns the checkpoint's own directory."""
+def write_checkpoint(save: Path, config: ModelConfig, weights: Mapping[str, Tensor], **more: Any) -> Path:
+    """Publishes the weights as iteration 10, with `more` in the header; returns the checkpoint's own directory."""
     temporary = create_temporary_directory(save, 10, "token")
     writer = CheckpointWriter(temporary, 0)
     for name, weight in weights.items():
         writer.add(name, "weight", weight.shape, [0] * weight.dim(), weight)
-    header = {"iteration": 10, "consumed_samples": 80, "model": config.to_dict()}
+    header = {"iteration": 10, "consumed_samples": 80, "model": config.to_dict()} | more
     write_manifest(temporary, merge_manifest(header, [writer.finish()]))
     return publish(temporary, save, 10)
 

@@ -14,7 +14,7 @@ from megatron_ladder.comm.launch import Place
 from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
-from megatron_ladder.train.inputs import read_inputs
+from megatron_ladder.train.inputs import describe_data, read_inputs
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
 SIZES = (
@@ -96,3 +96,35 @@ def test_finetuning_may_read_other_lengths_and_orders(tmp_path: Path) -> None:
     write_manifest(manifest.parent, stored | {"tensors": tensors})
     assert mistakes_about(tmp_path, "--no-load-optim") == ["--seed 1234", "--seq-length 12"]
     assert mistakes_about(tmp_path, "--finetune") == []
+
+
+def test_changed_data_is_refused_or_said_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = tmp_path / "tokens"
+
+    def rewrite(first: int) -> None:
+        with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
+            writer.add_document(np.arange(first, first + 40))
+            writer.publish()
+
+    config = tiny_config()
+    words = [*SIZES, *f"--data-path {prefix} --split 1 --eval-iters 0".split()]
+    rewrite(0)
+    inputs = read_inputs(words, Place(0, 1, 0))
+    write_checkpoint(tmp_path / "save", config, reference_of(config)[0], data=describe_data(inputs.sources, None))
+    load = ["--load", str(tmp_path / "save")]
+
+    def about_data(words: list[str]) -> list[str]:
+        try:
+            read_inputs(words, Place(0, 1, 0))
+        except UserError as error:
+            return [line for line in error.mistakes if str(prefix) in line]
+        return []
+
+    assert about_data([*words, *load]) == []
+    rewrite(20)
+    (line,) = about_data([*words, *load])
+    assert line.startswith(f"{prefix}: checksum of blocks of .bin is") and "--allow-data-change" in line
+    capsys.readouterr()
+    assert about_data([*words, *load, "--allow-data-change"]) == []
+    said = capsys.readouterr().out
+    assert f"*** --allow-data-change: {prefix}: checksum" in said and "of the new order ***" in said

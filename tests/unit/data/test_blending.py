@@ -1,0 +1,163 @@
+"""Several data sets read as one."""
+
+import json
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ladder.config.data import DataConfig
+from megatron_ladder.data.blending import MOST_TURNS, BlendedSource, parse_blend, turns_of, whole_weights
+from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
+from megatron_ladder.data.loader import OrderOptions, open_sources
+from megatron_ladder.data.paths import DataWords, find_data
+from megatron_ladder.data.samples import SampleRows, SampleSource
+from megatron_ladder.errors import UserError
+
+MakeDataset = Callable[..., IndexedDataset]
+SEQ_LENGTH = 4
+ORDER = OrderOptions(SEQ_LENGTH, seed=7)
+
+
+def largest_deviation(weights: list[int], turns: list[int]) -> Fraction:
+    """The largest |c_i - w_i n| over all prefixes and data sets, counted one by one."""
+    counts, worst = [0] * len(weights), 0
+    for taken, turn in enumerate(turns, 1):
+        counts[turn] += 1
+        of_this = (abs(count * sum(weights) - weight * taken) for count, weight in zip(counts, weights, strict=True))
+        worst = max(worst, *of_this)
+    return Fraction(worst, sum(weights))
+
+
+def test_no_data_set_is_a_sample_ahead_or_behind() -> None:
+    generator = np.random.default_rng(0)
+    cases = [generator.integers(1, 60, generator.integers(2, 8)).tolist() for _ in range(150)]
+    for weights in [*cases, [1, 1], [1] * 9, [50] + [1] * 50, [999, 1], [3, 2]]:
+        turns = turns_of(weights).tolist()
+        assert [turns.count(i) for i in range(len(weights))] == weights
+        assert largest_deviation(weights, turns) <= 1 - Fraction(1, 2 * len(weights) - 2), weights
+
+
+def test_turns_by_hand() -> None:
+    # For two data sets each count is w n rounded, halves either way.
+    assert turns_of([3, 7]).tolist() == [1, 0, 1, 1, 0, 1, 1, 1, 0, 1]
+    assert turns_of([5]).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ("0.3 0.7", [3, 7]),
+        ("30 70", [3, 7]),
+        ("2 4 6", [1, 2, 3]),
+        ("1e-1 0.25", [2, 5]),
+        ("1/3 2/3", [1, 2]),
+    ],
+)
+def test_weights_become_whole_numbers(weights: str, expected: list[int]) -> None:
+    assert whole_weights([Fraction(word) for word in weights.split()]) == expected
+
+
+def test_weights_of_a_long_period_are_rounded() -> None:
+    weights = [Fraction(123_456_789), Fraction(987_654_321), Fraction(1)]
+    whole = whole_weights(weights)
+    assert sum(whole) == MOST_TURNS and whole[2] == 1
+    for given, rounded in zip(weights, whole, strict=True):
+        assert abs(given / sum(weights) - Fraction(rounded, MOST_TURNS)) < Fraction(2, MOST_TURNS)
+
+
+def test_each_data_set_is_read_in_its_own_order_from_any_place(make_dataset: MakeDataset) -> None:
+    sets = [make_dataset([30, 9], "a"), make_dataset([70], "b", vocab_size=100)]
+    sources = [SampleSource(one, range(len(one)), SEQ_LENGTH, 7, shuffle=True) for one in sets]
+    blend = BlendedSource(sources, [Fraction("0.3"), Fraction("0.7")])
+    taken, expected = [0, 0], []
+    for turn in [1, 0, 1, 1, 0, 1, 1, 1, 0, 1] * 6:
+        expected.append(sources[turn].sample(taken[turn]).tolist())
+        taken[turn] += 1
+    numbers = np.random.default_rng(1).permutation(len(expected))
+    rows = blend.samples(numbers)
+    assert rows.tokens.dtype == np.int32 and rows.loss_mask is None
+    assert rows.tokens.tolist() == [expected[number] for number in numbers]
+    out = SampleRows(np.empty((60, 5), np.int64), None)
+    assert blend.samples(np.arange(60), out).tokens.tolist() == expected
+
+
+def test_a_loss_mask_beside_a_data_set_without(make_dataset: MakeDataset) -> None:
+    masked, plain = make_dataset([30], "masked"), make_dataset([30], "plain")
+    loss_mask_path(masked.prefix).write_bytes(bytes(30))
+    sources = [SampleSource(IndexedDataset(p.prefix), range(1), SEQ_LENGTH, 7, shuffle=True) for p in (masked, plain)]
+    rows = BlendedSource(sources, [Fraction(1), Fraction(1)]).samples(np.arange(6))
+    assert rows.loss_mask is not None and sorted(rows.loss_mask.sum(1).tolist()) == [0, 0, 0, 5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("a", (["a"], None)),
+        ("a b", (["a", "b"], None)),
+        ("a b c", (["a", "b", "c"], None)),
+        ("1 a", (["a"], [1])),
+        ("0.25 a 3e-1 2b", (["a", "2b"], [Fraction(1, 4), Fraction(3, 10)])),
+    ],
+)
+def test_weights_stand_before_paths(words: str, expected: tuple[list[str], list[Fraction] | None]) -> None:
+    blend = parse_blend("--data-path", words.split())
+    assert list(map(str, blend.prefixes)) == expected[0]
+    assert (None if blend.weights is None else list(blend.weights)) == expected[1]
+
+
+@pytest.mark.parametrize("words", ["1 a 2", "1 a b 2", "a 1 2 b", "0 a 1 b", "-1 a 1 b", "nan a 1 b", "1 a 2 a", "a a"])
+def test_blends_that_are_none(words: str) -> None:
+    with pytest.raises(UserError, match="--data-path"):
+        parse_blend("--data-path", words.split())
+
+
+def test_every_data_set_of_a_blend_is_cut(make_dataset: MakeDataset) -> None:
+    a, b = make_dataset([10] * 10, "a").prefix, make_dataset([5] * 20, "b").prefix
+    sources = open_sources(DataWords(["2", str(a), "1", str(b)], (), (), ()), "8,2,0", ORDER)
+    assert [member.documents for member in sources.train.sources] == [range(8), range(16)]
+    assert [member.documents for member in sources.valid.sources] == [range(8, 10), range(16, 20)]
+    assert sources.train.weights == [2, 1] and sources.train.sources[0].shuffle and sources.test is None
+    assert [one.prefix for one in sources.datasets] == [a, b]
+    c = make_dataset([50], "c").prefix
+    unweighted = open_sources(DataWords([str(a), str(c)], (), (), ()), "1", ORDER).train
+    assert [len(member) for member in unweighted.sources] == [24, 12] and unweighted.weights == [2, 1]
+
+
+def test_all_mistakes_of_a_blend_are_told(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    good, short = make_dataset([50], "good").prefix, make_dataset([2], "short").prefix
+    words = DataWords((), ["1", str(good), "1", f"{tmp_path}/x"], ["1", f"{tmp_path}/y", "2"], ())
+    with pytest.raises(UserError) as raised:
+        open_sources(words, "1", ORDER)
+    assert len(raised.value.mistakes) == 2 and "weight before each" in raised.value.mistakes[0]
+    with pytest.raises(UserError, match=r"short: the train part \(1 documents\) has 2 tokens"):
+        open_sources(DataWords([str(good), str(short)], (), (), ()), "1", ORDER)
+
+
+def test_files_that_stand_for_flags(tmp_path: Path) -> None:
+    (tmp_path / "words").write_text("0.3 a\n0.7  b\n")
+    assert find_data(DataConfig(data_args_path=tmp_path / "words")).data_path == ["0.3", "a", "0.7", "b"]
+    (tmp_path / "parts").write_text(json.dumps({"train": [0.5, "a", "1", "b"], "valid": "v w", "test": None}))
+    found = find_data(DataConfig(per_split_data_args_path=tmp_path / "parts"))
+    assert found == DataWords([], ["0.5", "a", "1", "b"], ["v", "w"], [])
+    given = DataConfig(data_path=(Path("0.3"), Path("x/a")), valid_data_path=(Path("v"),))
+    assert find_data(given) == DataWords(["0.3", "x/a"], [], ["v"], [])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"trian": "a"}', '{"train": 1}', '{"train": [["a"]]}'])
+def test_files_of_parts_that_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "parts").write_text(text)
+    with pytest.raises(UserError, match="--per-split-data-args-path"):
+        find_data(DataConfig(per_split_data_args_path=tmp_path / "parts"))
+
+
+def test_a_file_and_the_flag_it_stands_for(tmp_path: Path) -> None:
+    both = DataConfig(
+        data_path=(Path("a"),), data_args_path=tmp_path / "no", train_data_path=(Path("t"),),
+        per_split_data_args_path=tmp_path / "no.json",
+    )  # fmt: skip
+    with pytest.raises(UserError) as raised:
+        find_data(both)
+    assert len(raised.value.mistakes) == 4

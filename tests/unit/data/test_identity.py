@@ -1,0 +1,122 @@
+"""A resumed run reads the samples on that it was trained on, or says what changed."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ladder.data.identity import data_changes, describe_training
+from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
+from megatron_ladder.data.loader import OrderOptions, open_sources
+from megatron_ladder.data.paths import DataWords
+from megatron_ladder.data.sidecar import Sidecar, write_sidecar
+
+MakeDataset = Callable[..., IndexedDataset]
+LENGTHS = [7, 30, 2, 60]
+
+
+def describe(*words: object, split: str = "1", megatron_samples: int | None = None) -> dict[str, Any]:
+    """As it comes back from a checkpoint."""
+    order = OrderOptions(4, 1, None, megatron_samples)
+    sources = open_sources(DataWords(list(map(str, words)), (), (), ()), split, order, ["train"])
+    assert sources.train is not None
+    described: dict[str, Any] = json.loads(json.dumps(describe_training(sources.train, "ab")))
+    return described
+
+
+def rewrite(prefix: Path, tokens: np.ndarray, lengths: list[int]) -> None:
+    with IndexedDatasetWriter(prefix, np.dtype("<i4")) as writer:
+        writer.add_documents(tokens, np.array(lengths, np.int32))
+        writer.publish()
+
+
+def test_the_same_data_elsewhere_is_no_change(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    prefix = make_dataset(LENGTHS).prefix
+    before = describe(prefix)
+    (tmp_path / "elsewhere").mkdir()
+    for ending in (".bin", ".idx"):
+        shutil.move(f"{prefix}{ending}", tmp_path / "elsewhere" / f"moved{ending}")
+    assert data_changes(before, describe(tmp_path / "elsewhere" / "moved")) == []
+    assert (before["train_documents"], before["train_tokens"]) == (4, 99)
+
+
+def test_other_tokens_under_equal_counts_are_noticed(make_dataset: MakeDataset) -> None:
+    prefix = make_dataset(LENGTHS).prefix
+    before = describe(prefix)
+    rewrite(prefix, np.arange(99)[::-1].copy(), LENGTHS)
+    (line,) = data_changes(before, describe(prefix))
+    assert line.startswith(f"{prefix}: checksum of blocks of .bin is xxh3_128:")
+    rewrite(prefix, np.arange(99), LENGTHS[::-1])
+    (line,) = data_changes(before, describe(prefix))
+    assert line.startswith(f"{prefix}: checksum of .idx is xxh3_128:")
+    rewrite(prefix, np.arange(100), [*LENGTHS, 1])
+    assert len(data_changes(before, describe(prefix))) == 4
+
+
+def test_a_token_between_the_blocks_is_noticed_by_the_sidecars_checksum(tmp_path: Path) -> None:
+    tokens = np.arange(1 << 18)
+    sidecar = Sidecar("T", "ab", 1 << 18, 0, False, (1 << 18) - 1, 1, 1 << 18)
+
+    def write() -> dict[str, Any]:
+        with IndexedDatasetWriter(tmp_path / "d", np.dtype("<i4")) as writer:
+            writer.add_documents(tokens, np.array([len(tokens)], np.int32))
+            sums = writer.publish()
+        write_sidecar(tmp_path / "d", replace(sidecar, bin_checksum=sums.bin, idx_checksum=sums.idx))
+        return describe(tmp_path / "d")
+
+    before = write()
+    tokens[2000] += 1
+    after = write()
+    assert [line.split(" is ")[0] for line in data_changes(before, after)] == [
+        f"{tmp_path}/d: checksum of .bin in the sidecar"
+    ]
+    without = describe_without_checksum(after)
+    assert data_changes(before, without) == [] == data_changes(without, before)
+
+
+def describe_without_checksum(described: dict[str, Any]) -> dict[str, Any]:
+    (one,) = described["train"]["sets"]
+    content = one["content"] | {"bin_checksum": None}
+    return described | {"train": described["train"] | {"sets": [one | {"content": content}]}}
+
+
+def test_loss_mask_split_weights_and_number_of_data_sets(make_dataset: MakeDataset) -> None:
+    a, b = make_dataset([10] * 10, "a").prefix, make_dataset([10] * 10, "b", vocab_size=100).prefix
+    before = describe("0.3", a, "0.7", b, split="8,2")
+    assert data_changes(before, describe("3", a, "7", b, split="8,2")) == []
+    assert data_changes(before, describe("3", a, "6", b, split="8,2")) == [
+        f"{a}: weight is 1, was 3", f"{b}: weight is 2, was 7"
+    ]  # fmt: skip
+    assert data_changes(before, describe("3", a, "7", b, split="9,1")) == [
+        f"{p}: --split: training documents are [0, 9], was [0, 8]" for p in (a, b)
+    ]
+    assert data_changes(before, describe(a, split="8,2")) == [f"--data-path: 1 data sets, was 2: {a} {b}"]
+    swapped = data_changes(before, describe("3", b, "7", a, split="8,2"))
+    assert swapped[0].startswith(f"{b} (was {a}): type of the tokens is uint16, was int32")
+    loss_mask_path(a).write_bytes(bytes(100))
+    (line,) = data_changes(before, describe("3", a, "7", b, split="8,2"))
+    assert line.startswith(f"{a}: checksum of blocks of the loss mask is xxh3_128:") and line.endswith("was None")
+
+
+def test_megatrons_order_follows_from_the_length_of_the_run(make_dataset: MakeDataset) -> None:
+    prefix = make_dataset(LENGTHS).prefix
+    before = describe(prefix, megatron_samples=30)
+    assert data_changes(before, describe(prefix, megatron_samples=30)) == []
+    (line,) = data_changes(before, describe(prefix, megatron_samples=31))
+    assert line.startswith("--train-iters, --global-batch-size: the run reads 31 samples, was 30")
+    (line,) = data_changes(before, describe(prefix))
+    assert line == "--megatron-order: the order of samples is 'ladder-1', was 'megatron'"
+
+
+def test_checkpoints_of_the_first_release_are_told_by_their_counts(make_dataset: MakeDataset) -> None:
+    found = describe(make_dataset(LENGTHS).prefix)
+    early = {name: found[name] for name in ("train_documents", "train_tokens", "tokenizer_sha256")}
+    assert data_changes(early, found) == [] == data_changes({}, found)
+    (line,) = data_changes(early | {"train_tokens": 98}, found)
+    assert line == "--data-path or --tokenizer-model: train_tokens is 99, was 98"
+    (line,) = data_changes(found, found | {"tokenizer_sha256": "cd"})
+    assert line == "--data-path or --tokenizer-model: tokenizer_sha256 is cd, was ab"

@@ -1,0 +1,141 @@
+"""Megatron-LM core's order of samples, restated slowly from its description: token by token, sample by sample."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.loader import OrderOptions, open_sources
+from megatron_ladder.data.megatron_order import MegatronSource, greedy_turns, split_sequences
+from megatron_ladder.data.paths import DataWords
+from megatron_ladder.errors import UserError
+
+MakeDataset = Callable[..., IndexedDataset]
+LENGTHS = [3, 11, 1, 0, 7, 20, 2, 5]
+SEQ_LENGTH, SEED = 4, 1234
+
+
+def epochs_for(samples: int | None, tokens: int) -> int:
+    epochs = 1
+    while samples is not None and epochs * tokens < samples * SEQ_LENGTH + 1:
+        epochs += 1
+    return epochs
+
+
+def run_by_hand(lengths: list[int], first_token: int, samples: int | None) -> list[list[int]]:
+    """Every sample of a run over documents whose tokens count up from `first_token`."""
+    tokens = sum(lengths)
+    epochs = epochs_for(samples, tokens)
+    apart = False
+    if epochs > 1:
+        before = ((epochs - 1) * tokens - 1) // SEQ_LENGTH
+        apart = samples - before < int(0.80 * ((tokens - 1) // SEQ_LENGTH))
+    state = np.random.RandomState(SEED)
+
+    def shuffled(numbers: list[int]) -> list[int]:
+        array = np.array(numbers, dtype=np.int32)
+        state.shuffle(array)
+        return array.tolist()
+
+    own = list(range(len(lengths)))
+    documents = shuffled(own * (epochs - 1)) + shuffled(own) if apart else shuffled(own * epochs)
+    begins = [first_token + sum(lengths[:document]) for document in own]
+    joined = [begins[document] + place for document in documents for place in range(lengths[document])]
+    cuts = [joined[at : at + SEQ_LENGTH + 1] for at in range(0, len(joined) - SEQ_LENGTH, SEQ_LENGTH)]
+    numbers = list(range(len(cuts)))
+    order = shuffled(numbers[:before]) + shuffled(numbers[before:]) if apart else shuffled(numbers)
+    return [cuts[number] for number in order]
+
+
+def test_one_epoch_in_numbers(make_dataset: MakeDataset) -> None:
+    # np.random.RandomState(42) shuffles 0..5 and then 0..4 so, int32 and uint32 as in Megatron.
+    order = MegatronSource(make_dataset([4] * 6), range(6), SEQ_LENGTH, 42, 5)._order_of(0)
+    assert order.documents.tolist() == [0, 1, 5, 2, 4, 3]
+    assert order.samples.tolist() == [3, 1, 2, 0, 4]
+
+
+@pytest.mark.parametrize(
+    ("samples", "epochs", "is_apart"),
+    [(None, 1, False), (1, 1, False), (12, 1, False), (13, 2, True), (20, 2, True), (21, 2, False), (23, 2, False),
+     (24, 2, False), (25, 3, True), (60, 5, False)],
+)  # fmt: skip
+def test_runs_of_several_lengths(make_dataset: MakeDataset, samples: int | None, epochs: int, is_apart: bool) -> None:
+    # 49 tokens: 12 samples an epoch; after E - 1 epochs (49 (E - 1) - 1) // 4; the threshold is int(0.8 x 12) = 9
+    # samples wanted of the last epoch.
+    source = MegatronSource(make_dataset(LENGTHS), range(8), SEQ_LENGTH, SEED, samples)
+    assert source.epochs == epochs == epochs_for(samples, 49)
+    expected = run_by_hand(LENGTHS, 0, samples)
+    assert len(source) == len(expected) >= (samples or 0)
+    assert source.samples(np.arange(len(source))).tokens.tolist() == expected
+    last_documents = source._order_of(0).documents[-8:]
+    assert (sorted(last_documents.tolist()) == list(range(8))) == (is_apart or epochs == 1)
+    with pytest.raises(IndexError, match="samples in Megatron's order"):
+        source.sample(len(source))
+
+
+def test_greedy_turns_by_hand() -> None:
+    # n = 0 and 1 both reach for w x 1: [.5, .3, .2] -> 0; then [-.5, .3, .2] -> 1; n = 2: [0, -.4, .4] -> 2; n = 3:
+    # [.5, -.1, -.4] -> 0; n = 4: [0, .2, -.2] -> 1; n = 5: [.5, -.5, 0] -> 0; n = 6: [0, -.2, .2] -> 2
+    assert greedy_turns([0.5, 0.3, 0.2], 7).tolist() == [0, 1, 2, 0, 1, 0, 2]
+
+
+def shared(*words: object) -> DataWords:
+    return DataWords(list(map(str, words)), (), (), ())
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_weighted_blend(make_dataset: MakeDataset, tmp_path: Path, cached: bool) -> None:
+    lengths = {"a": LENGTHS, "b": [9, 4, 30], "c": [6] * 5}
+    words = [word for name, weight in zip("abc", (30, 50, 20), strict=True)
+             for word in (weight, make_dataset(lengths[name], name).prefix)]  # fmt: skip
+    order = OrderOptions(SEQ_LENGTH, SEED, tmp_path if cached else None, megatron_samples=41)
+    weights = [0.3, 0.5, 0.2]
+    wanted = [math.ceil(41 * weight) for weight in weights]
+    runs = [run_by_hand(lengths[name], 0, math.ceil(count * 1.005)) for name, count in zip("abc", wanted, strict=True)]
+    taken, expected = [0, 0, 0], []
+    for sample in range(sum(wanted)):
+        behind = [weight * max(sample, 1) - count for weight, count in zip(weights, taken, strict=True)]
+        turn = behind.index(max(behind))
+        expected.append(runs[turn][taken[turn]])
+        taken[turn] += 1
+    for _ in range(2):
+        train = open_sources(shared(*words), "1", order, ["train"]).train
+        assert train.samples(np.arange(41)).tokens.tolist() == expected[:41]
+    assert train.describe()["run_samples"] == 43 and [one["weight"] for one in train.describe()["sets"]] == weights
+
+
+def test_data_sets_without_weights_are_read_once(make_dataset: MakeDataset) -> None:
+    a, b = make_dataset(LENGTHS, "a").prefix, make_dataset([40], "b").prefix
+    runs = [run_by_hand(LENGTHS, 0, None), run_by_hand([40], 0, None)]
+    train = open_sources(shared(a, b), "1", OrderOptions(SEQ_LENGTH, SEED, None, 21), ["train"]).train
+    turns = greedy_turns([12 / 21, 9 / 21], 21).tolist()
+    expected = [runs[turn][turns[:place].count(turn)] for place, turn in enumerate(turns)]
+    assert train.samples(np.arange(21)).tokens.tolist() == expected
+    with pytest.raises(UserError, match="--megatron-order: the run reads 22 samples, the data sets have 21"):
+        open_sources(shared(a, b), "1", OrderOptions(SEQ_LENGTH, SEED, None, 22), ["train"])
+
+
+def test_split_is_rounded_as_core_does(make_dataset: MakeDataset) -> None:
+    # Cumulated shares of 10 sequences: 0.969 -> 9.69 -> 10; the legacy rule would give (10, 0, 0) too, and of 5
+    # sequences cut 50/50 core rounds 2.5 to 2.
+    assert split_sequences((0.969, 0.030, 0.001), 10) == [range(10), range(10, 10), range(10, 10)]
+    assert split_sequences((0.5, 0.5, 0.0), 5) == [range(2), range(2, 5), range(5, 5)]
+    prefix = make_dataset([10] * 5).prefix
+    sources = open_sources(shared(prefix), "1,1", OrderOptions(SEQ_LENGTH, SEED, None, 4))
+    assert (sources.train.documents, sources.valid.documents) == (range(2), range(2, 5))
+    assert not sources.valid.shuffle
+
+
+def test_sequences_are_its_documents(tmp_path: Path) -> None:
+    idx = b"MMIDIDX\0\0" + np.array([1], "<u8").tobytes() + b"\x08" + np.array([4, 3], "<u8").tobytes()
+    idx += np.array([5, 6, 7, 8], "<i4").tobytes() + np.array([0, 10, 22, 36], "<i8").tobytes()
+    (tmp_path / "s.idx").write_bytes(idx + np.array([0, 3, 4], "<i8").tobytes())
+    (tmp_path / "s.bin").write_bytes(np.arange(26, dtype="<u2").tobytes())
+    train = open_sources(shared(tmp_path / "s"), "1", OrderOptions(SEQ_LENGTH, SEED, None, 10), ["train"]).train
+    assert train.samples(np.arange(10)).tokens.tolist() == run_by_hand([5, 6, 7, 8], 0, 10)[:10]
+    # Half of 4 sequences ends inside the first document, so validation has the whole documents after it.
+    sources = open_sources(shared(tmp_path / "s"), "1,1", OrderOptions(SEQ_LENGTH, SEED, None, 2))
+    assert (sources.train.documents, sources.valid.documents) == (range(2), range(1, 2))

@@ -1,0 +1,136 @@
+"""Orders of samples that processes share on disk."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_ladder.data.order_cache import load_or_build
+from megatron_ladder.data.samples import SampleSource
+
+MakeDataset = Callable[..., IndexedDataset]
+NUMBERS = np.arange(60)
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from megatron_ladder.data.order_cache import load_or_build
+
+def build():
+    print("builds", flush=True)
+    time.sleep(float(sys.argv[2]))
+    return [np.arange(5), np.arange(0)]
+
+found = load_or_build(Path(sys.argv[1]), {"a": 1}, build)
+print([array.tolist() for array in found], flush=True)
+"""
+
+
+def start_builder(folder: Path, seconds: float) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-c", BUILDER, folder, str(seconds)], stdout=subprocess.PIPE, text=True)
+
+
+def read(dataset: IndexedDataset, cache: Path | None) -> list[list[int]]:
+    source = SampleSource(dataset, range(4), 4, 3, shuffle=True, cache=cache)
+    tokens: list[list[int]] = source.samples(NUMBERS).tokens.tolist()
+    return tokens
+
+
+def orders(folder: Path) -> list[Path]:
+    return sorted(folder.glob("order_*.bin"))
+
+
+def test_a_kept_order_is_the_order(make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = make_dataset([7, 30, 2, 60])
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    expected = read(dataset, None)
+    assert read(dataset, folder) == expected
+    assert len(orders(folder)) == 3, "24 samples an epoch: epochs 0, 1 and 2"
+    monkeypatch.setattr(SampleSource, "_build_order", None)
+    assert read(dataset, folder) == expected
+    order = SampleSource(dataset, range(4), 4, 3, shuffle=True, cache=folder)._order_of(0)
+    assert not order.samples.flags.writeable and order.samples.base is not None
+
+
+def test_what_decides_an_order_decides_its_file(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    dataset = make_dataset([7, 30, 2, 60])
+    seen = []
+
+    def files_after(dataset: IndexedDataset, documents: range, seq_length: int, seed: int) -> int:
+        SampleSource(dataset, documents, seq_length, seed, True, cache=tmp_path).sample(0)
+        return len(orders(tmp_path))
+
+    seen.append(files_after(dataset, range(4), 4, 3))
+    seen.append(files_after(dataset, range(4), 4, 3))
+    seen.append(files_after(dataset, range(4), 4, 4))
+    seen.append(files_after(dataset, range(3), 4, 3))
+    seen.append(files_after(dataset, range(4), 5, 3))
+    with IndexedDatasetWriter(dataset.prefix, dataset.tokens.dtype) as writer:
+        writer.add_documents(np.arange(99)[::-1], np.array([7, 30, 2, 60], np.int32))
+        writer.publish()
+    seen.append(files_after(IndexedDataset(dataset.prefix), range(4), 4, 3))
+    assert seen == [1, 1, 2, 3, 4, 5]
+
+
+def test_every_damage_of_a_file_is_noticed(tmp_path: Path) -> None:
+    built = []
+
+    def load() -> list[list[int]]:
+        def build() -> list[np.ndarray]:
+            built.append(1)
+            return [np.arange(3), np.arange(2)]
+
+        return [array.tolist() for array in load_or_build(tmp_path, {"a": 1}, build)]
+
+    expected = load()
+    (path,) = orders(tmp_path)
+    whole = path.read_bytes()
+    damages = [whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :] for at in range(len(whole))]
+    damages += [whole[:size] for size in range(0, len(whole), 7)] + [whole + b"\0" * 8]
+    for number, damage in enumerate(damages, 2):
+        path.write_bytes(damage)
+        assert load() == expected and len(built) == number
+        assert path.read_bytes() == whole
+
+
+def test_of_several_processes_one_builds(tmp_path: Path) -> None:
+    processes = [start_builder(tmp_path, 0.3) for _ in range(4)]
+    said = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    assert sorted(len(lines) for lines in said) == [1, 1, 1, 2]
+    assert {lines[-1] for lines in said} == {"[[0, 1, 2, 3, 4], []]"}
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_dead_builder_holds_nobody_up(tmp_path: Path) -> None:
+    first = start_builder(tmp_path, 600)
+    assert first.stdout is not None and first.stdout.readline() == "builds\n"
+    second = start_builder(tmp_path, 0)
+    time.sleep(0.2)
+    assert second.poll() is None and orders(tmp_path) == []
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert second.communicate(timeout=60)[0].splitlines()[-1] == "[[0, 1, 2, 3, 4], []]"
+    first.stdout.close()
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    load_or_build(tmp_path, {"a": 1}, lambda: [np.arange(3)])
+    (path,) = orders(tmp_path)
+    path.rename(f"{path}.0a1b2c3d.partial")
+    load_or_build(tmp_path, {"a": 1}, lambda: [np.arange(3)])
+    assert sorted(os.listdir(tmp_path)) == [path.name, path.with_suffix(".lock").name]
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="the order of samples is not kept"):
+        arrays = load_or_build(tmp_path / "gone", {"a": 1}, lambda: [np.arange(3)])
+    assert arrays[0].tolist() == [0, 1, 2]

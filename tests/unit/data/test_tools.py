@@ -1,0 +1,196 @@
+"""Merging and inspecting data sets, and what becomes of damaged ones."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ladder.cli.inspect_data import main as inspect_data
+from megatron_ladder.cli.merge_datasets import main as merge_datasets
+from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
+from megatron_ladder.data.inspect import histogram, parse_documents, verify
+from megatron_ladder.data.sidecar import Sidecar, check_index, read_sidecar, write_sidecar
+from megatron_ladder.data.tokenizers import SentencePieceTokenizer
+from megatron_ladder.errors import UserError
+
+MakeDataset = Callable[..., IndexedDataset]
+SIDECAR = Sidecar("T", "ab", 100_000, 2, True, largest_id=0, documents=0, tokens=0)
+
+
+def write(prefix: Path, lengths: list[int], dtype: str = "<u2", **changes: object) -> Path:
+    """A data set of random tokens with its sidecar."""
+    tokens = np.random.default_rng(len(lengths)).integers(0, 60_000, sum(lengths))
+    with IndexedDatasetWriter(prefix, np.dtype(dtype)) as writer:
+        writer.add_documents(tokens, np.array(lengths, np.int32))
+        sums = writer.publish()
+    counted = replace(SIDECAR, largest_id=int(tokens.max()), documents=len(lengths), tokens=len(tokens))
+    known = replace(counted, bin_checksum=sums.bin, idx_checksum=sums.idx)
+    write_sidecar(prefix, replace(known, **changes))
+    return prefix
+
+
+def documents_of(prefix: Path) -> list[list[int]]:
+    dataset = IndexedDataset(prefix)
+    return [dataset.document(number).tolist() for number in range(len(dataset))]
+
+
+def refusals_of(prefix: Path) -> list[str]:
+    try:
+        dataset = IndexedDataset(prefix)
+        check_index(dataset)
+    except UserError as error:
+        return list(error.mistakes)
+    return []
+
+
+def test_every_corruption_of_an_index_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [5, 0, 3, 70, 1, 1, 200, 12])
+    path = tmp_path / "d.idx"
+    whole = path.read_bytes()
+    generator = np.random.default_rng(5)
+    by_structure = 0
+    for at, byte in zip(generator.integers(0, len(whole), 300), generator.integers(0, 256, 300), strict=True):
+        if whole[at] == byte:
+            continue
+        path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+        assert any(str(path) in line or "d.bin" in line for line in refusals_of(prefix))
+        with pytest.raises(UserError, match=r"d\.(idx|bin)"):
+            verify(prefix)
+        by_structure += "checksum" not in refusals_of(prefix)[0]
+    assert by_structure > 250
+    # The other type of two bytes, and a border between documents that stays in order: only the checksum tells.
+    for at, byte in ((17, 3), (len(whole) - 8 * 3, 5)):
+        path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+        IndexedDataset(prefix)
+        assert "d.idx: checksum xxh3_128:" in refusals_of(prefix)[0]
+    path.write_bytes(whole)
+    assert refusals_of(prefix) == []
+
+
+def test_every_truncation_and_corruption_of_tokens_is_refused(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [5, 0, 3, 70, 1, 1, 200, 12])
+    path = tmp_path / "d.bin"
+    whole = path.read_bytes()
+    for size in np.random.default_rng(6).integers(0, len(whole), 20).tolist():
+        path.write_bytes(whole[:size])
+        assert refusals_of(prefix) == [
+            f"{path}: {size} bytes found, 584 expected by {tmp_path}/d.idx (292 tokens of 2 bytes): preprocess or "
+            "copy the data again"
+        ]
+    for at in (0, 100, 583):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(UserError, match=r"d\.bin: checksum xxh3_128:\w+ found"):
+            verify(prefix)
+    path.write_bytes(whole)
+    assert verify(prefix)[-1] == "verified: checksum of .bin is that of the sidecar"
+
+
+def test_what_can_be_verified_without_a_sidecar(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset([7, 3])
+    lines = verify(dataset.prefix)
+    assert [line for line in lines if "checksum" in line] == [
+        f"verified: checksum of .{ending} is not known: a change that keeps the file well-formed may stay"
+        for ending in ("idx", "bin")
+    ]
+    loss_mask_path(dataset.prefix).write_bytes(bytes(9) + b"\x02")
+    with pytest.raises(UserError, match="loss_mask.bin: holds 2, expected 0 and 1"):
+        verify(dataset.prefix)
+
+
+def test_merged_data_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    b, a = write(folder / "b.x", [4, 0, 9]), write(folder / "a", [1, 2], append_eod=False)
+    loss_mask_path(b).write_bytes(bytes([1, 0] * 6 + [1]))
+    other = write(tmp_path / "c", [3])
+    merge_datasets(["--input", str(folder), str(other), "--output-prefix", str(tmp_path / "out")])
+    assert documents_of(tmp_path / "out") == [*documents_of(a), *documents_of(b), *documents_of(other)]
+    mask = IndexedDataset(tmp_path / "out").loss_mask
+    assert mask is not None and mask.tolist() == [1] * 3 + [1, 0] * 6 + [1] + [1] * 3
+    merged = read_sidecar(tmp_path / "out")
+    parts = [read_sidecar(prefix) for prefix in (a, b, other)]
+    assert merged is not None and (merged.documents, merged.tokens, merged.append_eod) == (6, 19, False)
+    assert merged.largest_id == max(part.largest_id for part in parts if part is not None)
+    assert verify(tmp_path / "out")[-1] == "verified: checksum of .bin is that of the sidecar"
+    said = capsys.readouterr().out
+    assert "copied 0.0 of 0.0 MB" in said and said.endswith("out: 6 documents, 19 tokens, of 3 data sets\n")
+
+
+def test_documents_of_several_sequences_stay(tmp_path: Path) -> None:
+    idx = b"MMIDIDX\0\0" + np.array([1], "<u8").tobytes() + b"\x03" + np.array([3, 4], "<u8").tobytes()
+    idx += np.array([1, 0, 2], "<i4").tobytes() + np.array([0, 2, 2], "<i8").tobytes()
+    (tmp_path / "s.idx").write_bytes(idx + np.array([0, 2, 2, 3], "<i8").tobytes())
+    (tmp_path / "s.bin").write_bytes(np.array([7, 8, 9], "<i2").tobytes())
+    (tmp_path / "t.idx").write_bytes((tmp_path / "s.idx").read_bytes())
+    (tmp_path / "t.bin").write_bytes((tmp_path / "s.bin").read_bytes())
+    merge_datasets(["--input", f"{tmp_path}/s", f"{tmp_path}/t", "--output-prefix", f"{tmp_path}/out"])
+    merged = IndexedDataset(tmp_path / "out")
+    assert merged.tokens.dtype == np.int16 and read_sidecar(merged.prefix) is None
+    assert merged.document_indices.tolist() == [0, 2, 2, 3, 5, 5, 6]
+    assert merged.sequence_bounds.tolist() == [0, 1, 1, 3, 4, 4, 6]
+    assert documents_of(merged.prefix) == [[7], [], [8, 9]] * 2
+
+
+def test_what_does_not_go_together_leaves_no_file(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", [5])
+    wide, foreign = write(tmp_path / "w", [5], "<i4"), write(tmp_path / "f", [6], tokenizer_sha256="cd", eod_id=3)
+    damaged = write(tmp_path / "d", [5], bin_checksum="xxh3_128:0")
+    before = sorted(os.listdir(tmp_path))
+    for inputs, found in (
+        ([a, wide], r"w: holds int32, .*a uint16"),
+        ([a, foreign], r"f: tokenizer_sha256 is cd, of .*a ab: .*\n.*f: eod_id is 3, of .*a 2"),
+        ([a, damaged], r"d\.bin: checksum .* found, xxh3_128:0 expected"),
+        ([a, a], r"a: is named twice"),
+        ([tmp_path / "none"], r"none\.idx: no such file"),
+    ):
+        with pytest.raises(UserError, match=found):
+            merge_datasets(["--input", *map(str, inputs), "--output-prefix", f"{tmp_path}/out"])
+        assert sorted(os.listdir(tmp_path)) == before
+    with pytest.raises(UserError, match=r"a\.bin: exists"):
+        merge_datasets(["--input", str(wide), "--output-prefix", str(a)])
+    (tmp_path / "w.idx").unlink()
+    with pytest.raises(UserError, match=r"w\.bin: its \.idx is missing"):
+        merge_datasets(["--input", str(tmp_path), "--output-prefix", f"{tmp_path}/out"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty: holds no data set"):
+        merge_datasets(["--input", f"{tmp_path}/empty", "--output-prefix", f"{tmp_path}/out"])
+    with pytest.raises(UserError, match="--output-prefix"):
+        merge_datasets(["--input", str(a), "--output-prefix", f"{tmp_path}/no/out"])
+
+
+def test_inspected_documents_have_their_text(
+    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, texts = sentencepiece_tokenizer, ["def one():", "import os", "class Three:\n    pass"]
+    with IndexedDatasetWriter(tmp_path / "d", np.dtype("<u2")) as writer:
+        for text in texts:
+            writer.add_document(tokenizer.encode(text))
+        writer.publish()
+    flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer.files[0])]
+    inspect_data([str(tmp_path / "d"), *flags, "--documents", "0", "2-2", "--verify"])
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/d: 3 documents, " in said and "verified: sizes" in said
+    assert texts[0] in said and texts[2] in said and texts[1] not in said
+    inspect_data(["--data-path", str(tmp_path / "d"), "--documents", "1"])
+    ids = " ".join(map(str, tokenizer.encode(texts[1])))
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f" tokens: {ids}")
+    with pytest.raises(UserError, match="--documents 3: expected numbers from 0 to 2"):
+        inspect_data([str(tmp_path / "d"), "--documents", "3"])
+
+
+def test_numbers_of_documents() -> None:
+    assert parse_documents(["0", "5-7"], 8) == [0, 5, 6, 7]
+    for word in ("a", "-1", "7-5", "1-", "8", "5-8"):
+        with pytest.raises(UserError, match=f"--documents {word}: "):
+            parse_documents([word], 8)
+
+
+def test_lengths_between_powers_of_two() -> None:
+    lines = list(histogram(np.array([0, 1, 1, 2, 3, 4, 7, 8, 1023, 1024])))
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["0", "1"], ["1-1", "2"], ["2-3", "2"], ["4-7", "2"], ["8-15", "1"], ["512-1,023", "1"], ["1,024-2,047", "1"],
+    ]  # fmt: skip
+    assert lines[0] == "  tokens a document: least 0, median 4, 90% 1,023, 99% 1,024, most 1,024"
