@@ -7,21 +7,23 @@
 
 The unit is a box, a rectangular part of a canonical tensor: its name and kind, the tensor's shape, the box's
 offset and extent. Tensors' names know no layout, and neither do the boxes: a reader takes the elements it
-needs out of whichever boxes hold them. There is no pickle. Needs torch, and no process group.
+needs out of whichever boxes hold them. There is no pickle. Needs no process group, and torch only where tensors are
+read and written.
 """
+
+from __future__ import annotations
 
 import mmap
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ladder.checkpoint.boxes import Box, cut_span, flat_range, intersection, row_major_strides
+from megatron_ladder.checkpoint.checksum import file_checksum
+from megatron_ladder.checkpoint.header import BY_NAME, BY_STORED_NAME, FilePlace, read_header
 from megatron_ladder.checkpoint.manifest import (
-    DTYPE_NAMES,
     KINDS,
     BoxRecord,
     FileIndex,
@@ -37,15 +39,11 @@ from megatron_ladder.checkpoint.publish import (
     publishing_order,
     read_latest,
 )
-from megatron_ladder.checkpoint.tensor_file import (
-    DTYPES,
-    FilePlace,
-    bytes_of,
-    file_checksum,
-    read_header,
-    write_tensor_file,
-)
 from megatron_ladder.errors import UserError
+
+if TYPE_CHECKING:
+    # What only looks at checkpoints starts without torch, which takes seconds to import.
+    import torch
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""
@@ -91,7 +89,7 @@ class CheckpointWriter:
             ValueError: the box does not lie in the tensor, or its kind, dtype or memory layout is another.
         """
         box = Box(tuple(offset), tuple(tensor.shape))
-        if kind not in KINDS or tensor.dtype not in DTYPE_NAMES:
+        if kind not in KINDS or _name_of(tensor.dtype) not in BY_NAME:
             raise ValueError(f"{name}: kind {kind!r} or dtype {tensor.dtype} has no place in a checkpoint")
         if not box.lies_in(global_shape) or not tensor.is_contiguous():
             raise ValueError(
@@ -108,7 +106,7 @@ class CheckpointWriter:
                 "global_shape": list(global_shape),
                 "offset": list(box.offset),
                 "extent": list(box.extent),
-                "dtype": DTYPE_NAMES[tensor.dtype],
+                "dtype": _name_of(tensor.dtype),
                 "file": self._file_name(sort),
                 "key": key,
             }
@@ -145,6 +143,8 @@ class CheckpointWriter:
         Raises:
             FileExistsError: the rank has written here before.
         """
+        from megatron_ladder.checkpoint.tensor_file import write_tensor_file
+
         index: FileIndex = {"files": [], "boxes": self._boxes}
         for sort, tensors in self._tensors.items():
             name = self._file_name(sort)
@@ -182,7 +182,7 @@ class Checkpoint:
         self._headers: dict[str, dict[str, FilePlace]] = {}
 
     @staticmethod
-    def open(path: Path) -> "Checkpoint":
+    def open(path: Path) -> Checkpoint:
         """Opens a checkpoint's directory, or the checkpoint in use of a directory of checkpoints.
 
         Raises:
@@ -205,8 +205,10 @@ class Checkpoint:
 
     def tensors(self, kind: str) -> dict[str, TensorInfo]:
         """Name -> shape and dtype of all stored tensors of a kind."""
+        import torch
+
         table = self._table[kind]
-        return {name: TensorInfo(stored.global_shape, stored.dtype) for name, stored in table.items()}
+        return {name: TensorInfo(stored.global_shape, getattr(torch, stored.dtype)) for name, stored in table.items()}
 
     def read(
         self, name: str, kind: str, offset: Sequence[int], extent: Sequence[int], out: torch.Tensor
@@ -229,10 +231,10 @@ class Checkpoint:
             raise self._other_model(
                 f"{kind} of {name} has the shape {list(stored.global_shape)}", str(wanted)
             )
-        if out.dtype != stored.dtype and kind not in _CONVERTIBLE_KINDS:
+        if _name_of(out.dtype) != stored.dtype and kind not in _CONVERTIBLE_KINDS:
             raise UserError(
-                f"{self.directory}: {kind} of {name} is stored as {DTYPE_NAMES[stored.dtype]}, and "
-                f"{str(out.dtype).removeprefix('torch.')} is asked for: it cannot be converted without loss"
+                f"{self.directory}: {kind} of {name} is stored as {stored.dtype}, and "
+                f"{_name_of(out.dtype)} is asked for: it cannot be converted without loss"
             )
         target = out.detach()
         for index in stored.overlapping(wanted):
@@ -326,10 +328,10 @@ class Checkpoint:
         if place is None:
             raise UserError(f"{path}: there is no tensor {key!r}, which the manifest lists")
         box = stored.box(index)
-        if place.shape != box.extent or DTYPES.get(place.dtype) != stored.dtype:
+        if place.shape != box.extent or BY_STORED_NAME.get(place.dtype) != BY_NAME[stored.dtype]:
             raise UserError(
                 f"{path}: {key!r} is {place.dtype} of shape {list(place.shape)}, and the manifest lists "
-                f"{DTYPE_NAMES[stored.dtype]} of shape {list(box.extent)}"
+                f"{stored.dtype} of shape {list(box.extent)}"
             )
         return place
 
@@ -415,8 +417,17 @@ def _raise_mistakes(mistakes: list[str]) -> None:
         raise UserError(*mistakes)
 
 
-def _read_part(path: Path, place: FilePlace, dtype: torch.dtype, part: Box, out: torch.Tensor) -> None:
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read_part(path: Path, place: FilePlace, dtype_name: str, part: Box, out: torch.Tensor) -> None:
     """Reads the box `part` of the tensor at `place` into `out`, which has its extent."""
+    import torch
+
+    from megatron_ladder.checkpoint.tensor_file import bytes_of
+
+    dtype: torch.dtype = getattr(torch, dtype_name)
     first, end = flat_range(place.shape, part)
     begin = place.begin + first * dtype.itemsize
     plain = out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu"

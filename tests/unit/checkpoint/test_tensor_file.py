@@ -10,8 +10,10 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_ladder.checkpoint import tensor_file
-from megatron_ladder.checkpoint.tensor_file import DTYPES, file_checksum, read_header, write_tensor_file
+from megatron_ladder.checkpoint import checksum, tensor_file
+from megatron_ladder.checkpoint.checksum import file_checksum
+from megatron_ladder.checkpoint.header import read_header
+from megatron_ladder.checkpoint.tensor_file import DTYPES, write_tensor_file
 from megatron_ladder.errors import UserError
 
 
@@ -33,9 +35,9 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
 def test_safetensors_reads_what_was_written(
     tmp_path: Path, tensors: list[tuple[str, torch.Tensor]], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", chunk_bytes)
     path = tmp_path / "a.safetensors"
-    size, checksum = write_tensor_file(path, tensors)
+    size, digits = write_tensor_file(path, tensors)
     with safe_open(path, "pt") as file:
         assert sorted(file.keys()) == sorted(key for key, _ in tensors)
         for key, tensor in tensors:
@@ -44,7 +46,7 @@ def test_safetensors_reads_what_was_written(
             assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
     data = path.read_bytes()
     assert size == len(data)
-    assert checksum == "xxh3_128:" + xxhash.xxh3_128(data).hexdigest()
+    assert digits == "xxh3_128:" + xxhash.xxh3_128(data).hexdigest()
 
 
 def test_bytes_on_disk(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_headers_of_safetensors_own_files_are_read(
 
 
 def test_checksum_of_a_file_is_told_as_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 40)
+    monkeypatch.setattr(checksum, "CHUNK_BYTES", 40)
     path = tmp_path / "any"
     path.write_bytes(bytes(range(100)))
     seen: list[int] = []
