@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": PARALLEL | {"optim"},
     "train": PARALLEL | {"model", "pipeline"} | FEEDS_TRAINING,
     "generate": PARALLEL | {"model", "data", "checkpoint"},
+    "convert": LOW | {"checkpoint"},
     "bench": PARALLEL | {"model", "generate", "cost"},
     "plan": PARALLEL | {"model", "generate", "cost", "bench"},
 }
