@@ -132,7 +132,7 @@ def _own_keys(model: ModelConfig) -> dict[str, Any]:
             "AutoModel": f"{MODELING}.MegatronLadderModel",
             "AutoModelForCausalLM": f"{MODELING}.MegatronLadderForCausalLM",
         },
-        "qkv_bias": model.add_qkv_bias,
+        "attention_bias": model.add_qkv_bias,
         "attention_output_bias": model.add_attention_output_bias,
         "mlp_bias": model.add_mlp_bias,
         "qk_norm": model.qk_layernorm,
@@ -210,7 +210,7 @@ def _biases(keys: HFKeys, model_type: str) -> dict[str, bool]:
     """Which projections have biases, and whether queries and keys have norms."""
     if model_type == OWN_TYPE:
         return {
-            "add_qkv_bias": keys.truth("qkv_bias", False),
+            "add_qkv_bias": keys.truth("attention_bias", False),
             "add_attention_output_bias": keys.truth("attention_output_bias", False),
             "add_mlp_bias": keys.truth("mlp_bias", False),
             "qk_layernorm": keys.truth("qk_norm", False),
