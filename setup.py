@@ -13,6 +13,7 @@ PROGRAMS = {
     "train-tokenizer": "train_tokenizer",
     "prepare-corpus": "prepare_corpus",
     "generate": "generate",
+    "convert-checkpoint": "convert_checkpoint",
     "benchmark": "benchmark",
     "plan": "plan",
     "plot-loss": "plot_loss",

@@ -241,7 +241,7 @@ class Checkpoint:
             box = stored.box(index)
             shared = intersection(box, wanted)
             if shared is not None:
-                place = self._place(stored, index)
+                place = self.place(stored, index)
                 path = self.directory / stored.files[index]
                 part = target[shared.within(wanted).slices()]
                 _read_part(path, place, stored.dtype, shared.within(box), part)
@@ -308,7 +308,7 @@ class Checkpoint:
         for tensors in self._table.values():
             for stored in tensors.values():
                 for index in range(len(stored.keys)):
-                    self._place(stored, index)
+                    self.place(stored, index)
 
     def _stored(self, name: str, kind: str) -> StoredTensor:
         if name not in self._table[kind]:
@@ -318,8 +318,12 @@ class Checkpoint:
     def _other_model(self, found: str, wanted: str) -> UserError:
         return UserError(f"{self.directory}: {found}, and {wanted} is asked for: it is of another model")
 
-    def _place(self, stored: StoredTensor, index: int) -> FilePlace:
-        """Where a box lies, once its file's header agrees with the manifest."""
+    def stored(self, kind: str) -> dict[str, StoredTensor]:
+        """Name -> boxes of all stored tensors of a kind."""
+        return dict(self._table[kind])
+
+    def place(self, stored: StoredTensor, index: int) -> FilePlace:
+        """Where a box lies, once its file's header agrees with the manifest; raises UserError if it does not."""
         file, key = stored.files[index], stored.keys[index]
         path = self.directory / file
         if file not in self._headers:
