@@ -26,7 +26,7 @@ from megatron_ladder.convert.plan import CopiedTensor, Plan, PlannedFile
 from megatron_ladder.convert.sources import Reader, SourceTensor
 from megatron_ladder.errors import UserError
 
-ROWS_BYTES = 1 << 22
+ROWS_BYTES = 1 << 21
 """Bytes of the rows that are in memory at a time: few enough to stay in a cache between reading and writing."""
 PARTIAL = ".partial"
 """Ends the name of a file that is not whole yet."""
@@ -166,13 +166,13 @@ def _read_rows(source: SourceTensor, rows: Box, out: RawArray, reader: Reader) -
         row_bytes = out.itemsize
         for size in stored.box.extent[1:]:
             row_bytes *= size
-        begin = stored.begin + (shared.offset[0] - stored.box.offset[0]) * row_bytes
+        begin = (shared.offset[0] - stored.box.offset[0]) * row_bytes
         part = out[shared.within(rows).slices()]
         if part.flags.c_contiguous:
-            reader.read_into(stored.place, begin, as_bytes(part))
+            reader.read_box(stored, begin, as_bytes(part))
         else:
             beside = np.empty(part.shape, part.dtype)
-            reader.read_into(stored.place, begin, as_bytes(beside))
+            reader.read_box(stored, begin, as_bytes(beside))
             part[...] = beside
 
 

@@ -113,8 +113,7 @@ def _hugging_face(path: Path) -> Iterator[str]:
         return
     yield f"model_type {directory.config['model_type']}"
     yield from _model(directory.model)
-    places = {stored.place for tensor in directory.tensors.values() for stored in tensor.boxes}
-    files = [place for place in places if isinstance(place, Path)]
+    files = {stored.path for tensor in directory.tensors.values() for stored in tensor.boxes}
     size = sum(file.stat().st_size for file in files)
     yield f"weights: {len(directory.tensors)} tensors, mostly {directory.dtype}, {len(files)} files, {size_text(size)}"
     beside = [name for name in CARRIED if (path / name).exists()]

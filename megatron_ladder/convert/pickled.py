@@ -32,4 +32,5 @@ def _mapped(path: Path, name: str, tensor: torch.Tensor) -> SourceTensor:
         raise UserError(f"{path}: {name}: its numbers do not lie row by row: save the model as safetensors")
     shape = tuple(tensor.shape)
     data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-    return SourceTensor(name, shape, str(tensor.dtype).removeprefix("torch."), (StoredBox(data, 0, whole_box(shape)),))
+    box = StoredBox(path, 0, whole_box(shape), mapped=data)
+    return SourceTensor(name, shape, str(tensor.dtype).removeprefix("torch."), (box,))

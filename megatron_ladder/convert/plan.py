@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ladder.checkpoint.boxes import Box
@@ -102,8 +101,7 @@ class Plan:
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(f"{file.name}\0".encode() + file.header())
-        places = {stored.place for tensor in self.tensors for stored in tensor.source.boxes}
-        for path in sorted(place for place in places if isinstance(place, Path)):
+        for path in sorted({stored.path for tensor in self.tensors for stored in tensor.source.boxes}):
             state = path.stat()
             digest.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
         digest.update(repr(more).encode())

@@ -23,11 +23,13 @@ _FILES_OPEN = 64
 class StoredBox:
     """A rectangular part of a tensor, its elements row by row from a place on."""
 
-    place: Path | memoryview
-    """The file, or bytes in memory."""
+    path: Path
+    """The file."""
     begin: int
-    """First byte."""
+    """First byte, in the file or in `mapped`."""
     box: Box
+    mapped: memoryview | None = None
+    """Bytes of the file that are mapped already; None if they are to be read."""
 
 
 @dataclass(frozen=True)
@@ -84,24 +86,28 @@ class Reader:
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
 
-    def read_into(self, place: Path | memoryview, begin: int, out: memoryview) -> None:
-        """Fills `out` with the bytes from `begin` on.
+    def read_box(self, stored: StoredBox, begin: int, out: memoryview) -> None:
+        """Fills `out` with the bytes of a box from `begin` on, counted in the box; raises as `read_into`."""
+        if stored.mapped is None:
+            self.read_into(stored.path, stored.begin + begin, out)
+        else:
+            out[:] = stored.mapped[stored.begin + begin : stored.begin + begin + len(out)]
+
+    def read_into(self, path: Path, begin: int, out: memoryview) -> None:
+        """Fills `out` with the bytes of a file from `begin` on.
 
         Raises:
             UserError: the file ends before, or cannot be read.
         """
-        if isinstance(place, memoryview):
-            out[:] = place[begin : begin + len(out)]
-            return
         try:
-            descriptor = self._descriptor(place)
+            descriptor = self._descriptor(path)
             while out:
                 count = os.preadv(descriptor, [out], begin)
                 if count == 0:
-                    raise UserError(f"{place}: ends {len(out)} bytes before the end of a tensor in it")
+                    raise UserError(f"{path}: ends {len(out)} bytes before the end of a tensor in it")
                 begin, out = begin + count, out[count:]
         except OSError as error:
-            raise UserError(f"{place}: cannot be read: {error.strerror}") from None
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
     def close(self) -> None:
         """Closes all files."""
