@@ -17,10 +17,9 @@ from megatron_ladder.convert.plan import CopiedTensor, Plan, TargetBox, make_pla
 from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.convert.sources import SourceTensor
 from megatron_ladder.convert.tokenizer_files import (
-    CARRIED,
     GENERATION_CONFIG,
     TOKEN_KEYS,
-    end_of_text,
+    exported_tokenizer,
     generation_config,
 )
 from megatron_ladder.convert.training_checkpoint import TrainingCheckpoint, open_training_checkpoint
@@ -50,11 +49,9 @@ def plan_export(options: ExportOptions) -> Conversion:
     )
     new_dtype = dtype if options.dtype or len({tensor.dtype for tensor in weights.values()}) == 1 else None
     plan = _plan_shards(weights, new_dtype, shard_bytes(options.max_shard_size))
-    ids = _token_ids(source)
+    beside, ids = _beside(source)
     config = hf_config(source.model, dtype=dtype, **ids)
     code = module_files(source.model)
-    beside = {name: content for name, content in source.files_beside.items() if name in CARRIED}
-    beside.setdefault(GENERATION_CONFIG, generation_config(ids))
     beside |= {**code, CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode()}
     index = _index(plan)
 
@@ -127,10 +124,12 @@ def _index(plan: Plan) -> dict[str, bytes]:
     return {INDEX_NAME: (json.dumps(index, indent=2) + "\n").encode()}
 
 
-def _token_ids(source: TrainingCheckpoint) -> dict[str, Any]:
-    """From the directory that the model was imported from, or from its tokenizer."""
+def _beside(source: TrainingCheckpoint) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Tokenizer and generation_config.json, and the ids of special tokens: those of the directory that the model was
+    imported from, or by its tokenizer."""
+    files, ids = exported_tokenizer(source.checkpoint.directory, source.files_beside)
     imported = source.checkpoint.manifest.get("hugging_face")
     if isinstance(imported, dict):
-        return {key: imported[key] for key in TOKEN_KEYS if key in imported}
-    end = end_of_text(source.checkpoint.directory)
-    return {} if end is None else {"eos_token_id": end}
+        ids |= {key: imported[key] for key in TOKEN_KEYS if key in imported}
+    files.setdefault(GENERATION_CONFIG, generation_config(ids))
+    return files, ids

@@ -91,6 +91,9 @@ def parse_options(argv: Sequence[str]) -> Options | Path:
     Raises:
         UserError: a line for each mistake.
     """
+    if list(argv) in (["--help"], ["-h"]):
+        print(USAGE)
+        raise SystemExit(0)
     if not argv or argv[0] not in VERBS:
         raise UserError(f"{argv[0] if argv else 'no verb'}: expected one of {', '.join(VERBS)} first; {USAGE}")
     verb, *words = argv

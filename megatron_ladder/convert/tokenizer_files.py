@@ -76,13 +76,51 @@ def token_ids(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     return ids
 
 
-def end_of_text(directory: Path) -> int | None:
-    """The id of the token that ends a text, by the tokenizer of a training checkpoint; None if that has none."""
-    from megatron_ladder.data.tokenizers import DESCRIPTION_FILE, load_tokenizer_from_directory
+def exported_tokenizer(directory: Path, beside: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """The tokenizer's files of a training checkpoint, as transformers looks for them.
 
-    if not (directory / DESCRIPTION_FILE).is_file():
-        return None
-    return load_tokenizer_from_directory(directory).eod_id
+    Args:
+        beside: what lies beside the checkpoint's tensors.
+
+    Returns:
+        Files, by name; and the id of the token that ends a text, as `eos_token_id`, if there is a tokenizer.
+
+    Raises:
+        UserError: the tokenizer cannot be read, or is not the one that was saved.
+    """
+    files = {name: content for name, content in beside.items() if name in CARRIED}
+    # They load the libraries that encode and decode, which nothing else here needs.
+    from megatron_ladder.data.tokenizers import (
+        DESCRIPTION_FILE,
+        SentencePieceTokenizer,
+        load_tokenizer_from_directory,
+    )
+
+    if DESCRIPTION_FILE not in beside:
+        return files, {}
+    tokenizer = load_tokenizer_from_directory(directory)
+    main = tokenizer.files[0]
+    config: dict[str, Any]
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        import sentencepiece
+
+        files.setdefault("tokenizer.model", beside[main.name])
+        pieces = sentencepiece.SentencePieceProcessor(model_proto=beside[main.name])
+        config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "legacy": False}
+        # A text's first word is encoded as if a blank stood before it, or it is not.
+        config["add_prefix_space"] = pieces.encode("a", out_type=str)[0].startswith("\u2581")
+        for token in ("bos", "eos", "unk"):
+            number = getattr(pieces, f"{token}_id")()
+            config |= {f"{token}_token": pieces.id_to_piece(number)} if number >= 0 else {}
+    else:
+        import tokenizers
+
+        files.setdefault("tokenizer.json", beside[main.name])
+        end = tokenizers.Tokenizer.from_buffer(beside[main.name]).id_to_token(tokenizer.eod_id)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    config["clean_up_tokenization_spaces"] = False
+    files.setdefault("tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
+    return files, {"eos_token_id": tokenizer.eod_id}
 
 
 def generation_config(ids: Mapping[str, Any]) -> bytes:
