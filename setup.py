@@ -15,6 +15,7 @@ PROGRAMS = {
     "inspect-data": "inspect_data",
     "prepare-corpus": "prepare_corpus",
     "generate": "generate",
+    "convert-checkpoint": "convert_checkpoint",
     "benchmark": "benchmark",
     "benchmark-data": "benchmark_data",
     "plan": "plan",

@@ -8,8 +8,11 @@
 
 The unit is a box, a rectangular part of a canonical tensor: its name and kind, the tensor's shape, the box's
 offset and extent. Tensors' names know no layout, and neither do the boxes: a reader takes the elements it
-needs out of whichever boxes hold them. There is no pickle. Needs torch, and no process group.
+needs out of whichever boxes hold them. There is no pickle. Needs no process group, and torch only where tensors are
+read and written.
 """
+
+from __future__ import annotations
 
 import mmap
 import re
@@ -17,14 +20,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ladder.checkpoint.boxes import Box, cut_span, flat_range, intersection, row_major_strides
 from megatron_ladder.checkpoint.checksum import algorithm_of, file_checksum
+from megatron_ladder.checkpoint.header import BY_NAME, BY_STORED_NAME, FilePlace, element_name, read_header
 from megatron_ladder.checkpoint.manifest import (
-    DTYPE_NAMES,
     StoredTensor,
     TensorTable,
     decode_manifest,
@@ -37,8 +38,11 @@ from megatron_ladder.checkpoint.publish import (
     publishing_order,
     read_latest,
 )
-from megatron_ladder.checkpoint.tensor_file import DTYPES, FilePlace, bytes_of, read_header
 from megatron_ladder.errors import UserError
+
+if TYPE_CHECKING:
+    # What only looks at checkpoints starts without torch, which takes seconds to import.
+    import torch
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""
@@ -75,7 +79,7 @@ class Checkpoint:
         self._headers: dict[str, dict[str, FilePlace]] = {}
 
     @staticmethod
-    def open(path: Path) -> "Checkpoint":
+    def open(path: Path) -> Checkpoint:
         """Opens a checkpoint's directory, or the checkpoint in use of a directory of checkpoints.
 
         Raises:
@@ -98,8 +102,10 @@ class Checkpoint:
 
     def tensors(self, kind: str) -> dict[str, TensorInfo]:
         """Name -> shape and dtype of all stored tensors of a kind."""
+        import torch
+
         table = self._table[kind]
-        return {name: TensorInfo(stored.global_shape, stored.dtype) for name, stored in table.items()}
+        return {name: TensorInfo(stored.global_shape, getattr(torch, stored.dtype)) for name, stored in table.items()}
 
     def read(
         self, name: str, kind: str, offset: Sequence[int], extent: Sequence[int], out: torch.Tensor
@@ -122,17 +128,17 @@ class Checkpoint:
             raise self._other_model(
                 f"{kind} of {name} has the shape {list(stored.global_shape)}", str(wanted)
             )
-        if out.dtype != stored.dtype and kind not in _CONVERTIBLE_KINDS:
+        if element_name(out.dtype) != stored.dtype and kind not in _CONVERTIBLE_KINDS:
             raise UserError(
-                f"{self.directory}: {kind} of {name} is stored as {DTYPE_NAMES[stored.dtype]}, and "
-                f"{str(out.dtype).removeprefix('torch.')} is asked for: it cannot be converted without loss"
+                f"{self.directory}: {kind} of {name} is stored as {stored.dtype}, and "
+                f"{element_name(out.dtype)} is asked for: it cannot be converted without loss"
             )
         target = out.detach()
         for index in stored.overlapping(wanted):
             box = stored.box(index)
             shared = intersection(box, wanted)
             if shared is not None:
-                place = self._place(stored, index)
+                place = self.place(stored, index)
                 path = self.directory / stored.files[index]
                 part = target[shared.within(wanted).slices()]
                 _read_part(path, place, stored.dtype, shared.within(box), part)
@@ -203,7 +209,7 @@ class Checkpoint:
             for stored in tensors.values():
                 for index, file in enumerate(stored.files):
                     if file in own:
-                        self._place(stored, index)
+                        self.place(stored, index)
 
     def _stored(self, name: str, kind: str) -> StoredTensor:
         if name not in self._table[kind]:
@@ -213,8 +219,12 @@ class Checkpoint:
     def _other_model(self, found: str, wanted: str) -> UserError:
         return UserError(f"{self.directory}: {found}, and {wanted} is asked for: it is of another model")
 
-    def _place(self, stored: StoredTensor, index: int) -> FilePlace:
-        """Where a box lies, once its file's header agrees with the manifest."""
+    def stored(self, kind: str) -> dict[str, StoredTensor]:
+        """Name -> boxes of all stored tensors of a kind."""
+        return dict(self._table[kind])
+
+    def place(self, stored: StoredTensor, index: int) -> FilePlace:
+        """Where a box lies, once its file's header agrees with the manifest; raises UserError if it does not."""
         file, key = stored.files[index], stored.keys[index]
         path = self.directory / file
         if file not in self._headers:
@@ -223,10 +233,10 @@ class Checkpoint:
         if place is None:
             raise UserError(f"{path}: there is no tensor {key!r}, which the manifest lists")
         box = stored.box(index)
-        if place.shape != box.extent or DTYPES.get(place.dtype) != stored.dtype:
+        if place.shape != box.extent or BY_STORED_NAME.get(place.dtype) != BY_NAME[stored.dtype]:
             raise UserError(
                 f"{path}: {key!r} is {place.dtype} of shape {list(place.shape)}, and the manifest lists "
-                f"{DTYPE_NAMES[stored.dtype]} of shape {list(box.extent)}"
+                f"{stored.dtype} of shape {list(box.extent)}"
             )
         return place
 
@@ -327,8 +337,13 @@ def _raise_mistakes(mistakes: list[str]) -> None:
         raise UserError(*mistakes)
 
 
-def _read_part(path: Path, place: FilePlace, dtype: torch.dtype, part: Box, out: torch.Tensor) -> None:
+def _read_part(path: Path, place: FilePlace, dtype_name: str, part: Box, out: torch.Tensor) -> None:
     """Reads the box `part` of the tensor at `place` into `out`, which has its extent."""
+    import torch
+
+    from megatron_ladder.checkpoint.tensor_file import bytes_of
+
+    dtype: torch.dtype = getattr(torch, dtype_name)
     first, end = flat_range(place.shape, part)
     begin = place.begin + first * dtype.itemsize
     plain = out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu"

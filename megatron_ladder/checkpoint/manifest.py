@@ -29,12 +29,11 @@ from operator import itemgetter
 from typing import Any, TypedDict
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megatron_ladder.checkpoint.boxes import MAX_DIMENSIONS, Box, first_untiled
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, algorithm_of, checksum_of
-from megatron_ladder.checkpoint.tensor_file import DTYPES, parse_json
+from megatron_ladder.checkpoint.header import BY_NAME, parse_json
 
 FORMAT_NAME = "megatron_ladder checkpoint"
 SCHEMA_VERSION = 1
@@ -46,10 +45,6 @@ KINDS: dict[str, str] = {
     "rng": "rng",
 }
 """What a tensor is to training -> the sort of file that holds it. Inference opens weights only."""
-DTYPE_NAMES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
-"""Element types as the manifest spells them."""
-
-_TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _OWN_KEYS = ("format", "schema_version", "files", "tensors", "manifest_checksum")
 _CHECKSUM_LINE = re.compile(rb',\n "manifest_checksum": "([0-9a-z_]+:[0-9a-f]+)"\n}\n\Z')
 _CHECKSUM_LINE_BYTES = 128
@@ -90,7 +85,8 @@ class StoredTensor:
     name: str
     kind: str
     global_shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
+    """Name of the element type, `bfloat16`."""
     offsets: NDArray[np.int64]
     """[boxes, dimensions]"""
     extents: NDArray[np.int64]
@@ -243,14 +239,13 @@ def _file_sizes(records: list[Any]) -> dict[str, int]:
 
 def _stored_tensor(record: Any, files: Collection[str], total_bytes: int) -> StoredTensor:
     name, kind, dtype_name = (_expect(record, "a tensor", key, str) for key in ("name", "kind", "dtype"))
-    if kind not in KINDS or dtype_name not in _TORCH_DTYPES:
+    if kind not in KINDS or dtype_name not in BY_NAME:
         raise ValueError(f"{name}: kind {kind!r} or dtype {dtype_name!r} is not known")
     what = f"{kind} of {name}"
     shape = _expect(record, what, "global_shape", list)
     if not 1 <= len(shape) <= MAX_DIMENSIONS or not all(type(size) is int and size > 0 for size in shape):
         raise ValueError(f"{what}: global_shape {shape} is not that of a tensor")
-    dtype = _TORCH_DTYPES[dtype_name]
-    if math.prod(shape) * dtype.itemsize > total_bytes:
+    if math.prod(shape) * BY_NAME[dtype_name].size > total_bytes:
         raise ValueError(f"{what}: a tensor of shape {shape} does not fit into the files")
     boxes = _expect(record, what, "boxes", list)
     for box in boxes:
@@ -267,7 +262,7 @@ def _stored_tensor(record: Any, files: Collection[str], total_bytes: int) -> Sto
         held = "more than one box holds" if repeated else "no box holds"
         raise ValueError(f"{what} of shape {shape}: {held} the element {list(index)}")
     box_files, box_keys = [sys.intern(box["file"]) for box in boxes], [box["key"] for box in boxes]
-    return StoredTensor(name, kind, tuple(shape), dtype, offsets, extents, box_files, box_keys)
+    return StoredTensor(name, kind, tuple(shape), dtype_name, offsets, extents, box_files, box_keys)
 
 
 def _coordinates(boxes: Iterable[Any], key: str, what: str, dimensions: int) -> NDArray[np.int64]:

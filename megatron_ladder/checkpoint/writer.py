@@ -7,7 +7,8 @@ import torch
 
 from megatron_ladder.checkpoint.boxes import Box, cut_span
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM
-from megatron_ladder.checkpoint.manifest import DTYPE_NAMES, KINDS, BoxRecord, FileIndex
+from megatron_ladder.checkpoint.header import BY_NAME, element_name
+from megatron_ladder.checkpoint.manifest import KINDS, BoxRecord, FileIndex
 from megatron_ladder.checkpoint.tensor_file import write_tensor_file
 
 
@@ -48,7 +49,7 @@ class CheckpointWriter:
             ValueError: the box does not lie in the tensor, or its kind, dtype or memory layout is another.
         """
         box = Box(tuple(offset), tuple(tensor.shape))
-        if kind not in KINDS or tensor.dtype not in DTYPE_NAMES:
+        if kind not in KINDS or element_name(tensor.dtype) not in BY_NAME:
             raise ValueError(f"{name}: kind {kind!r} or dtype {tensor.dtype} has no place in a checkpoint")
         if not box.lies_in(global_shape) or not tensor.is_contiguous():
             raise ValueError(
@@ -65,7 +66,7 @@ class CheckpointWriter:
                 "global_shape": list(global_shape),
                 "offset": list(box.offset),
                 "extent": list(box.extent),
-                "dtype": DTYPE_NAMES[tensor.dtype],
+                "dtype": element_name(tensor.dtype),
                 "file": self._file_name(sort),
                 "key": key,
             }

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": PARALLEL | {"optim"},
     "train": PARALLEL | {"model", "pipeline"} | FEEDS_TRAINING,
     "generate": PARALLEL | {"model", "data", "checkpoint"},
-    "convert": LOW | {"checkpoint"},
+    "convert": PARALLEL | {"model", "data", "checkpoint", "cost", "pipeline"},
     "bench": PARALLEL | {"model", "generate", "cost", "data"},
     "plan": PARALLEL | {"model", "generate", "cost", "bench"},
 }

@@ -6,14 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ladder.checkpoint import (
-    CheckpointWriter,
-    FileIndex,
-    create_temporary_directory,
-    merge_manifest,
-    publish,
-    write_manifest,
-)
+from megatron_ladder.checkpoint.manifest import FileIndex, merge_manifest
+from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
+from megatron_ladder.checkpoint.writer import CheckpointWriter
 
 State = dict[tuple[str, str], torch.Tensor]
 """(name, kind) -> canonical tensor"""

@@ -12,15 +12,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megatron_ladder.checkpoint import (
-    Checkpoint,
-    CheckpointWriter,
-    FileIndex,
-    find_checkpoint,
-    merge_manifest,
-    write_manifest,
-)
 from megatron_ladder.checkpoint.boxes import Box
+from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
+from megatron_ladder.checkpoint.manifest import FileIndex, merge_manifest
+from megatron_ladder.checkpoint.publish import write_manifest
+from megatron_ladder.checkpoint.writer import CheckpointWriter
 from megatron_ladder.errors import UserError
 
 State = dict[tuple[str, str], torch.Tensor]

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ladder.checkpoint import (
+from megatron_ladder.checkpoint.format import find_checkpoint
+from megatron_ladder.checkpoint.publish import (
     create_temporary_directory,
-    find_checkpoint,
     publish,
+    published_checkpoints,
     temporary_directory,
     write_manifest,
 )
-from megatron_ladder.checkpoint.publish import published_checkpoints
 
 PUBLISH_MODULE = importlib.import_module("megatron_ladder.checkpoint.publish")
 State = dict[tuple[str, str], torch.Tensor]

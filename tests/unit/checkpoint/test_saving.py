@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ladder.checkpoint import Checkpoint, find_checkpoint, saving
 from megatron_ladder.checkpoint import host_memory as host_memory_module
+from megatron_ladder.checkpoint import saving
 from megatron_ladder.checkpoint import writer as writer_module
+from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.host_memory import HostMemory
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.progress import ProgressLines

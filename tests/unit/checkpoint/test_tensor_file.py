@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from megatron_ladder.checkpoint import checksum, tensor_file
 from megatron_ladder.checkpoint.checksum import file_checksum
-from megatron_ladder.checkpoint.tensor_file import DTYPES, read_header, write_tensor_file
+from megatron_ladder.checkpoint.header import read_header
+from megatron_ladder.checkpoint.tensor_file import DTYPES, write_tensor_file
 from megatron_ladder.errors import UserError
 
 
@@ -36,7 +37,7 @@ def test_safetensors_reads_what_was_written(
 ) -> None:
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", chunk_bytes)
     path = tmp_path / "a.safetensors"
-    size, checksum = write_tensor_file(path, tensors)
+    size, digits = write_tensor_file(path, tensors)
     with safe_open(path, "pt") as file:
         assert sorted(file.keys()) == sorted(key for key, _ in tensors)
         for key, tensor in tensors:
@@ -45,7 +46,7 @@ def test_safetensors_reads_what_was_written(
             assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
     data = path.read_bytes()
     assert size == len(data)
-    assert checksum == "xxh3_128:" + xxhash.xxh3_128(data).hexdigest()
+    assert digits == "xxh3_128:" + xxhash.xxh3_128(data).hexdigest()
 
 
 def test_bytes_on_disk(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ladder.checkpoint import find_checkpoint
 from megatron_ladder.checkpoint.background import Background
 from megatron_ladder.checkpoint.engine_state import MOMENTS, EngineState, Span
+from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.handover import FileHandover
 from megatron_ladder.checkpoint.saving import SaveOptions, SaveOutcome, TrainingSave
 from megatron_ladder.comm.group import CommGroup

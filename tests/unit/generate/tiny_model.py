@@ -7,13 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ladder.checkpoint import (
-    CheckpointWriter,
-    create_temporary_directory,
-    merge_manifest,
-    publish,
-    write_manifest,
-)
+from megatron_ladder.checkpoint.manifest import merge_manifest
+from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
+from megatron_ladder.checkpoint.writer import CheckpointWriter
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer, copy_tokenizer, train_sentencepiece

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ladder.checkpoint import write_manifest
 from megatron_ladder.checkpoint.manifest import decode_manifest
+from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.comm.launch import Place
 from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar

@@ -1,0 +1,129 @@
+"""`convert_checkpoint.py inspect`: what a directory holds, and what is wrong with it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.manifest import KINDS
+from megatron_ladder.checkpoint.publish import (
+    MANIFEST_NAME,
+    is_published_name,
+    published_checkpoints,
+    read_latest,
+)
+from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory
+from megatron_ladder.convert.measures import size_text
+from megatron_ladder.convert.mistakes import limited
+from megatron_ladder.convert.tokenizer_files import CARRIED
+from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
+from megatron_ladder.convert.wiring import wiring_text
+from megatron_ladder.errors import UserError
+
+FOREIGN = {
+    "latest_checkpointed_iteration.txt": "a directory of Megatron-LM's",
+    "mp_rank_00_model_states.pt": "a checkpoint of DeepSpeed's",
+    "zero_to_fp32.py": "a directory of DeepSpeed's",
+    "consolidated.00.pth": "Meta's own Llama files",
+    "params.json": "a model's original files",
+}
+"""Names by which directories of other programs are known; they hold pickles, or other layouts."""
+
+
+def inspect_directory(path: Path) -> Iterator[str]:
+    """Lines about a directory.
+
+    Raises:
+        UserError: it holds nothing that is known here.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: there is no such directory")
+    names = published_checkpoints(path)
+    if (path / MANIFEST_NAME).is_file() or is_published_name(path.name):
+        yield from _training(path)
+    elif names or read_latest(path) is not None:
+        yield from _run(path, names)
+    elif (path / CONFIG_NAME).is_file():
+        yield from _hugging_face(path)
+    else:
+        known = next((text for name, text in FOREIGN.items() if (path / name).exists()), None)
+        found = f"{known}, which is not read here" if known else "no checkpoint of any kind known here"
+        raise UserError(f"{path}: {found}: expected iter_*/{MANIFEST_NAME}, or {CONFIG_NAME} and safetensors")
+
+
+def _run(path: Path, names: list[str]) -> Iterator[str]:
+    latest = read_latest(path)
+    yield f"{path}: a training run's directory with {len(names)} checkpoints"
+    if latest not in names:
+        yield f"  missing: latest names {latest or 'none of them'!r}"
+    for name in names:
+        yield f"{'latest: ' if name == latest else ''}{name}"
+        for line in _training(path / name):
+            yield f"  {line}"
+    for entry in sorted(path.iterdir()):
+        if ".tmp-" in entry.name and entry.is_dir():
+            files = sum(1 for _ in entry.iterdir())
+            yield f"{entry.name}: not complete: a save or a conversion that is under way, or that died; {files} files"
+
+
+def _training(path: Path) -> Iterator[str]:
+    try:
+        checkpoint = Checkpoint.open(path)
+    except UserError as error:
+        yield from (f"not whole: {line}" for line in limited(error.mistakes))
+        return
+    manifest = checkpoint.manifest
+    yield f"a training checkpoint, iteration {checkpoint.iteration}, {checkpoint.consumed_samples} samples seen"
+    try:
+        model = ModelConfig.from_dict(manifest["model"], source=str(path / MANIFEST_NAME))
+    except UserError as error:
+        yield from (f"not readable: {line}" for line in limited(error.mistakes))
+        return
+    yield from _model(model)
+    parallel = manifest.get("run", {}).get("parallel", {})
+    if parallel:
+        tensor, stages = (parallel.get(f"{which}_model_parallel_size", 1) for which in ("tensor", "pipeline"))
+        yield (
+            f"written by {manifest['run'].get('world_size', '?')} ranks: tensor-parallel {tensor}, pipeline {stages}, "
+            f"ZeRO stage {parallel.get('zero_stage', '?')}; any layout reads it"
+        )
+    for kind in KINDS:
+        stored = checkpoint.stored(kind)
+        if stored:
+            dtypes = ", ".join(sorted({tensor.dtype for tensor in stored.values()}))
+            boxes = sum(len(tensor.files) for tensor in stored.values())
+            yield f"{kind}: {len(stored)} tensors in {boxes} boxes, {dtypes}"
+    files = manifest["files"]
+    yield f"{len(files)} files, {size_text(sum(file['size'] for file in files))}"
+    if not checkpoint.stored("exp_avg"):
+        yield "without optimizer state: continue with pretrain_ladder.py --load DIR --finetune"
+    yield "with a tokenizer" if manifest.get("tokenizer") else "without a tokenizer"
+    try:
+        open_training_checkpoint(path)
+    except UserError as error:
+        yield from (f"not usable: {line}" for line in limited(error.mistakes))
+
+
+def _hugging_face(path: Path) -> Iterator[str]:
+    yield f"{path}: a Hugging Face directory"
+    try:
+        directory = open_hf_directory(path)
+    except UserError as error:
+        yield from (f"not convertible: {line}" for line in limited(error.mistakes))
+        return
+    yield f"model_type {directory.config['model_type']}"
+    yield from _model(directory.model)
+    files = {stored.path for tensor in directory.tensors.values() for stored in tensor.boxes}
+    size = sum(file.stat().st_size for file in files)
+    yield f"weights: {len(directory.tensors)} tensors, mostly {directory.dtype}, {len(files)} files, {size_text(size)}"
+    beside = [name for name in CARRIED if (path / name).exists()]
+    yield f"beside them: {', '.join(beside) or 'nothing: without a tokenizer'}"
+
+
+def _model(model: ModelConfig) -> Iterator[str]:
+    yield f"wiring: {wiring_text(model)}"
+    yield (
+        f"{model.num_layers} layers, hidden {model.hidden_size}, MLP {model.ffn_hidden_size}, heads "
+        f"{model.num_attention_heads} over {model.num_key_value_heads} key-value of width {model.head_dim}, vocabulary "
+        f"{model.vocab_size}{', tied head' if model.tie_embeddings else ''}, positions {model.max_position_embeddings}"
+    )

@@ -1,0 +1,52 @@
+"""`convert_checkpoint.py reshape`: the same training checkpoint in other files, optimizer state included."""
+
+from collections.abc import Mapping
+
+from megatron_ladder.checkpoint.publish import MANIFEST_NAME
+from megatron_ladder.convert.carry_out import Conversion
+from megatron_ladder.convert.options import ReshapeOptions
+from megatron_ladder.convert.outputs import check_save_target, publish_save, save_work
+from megatron_ladder.convert.training_checkpoint import (
+    check_layout,
+    manifest_bytes,
+    open_training_checkpoint,
+    plan_checkpoint,
+)
+from megatron_ladder.convert.wiring import wiring_text
+
+_DERIVED_KEYS = ("format", "schema_version", "files")
+"""Of a manifest: written anew."""
+
+
+def plan_reshape(options: ReshapeOptions) -> Conversion:
+    """Reads manifest and headers, and says what there is to do.
+
+    Raises:
+        UserError: the checkpoint is not whole or cannot be cut so, or the target may not be written to.
+    """
+    source = open_training_checkpoint(options.load)
+    checkpoint, iteration = source.checkpoint, source.checkpoint.iteration
+    check_save_target(options.save, iteration, options.overwrite)
+    tensor_parallel, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    check_layout(source.model, tensor_parallel, stages)
+    plan = plan_checkpoint(source.tensors, source.model, tensor_parallel, stages)
+    header = {key: value for key, value in checkpoint.manifest.items() if key not in _DERIVED_KEYS}
+    beside = source.files_beside
+
+    def small_files(checksums: Mapping[str, str]) -> Mapping[str, bytes]:
+        return {**beside, MANIFEST_NAME: manifest_bytes(plan, header, checksums, beside)}
+
+    kinds = [kind for kind, tensors in source.tensors.items() if tensors]
+    return Conversion(
+        plan=plan,
+        work=save_work(options.save, iteration, plan.fingerprint(header, sorted(beside.items()))),
+        target=options.save,
+        checksums=True,
+        small_files=small_files,
+        publish=lambda work: publish_save(work, options.save, iteration),
+        facts=(
+            f"{checkpoint.directory}: iteration {iteration}, {', '.join(kinds)}, wiring: {wiring_text(source.model)}",
+            f"files for {tensor_parallel} tensor-parallel x {stages} pipeline ranks",
+        ),
+        notes=checkpoint.warnings,
+    )

@@ -1,0 +1,69 @@
+"""Converted checkpoints in several ranks: the logits of transformers, and training that goes on as if nothing was."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.weights import load_weights, stored_model
+from megatron_ladder.convert.names import hf_name
+from megatron_ladder.model.language_model import LanguageModel
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import mesh_of
+from tests.distributed.test_zero import everything, pass_on
+from tests.unit.convert.saved_models import convert, save_model, tensors_of
+
+
+def logits_here(directory: str, tokens: Tensor) -> Tensor:
+    """On each rank: [b, s] -> [b, s, V] of the checkpoint's model, cut over all ranks."""
+    checkpoint = Checkpoint.open(Path(directory))
+    mesh = mesh_of(torch.distributed.get_world_size())
+    model = LanguageModel(stored_model(checkpoint), mesh)
+    load_weights(model, checkpoint)
+    with torch.no_grad():
+        hidden_states = model.hidden_states(tokens, model.training_context(tokens))
+        logits = mesh.tensor.all_gather(model.logits_shard(hidden_states), dim=-1)
+    return logits[..., : model.config.vocab_size].transpose(0, 1)
+
+
+def test_logits_of_two_ranks_are_those_of_transformers(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    """The files are cut for four ranks, of which each of two reads what it needs."""
+    theirs = save_model(tmp_path / "hf")
+    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", "--tensor-model-parallel-size", "4")
+    tokens = torch.randint(0, 301, (2, 40))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    for found in gloo_pools(2).run(logits_here, str(tmp_path / "ours"), tokens):
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("written", "continued"),
+    [("--zero-stage 1 --tensor-model-parallel-size 2", "--zero-stage 2"), ("--zero-stage 3", "--zero-stage 0")],
+)
+def test_training_goes_on_from_a_reshaped_checkpoint(
+    gloo_pools: GlooPools, tmp_path: Path, written: str, continued: str
+) -> None:
+    """Two steps from the checkpoint that was reshaped are bitwise two steps from the one that was not."""
+    argv = "--global-batch-size 4 --lr 1e-3 --train-iters 8 --residual-mode ladder --ladder-layers 1,2".split()
+    run, other = str(tmp_path / "run"), str(tmp_path / "other")
+    gloo_pools(2).run(pass_on, [*argv, *written.split()], None, run, 2)
+    layout = "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "3"
+    convert("reshape", "--load", run, "--save", other, *layout, "--verify")
+    ends = {}
+    for source in (run, other):
+        end = f"{source}-end"
+        gloo_pools(2).run(pass_on, [*argv, *continued.split()], source, end, 2)
+        ends[source] = everything(Path(end))
+    assert ends[run].keys() == ends[other].keys()
+    for key, tensor in ends[run].items():
+        assert torch.equal(tensor, ends[other][key]), key
+    convert("export", "--load", other, "--hf", tmp_path / "hf")
+    weights = everything(Path(other))
+    names = {name for name, kind in weights if kind == "weight"}
+    exported = tensors_of(tmp_path / "hf")
+    assert exported.keys() == {hf_name(name) for name in names}
+    for name in names:
+        assert torch.equal(exported[hf_name(name)], weights[name, "weight"])

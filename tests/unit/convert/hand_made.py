@@ -1,0 +1,73 @@
+"""A Hugging Face directory made byte by byte, so that it can be made wrong in any place."""
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+LAYER = {
+    "input_layernorm.weight": [8], "post_attention_layernorm.weight": [8],
+    "self_attn.q_proj.weight": [8, 8], "self_attn.k_proj.weight": [4, 8], "self_attn.v_proj.weight": [4, 8],
+    "self_attn.o_proj.weight": [8, 8], "mlp.gate_proj.weight": [12, 8], "mlp.up_proj.weight": [12, 8],
+    "mlp.down_proj.weight": [8, 12],
+}  # fmt: skip
+SHAPES: dict[str, list[int]] = {
+    "model.embed_tokens.weight": [16, 8],
+    **{f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in LAYER.items()},
+    "model.norm.weight": [8],
+    "lm_head.weight": [16, 8],
+}
+ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I8": 1, "I64": 8}
+
+
+def entries(shapes: dict[str, list[int]], dtype: str = "BF16") -> dict[str, Any]:
+    """A safetensors header for tensors that lie one after another."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * ELEMENT_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    return header
+
+
+def safetensors(header: dict[str, Any] | str, length: int | None = None, data: bytes | None = None) -> bytes:
+    """A file of that header.
+
+    Args:
+        length: that the file says its header has; the true one if not given.
+        data: zeros up to the largest offset if not given.
+    """
+    text = header if isinstance(header, str) else json.dumps(header)
+    if data is None:
+        assert isinstance(header, dict)
+        data = bytes(max(entry["data_offsets"][1] for entry in header.values()))
+    return struct.pack("<Q", len(text) if length is None else length) + text.encode() + data
+
+
+def write_directory(path: Path, config: dict[str, Any] | str | None = None, weights: bytes | None = None) -> Path:
+    """config.json and model.safetensors; those of a right directory for what is not given."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = CONFIG if config is None else config
+    (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (path / "model.safetensors").write_bytes(safetensors(entries(SHAPES)) if weights is None else weights)
+    return path
+
+
+def write_sharded(path: Path, weight_map: dict[str, str] | None = None, **files: dict[str, list[int]]) -> Path:
+    """A directory of several files; by default two that hold what the index says."""
+    write_directory(path)
+    (path / "model.safetensors").unlink()
+    names = list(SHAPES)
+    halves = {"a.safetensors": names[:10], "b.safetensors": names[10:]}
+    for file, held in halves.items():
+        shapes = {name: SHAPES[name] for name in held} | files.get(file[0], {})
+        (path / file).write_bytes(safetensors(entries(shapes)))
+    index = {name: file for file, held in halves.items() for name in held} | (weight_map or {})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return path

@@ -1,0 +1,90 @@
+"""What a conversion of a large model costs, beside a plain copy of the same bytes."""
+
+import json
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.convert.names import hf_name, tensor_shapes
+from megatron_ladder.convert.remote_code import hf_config
+from tests.unit.convert.hand_made import entries
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
+ROUNDS = 5
+
+
+def write_large(path: Path, layers: int) -> int:
+    """A Llama of random bits with 0.26 + 0.09 x layers GB in bf16; returns the bytes of its numbers."""
+    config = ModelConfig(
+        num_layers=layers, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=64, vocab_size=32003, max_position_embeddings=4096,
+    )  # fmt: skip
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(hf_config(config, dtype="bfloat16")))
+    header = entries({hf_name(name): list(shape) for name, shape in tensor_shapes(config).items()})
+    text = json.dumps(header).encode()
+    size = max(entry["data_offsets"][1] for entry in header.values())
+    block = np.random.default_rng(0).bytes(1 << 24)
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for begin in range(0, size, len(block)):
+            file.write(block[: min(len(block), size - begin)])
+    return size
+
+
+def child_cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def imported(hf: Path, save: Path) -> tuple[float, float]:
+    """Imports for two ranks; CPU seconds of copying, and megabytes of anonymous memory."""
+    words = ["import", "--hf", str(hf), "--save", str(save), "--tensor-model-parallel-size", "2"]
+    said = subprocess.run([*PROGRAM, *words], capture_output=True, text=True, check=True).stdout
+    print(said.splitlines()[-2])
+    copying, memory = re.search(r"copying ([\d.]+).*anonymous memory ([\d.]+) MB", said).groups()  # type: ignore[union-attr]
+    shutil.rmtree(save)
+    return float(copying), float(memory)
+
+
+@pytest.mark.slow
+def test_cpu_time_beside_cp_and_memory(tmp_path: Path) -> None:
+    """Rounds take turns, since a machine's page cache is not the same from minute to minute."""
+    write_large(tmp_path / "one", 9)
+    ratios = []
+    for _ in range(ROUNDS):
+        began = child_cpu()
+        subprocess.run(["cp", "-r", tmp_path / "one", tmp_path / "copy"], check=True)
+        plain = child_cpu() - began
+        shutil.rmtree(tmp_path / "copy")
+        copying, memory = imported(tmp_path / "one", tmp_path / "ours")
+        ratios.append(copying / plain)
+        print(f"cp: {plain:.2f} CPU seconds; ratio {ratios[-1]:.2f}")
+        assert memory <= 300
+    assert statistics.median(ratios) <= 3.0
+
+
+@pytest.mark.slow
+def test_memory_of_four_gigabytes(tmp_path: Path) -> None:
+    assert write_large(tmp_path / "four", 43) > 4e9
+    assert imported(tmp_path / "four", tmp_path / "ours")[1] <= 300
+
+
+def test_start_up(tmp_path: Path) -> None:
+    """Of several starts the fastest: others may be using the machine."""
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([*PROGRAM, "import", "--help"], capture_output=True, check=True)
+        times.append(time.perf_counter() - began)
+    assert min(times) <= 0.5, times

@@ -1,0 +1,57 @@
+"""What `inspect` tells of directories, whole and broken."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder.convert.inspection import inspect_directory
+from megatron_ladder.errors import UserError
+from tests.unit.convert.hand_made import CONFIG, write_directory
+from tests.unit.convert.saved_models import convert
+from tests.unit.convert.test_outcomes import small_config, write_cut_checkpoint
+
+
+def lines_of(path: Path) -> str:
+    return "\n".join(inspect_directory(path))
+
+
+def test_a_hugging_face_directory(tmp_path: Path) -> None:
+    said = lines_of(write_directory(tmp_path / "hf", {**CONFIG, "model_type": "llamaLadder", "ladder_layers": 1}))
+    for words in ("a Hugging Face directory", "model_type llamaLadder", "wiring: ladder in layers 1 of 2", "21 tensors",
+                  "mostly bfloat16", "1 files", "2 layers, hidden 8", "without a tokenizer"):  # fmt: skip
+        assert words in said, words
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
+    assert "not convertible: " in lines_of(tmp_path / "hf")
+
+
+def test_a_run_with_a_damaged_and_an_unfinished_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_cut_checkpoint(run, small_config(residual_mode="ladder", ladder_layers=(0, 1, 2)), {"bf16": True})
+    (run / "iter_0000040.tmp-abc").mkdir()
+    said = lines_of(run)
+    for words in ("with 1 checkpoints", "latest: iter_0000030", "iteration 30, 240 samples", "in all layers",
+                  "exp_avg_sq: 30 tensors in", "float32", "iter_0000040.tmp-abc: not complete"):  # fmt: skip
+        assert words in said, words
+    assert "--finetune" not in said and "not whole" not in said
+    (run / "iter_0000030" / "weights_rank_00001.safetensors").unlink()
+    (run / "latest").write_text("iter_0000050\n")
+    said = lines_of(run)
+    assert "not whole: " in said and "weights_rank_00001.safetensors: is missing" in said
+    assert "latest names 'iter_0000050'" in said
+
+
+def test_an_imported_checkpoint(tmp_path: Path) -> None:
+    convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
+    for path in (tmp_path / "ours", tmp_path / "ours" / "iter_0000000"):
+        assert "continue with pretrain_ladder.py --load DIR --finetune" in lines_of(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"), [("params.json", "a model's original files"), ("other", "no checkpoint of any kind known here")]
+)
+def test_what_is_not_known(tmp_path: Path, file: str, words: str) -> None:
+    (tmp_path / file).write_text("")
+    with pytest.raises(UserError, match=words):
+        lines_of(tmp_path)
+    with pytest.raises(UserError, match="no such directory"):
+        lines_of(tmp_path / "absent")

@@ -1,0 +1,286 @@
+"""What conversions leave behind: whole results or nothing, each byte read once, the same after an interruption."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.manifest import merge_manifest
+from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
+from megatron_ladder.checkpoint.weights import stored_model
+from megatron_ladder.checkpoint.writer import CheckpointWriter
+from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.convert import copying
+from megatron_ladder.convert.casts import RAW, cast
+from megatron_ladder.convert.layout import shares
+from megatron_ladder.convert.names import hf_name, tensor_shapes
+from megatron_ladder.convert.options import shard_bytes
+from megatron_ladder.errors import UserError
+from tests.reference import ReferenceConfig, make_weights, weight_shapes
+from tests.unit.convert.hand_made import CONFIG, SHAPES, entries, safetensors, write_directory, write_sharded
+from tests.unit.convert.saved_models import assert_equal_bits, convert, save_model, tensors_of
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"tie_embeddings": True, "qk_layernorm": True, "add_qkv_bias": True, "add_attention_output_bias": True},
+    {"residual_mode": "ladder-parallel", "ladder_layers": (1, 2), "add_mlp_bias": True},
+    {"residual_mode": "desync", "desync_interval": 4, "desync_tp": 4},
+]
+
+
+def small_config(**changes: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {
+        "num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 301, "max_position_embeddings": 64,
+    }  # fmt: skip
+    return ModelConfig(**(sizes | changes))
+
+
+@pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: changes.get("residual_mode", "standard"))
+def test_the_tensors_of_a_model_are_those_of_the_reference(changes: dict[str, Any]) -> None:
+    config = small_config(**changes)
+    assert list(tensor_shapes(config).items()) == list(weight_shapes(ReferenceConfig.like(config)).items())
+
+
+@pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: changes.get("residual_mode", "standard"))
+def test_shares_tile_every_tensor(changes: dict[str, Any]) -> None:
+    config = small_config(**changes)
+    for name, shape in tensor_shapes(config).items():
+        held = np.zeros(shape, int)
+        ranks = [rank for rank, box in shares(name, shape, config, 4) if np.add.at(held, box.slices(), 1) is None]
+        assert np.all(held == 1) and ranks == sorted(set(ranks)) and max(ranks) < 4, name
+
+
+@pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("target", ["float32", "bfloat16", "float16"])
+def test_casts_are_those_of_torch(source: str, target: str) -> None:
+    special = [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1e-40, -6e-8, 60000.0, 1e-45]
+    values = torch.cat([torch.tensor([*special, float("inf"), float("-inf"), float("nan")]), torch.randn(5000)])
+    tensor = values.to(getattr(torch, source))
+    raw = tensor.view(torch.uint8).numpy().view(RAW[tensor.element_size()])
+    expected = tensor.to(getattr(torch, target))
+    found = torch.from_numpy(cast(raw, source, target).view(np.uint8).copy()).view(getattr(torch, target))
+    assert torch.equal(found.nan_to_num(7.0).view(torch.uint8), expected.nan_to_num(7.0).view(torch.uint8))
+    assert torch.equal(found.isnan(), expected.isnan())
+
+
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(OverflowError, match="7e\\+04"):
+        cast(np.array([70000.0], np.float32).view(np.uint32), "float32", "float16")
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2**31), ("77", 77)])
+def test_sizes_of_shards(text: str, size: int) -> None:
+    assert shard_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 TB", "0", "-1MB", "infGB"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError):
+        shard_bytes(text)
+
+
+def write_cut_checkpoint(save: Path, config: ModelConfig, run: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A checkpoint as ZeRO leaves it: each of 3 ranks has an interval of every flattened tensor, moments too."""
+    ranks = 3
+    weights = make_weights(ReferenceConfig.like(config), seed=5)
+    temporary = create_temporary_directory(save, 30, "token")
+    writers = [CheckpointWriter(temporary, rank) for rank in range(ranks)]
+    for name, weight in weights.items():
+        flat = weight.reshape(-1)
+        cuts = [flat.numel() * rank // ranks for rank in range(ranks + 1)]
+        for rank, writer in enumerate(writers):
+            if cuts[rank] == cuts[rank + 1]:
+                continue
+            piece = flat[cuts[rank] : cuts[rank + 1]]
+            for kind, values in {"weight": piece, "exp_avg": piece * 0.1, "exp_avg_sq": piece.square()}.items():
+                writer.add_span(name, kind, weight.shape, [0] * weight.dim(), list(weight.shape), cuts[rank], values)
+    writers[1].add("rng.rank_00001.cpu", "rng", (9,), (0,), torch.arange(9, dtype=torch.uint8))
+    header = {
+        "iteration": 30, "consumed_samples": 240, "model": config.to_dict(), "run": {"training": run},
+        "optimizer": {"steps_taken": 30}, "tokenizer": None,
+    }  # fmt: skip
+    (temporary / "tokenizer.json").write_text("{}")
+    write_manifest(temporary, merge_manifest(header, [writer.finish() for writer in writers]))
+    publish(temporary, save, 30)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("run", "flags", "dtype"),
+    [({"bf16": True}, [], "bfloat16"), ({}, [], "float32"), ({"bf16": True}, ["--dtype", "fp16"], "float16")],
+)
+def test_export_of_a_checkpoint_that_zero_has_cut(
+    tmp_path: Path, run: dict[str, Any], flags: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "ROWS_BYTES", 1000)
+    config = small_config()
+    weights = write_cut_checkpoint(tmp_path / "run", config, run)
+    convert("export", "--load", tmp_path / "run", "--hf", tmp_path / "hf", "--verify", *flags)
+    found = tensors_of(tmp_path / "hf")
+    assert_equal_bits(found, {hf_name(name): weight.to(getattr(torch, dtype)) for name, weight in weights.items()})
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == dtype
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 3), (4, 2)], ids=str)
+def test_reshape_keeps_every_number(tmp_path: Path, layout: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "ROWS_BYTES", 1000)
+    config = small_config(residual_mode="ladder", ladder_layers=(2,), qk_layernorm=True)
+    write_cut_checkpoint(tmp_path / "run", config, {})
+    words = "--tensor-model-parallel-size", layout[0], "--pipeline-model-parallel-size", layout[1]
+    convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "other", *words, "--verify")
+    before, after = Checkpoint.open(tmp_path / "run"), Checkpoint.open(tmp_path / "other")
+    after.verify()
+    assert {**after.manifest, "files": 0} == {**before.manifest, "files": 0}
+    for kind in ("weight", "exp_avg", "exp_avg_sq", "rng"):
+        assert after.tensors(kind) == before.tensors(kind)
+        for name, info in after.tensors(kind).items():
+            shape, values = info.global_shape, []
+            for checkpoint in (before, after):
+                values.append(torch.empty(shape, dtype=info.dtype))
+                checkpoint.read(name, kind, (0,) * len(shape), shape, values[-1])
+            assert torch.equal(*values), name
+    ranks = layout[0] * layout[1]
+    names = {file["name"] for file in after.manifest["files"]}
+    sorts = ("weights", "optimizer")
+    assert {f"{sort}_rank_{rank:05d}.safetensors" for sort in sorts for rank in range(ranks)} <= names
+    assert "tokenizer.json" in names and len(names) == 2 * ranks + 2
+
+
+def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_directory(tmp_path / "hf")
+    read: list[tuple[int, int]] = []
+    real = os.preadv
+
+    def counting(descriptor: int, buffers: list[memoryview], begin: int) -> int:
+        count = real(descriptor, buffers, begin)
+        read.extend((begin + place, 1) for place in range(count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    convert("import", "--hf", directory, "--save", tmp_path / "ours", "--tensor-model-parallel-size", "2")
+    header = len(safetensors(entries(SHAPES))) - 2 * sum(int(np.prod(shape)) for shape in SHAPES.values())
+    assert sorted(place for place, _ in read) == list(range(header, (directory / "model.safetensors").stat().st_size))
+
+
+def test_dry_run_writes_nothing_and_says_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_directory(tmp_path / "hf")
+    convert("import", "--hf", directory, "--save", tmp_path / "ours", "--dry-run", "--ladder-layers", "1")
+    assert list(tmp_path.iterdir()) == [directory]
+    said = capsys.readouterr().out
+    assert "the wiring of the source, standard, is overridden: ladder in layers 1 of 2" in said
+    assert "weights_rank_00000.safetensors: 2.51 kB, 21 tensors" in said and "nothing was written" in said
+
+
+def test_an_interrupted_conversion_goes_on_behind_its_whole_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "hf")
+    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours")
+    words = ["export", "--load", tmp_path / "ours", "--hf", tmp_path / "back", "--max-shard-size", "60KB"]
+    real, renamed = os.rename, []
+
+    def dying(source: Path, target: Path) -> None:
+        if len(renamed) == 2:
+            raise OSError(28, "No space left on device")
+        renamed.append(target)
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", dying)
+        with pytest.raises(UserError, match="No space left on device"):
+            convert(*words)
+    assert not (tmp_path / "back").exists()
+    (work,) = tmp_path.glob("back.tmp-*")
+    whole = {path.name: path.stat().st_ino for path in work.glob("*.safetensors")}
+    assert len(whole) == 2 and len(list(work.glob("*.partial"))) == 1
+    capsys.readouterr()
+    convert(*words, "--verify")
+    assert f"goes on in {work}" in capsys.readouterr().out
+    assert {name: (tmp_path / "back" / name).stat().st_ino for name in whole} == whole
+    assert_equal_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+    assert not list(tmp_path.glob("back.tmp-*"))
+
+
+def test_an_interrupted_import_has_the_same_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_directory(tmp_path / "hf")
+    words = ["import", "--hf", directory, "--save", tmp_path / "ours", "--pipeline-model-parallel-size", "2"]
+    with monkeypatch.context() as patch:
+        real = os.rename
+        patch.setattr(os, "rename", lambda source, target: real(source, target) if "00000" in target.name else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(*words)
+    assert not (tmp_path / "ours" / "latest").exists()
+    (work,) = (tmp_path / "ours").iterdir()
+    assert {path.name for path in work.iterdir()} >= {"weights_rank_00000.safetensors"}
+    convert(*words)
+    Checkpoint.open(tmp_path / "ours").verify()
+
+
+def test_another_source_does_not_go_on(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path / "hf")
+    for config in (CONFIG, {**CONFIG, "rms_norm_eps": 1e-6}):
+        write_directory(directory, config)
+        convert("import", "--hf", directory, "--save", tmp_path / "ours", "--overwrite")
+        assert stored_model(Checkpoint.open(tmp_path / "ours")).norm_epsilon == config["rms_norm_eps"]
+    assert [path.name for path in (tmp_path / "ours").iterdir() if path.is_dir()] == ["iter_0000000.1"]
+
+
+def test_what_may_be_overwritten(tmp_path: Path) -> None:
+    directory, ours, back = write_directory(tmp_path / "hf"), tmp_path / "ours", tmp_path / "back"
+    convert("import", "--hf", directory, "--save", ours)
+    with pytest.raises(UserError, match="--overwrite"):
+        convert("import", "--hf", directory, "--save", ours)
+    back.mkdir()
+    (back / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not empty"):
+        convert("export", "--load", ours, "--hf", back)
+    with pytest.raises(UserError, match="no config.json"):
+        convert("export", "--load", ours, "--hf", back, "--overwrite")
+    assert (back / "notes.txt").read_text() == "mine"
+    convert("export", "--load", ours, "--hf", tmp_path / "again")
+    convert("export", "--load", ours, "--hf", tmp_path / "again", "--overwrite")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "back", "hf", "ours"]
+    write_cut_checkpoint(tmp_path / "run", small_config(), {})
+    with pytest.raises(UserError, match="another run"):
+        convert("import", "--hf", directory, "--save", tmp_path / "run", "--overwrite")
+
+
+def test_verify_finds_what_was_written_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_directory(tmp_path / "hf")
+    real = os.fsync
+
+    def flipping(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("00001.safetensors.partial"):
+            os.pwrite(descriptor, b"\1", os.fstat(descriptor).st_size - 1)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flipping)
+    words = "--tensor-model-parallel-size", "2", "--verify"
+    with pytest.raises(RuntimeError, match=r"weights_rank_00001\.safetensors: weight:.* is not what was written"):
+        convert("import", "--hf", directory, "--save", tmp_path / "ours", *words)
+    assert not (tmp_path / "ours" / "latest").exists()
+
+
+def test_the_tool_starts_without_torch(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "hf")
+    script = f"""
+import sys
+from megatron_ladder.cli.convert_checkpoint import main
+main(["import", "--hf", {str(tmp_path / "hf")!r}, "--save", {str(tmp_path / "ours")!r}])
+main(["export", "--load", {str(tmp_path / "ours")!r}, "--hf", {str(tmp_path / "back")!r}])
+main(["reshape", "--load", {str(tmp_path / "ours")!r}, "--save", {str(tmp_path / "other")!r}])
+main(["inspect", {str(tmp_path / "ours")!r}])
+print(sorted({{"torch", "deepspeed", "transformers"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

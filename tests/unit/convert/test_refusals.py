@@ -1,0 +1,279 @@
+"""Directories that are wrong, damaged or hostile: each is refused by name, and nothing is written."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ladder.checkpoint.manifest import encode_manifest
+from megatron_ladder.errors import UserError
+from tests.unit.convert.hand_made import (
+    CONFIG,
+    SHAPES,
+    entries,
+    safetensors,
+    write_directory,
+    write_sharded,
+)
+from tests.unit.convert.saved_models import assert_equal_bits, convert, tensors_of
+
+ROOT = Path(__file__).resolve().parents[3]
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def refusal(directory: Path) -> str:
+    """What the tool says; it must leave nothing beside the directory."""
+    before = sorted(directory.parent.iterdir())
+    with pytest.raises(UserError) as caught:
+        convert("import", "--hf", directory, "--save", directory.parent / "refused")
+    assert sorted(directory.parent.iterdir()) == before
+    return str(caught.value)
+
+
+def test_the_right_directory_passes(tmp_path: Path) -> None:
+    convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
+    convert("import", "--hf", write_sharded(tmp_path / "sharded"), "--save", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gemma2"}, ["model_type 'gemma2'", "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "phi3"}, ["model_type 'phi3'"]),
+        ({"model_type": "olmo2"}, ["model_type 'olmo2'"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "float16 or bfloat16"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling.rope_type", "'yarn'", "llama3"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'"]),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, ["rope_theta", "500000.0", "10000.0"]),
+        (
+            {
+                "rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0},
+                "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            },
+            ["rope_parameters", "rope_scaling", "2.0", "4.0"],
+        ),
+        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, ["auto_map", "not run"]),
+        ({"model_type": "mistral"}, ["sliding_window", "4096"]),
+        ({"model_type": "qwen2", "use_sliding_window": True}, ["use_sliding_window"]),
+        ({"ladder_layers": 1}, ["ladder_layers", "llama"]),
+        ({"num_hidden_layers": None}, ["num_hidden_layers"]),
+    ],
+)
+def test_configurations(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
+    said = refusal(write_directory(tmp_path / "hf", {**CONFIG, **change}))
+    assert "config.json" in said
+    for word in words:
+        assert word in said, said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model_type": "llama", "model_type": "gemma"}', ["'model_type'", "more than once"]),
+        ("[]", ["not an object"]),
+        ('{"model_type": ', ["config.json"]),
+        ('{"rms_norm_eps": NaN}', ["NaN"]),
+    ],
+)
+def test_json(tmp_path: Path, text: str, words: list[str]) -> None:
+    said = refusal(write_directory(tmp_path / "hf", text))
+    for word in words:
+        assert word in said, said
+
+
+def overlapping() -> bytes:
+    header = entries(SHAPES)
+    header[Q]["data_offsets"] = [number - 2 for number in header[Q]["data_offsets"]]
+    return safetensors(header)
+
+
+def with_header(change: Callable[[dict[str, Any]], object]) -> bytes:
+    header = entries(SHAPES)
+    change(header)
+    return safetensors(header)
+
+
+def renamed(old: str, new: str) -> bytes:
+    return safetensors(entries({new if name == old else name: shape for name, shape in SHAPES.items()}))
+
+
+def reshaped(name: str, shape: list[int]) -> bytes:
+    return safetensors(entries({**SHAPES, name: shape}))
+
+
+DUPLICATE = '{"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}, "a": {"dtype": "BF16", "shape": [1], ' + (
+    '"data_offsets": [0, 2]}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (safetensors(entries(SHAPES))[:-1], ["model.safetensors", "tensors end at byte"]),
+        (safetensors(entries(SHAPES))[:5], ["model.safetensors", "header"]),
+        (safetensors(entries(SHAPES)) + b"\0", ["tensors end at byte"]),
+        (safetensors(entries(SHAPES), length=1 << 62), ["a header of 4611686018427387904 bytes"]),
+        (safetensors(DUPLICATE, data=bytes(2)), ["'a'", "more than once"]),
+        (overlapping(), [Q, "begins at byte"]),
+        (with_header(lambda header: header[Q].update(shape=[8, 9])), [Q, "128 bytes", "BF16", "[8, 9]"]),
+        (with_header(lambda header: header[Q].update(dtype="F32")), [Q, "128 bytes", "F32"]),
+        (with_header(lambda header: header[Q].update(shape=[-8, -8])), [Q]),
+        (reshaped(Q, [8, 4]), [Q, "found shape [8, 4]", "expected [8, 8]"]),
+        (renamed(Q, "model.layers.1.self_attn.q.weight"), [Q, "is missing", "self_attn.q.weight", "no such tensor"]),
+        (renamed(Q, "model.layers.2.self_attn.q_proj.weight"), ["model.layers.2", "no such tensor"]),
+        (safetensors(entries(SHAPES, "I8")), ["model.embed_tokens.weight", "found I8", "quantised"]),
+        (safetensors(entries(SHAPES, "F8_E4M3")), ["found F8_E4M3"]),
+        (safetensors(entries(SHAPES, "I64")), ["found int64", "bfloat16"]),
+    ],
+    ids=[
+        "cut-off", "no-header", "longer", "oversized-header", "duplicate-key", "overlap", "shape-bytes", "dtype-bytes",
+        "negative", "other-shape", "missing", "unexpected-layer", "int8", "fp8", "int64",
+    ],
+)  # fmt: skip
+def test_files_of_weights(tmp_path: Path, weights: bytes, words: list[str]) -> None:
+    said = refusal(write_directory(tmp_path / "hf", weights=weights))
+    for word in words:
+        assert word in said, said
+
+
+def test_twenty_mistakes_are_named_and_the_others_counted(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path / "hf", {**CONFIG, "num_hidden_layers": 10})
+    lines = refusal(directory).splitlines()
+    assert len(lines) == 21 and lines[-1] == f"and {8 * 9 - 20} more"
+
+
+def test_index_and_headers_must_agree(tmp_path: Path) -> None:
+    said = refusal(write_sharded(tmp_path / "one", {Q: "a.safetensors"}))
+    assert f"a.safetensors: {Q}: is missing" in said and f"b.safetensors: {Q}: is here" in said
+    said = refusal(write_sharded(tmp_path / "two", a={"stray": [2]}))
+    assert "a.safetensors: stray: is here, and model.safetensors.index.json does not list it" in said
+    said = refusal(write_sharded(tmp_path / "three", {"absent": "a.safetensors"}))
+    assert "a.safetensors: absent: is missing" in said
+    said = refusal(write_sharded(tmp_path / "four", {"absent": "c.safetensors"}))
+    assert "c.safetensors: there is no such file" in said
+
+
+NAMES = ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "..", "x.bin", "\0.safetensors"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_in_an_index_stay_in_the_directory(tmp_path: Path, name: str) -> None:
+    (tmp_path / "x.safetensors").write_bytes(safetensors(entries(SHAPES)))
+    said = refusal(write_sharded(tmp_path / "hf", {Q: name}))
+    assert "the file name" in said and repr(name) in said
+
+
+def test_two_sets_of_weights_and_none(tmp_path: Path) -> None:
+    both = write_sharded(tmp_path / "both")
+    (both / "model.safetensors").write_bytes(safetensors(entries(SHAPES)))
+    assert "has both" in refusal(both)
+    none = write_directory(tmp_path / "none")
+    (none / "model.safetensors").unlink()
+    assert "there are no weights" in refusal(none)
+
+
+def test_links_are_followed_only_as_the_hugging_face_cache_makes_them(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    write_directory(snapshot)
+    for name in ("config.json", "model.safetensors"):
+        os.rename(snapshot / name, blobs / f"hash-{name}")
+        os.symlink(f"../../blobs/hash-{name}", snapshot / name)
+    convert("import", "--hf", snapshot, "--save", tmp_path / "ours")
+    elsewhere = write_directory(tmp_path / "elsewhere")
+    for target in (elsewhere / "model.safetensors", Path("../../elsewhere/model.safetensors")):
+        linked = write_directory(tmp_path / "linked")
+        (linked / "model.safetensors").unlink()
+        os.symlink(target, linked / "model.safetensors")
+        with pytest.raises(UserError, match="is a link to"):
+            convert("import", "--hf", linked, "--save", tmp_path / "no")
+        (linked / "model.safetensors").unlink()
+    (blobs / "hash-model.safetensors").unlink()
+    os.symlink(elsewhere / "model.safetensors", blobs / "hash-model.safetensors")
+    with pytest.raises(UserError, match="is a link to"):
+        convert("import", "--hf", snapshot, "--save", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+class Command:
+    """Unpickled without restrictions, it would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_pickled_weights_are_read_without_running_code(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path / "hf")
+    (directory / "model.safetensors").unlink()
+    good = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
+    torch.save(good, directory / "pytorch_model.bin")
+    convert("import", "--hf", directory, "--save", tmp_path / "ours")
+    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
+    assert_equal_bits(good, tensors_of(tmp_path / "back"))
+    touched = tmp_path / "touched"
+    torch.save({**good, Q: Command(touched)}, directory / "pytorch_model.bin")
+    assert "weights_only=True" in refusal(directory) and not touched.exists()
+    (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Command(touched)))
+    assert "pytorch_model.bin" in refusal(directory) and not touched.exists()
+    torch.save([1, 2], directory / "pytorch_model.bin")
+    assert "not a dictionary of tensors" in refusal(directory)
+
+
+def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> None:
+    tied = {**CONFIG, "tie_word_embeddings": True}
+    convert("import", "--hf", write_directory(tmp_path / "equal", tied), "--save", tmp_path / "ours")
+    weights = bytearray(safetensors(entries(SHAPES)))
+    weights[-1] = 1
+    assert "differs from model.embed_tokens.weight" in refusal(write_directory(tmp_path / "hf", tied, bytes(weights)))
+    shorter = reshaped("lm_head.weight", [15, 8])
+    assert "found bfloat16 [15, 8]" in refusal(write_directory(tmp_path / "other", tied, shorter))
+
+
+def test_exit_code_and_messages_of_the_program(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path / "hf", {**CONFIG, "model_type": "gemma2"})
+    words = ["import", "--hf", str(directory), "--save", str(tmp_path / "s")]
+    command = [sys.executable, "tools/convert_checkpoint.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "gemma2" in done.stderr
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--tensor-model-parallel-size", "3"], "--num-attention-heads 2 is not divisible"),
+        (["--pipeline-model-parallel-size", "3"], "the model has 2 layers"),
+        (["--ladder-layers", "3"], "the upper 3 layers of 2 do not exist"),
+        (["--residual-mode", "parallel"], "two norms"),
+        (["--residual-mode", "desync"], "norms differ from rank to rank"),
+        (["--residual-mode", "standard", "--ladder-layers", "1"], "has no meaning with --residual-mode standard"),
+        (["--tensor-model-parallel-size", "0"], "expected 1 or more"),
+    ],
+)
+def test_command_lines(tmp_path: Path, words: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match="(?s).*" + expected.replace("(", r"\(")):
+        convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours", *words)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_the_manifest_of_a_checkpoint_must_be_that_of_its_model(tmp_path: Path) -> None:
+    convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
+    manifest = tmp_path / "ours" / "iter_0000000" / "manifest.json"
+    other = json.loads(manifest.read_text())
+    other.pop("manifest_checksum")
+    other["model"]["num_layers"] = 3
+    manifest.write_bytes(encode_manifest(other))
+    with pytest.raises(UserError, match=r"layers\.2\.attention_norm\.weight is missing"):
+        convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
+    assert not (tmp_path / "back").exists()

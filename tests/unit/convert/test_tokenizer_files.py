@@ -1,0 +1,82 @@
+"""What travels beside the weights, as the libraries that read it see it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoTokenizer, GenerationConfig
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.data.tokenizers import copy_tokenizer, load_tokenizer, load_tokenizer_from_directory
+from tests.unit.convert.hand_made import CONFIG, write_directory
+from tests.unit.convert.saved_models import convert
+from tests.unit.generate.tiny_model import train_tokenizer, write_checkpoint_with_tokenizer
+
+TEXTS = ["def add(a, b):\n    return a + b\n", "  two  blanks\t", "\u6f22 12", " class"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "other.model"])
+def test_a_sentencepiece_tokenizer_encodes_alike_in_transformers(tmp_path: Path, name: str) -> None:
+    run, _, ours = write_checkpoint_with_tokenizer(tmp_path)
+    checkpoint = Checkpoint.open(run).directory
+    if name != "tokenizer.model":
+        for path in (checkpoint / "tokenizer.model", checkpoint / "megatron_ladder_tokenizer.json"):
+            path.unlink()
+        renamed = (tmp_path / "tokenizer.model").rename(tmp_path / name)
+        copy_tokenizer(load_tokenizer("SentencePieceTokenizer", renamed), checkpoint)
+    convert("export", "--load", run, "--hf", tmp_path / "hf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in TEXTS:
+        assert theirs.encode(text) == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+    assert theirs.eos_token_id == ours.eod_id == GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id
+
+
+def write_word_tokenizer(path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(WordLevel({"<eos>": 0, "a": 1, "b": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(path / "tokenizer.json"))
+
+
+def test_files_of_a_hugging_face_directory_travel_there_and_back(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path / "hf", {**CONFIG, "eos_token_id": 5, "pad_token_id": 3})
+    write_word_tokenizer(directory)
+    texts = {
+        "tokenizer_config.json": '{"eos_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"}',
+        "chat_template.jinja": "{{ messages }}",
+        "generation_config.json": '{"eos_token_id": [0, 2], "temperature": 0.5}',
+    }
+    for name, text in {**texts, "modeling_evil.py": "raise SystemExit(7)", "notes.md": ""}.items():
+        (directory / name).write_text(text)
+    convert("import", "--hf", directory, "--save", tmp_path / "ours")
+    checkpoint = Checkpoint.open(tmp_path / "ours")
+    assert load_tokenizer_from_directory(checkpoint.directory).encode("a b b") == [1, 2, 2]
+    assert checkpoint.manifest["tokenizer"]["type"] == "HuggingFaceTokenizer"
+    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
+    for name in (*texts, "tokenizer.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (directory / name).read_bytes()
+    config: dict[str, Any] = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["eos_token_id"] == [0, 2] and config["pad_token_id"] == 3
+    kept = {"config.json", "model.safetensors", "tokenizer.json", *texts}
+    assert {path.name for path in (tmp_path / "back").iterdir()} == kept
+
+
+def test_a_tokenizer_without_companions_is_opened_by_transformers(tmp_path: Path) -> None:
+    """As the tokenizer of a run that was trained with --tokenizer-model FILE alone."""
+    directory = write_directory(tmp_path / "hf")
+    write_word_tokenizer(directory)
+    convert("import", "--hf", directory, "--save", tmp_path / "ours", "--ladder-layers", "1")
+    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert theirs.encode("a b") == [1, 2] and theirs.eos_token_id == 0
+
+
+def test_more_ids_than_the_model_has_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_directory(tmp_path / "hf")
+    train_tokenizer(directory, TEXTS[:1] * 40)
+    convert("import", "--hf", directory, "--save", tmp_path / "ours", "--dry-run")
+    assert "the tokenizer has 300 ids and the model 16" in capsys.readouterr().out
