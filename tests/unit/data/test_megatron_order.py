@@ -114,7 +114,8 @@ def test_a_weighted_blend(make_dataset: MakeDataset, tmp_path: Path, size: int, 
     for _ in range(2):
         train = open_sources(shared(*words), "1", order, ["train"]).train
         assert train.samples(np.arange(size)).tokens.tolist() == expected[:size]
-    assert train.describe()["run_samples"] == sum(wanted) and [one["weight"] for one in train.describe()["sets"]] == weights
+    described = train.describe()
+    assert described["run_samples"] == sum(wanted) and [one["weight"] for one in described["sets"]] == weights
 
 
 def test_data_sets_without_weights_are_read_once(make_dataset: MakeDataset) -> None:
