@@ -76,6 +76,15 @@ def test_runs_of_several_lengths(make_dataset: MakeDataset, samples: int | None,
         source.sample(len(source))
 
 
+@pytest.mark.parametrize("samples", [11, 12, 23, 24, 36])
+def test_epochs_that_end_with_a_sample(make_dataset: MakeDataset, samples: int) -> None:
+    # 48 tokens hold 12 x 4, but the twelfth sample wants one more.
+    lengths = [3, 11, 1, 0, 7, 19, 2, 5]
+    source = MegatronSource(make_dataset(lengths), range(8), SEQ_LENGTH, SEED, samples)
+    assert source.epochs == (samples + 12) // 12
+    assert source.samples(np.arange(len(source))).tokens.tolist() == run_by_hand(lengths, 0, samples)
+
+
 def test_greedy_turns_by_hand() -> None:
     # n = 0 and 1 both reach for w x 1: [.5, .3, .2] -> 0; then [-.5, .3, .2] -> 1; n = 2: [0, -.4, .4] -> 2; n = 3:
     # [.5, -.1, -.4] -> 0; n = 4: [0, .2, -.2] -> 1; n = 5: [.5, -.5, 0] -> 0; n = 6: [0, -.2, .2] -> 2
@@ -86,14 +95,15 @@ def shared(*words: object) -> DataWords:
     return DataWords(list(map(str, words)), (), (), ())
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_weighted_blend(make_dataset: MakeDataset, tmp_path: Path, cached: bool) -> None:
+@pytest.mark.parametrize(("size", "cached"), [(41, False), (41, True), (56, False), (66, False)])
+def test_a_weighted_blend(make_dataset: MakeDataset, tmp_path: Path, size: int, cached: bool) -> None:
+    # Of 56 and 66 samples data set a is to give 17 and 20, so it is made for 18 and 21, on either side of 80%.
     lengths = {"a": LENGTHS, "b": [9, 4, 30], "c": [6] * 5}
     words = [word for name, weight in zip("abc", (30, 50, 20), strict=True)
              for word in (weight, make_dataset(lengths[name], name).prefix)]  # fmt: skip
-    order = OrderOptions(SEQ_LENGTH, SEED, tmp_path if cached else None, megatron_samples=41)
+    order = OrderOptions(SEQ_LENGTH, SEED, tmp_path if cached else None, megatron_samples=size)
     weights = [0.3, 0.5, 0.2]
-    wanted = [math.ceil(41 * weight) for weight in weights]
+    wanted = [math.ceil(size * weight) for weight in weights]
     runs = [run_by_hand(lengths[name], 0, math.ceil(count * 1.005)) for name, count in zip("abc", wanted, strict=True)]
     taken, expected = [0, 0, 0], []
     for sample in range(sum(wanted)):
@@ -103,8 +113,9 @@ def test_a_weighted_blend(make_dataset: MakeDataset, tmp_path: Path, cached: boo
         taken[turn] += 1
     for _ in range(2):
         train = open_sources(shared(*words), "1", order, ["train"]).train
-        assert train.samples(np.arange(41)).tokens.tolist() == expected[:41]
-    assert train.describe()["run_samples"] == 43 and [one["weight"] for one in train.describe()["sets"]] == weights
+        assert train.samples(np.arange(size)).tokens.tolist() == expected[:size]
+    described = train.describe()
+    assert described["run_samples"] == sum(wanted) and [one["weight"] for one in described["sets"]] == weights
 
 
 def test_data_sets_without_weights_are_read_once(make_dataset: MakeDataset) -> None:
@@ -129,13 +140,22 @@ def test_split_is_rounded_as_core_does(make_dataset: MakeDataset) -> None:
     assert not sources.valid.shuffle
 
 
-def test_sequences_are_its_documents(tmp_path: Path) -> None:
+def write_sequences(prefix: Path, documents: list[int]) -> Path:
+    """Sequences of 5, 6, 7 and 8 tokens that count up, and the first sequence of each document."""
     idx = b"MMIDIDX\0\0" + np.array([1], "<u8").tobytes() + b"\x08" + np.array([4, 3], "<u8").tobytes()
     idx += np.array([5, 6, 7, 8], "<i4").tobytes() + np.array([0, 10, 22, 36], "<i8").tobytes()
-    (tmp_path / "s.idx").write_bytes(idx + np.array([0, 3, 4], "<i8").tobytes())
-    (tmp_path / "s.bin").write_bytes(np.arange(26, dtype="<u2").tobytes())
-    train = open_sources(shared(tmp_path / "s"), "1", OrderOptions(SEQ_LENGTH, SEED, None, 10), ["train"]).train
+    Path(f"{prefix}.idx").write_bytes(idx + np.array(documents, "<i8").tobytes())
+    Path(f"{prefix}.bin").write_bytes(np.arange(26, dtype="<u2").tobytes())
+    return prefix
+
+
+def test_sequences_are_its_documents(tmp_path: Path) -> None:
+    prefix = write_sequences(tmp_path / "s", [0, 3, 4])
+    train = open_sources(shared(prefix), "1", OrderOptions(SEQ_LENGTH, SEED, None, 10), ["train"]).train
     assert train.samples(np.arange(10)).tokens.tolist() == run_by_hand([5, 6, 7, 8], 0, 10)[:10]
-    # Half of 4 sequences ends inside the first document, so validation has the whole documents after it.
-    sources = open_sources(shared(tmp_path / "s"), "1,1", OrderOptions(SEQ_LENGTH, SEED, None, 2))
+    # Half of 4 sequences ends inside of a document: validation has whole ones within its half.
+    order = OrderOptions(SEQ_LENGTH, SEED, None, 2)
+    sources = open_sources(shared(prefix), "1,1", order)
     assert (sources.train.documents, sources.valid.documents) == (range(2), range(1, 2))
+    other = write_sequences(tmp_path / "t", [0, 1, 4])
+    assert open_sources(shared(other), "0,1,1", order, ["valid"]).valid.documents == range(1)
