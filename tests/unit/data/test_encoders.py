@@ -130,7 +130,7 @@ class Wrong:
         self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        return [np.array(self._tokenizer.encode("x" if text == "rare" else text)) for text in texts]
+        return [np.array(self._tokenizer.encode(text)) + (text == "rare") for text in texts]
 
 
 class Missing:
