@@ -28,10 +28,10 @@ REFERENCES = {
 }
 """Kind of tokenizer -> the library that defines its ids; a kind that is not here is its own."""
 
-SAMPLE_CHARACTERS = 1 << 18
+SAMPLE_CHARACTERS = 1 << 17
 """Of the input's text that is compared at a start."""
 
-TEXT_CHARACTERS = 1 << 15
+TEXT_CHARACTERS = 1 << 13
 """Of one text that are compared: a sample should hold many texts."""
 
 HARD_TEXTS = (

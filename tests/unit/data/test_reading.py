@@ -93,9 +93,10 @@ def test_patterns_are_sorted_and_expanded(folder: Path) -> None:
 
 
 def test_sources_read_side_by_side_keep_their_order(folder: Path, small_spans: None) -> None:
-    inputs: list[str | Path] = [folder / name for name in ("b.jsonl.gz", "a.jsonl", "c.jsonl.zst", "d.parquet")]
+    (folder / "other.jsonl.gz").write_bytes(gzip.compress(b'{"text": "other"}\n' * 900))
+    inputs: list[str | Path] = [folder / name for name in ("b.jsonl.gz", "other.jsonl.gz", "c.jsonl.zst", "d.parquet")]
     for side_by_side in (1, 2, 7):
-        assert read_all(inputs, side_by_side=side_by_side) == [TEXTS * 4]
+        assert read_all(inputs, side_by_side=side_by_side) == [TEXTS + ["other"] * 900 + TEXTS * 2]
 
 
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,21 @@ import pytest
 import sentencepiece
 import tokenizers
 
+from megatron_ladder.cli import train_tokenizer
 from megatron_ladder.data.tokenizers import (
+    ByteTokenizer,
+    GPT2BPETokenizer,
     HuggingFaceTokenizer,
+    NullTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
+    TokenizerSource,
     copy_tokenizer,
+    load_source,
     load_tokenizer,
     load_tokenizer_from_directory,
+    source_of,
+    train_bpe,
     train_sentencepiece,
 )
 from megatron_ladder.errors import UserError
@@ -30,7 +38,20 @@ NASTY = [
 ]
 
 
-@pytest.fixture(params=["sentencepiece_tokenizer", "hugging_face_tokenizer"])
+@pytest.fixture(scope="session")
+def gpt2_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> GPT2BPETokenizer:
+    folder = tmp_path_factory.mktemp("gpt2")
+    library = tokenizers.Tokenizer.from_str(train_bpe([Path(json.__file__).read_text()], 400).decode())
+    library.model.save(str(folder))
+    return GPT2BPETokenizer(folder / "vocab.json", folder / "merges.txt")
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> ByteTokenizer:
+    return ByteTokenizer()
+
+
+@pytest.fixture(params=["sentencepiece_tokenizer", "hugging_face_tokenizer", "gpt2_tokenizer", "byte_tokenizer"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return request.getfixturevalue(request.param)
 
@@ -126,7 +147,7 @@ def test_tokenizer_travels_with_a_checkpoint(tokenizer: Tokenizer, tmp_path: Pat
     copy_tokenizer(tokenizer, tmp_path / "checkpoint")
     moved = (tmp_path / "checkpoint").rename(tmp_path / "moved")
     loaded = load_tokenizer_from_directory(moved)
-    assert loaded.files[0].parent == moved
+    assert {file.parent for file in loaded.files} <= {moved}
     assert (loaded.kind, loaded.sha256, loaded.vocab_size, loaded.eod_id) == (
         tokenizer.kind,
         tokenizer.sha256,
@@ -174,3 +195,70 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ):
             with pytest.raises(UserError, match=rf"--tokenizer-model .*: {reason}"):
                 load_tokenizer(kind, path)
+
+
+def test_gpt2_files_give_the_ids_of_the_library(gpt2_tokenizer: GPT2BPETokenizer, tmp_path: Path) -> None:
+    reference = tokenizers.ByteLevelBPETokenizer(*map(str, gpt2_tokenizer.files))
+    for text in NASTY:
+        if "<|" not in text:
+            assert gpt2_tokenizer.encode(text) == reference.encode(text).ids
+    assert gpt2_tokenizer.encode("a<|endoftext|>")[-1] == gpt2_tokenizer.eod_id == 0
+    (tmp_path / "v.json").write_bytes(gpt2_tokenizer.files[0].read_bytes())
+    with pytest.raises(UserError, match=r"--merge-file .*merges\.txt: no such file"):
+        load_tokenizer("GPT2BPETokenizer", tmp_path / "v.json")
+    merges = gpt2_tokenizer.files[1].read_text()
+    (tmp_path / "merges.txt").write_text(merges.rpartition("\n")[0].rpartition("\n")[0])
+    other = load_tokenizer("GPT2BPETokenizer", tmp_path / "v.json")
+    assert other.sha256 != gpt2_tokenizer.sha256
+    (tmp_path / "merges.txt").write_text("no merges")
+    with pytest.raises(UserError, match="not GPT-2's pair of files"):
+        load_tokenizer("GPT2BPETokenizer", tmp_path / "v.json")
+
+
+def test_numbers_are_tokens_already(tmp_path: Path) -> None:
+    tokenizer = load_source(TokenizerSource("NullTokenizer", vocab_size=100))
+    assert tokenizer.encode_batch(["5 99\n0", ""]) == [[5, 99, 0], []]
+    assert (tokenizer.eod_id, tokenizer.vocab_size) == (100, 101)
+    assert tokenizer.decode([5, 99, 100]) == "5 99"
+    for word in ("100", "-1", "x"):
+        with pytest.raises(UserError, match=f"'{word}' found, expected 0 to 99"):
+            tokenizer.encode(f"1 {word}")
+    copy_tokenizer(tokenizer, tmp_path)
+    assert load_tokenizer_from_directory(tmp_path).sha256 == tokenizer.sha256 != NullTokenizer(99).sha256
+
+
+def test_bytes_are_tokens() -> None:
+    assert ByteTokenizer().encode("é\n") == [0xC3, 0xA9, 10]
+    assert ByteTokenizer().decode([0xC3, 256]) == "\ufffd"
+
+
+def test_a_type_names_the_flags_it_lacks() -> None:
+    for kind, flags in (("HFTokenizer", "--tokenizer-model"), ("GPT2BPETokenizer", "--vocab-file and --merge-file"),
+                        ("NullTokenizer", "--vocab-size")):  # fmt: skip
+        with pytest.raises(UserError, match=f"--tokenizer-type {kind} needs {flags}"):
+            load_source(TokenizerSource(kind))
+
+
+def test_what_loads_a_tokenizer_again(tokenizer: Tokenizer) -> None:
+    again = load_source(source_of(tokenizer))
+    assert (again.sha256, again.kind, again.files) == (tokenizer.sha256, tokenizer.kind, tokenizer.files)
+
+
+def test_trained_byte_pairs_know_line_feeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("def f():\n        return 1\n\n" * 200)
+    command = f"--input {tmp_path}/*.txt --model-prefix {tmp_path}/m --vocab-size 275 --model-type bpe".split()
+    train_tokenizer.main(command)
+    tokenizer = load_tokenizer("HFTokenizer", tmp_path / "m.json")
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (275, 0)
+    assert len(tokenizer.encode(":\n       ")) <= 2
+    with pytest.raises(UserError, match="--vocab-size 9000: too high for these texts, which give"):
+        train_tokenizer.main([*command, "--vocab-size", "9000"])
+    with pytest.raises(UserError, match="--vocab-size 256: expected 257 or more"):
+        train_bpe(["a"], 256)
+
+
+def test_lines_too_long_for_sentencepiece_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual = Path(json.__file__).read_text()
+    (tmp_path / "a.txt").write_text(f"{usual}\n{'long ' * 14_000}\n{'é' * 40_000}\n{usual}")
+    train_tokenizer.main(f"--input {tmp_path}/a.txt --model-prefix {tmp_path}/m --vocab-size 400".split())
+    assert "2 lines of more than 64 KiB were left out" in capsys.readouterr().out

@@ -1,0 +1,205 @@
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from numpy.typing import NDArray
+
+from megatron_ladder.data.encoders import choose, with_gigatoken
+from megatron_ladder.data.encoders.byte_pairs import byte_alphabet, read_byte_pairs
+from megatron_ladder.data.encoders.choose import HARD_TEXTS, choose_encoder, make_encoder
+from megatron_ladder.data.encoders.protocol import NotExpressible
+from megatron_ladder.data.encoders.with_gigatoken import GigatokenEncoder
+from megatron_ladder.data.encoding import join
+from megatron_ladder.data.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
+from megatron_ladder.errors import UserError
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+RANDOM = np.random.default_rng(3)
+RANGES = [(0, 33), (32, 127), (32, 127), (0x80, 0x500), (0x2000, 0x2100), (0x4E00, 0x4F00), (0x1F300, 0x1F700)]
+RANDOM_TEXTS = [
+    "".join(chr(RANDOM.integers(*RANGES[place])) for place in RANDOM.integers(len(RANGES), size=40)) for _ in range(300)
+]
+TEXTS = [*HARD_TEXTS, *RANDOM_TEXTS, Path(tokenizers.__file__).read_text(), Path(np.__file__).read_text()]
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def changed(directory: Path, folder: Path, change: Change) -> HuggingFaceTokenizer:
+    """The tokenizer with another tokenizer.json."""
+    values = json.loads((directory / "tokenizer.json").read_text())
+    change(values)
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    (folder / "tokenizer_config.json").write_text((directory / "tokenizer_config.json").read_text())
+    return HuggingFaceTokenizer(folder)
+
+
+def split_by(pattern: str) -> Change:
+    def change(values: dict[str, Any]) -> None:
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        values["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, bytewise]}
+
+    return change
+
+
+@pytest.mark.parametrize("library", ["gigatoken", "tiktoken"])
+@pytest.mark.parametrize("change", [lambda values: None, split_by(LLAMA3_PATTERN)], ids=["gpt2", "llama3"])
+def test_faster_libraries_give_the_ids_of_tokenizers(
+    hugging_face_directory: Path, tmp_path: Path, library: str, change: Change
+) -> None:
+    tokenizer = changed(hugging_face_directory, tmp_path, change)
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    expected = [plain.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    encoder = make_encoder(tokenizer, library)
+    assert [ids.tolist() for ids in encoder.encode(TEXTS)] == expected
+    choice = choose_encoder(tokenizer, library, TEXTS)
+    assert choice.encoder.library == library and "its ids are those of tokenizers" in choice.sentence
+
+
+def test_gigatoken_gives_the_ids_of_sentencepiece(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
+    spelled = ["<s>a</s><unk><0x0A>", "<s><s", "a<0x41>"]
+    encoder = make_encoder(sentencepiece_tokenizer, "gigatoken")
+    expected = sentencepiece_tokenizer.encode_batch([*TEXTS, *spelled])
+    assert [ids.tolist() for ids in encoder.encode([*TEXTS, *spelled])] == expected
+    assert choose_encoder(sentencepiece_tokenizer, "auto", TEXTS).encoder.library == "gigatoken"
+
+
+def test_no_merge_makes_a_control_piece(tmp_path: Path) -> None:
+    """Even where both of its halves are in the vocabulary."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a<b s> c 0x41> abc"] * 50), model_writer=model, model_type="bpe", vocab_size=275,
+        byte_fallback=True, user_defined_symbols=["s>", "0x41>"], hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "m.model").write_bytes(model.getvalue())
+    tokenizer = SentencePieceTokenizer(tmp_path / "m.model")
+    values = json.loads(with_gigatoken._sentencepiece_json(tokenizer))
+    assert {"<", "s>", "0x41>"} <= set(values["model"]["vocab"])
+    made = {left + right for left, right in values["model"]["merges"]}
+    assert not made & {"<s>", "</s>", "<unk>", "<0x41>"}
+    assert [token["content"] for token in values["added_tokens"]] == ["s>", "0x41>"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda values: values.update(normalizer={"type": "NFC"}), "it has a normalizer"),
+        (lambda values: values["added_tokens"][0].update(lstrip=True), "'<|pad|>' takes in what is around it"),
+        (lambda values: values["pre_tokenizer"].update(add_prefix_space=True), "without a prefix"),
+        (lambda values: values["model"]["merges"].reverse(), "not in the order of their ids"),
+        (lambda values: values["model"]["merges"].pop(), "tokens that no merge makes"),
+        (lambda values: values["model"].update(continuing_subword_prefix="##"), "continuing_subword_prefix"),
+        (lambda values: values["model"]["vocab"].pop("a"), "lacks some of the 256 bytes"),
+        (lambda values: values["model"].update(type="Unigram"), "is Unigram, not BPE"),
+    ],
+)
+def test_what_tiktoken_has_no_place_for(hugging_face_directory: Path, change: Change, reason: str) -> None:
+    values = json.loads((hugging_face_directory / "tokenizer.json").read_text())
+    change(values)
+    with pytest.raises(NotExpressible, match=reason.replace("|", r"\|")):
+        read_byte_pairs(json.dumps(values))
+
+
+def test_the_alphabet_is_that_of_the_library() -> None:
+    assert set(byte_alphabet()) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    assert {byte_alphabet()[character] for character in "!~¡ÿ"} == {0x21, 0x7E, 0xA1, 0xFF}
+    assert byte_alphabet()["Ġ"] == 0x20 and byte_alphabet()["Ċ"] == 0x0A
+
+
+class Wrong:
+    """Gives other ids for one text of the input."""
+
+    library = "gigatoken"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [np.array(self._tokenizer.encode(text)) + (text == "rare") for text in texts]
+
+
+class Missing:
+    library = "tiktoken"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        raise NotExpressible("not installed (pip install tiktoken)")
+
+
+def test_other_ids_fall_back_with_a_sentence(
+    hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(choose.FASTER, HuggingFaceTokenizer.kind, (Wrong, Missing))
+    assert choose_encoder(hugging_face_tokenizer, "auto", ["common"]).encoder.library == "gigatoken"
+    choice = choose_encoder(hugging_face_tokenizer, "auto", ["common", "rare"])
+    assert choice.encoder.library == "tokenizers"
+    assert choice.sentence == (
+        "tokenizers does the work (gigatoken: other ids than tokenizers for 'rare'; tiktoken: not installed "
+        "(pip install tiktoken))"
+    )
+    with pytest.raises(UserError, match="--tokenizer-library gigatoken: other ids than tokenizers for 'rare'"):
+        choose_encoder(hugging_face_tokenizer, "gigatoken", ["rare"])
+    assert choose_encoder(hugging_face_tokenizer, "tokenizers", ["rare"]).encoder.library == "tokenizers"
+
+
+def test_a_library_that_knows_nothing_of_a_tokenizer(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
+    with pytest.raises(UserError, match="--tokenizer-library tiktoken: knows nothing of a SentencePieceTokenizer"):
+        choose_encoder(sentencepiece_tokenizer, "tiktoken", [])
+    assert choose_encoder(ByteTokenizer(), "auto", []).sentence == "ByteTokenizer does the work"
+
+
+@pytest.mark.parametrize("library", ["gigatoken", "tiktoken"])
+def test_a_missing_library(
+    library: str, hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(NotExpressible, match=rf"not installed \(pip install {library}"):
+        make_encoder(hugging_face_tokenizer, library)
+
+
+def test_the_memory_of_words_is_bounded(
+    hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(with_gigatoken, "CHECK_CHARACTERS", 1000)
+    encoder = GigatokenEncoder(hugging_face_tokenizer)
+    loads: list[int] = []
+    begin = encoder._begin_anew
+    monkeypatch.setattr(encoder, "_begin_anew", lambda: (loads.append(1), begin()))
+    resident = [0]
+
+    class Memory:
+        def memory_info(self) -> Any:
+            return type("", (), {"rss": resident[0]})
+
+    monkeypatch.setattr(encoder, "_process", Memory())
+    begin()
+    expected = encoder.encode(["word " * 300])[0].tolist()
+    assert not loads
+    resident[0] = with_gigatoken.CACHE_BYTES + 1
+    assert encoder.encode(["word " * 300])[0].tolist() == expected and len(loads) == 1
+    assert encoder.encode(["word " * 300])[0].tolist() == expected and len(loads) == 1
+
+
+def test_documents_are_joined_with_their_ends() -> None:
+    documents = [np.array(ids, np.uint32) for ids in ([5, 6], [], [7])]
+    joined = join(documents, 9, np.dtype("<u2"))
+    assert (joined.token_ids.tolist(), joined.lengths.tolist(), joined.largest_id) == ([5, 6, 9, 7, 9], [3, 2], 9)
+    assert joined.token_ids.dtype == np.dtype("<u2")
+    assert join(documents, None, np.dtype("<i4")).token_ids.tolist() == [5, 6, 7]
+    assert join(documents[1:2], 9, np.dtype("<u2")).lengths.tolist() == []
+    with pytest.raises(ValueError, match="token id 70000 does not fit uint16"):
+        join([np.array([70_000], np.uint32)], None, np.dtype("<u2"))
