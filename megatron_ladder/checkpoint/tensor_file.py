@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from megatron_ladder.checkpoint.checksum import CHECKSUMS, CHUNK_BYTES, DEFAULT_CHECKSUM
+from megatron_ladder.checkpoint.checksum import CHECKSUMS, CHUNK_BYTES, DEFAULT_CHECKSUM, PIECE_BYTES
 from megatron_ladder.errors import UserError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -79,13 +79,15 @@ def write_tensor_file(
         raise ValueError(f"{path}: {len(ordered)} tensors need a header of {len(text)} bytes")
     digest = CHECKSUMS[algorithm]()
     with open(path, "xb") as file:
-        for piece in (len(text).to_bytes(_LENGTH_BYTES, "little"), text):
-            digest.update(piece)
-            file.write(piece)
+        for head in (len(text).to_bytes(_LENGTH_BYTES, "little"), text):
+            digest.update(head)
+            file.write(head)
         for _, tensor in ordered:
             for chunk in _chunks(tensor):
-                digest.update(chunk)
-                file.write(chunk)
+                for begin in range(0, len(chunk), PIECE_BYTES):
+                    piece = chunk[begin : begin + PIECE_BYTES]
+                    digest.update(piece)
+                    file.write(piece)
         file.flush()
         os.fsync(file.fileno())
     return _LENGTH_BYTES + len(text) + end, f"{algorithm}:{digest.hexdigest()}"
