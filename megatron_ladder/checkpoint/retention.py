@@ -7,7 +7,6 @@ between leaves what the next save cleans up, and never a checkpoint with files m
 import os
 import secrets
 import shutil
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +39,7 @@ class Retention:
         if (self.keep_last is None and self.interval is None) or not latest:
             return []
         passed = [n for n in published_checkpoints(save) if publishing_order(n) <= publishing_order(latest)]
-        kept: Collection[str] = {latest, *passed[-(self.keep_last or 1) :]}
+        kept = passed[-(self.keep_last or 1) :]
         return [
             name
             for name in passed

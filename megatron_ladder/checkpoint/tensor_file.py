@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_ladder.checkpoint.checksum import CHECKSUMS, CHUNK_BYTES, DEFAULT_CHECKSUM
+from megatron_ladder.checkpoint.checksum import CHECKSUMS, CHUNK_BYTES, DEFAULT_CHECKSUM, PIECE_BYTES
 from megatron_ladder.checkpoint.header import ELEMENT_TYPES, LENGTH_BYTES, MAX_HEADER_BYTES
 
 DTYPES: dict[str, torch.dtype] = {element.stored_name: getattr(torch, element.name) for element in ELEMENT_TYPES}
@@ -50,13 +50,15 @@ def write_tensor_file(
         raise ValueError(f"{path}: {len(ordered)} tensors need a header of {len(text)} bytes")
     digest = CHECKSUMS[algorithm]()
     with open(path, "xb") as file:
-        for piece in (len(text).to_bytes(LENGTH_BYTES, "little"), text):
-            digest.update(piece)
-            file.write(piece)
+        for head in (len(text).to_bytes(LENGTH_BYTES, "little"), text):
+            digest.update(head)
+            file.write(head)
         for _, tensor in ordered:
             for chunk in _chunks(tensor):
-                digest.update(chunk)
-                file.write(chunk)
+                for begin in range(0, len(chunk), PIECE_BYTES):
+                    piece = chunk[begin : begin + PIECE_BYTES]
+                    digest.update(piece)
+                    file.write(piece)
         file.flush()
         os.fsync(file.fileno())
     return LENGTH_BYTES + len(text) + end, f"{algorithm}:{digest.hexdigest()}"

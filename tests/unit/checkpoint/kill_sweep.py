@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.host_memory import HostMemory
 from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.checkpoint.retention import Retention
@@ -190,6 +191,8 @@ def sweep(root: Path, scenario: str) -> dict[str, Any]:
             is_new = holds(directory, new)
             assert is_new or holds(directory, old), (point, name, torn)
             outcomes.append(is_new)
+            for earlier in published_checkpoints(directory):
+                Checkpoint.open(directory / earlier)
             # The clock of file systems may be as coarse as this.
             time.sleep(0.005)
             save_alone(directory, 300, 3, options)

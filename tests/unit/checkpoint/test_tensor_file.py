@@ -99,7 +99,7 @@ def test_headers_of_safetensors_own_files_are_read(
 
 
 def test_checksum_of_a_file_is_told_as_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksum, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(checksum, "PIECE_BYTES", 40)
     path = tmp_path / "any"
     path.write_bytes(bytes(range(100)))
     seen: list[int] = []
