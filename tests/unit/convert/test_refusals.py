@@ -200,6 +200,12 @@ def test_links_are_followed_only_as_the_hugging_face_cache_makes_them(tmp_path: 
     os.symlink(elsewhere / "model.safetensors", blobs / "hash-model.safetensors")
     with pytest.raises(UserError, match="is a link to"):
         convert("import", "--hf", snapshot, "--save", tmp_path / "no")
+    (blobs / "hash-model.safetensors").unlink()
+    blobs.rename(tmp_path / "moved")
+    (tmp_path / "moved" / "hash-model.safetensors").write_bytes(safetensors(entries(SHAPES)))
+    os.symlink(tmp_path / "moved", blobs)
+    with pytest.raises(UserError, match="is a link to"):
+        convert("import", "--hf", snapshot, "--save", tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
 

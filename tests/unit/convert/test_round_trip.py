@@ -29,6 +29,10 @@ def test_bits_come_back(tmp_path: Path, tensor_parallel: int, stages: int, tied:
     checkpoint.verify()
     files = [file["name"] for file in checkpoint.manifest["files"] if file["name"].endswith(".safetensors")]
     assert files == [f"weights_rank_{rank:05d}.safetensors" for rank in range(tensor_parallel * stages)]
+    first, last = (load_file(checkpoint.directory / files[rank]) for rank in (0, (stages - 1) * tensor_parallel))
+    assert any("embedding" in key for key in first) and any("final_norm" in key for key in last)
+    assert tied or any("lm_head" in key for key in last)
+    assert stages == 1 or not any("final_norm" in key or "lm_head" in key for key in first)
     convert("export", "--load", ours, "--hf", back, "--max-shard-size", "100KB")
     assert_equal_bits(tensors_of(hf), tensors_of(back))
     index = json.loads((back / "model.safetensors.index.json").read_text())
