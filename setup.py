@@ -22,6 +22,8 @@ PROGRAMS = {
     "plot-loss": "plot_loss",
     "exposed-communication": "exposed_communication",
     "throughput": "throughput",
+    "run-resilient": "run_resilient",
+    "report-run": "report_run",
 }
 """megatron-ladder-<key> runs entry_point of megatron_ladder.cli.<value>."""
 

@@ -133,8 +133,8 @@ def stopped_rank(experiment: Experiment) -> str:
     assert hang["ranks"] == [rank] and socket.gethostname() in str(hang["where"]), hang
     experiment.finish(save)
     experiment.check(save)
-    waited = seconds - GRACE_SECONDS
-    return f"rank {rank} named with its host after {waited:.1f} s of a timeout of {TIMEOUT_SECONDS:g} s"
+    waited = f"{seconds - GRACE_SECONDS:.1f} s of a timeout of {TIMEOUT_SECONDS:g} s"
+    return f"rank {rank} named with its host after {waited}"
 
 
 def spoiling(bad_steps: range) -> Callable[[int], None]:

@@ -1,0 +1,44 @@
+"""The faults of `run.py`, a few in every run of the tests and many in the slow ones."""
+
+import re
+import sys
+
+import pytest
+
+from tests.distributed.commands import run_command
+
+BITWISE = "bitwise those of the uninterrupted run"
+
+
+def chaos(flags: str, timeout: float) -> list[str]:
+    """The script's lines; it ends at the first outcome that is not what it must be."""
+    done = run_command([sys.executable, "tests/chaos/run.py", *flags.split()], timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr[-8000:]
+    return done.stdout.splitlines()
+
+
+def test_killed_runs_resume_bitwise_in_every_layout() -> None:
+    lines = chaos("--faults kill --kills 3 --seed 3", timeout=300)
+    assert [line.split(":")[0] for line in lines] == ["tp kill", "pp kill", "dp kill"]
+    assert all("3 kills" in line and BITWISE in line for line in lines)
+
+
+@pytest.mark.parametrize(("layout", "faults"), [("tp", "term nan"), ("pp", "stop"), ("dp", "second-signal lock")])
+def test_ends_that_are_asked_for_or_not(layout: str, faults: str) -> None:
+    lines = chaos(f"--layouts {layout} --faults {faults} --seed 3", timeout=300)
+    assert [line.split(":")[0] for line in lines] == [f"{layout} {fault}" for fault in faults.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp", "pp", "dp"])
+def test_many_faults(layout: str) -> None:
+    lines = chaos(f"--layouts {layout} --kills 30 --seed 4", timeout=1500)
+    assert len(lines) == 6 and "30 kills" in lines[0] and BITWISE in lines[0]
+
+
+@pytest.mark.slow
+def test_stopping_guarding_and_recording_cost_less_than_a_hundredth_of_a_step() -> None:
+    """Of a step of this tiny model even, which takes some milliseconds; a real one takes a hundred times as long."""
+    for line in chaos("--faults cost", timeout=600):
+        found = re.search(r"([\d.]+) % \(median\), ([\d.]+) % \(of all time\)", line)
+        assert found is not None and float(found[1]) < 1.0, line

@@ -1,0 +1,90 @@
+"""The report of a record made by hand, whose numbers are known."""
+
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ladder.cli.report_run import describe, main, summarize
+from megatron_ladder.errors import UserError
+from megatron_ladder.train.record import RunRecord
+from tests.distributed.commands import REPOSITORY_ROOT
+
+BEGAN = datetime(2026, 1, 31, 12, tzinfo=UTC)
+
+
+def event(seconds: float, kind: str, /, **fields: Any) -> dict[str, Any]:
+    return {"time": BEGAN + timedelta(seconds=seconds), "event": kind, **fields}
+
+
+def progress(seconds: float, iteration: int, steps: int, spent: float) -> dict[str, Any]:
+    return event(seconds, "progress", iteration=iteration, steps=steps, seconds=spent, loss=2.0, tokens_per_second=9.0)
+
+
+# 10 steps of 1 s; steps 5 to 8 are lost, since the second start begins after step 4; 50 s in all.
+EVENTS = [
+    event(0, "start", iteration=0),
+    progress(3, 3, 3, 3.0),
+    event(4, "save end", iteration=4, blocked_seconds=0.5),
+    progress(6, 6, 3, 3.0),
+    progress(8, 8, 2, 2.0),
+    event(9, "hang", ranks=[3]),
+    event(15, "restart", reason="exit code 4"),
+    event(30, "start", iteration=4),
+    progress(33, 7, 3, 3.0),
+    event(34, "skip", iteration=8),
+    progress(36, 10, 3, 3.0),
+    event(50, "stop", reason="SIGTERM", code=0),
+]
+
+
+def test_goodput_counts_steps_that_were_kept() -> None:
+    summary = summarize(EVENTS)
+    assert (summary.wall_seconds, summary.steps, summary.lost_steps, summary.interruptions) == (50.0, 10, 4, 1)
+    assert summary.kept_seconds == pytest.approx(10.0) and summary.goodput == pytest.approx(0.2)
+    told = describe(EVENTS, summary)
+    assert "goodput: 20.0%: 10.0 s in 10 steps that were kept" in told
+    assert "interruptions: 1; starts: 2; restarts by run_resilient.py: 1" in told
+    assert "saves: 1, which kept training waiting for 0.5 s" in told
+    assert "steps left out: 1; loss spikes kept: 0; hangs: 1" in told
+    assert "start 1, 2026-01-31 12:00:00: 0 -> 8: no end is recorded" in told
+    assert "4 -> 10: SIGTERM (exit code 0)" in told
+
+
+def test_steps_lost_twice_count_twice() -> None:
+    events = [
+        event(0, "start", iteration=0), progress(2, 2, 2, 2.0),
+        event(3, "start", iteration=0), progress(5, 2, 2, 2.0),
+        event(6, "start", iteration=0), progress(8, 2, 2, 2.0),
+    ]  # fmt: skip
+    summary = summarize(events)
+    # The last one may run on.
+    assert (summary.steps, summary.lost_steps, summary.interruptions, summary.kept_seconds) == (2, 4, 2, 2.0)
+
+
+def write_record(folder: Path) -> None:
+    record = RunRecord(folder)
+    for one in EVENTS:
+        record.write(one["event"], **{name: value for name, value in one.items() if name not in ("time", "event")})
+
+
+def test_the_program_prints_and_draws(tmp_path: Path) -> None:
+    write_record(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "tools/report_run.py", str(tmp_path)], cwd=REPOSITORY_ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "lost steps: 4" in done.stdout and f"plot: {tmp_path / 'report.png'}" in done.stdout
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_wrong_is_told_together(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as wrong:
+        main([str(tmp_path), "--output", "report.txt"])
+    assert [mistake.split()[0] for mistake in wrong.value.mistakes] == ["--output", "--run"]
+    RunRecord(tmp_path).write("restart")
+    with pytest.raises(UserError, match="has no start"):
+        main(["--run", str(tmp_path)])

@@ -1,0 +1,150 @@
+"""Restarts of commands that fail in known ways; each stands in for a launcher and its ranks."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_ladder.cli.run_resilient import ResilientConfig, find_save_directory, supervise
+from megatron_ladder.errors import UserError
+from megatron_ladder.train.record import RunRecord, read_record
+from tests.distributed.commands import REPOSITORY_ROOT
+
+QUICK = {"backoff_seconds": 0.01, "max_backoff_seconds": 0.04}
+
+
+def attempts_of(
+    save: Path, outcomes: Sequence[tuple[int, list[dict[str, Any]]]]
+) -> tuple[Callable[[], int], list[int]]:
+    """An attempt that ends with one outcome after another (exit code, events), and how many were made."""
+    made: list[int] = []
+
+    def attempt() -> int:
+        code, events = outcomes[len(made)]
+        made.append(code)
+        for event in events:
+            RunRecord(save).write(event["event"], **{k: v for k, v in event.items() if k != "event"})
+        return code
+
+    return attempt, made
+
+
+SAVED = {"event": "save end", "iteration": 3}
+
+
+def test_a_failed_job_is_started_again_until_it_is_done(tmp_path: Path) -> None:
+    attempt, made = attempts_of(tmp_path, [(4, []), (-9, []), (1, []), (0, [])])
+    assert supervise(ResilientConfig(max_restarts=3, **QUICK), tmp_path, [], attempt) == 0
+    assert made == [4, -9, 1, 0]
+    restarts = read_record(tmp_path)
+    assert [event["reason"] for event in restarts] == ["exit code 4", "signal SIGKILL", "exit code 1"]
+    assert [event["pause_seconds"] for event in restarts] == [0.01, 0.02, 0.04]
+
+
+def test_the_limit_counts_failures_without_a_new_checkpoint(tmp_path: Path) -> None:
+    outcomes = [(4, []), (4, []), (4, [SAVED]), (4, []), (4, [])]
+    attempt, made = attempts_of(tmp_path, outcomes)
+    assert supervise(ResilientConfig(max_restarts=2, **QUICK), tmp_path, [], attempt) == 4
+    assert len(made) == 5
+    assert [event["in_a_row"] for event in read_record(tmp_path) if event["event"] == "restart"] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(("code", "told"), [(2, None), (3, None), (1, 3), (1, 2)])
+def test_what_would_fail_again_is_not_tried_again(tmp_path: Path, code: int, told: int | None) -> None:
+    """Some launchers have an exit code of their own; then the record has that of the ranks."""
+    attempt, made = attempts_of(tmp_path, [(code, [] if told is None else [{"event": "stop", "code": told}])])
+    assert supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == (told or code)
+    assert len(made) == 1
+
+
+def test_bad_numbers_are_tried_again_if_asked(tmp_path: Path) -> None:
+    attempt, made = attempts_of(tmp_path, [(3, []), (0, [])])
+    assert supervise(ResilientConfig(retry_bad_numbers=True, **QUICK), tmp_path, [], attempt) == 0
+    assert made == [3, 0]
+
+
+def test_a_job_that_saved_when_it_was_asked_to_end_is_done(tmp_path: Path) -> None:
+    attempt, made = attempts_of(tmp_path, [(1, [{"event": "stop", "code": 0, "reason": "SIGTERM"}])])
+    assert supervise(ResilientConfig(**QUICK), tmp_path, [signal.SIGTERM], attempt) == 0
+    attempt, made = attempts_of(tmp_path, [(-15, [])])
+    assert supervise(ResilientConfig(**QUICK), tmp_path, [signal.SIGTERM], attempt) == 1
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "there is no command"),
+        (["train"], "no --save and no --load"),
+        (["train", "--save", "a"], "no --load"),
+        (["train", "--save", "a", "--load=b"], "--load b is not --save a"),
+    ],
+)
+def test_a_command_that_would_begin_anew_is_refused(words: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        find_save_directory(words)
+    assert find_save_directory(["train", "--save=a/b", "--load", "a/./b"]) == Path("a/b")
+
+
+# A launcher that starts two ranks in sessions of their own; it itself does not hand signals on.
+LAUNCHER = """
+import os, subprocess, sys
+ranks = [subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True,
+         env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
+codes = [rank.wait() for rank in ranks]
+sys.exit(max(codes))
+"""
+POLITE = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+def end(number, frame):
+    child.kill(); print(f"rank {os.environ['RANK']} got {number}\\n", end="", flush=True); sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("rank up\\n", end="", flush=True)
+time.sleep(100)
+"""
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("rank up\\n", end="", flush=True)
+time.sleep(100)
+"""
+
+
+def start(tmp_path: Path, rank: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", LAUNCHER, rank, "--save", str(tmp_path), "--load", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "tools/run_resilient.py", "--max-restarts", "0", "--", *command],
+        cwd=REPOSITORY_ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["rank up\n"] * 2
+    return process
+
+
+def test_a_stop_goes_to_the_ranks(tmp_path: Path) -> None:
+    process = start(tmp_path, POLITE)
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    assert len(descendants) == 5
+    process.terminate()
+    output, _ = process.communicate(timeout=20)
+    assert sorted(output.splitlines()) == ["rank 0 got 15", "rank 1 got 15"] and process.returncode == 0
+    assert not [one for one in descendants if one.is_running()]
+
+
+def test_nothing_outlives_a_second_signal(tmp_path: Path) -> None:
+    process = start(tmp_path, STUBBORN)
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    time.sleep(0.5)
+    assert all(one.is_running() for one in descendants)
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert not [one for one in descendants if one.is_running()]

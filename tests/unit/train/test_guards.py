@@ -1,0 +1,60 @@
+"""What is a spike, and how many bad steps in a row end a run."""
+
+import math
+
+import pytest
+
+from megatron_ladder.config.reliability import ReliabilityConfig
+from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.train.guards import Finding, Guard
+
+BAD = Finding("bad numbers", True, "iteration 9: the loss is nan")
+
+
+def test_a_spike_is_above_a_multiple_of_the_median() -> None:
+    guard = Guard(ReliabilityConfig(loss_spike_factor=1.5, loss_spike_window=5))
+    # No rule before the window is full.
+    assert [guard.judge(loss, 1.0) for loss in (2.0, 9.0, 4.0, 3.0, 5.0)] == [None] * 5
+    # Of 2, 3, 4, 5, 9 the median is 4.
+    assert guard.highest_loss() == 6.0
+    assert guard.judge(6.0, 1.0) is None
+    # Of 3, 4, 5, 6, 9 it is 5.
+    assert guard.judge(7.6, 1.0) == "loss spike"
+
+
+def test_losses_that_stay_high_become_the_rule() -> None:
+    guard = Guard(ReliabilityConfig(loss_spike_factor=2.0, loss_spike_window=5))
+    found = [guard.judge(loss, 1.0) for loss in [1.0] * 5 + [3.0] * 4]
+    assert found == [None] * 5 + ["loss spike"] * 3 + [None]
+
+
+def test_without_a_factor_nothing_is_a_spike() -> None:
+    guard = Guard(ReliabilityConfig(loss_spike_window=1))
+    assert [guard.judge(loss, 1.0) for loss in (1.0, 1e9)] == [None, None]
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
+def test_bad_steps_in_a_row_end_the_run(loss: float, norm: float) -> None:
+    guard = Guard(ReliabilityConfig(max_consecutive_bad_steps=2))
+    assert guard.judge(loss, norm) == "bad numbers"
+    guard.end_if_hopeless(BAD)
+    assert guard.judge(1.0, 1.0) is None
+    assert guard.judge(loss, norm) == "bad numbers"
+    guard.end_if_hopeless(BAD)
+    assert guard.judge(loss, norm) == "bad numbers"
+    guard.end_if_hopeless(None)
+    with pytest.raises(BadNumbersError, match="^iteration 9: the loss is nan: 2 in a row, as many as --max-cons"):
+        guard.end_if_hopeless(BAD)
+
+
+def test_a_resumed_run_decides_as_the_first_would() -> None:
+    config = ReliabilityConfig(loss_spike_factor=1.5, loss_spike_window=3, max_consecutive_bad_steps=2)
+    guard, resumed = Guard(config), Guard(config)
+    for loss in (1.0, 2.0, 3.0, 4.0, math.nan):
+        guard.judge(loss, 1.0)
+    resumed.set_state(guard.state())
+    assert guard.state() == {"bad_in_a_row": 1, "losses": [2.0, 3.0, 4.0]}
+    assert resumed.judge(4.6, 1.0) == guard.judge(4.6, 1.0) == "loss spike"
+    fresh = Guard(config)
+    fresh.set_state({})
+    assert fresh.state() == {"bad_in_a_row": 0, "losses": []}

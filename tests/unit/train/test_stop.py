@@ -1,0 +1,113 @@
+"""Signals that are noted, those that end at once, and wishes that become an end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder.config.reliability import ReliabilityConfig, reliability_mistakes
+from megatron_ladder.train.stop import Stopper, StopSignals
+from tests.distributed.commands import REPOSITORY_ROOT
+
+PROGRAM = """
+import signal, sys, time
+from megatron_ladder.train.stop import StopSignals
+with StopSignals() as signals:
+    print("ready", flush=True)
+    {wait}
+print(signals.received, flush=True)
+"""
+# In C, without a return to the interpreter: as a rank that waits in a collective.
+IN_C = "import ctypes; libc = ctypes.CDLL(None); [libc.usleep(900000) for _ in range(10)]"
+UNTIL_NOTED = "exec('while not signals.received: time.sleep(0.01)')"
+
+
+def start(wait: str) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(wait=wait)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=REPOSITORY_ROOT,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_noted(number: int) -> None:
+    process = start(UNTIL_NOTED)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=10)
+    assert output == f"[{int(number)}]\n" and process.returncode == 0
+
+
+def test_two_signals_of_a_launcher_are_one_and_a_later_one_ends_at_once() -> None:
+    process = start(IN_C)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    _, told = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - began < 0.8
+    assert told == "a second SIGTERM: ends at once\n"
+
+
+def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 5
+            while not signals.received and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert signals.received == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+
+
+def test_any_ranks_wish_ends_the_run() -> None:
+    signals = StopSignals()
+    asked = Stopper(ReliabilityConfig(), signals, 1, time.monotonic())
+    others = Stopper(ReliabilityConfig(), None, 0, time.monotonic())
+    assert asked.wishes() == others.wishes() == [0.0] * 4
+    assert others.reason([0.0] * 4, 7) is None
+    signals.received.append(signal.SIGINT)
+    sums = [a + b for a, b in zip(asked.wishes(), others.wishes(), strict=True)]
+    assert asked.reason(sums, 7) == others.reason(sums, 7) == "SIGINT"
+
+
+def test_time_steps_and_a_file_end_the_run(tmp_path: Path) -> None:
+    late = Stopper(ReliabilityConfig(exit_duration_in_mins=2.0), None, 0, time.monotonic() - 121)
+    assert late.reason(late.wishes()) == "--exit-duration-in-mins 2.0"
+    early = Stopper(ReliabilityConfig(exit_duration_in_mins=2.0, exit_interval=3), None, 0, time.monotonic() - 119)
+    assert [early.reason(early.wishes(), step) is not None for step in range(7)] == [s in (3, 6) for s in range(7)]
+    switch = tmp_path / "stop"
+    first, second = (Stopper(ReliabilityConfig(kill_switch_file=switch), None, rank, 0.0) for rank in (0, 1))
+    assert first.wishes() == [0.0] * 4
+    switch.touch()
+    first._looked -= 1.1
+    assert first.reason(first.wishes()) == f"--kill-switch-file {switch}"
+    assert second.wishes() == [0.0] * 4, "only the first rank looks"
+
+
+def test_numbers_that_cannot_be_are_mistakes() -> None:
+    wrong = ReliabilityConfig(
+        exit_interval=0, exit_duration_in_mins=-1.0, max_consecutive_bad_steps=0, loss_spike_factor=1.0,
+        loss_spike_window=0,
+    )  # fmt: skip
+    flags = [mistake.split()[0] for mistake in reliability_mistakes(wrong)]
+    assert flags == [
+        "--exit-interval", "--exit-duration-in-mins", "--max-consecutive-bad-steps", "--loss-spike-window",
+        "--loss-spike-factor",
+    ]  # fmt: skip
+    (alone,) = reliability_mistakes(ReliabilityConfig(skip_loss_spikes=True))
+    assert alone == "--skip-loss-spikes has no meaning without --loss-spike-factor"
+    assert reliability_mistakes(ReliabilityConfig()) == []
