@@ -1,0 +1,227 @@
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from megatron_ladder.data.batches import BatchShape
+from megatron_ladder.data.streaming import StreamPlan, StreamReader, choose_streams, positions_of
+from megatron_ladder.errors import UserError
+
+EOD, SEQ_LENGTH, STREAMS = 0, 7, 4
+
+
+class Numbers:
+    """A shard of texts that are numbers; counts the blocks that were read of it."""
+
+    def __init__(self, first: int, blocks: Sequence[int]) -> None:
+        self.name = f"shard {first}"
+        ends = list(itertools.accumulate(blocks, initial=first))
+        self._blocks = [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
+        self.read = 0
+
+    def blocks(self, first: int) -> Iterator[list[str]]:
+        for block in self._blocks[first:]:
+            self.read += 1
+            yield [str(number) for number in block]
+
+
+def make_shards() -> tuple[Numbers, ...]:
+    """11 shards of 31 documents each, number 5 without any."""
+    return tuple(Numbers(100 * place, [] if place == 5 else [10, 1, 20]) for place in range(11))
+
+
+def encode(texts: Sequence[str]) -> list[list[int]]:
+    """Document n is n + 1 once, twice or three times; every 31st has no token."""
+    return [[int(text) + 1] * (0 if int(text) % 31 == 30 else 1 + int(text) % 3) for text in texts]
+
+
+def plan_of(window: int = 12, streams: int = STREAMS, seed: int = 1) -> StreamPlan:
+    return StreamPlan(make_shards(), streams, SEQ_LENGTH, seed, window, EOD)
+
+
+def reader_of(
+    plan: StreamPlan, rank: int = 0, size: int = 1, batch: int = 8, consumed: int = 0, states: Sequence[Any] = ()
+) -> StreamReader:
+    positions, shape = positions_of(json.loads(json.dumps(states))), BatchShape(SEQ_LENGTH, batch, 1, size)
+    return StreamReader(plan, encode, shape, rank, consumed, positions, 2000)
+
+
+def rows_of(readers: Sequence[StreamReader], steps: int) -> list[list[list[int]]]:
+    """Of each step the samples of all ranks, sorted: the same ones whoever reads them."""
+    return [
+        sorted(row for reader in readers for row in reader.read().tokens.tolist()) for _ in range(steps)
+    ]
+
+
+def documents_of(tokens: Sequence[int]) -> list[int]:
+    """Numbers of the documents whose end-of-document token is among these, each checked to be whole."""
+    found, current = [], list[int]()
+    for token in tokens:
+        if token == EOD:
+            if current:
+                number = current[0] - 1
+                assert current == encode([str(number)])[0]
+                found.append(number)
+            current = []
+        else:
+            current.append(token)
+    return found
+
+
+def stream_tokens(plan: StreamPlan, stream: int, rows: int) -> list[int]:
+    """The joined tokens of one stream."""
+    reader = reader_of(plan, stream, STREAMS, batch=STREAMS)
+    read = [reader.read().tokens[0].tolist() for _ in range(rows)]
+    for before, after in itertools.pairwise(read):
+        assert before[-1] == after[0]
+    return [read[0][0], *(token for row in read for token in row[1:])]
+
+
+def test_every_document_comes_once_an_epoch_whole_and_in_no_order() -> None:
+    texts = [str(100 * place + number) for place in range(11) if place != 5 for number in range(31)]
+    expected = {int(text) for text in texts if encode([text])[0]}
+    per_stream = [documents_of(stream_tokens(plan_of(), stream, 150)) for stream in range(STREAMS)]
+    seen = Counter[int]()
+    for documents in per_stream:
+        assert documents != sorted(documents)
+        # The first epoch of this stream ends where a document comes a second time.
+        first = next(place for place in range(len(documents)) if documents[place] in documents[:place])
+        seen.update(documents[:first])
+    assert set(seen) <= expected
+    # What a stream has in its second epoch before it repeats itself may be another's in the first.
+    assert expected <= set().union(*per_stream)
+
+
+def test_the_first_epoch_of_all_streams_is_the_whole_input() -> None:
+    """Windows and streams are cut so that the first epoch can be told: one block, 10 streams, all rows of it."""
+    shards = tuple(Numbers(100 * place, [12]) for place in range(8))
+    plan = StreamPlan(shards, 8, SEQ_LENGTH, 3, 100, EOD)
+    lengths = {place: sum(len(encode([str(100 * place + n)])[0]) + 1 for n in range(12)) for place in range(8)}
+    begun = []
+    for stream in range(8):
+        reader = reader_of(plan, stream, 8, batch=8)
+        tokens = [token for _ in range(3) for token in reader.read().tokens[0].tolist()[:-1]]
+        (place,) = {(token - 1) // 100 for token in tokens[: min(lengths.values()) - 1] if token != EOD}
+        begun.append(place)
+    assert sorted(begun) == list(range(8)) and begun != list(range(8))
+
+
+def test_no_two_windows_and_epochs_have_one_order() -> None:
+    """Shards of one block, which is a window: eight of them for each of two streams in each epoch."""
+    shards = tuple(Numbers(124 * place, [30]) for place in range(16))
+    orders, visits = [], []
+    for stream in range(2):
+        reader = reader_of(StreamPlan(shards, 2, SEQ_LENGTH, 3, 30, EOD), stream, 2, batch=2)
+        tokens = [token for _ in range(400) for token in reader.read().tokens[0].tolist()[:-1]]
+        numbers = documents_of(tokens[: tokens.index(EOD, 2700) + 1])
+        for shard, documents in itertools.groupby(numbers, lambda number: number // 124):
+            visits.append((stream, shard))
+            orders.append(tuple(number % 124 for number in documents))
+    whole = [order for order in orders if len(order) == 30]
+    assert len(whole) >= 2 * 2 * 8 and len(set(whole)) == len(whole)
+    of_first = [shard for stream, shard in visits if stream == 0]
+    assert sorted(of_first[:8]) != sorted(of_first[8:16])
+
+
+@pytest.mark.parametrize("window", [1, 12, 1000])
+@pytest.mark.parametrize("stop", [0, 1, 5, 23])
+def test_a_resumed_run_is_the_uninterrupted_one(window: int, stop: int) -> None:
+    plan = plan_of(window)
+    whole = reader_of(plan)
+    expected = rows_of([whole], 40)
+    begun = reader_of(plan)
+    rows_of([begun], stop)
+    resumed = reader_of(plan_of(window), consumed=8 * stop, states=[begun.state()])
+    assert rows_of([resumed], 40 - stop) == expected[stop:]
+    assert resumed.state() == whole.state()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 1)])
+def test_another_number_of_ranks_reads_the_same_global_batches(before: int, after: int) -> None:
+    plan = plan_of()
+    expected = rows_of([reader_of(plan)], 30)
+    first = [reader_of(plan, rank, before) for rank in range(before)]
+    assert rows_of(first, 11) == expected[:11]
+    states = [reader.state() for reader in first]
+    second = [reader_of(plan, rank, after, consumed=88, states=states) for rank in range(after)]
+    assert rows_of(second, 19) == expected[11:]
+
+
+def test_another_batch_size_reads_on() -> None:
+    rows = [reader_of(plan_of(), batch=4).read().tokens.tolist() for _ in range(1)]
+    small = reader_of(plan_of(), batch=4)
+    expected = [row for _ in range(20) for row in small.read().tokens.tolist()]
+    assert rows[0] == expected[:4]
+    begun = reader_of(plan_of(), batch=20)
+    found = begun.read().tokens.tolist()
+    odd = reader_of(plan_of(), batch=6, consumed=20, states=[begun.state()])
+    found += [row for _ in range(10) for row in odd.read().tokens.tolist()]
+    assert found == expected
+
+
+def test_ranks_take_over_in_the_middle_of_a_turn() -> None:
+    """After 6 samples the next one is that of stream 2, which rank 2 of 4 has."""
+    plan = plan_of()
+    one = reader_of(plan, batch=1)
+    expected = [one.read().tokens[0].tolist() for _ in range(38)]
+    begun = reader_of(plan, batch=6)
+    found = begun.read().tokens.tolist()
+    ranks = [reader_of(plan, rank, 4, batch=8, consumed=6, states=[begun.state()]) for rank in range(4)]
+    for _ in range(4):
+        found += sorted(row for reader in ranks for row in reader.read().tokens.tolist())
+    assert found[:6] == expected[:6]
+    assert [found[begin : begin + 8] for begin in range(6, 38, 8)] == [
+        sorted(expected[begin : begin + 8]) for begin in range(6, 38, 8)
+    ]
+
+
+def test_resuming_reads_one_window_again_and_no_more() -> None:
+    plan = plan_of(window=12)
+    begun = reader_of(plan)
+    rows_of([begun], 60)
+    fresh = plan_of(window=12)
+    reader_of(fresh, consumed=480, states=[begun.state()]).read()
+    # A window is two or three blocks, and two rows of a stream lie in two windows at most.
+    assert sum(shard.read for shard in fresh.shards if isinstance(shard, Numbers)) <= 2 * 3 * STREAMS
+
+
+def test_a_state_is_five_numbers_a_stream() -> None:
+    reader = reader_of(plan_of(), rank=1, size=2)
+    rows_of([reader], 100)
+    state = reader.state()
+    assert set(state) == {"1", "3"} and all(len(place) == 5 for place in state.values())
+
+
+def test_seeds_differ() -> None:
+    assert rows_of([reader_of(plan_of(seed=1))], 3) != rows_of([reader_of(plan_of(seed=2))], 3)
+
+
+def test_input_without_text() -> None:
+    plan = StreamPlan(tuple(Numbers(0, []) for _ in range(4)), 4, SEQ_LENGTH, 1, 10, EOD)
+    with pytest.raises(UserError, match="--streaming: the input has no text"):
+        reader_of(plan).read()
+
+
+def test_ids_that_the_model_lacks() -> None:
+    reader = StreamReader(plan_of(), encode, BatchShape(SEQ_LENGTH, 8, 1), 0, 0, {}, 10)
+    with pytest.raises(UserError, match="--tokenizer-model: gives token id .*, the model has ids 0 to 9"):
+        reader.read()
+
+
+def test_how_many_streams_there_are() -> None:
+    assert choose_streams(None, 1000, 1) == choose_streams(None, 64, 8) == 64
+    assert choose_streams(None, 63, 2) == 32
+    assert choose_streams(None, 100, 3) == 63 and choose_streams(None, 3, 3) == 3
+    assert choose_streams(6, 6, 3) == 6
+    for asked, shards, size, said in (
+        (None, 3, 4, r"--streaming-shards 4: the input can be cut into 3 shards only"),
+        (8, 7, 1, r"--streaming-shards 8: .* 7 shards only: .* ask for fewer"),
+        (6, 9, 4, r"--streaming-shards 6 is not a multiple of the data-parallel size 4"),
+    ):
+        with pytest.raises(UserError, match=said):
+            choose_streams(asked, shards, size)
+    with pytest.raises(UserError, match="so many streams cannot be dealt to 3 data-parallel ranks"):
+        reader_of(plan_of(), 0, 3, batch=6)
