@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_ladder.config.fields import flag, parse_command_line
+from megatron_ladder.data.chat import chat_task
 from megatron_ladder.data.encoders.choose import TokenizerLibrary
-from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess
+from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess, run_task
+from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizers import TokenizerSource, TokenizerType, load_source
 from megatron_ladder.errors import UserError, run_program
@@ -38,6 +40,14 @@ class PreprocessConfig:
     """Library that does the work; auto is the fastest one whose ids are the tokenizer's own on a sample."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a JSON object, or columns of a table, whose texts are tokenised, each into files of its own."""
+    chat: bool = False
+    """Every record is a conversation, written by the tokenizer's own template. What the assistant says is marked in
+    PREFIX_messages_document_loss_mask.bin. Training packs conversations whole."""
+    chat_keys: tuple[str, ...] = ("messages",)
+    """Keys of a conversation: of its list of messages, each with role and content; or of an instruction and an output;
+    or of an instruction, an input that is added to it, and an output."""
+    chat_template: Path | None = None
+    """File with a Jinja template to use instead of the tokenizer's own."""
     append_eod: bool = False
     """End every document with the end-of-document token."""
     workers: int = 1
@@ -61,6 +71,13 @@ def config_mistakes(config: PreprocessConfig) -> list[str]:
         for name in ("workers", "partitions", "max_document_megabytes", "log_interval")
         if getattr(config, name) < 1
     ]
+    of_chat = {"--chat-keys": config.chat_keys != ("messages",), "--chat-template": config.chat_template is not None}
+    if not config.chat:
+        mistakes += [f"{name} has no meaning without --chat" for name, given in of_chat.items() if given]
+    if config.chat and config.json_keys != ("text",):
+        mistakes.append("--json-keys names texts, and --chat reads conversations: use --chat-keys")
+    if not 1 <= len(config.chat_keys) <= 3 or any(not key or "/" in key for key in config.chat_keys):
+        mistakes.append(f"--chat-keys {' '.join(config.chat_keys)}: expected one to three keys without / in them")
     if config.skip_bad_lines < 0:
         mistakes.append(f"--skip-bad-lines {config.skip_bad_lines}: expected 0 or more")
     if not config.output_prefix.name:
@@ -86,12 +103,20 @@ def main(argv: Sequence[str]) -> None:
     )
     say, show = _printers()
     reading = Reading(
-        config.json_keys, most_bytes=config.max_document_megabytes << 20, most_bad=config.skip_bad_lines
+        config.chat_keys if config.chat else config.json_keys,
+        texts_only=not config.chat,
+        most_bytes=config.max_document_megabytes << 20,
+        most_bad=config.skip_bad_lines,
     )
     options = PreprocessOptions(
         config.workers, config.partitions, config.log_interval, config.tokenizer_library, say, show
     )
-    sidecars = preprocess(config.input, config.output_prefix, tokenizer, config.append_eod, reading, options)
+    if config.chat:
+        sources = find_sources(config.input, reading)
+        task = chat_task(tokenizer, config.chat_template, reading, config.append_eod)
+        sidecars = run_task(sources, config.output_prefix, tokenizer, task, options)
+    else:
+        sidecars = preprocess(config.input, config.output_prefix, tokenizer, config.append_eod, reading, options)
     for key, sidecar in sidecars.items():
         prefix = dataset_prefix(config.output_prefix, key)
         skipped = f", {sidecar.skipped:,} bad lines skipped" if sidecar.skipped else ""

@@ -47,3 +47,13 @@ class DataConfig:
     loss_on: Literal["all", "assistant"] | None = None
     """Which tokens of conversations count as labels: all, or those that the assistant says; the assistant's if not
     given, where the data tells them."""
+    streaming: tuple[str, ...] = ()
+    """Texts to train on without token files, instead of --data-path: files of JSON lines (also .gz and .zst), of
+    Parquet or of plain text, patterns, or hf://NAME[:CONFIG][@SPLIT]. They are tokenised while training."""
+    streaming_key: str = "text"
+    """Key of a JSON object, or column of a table, that --streaming reads."""
+    streaming_shuffle_buffer: int = 10000
+    """Documents that --streaming puts in a new order at a time, those of all streams together."""
+    streaming_shards: int | None = None
+    """Streams that --streaming cuts its input into. They are dealt to the data-parallel processes, whose number may be
+    any that divides this one; 64 if not given, or fewer if there is less input."""

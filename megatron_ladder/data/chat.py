@@ -4,7 +4,8 @@ The tokenizer's template writes the whole conversation, its beginning-of-sequenc
 front of that. A special token that somebody writes into a message becomes that token, as in transformers.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,44 +14,32 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from megatron_ladder.data.chat_template import ChatTemplate, Message, NotRendered, load_chat_template
-from megatron_ladder.data.tokenizers import Tokenizer
+from megatron_ladder.data.chat_template import ChatTemplate, Message, NotRendered, Rendered, load_chat_template
+from megatron_ladder.data.encoding import KeyTokens
+from megatron_ladder.data.indexed import token_dtype
+from megatron_ladder.data.reading.protocol import BadRecord, Parsed, Reading
+from megatron_ladder.data.tokenizers import Tokenizer, TokenizerSource, load_source, source_of
 from megatron_ladder.errors import UserError
 
 
-@dataclass(frozen=True)
-class ChatKeys:
-    """Under which keys a row has its conversation."""
+def read_messages(keys: Sequence[str], values: Sequence[Any]) -> list[Message]:
+    """The messages of a record.
 
-    messages: str = "messages"
-    """A list of objects with `role` and `content`."""
-    instruction: str = "instruction"
-    """Without such a list: what the user says,"""
-    input: str = "input"
-    """what may be added to that after an empty line,"""
-    output: str = "output"
-    """and what the assistant says."""
+    Args:
+        keys: of a list of objects with `role` and `content`; or of an instruction and an output; or of an
+            instruction, of what is added to it after an empty line, and of an output.
+        values: what the record has under them.
 
-    def read(self, row: Mapping[str, Any]) -> list[Message]:
-        """The messages of a row.
-
-        Raises:
-            NotRendered: the row has no conversation.
-        """
-        if row.get(self.messages) is not None:
-            return _checked(self.messages, row[self.messages])
-        if self.instruction not in row or self.output not in row:
-            keys = ", ".join(map(repr, row)) or "none"
-            raise NotRendered(
-                f"no {self.messages!r}, and no {self.instruction!r} with {self.output!r} (keys found: {keys}): name "
-                "them by --chat-keys"
-            )
-        asked, more, answered = (row.get(key) for key in (self.instruction, self.input, self.output))
-        for key, text in ((self.instruction, asked), (self.input, more or ""), (self.output, answered)):
-            if not isinstance(text, str):
-                raise NotRendered(f"a text expected under {key!r}, a {type(text).__name__} found")
-        question = f"{asked}\n\n{more}" if more else asked
-        return [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]
+    Raises:
+        NotRendered: that is no conversation.
+    """
+    if len(keys) == 1:
+        return _checked(keys[0], values[0])
+    for key, value in zip(keys, values, strict=True):
+        if not isinstance(value, str) and (value is not None or len(keys) == 2 or key != keys[1]):
+            raise NotRendered(f"a text expected under {key!r}, a {type(value).__name__} found")
+    question = "\n\n".join(text for text in values[:-1] if text)
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": values[-1]}]
 
 
 def _checked(key: str, messages: object) -> list[Message]:
@@ -78,7 +67,7 @@ class Conversation(NamedTuple):
 class ConversationEncoder:
     """A template and a tokenizer, which give the tokens of conversations."""
 
-    def __init__(self, tokenizer: Tokenizer, template: Path | None = None, keys: ChatKeys | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: Path | None = None) -> None:
         """
         Args:
             template: file of a template to use instead of the tokenizer's own.
@@ -87,12 +76,11 @@ class ConversationEncoder:
             UserError: the tokenizer is none of Hugging Face's, or there is no template.
         """
         path = tokenizer.files[0] if tokenizer.files else Path()
-        if path.suffix != ".json":
+        if path.suffix != ".json" or tokenizer.kind != "HuggingFaceTokenizer":
             raise UserError(
                 f"--chat: --tokenizer-type {tokenizer.kind} does not know special tokens in a text: use "
                 "HuggingFaceTokenizer with a tokenizer.json"
             )
-        self.keys = keys or ChatKeys()
         self.template: ChatTemplate = load_chat_template(path, template)
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._tokenizer.no_padding()
@@ -100,18 +88,17 @@ class ConversationEncoder:
         added = self._tokenizer.get_added_tokens_decoder().values()
         self._specials = tuple(token.content for token in added if token.special)
 
-    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Conversation]:
-        """Conversations of some rows.
+    def render(self, messages: Sequence[Message]) -> Rendered:
+        """Raises NotRendered when the template does not take the messages."""
+        rendered = self.template.render(messages, self._specials)
+        try:
+            rendered.text.encode()
+        except UnicodeEncodeError:
+            raise NotRendered("it holds half of a character") from None
+        return rendered
 
-        Raises:
-            NotRendered: a row has none, or the template does not take it; its second argument is the row's place.
-        """
-        rendered = []
-        for place, row in enumerate(rows):
-            try:
-                rendered.append(self.template.render(self.keys.read(row), self._specials))
-            except NotRendered as error:
-                raise NotRendered(str(error), place) from None
+    def encode(self, rendered: Sequence[Rendered]) -> list[Conversation]:
+        """Tokens of rendered conversations."""
         encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         return [
             Conversation(np.array(encoding.ids, np.int64), _mask(encoding.offsets, answers))
@@ -126,3 +113,86 @@ def _mask(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]
     for begin, end in answers:
         mask[(places[:, 0] < end) & (places[:, 1] > begin)] = 1
     return mask
+
+
+@dataclass(frozen=True)
+class ChatTask:
+    """Every record is a conversation; see `Task`."""
+
+    source: TokenizerSource
+    sha256: str
+    vocab_size: int
+    eod_id: int
+    template: Path | None
+    """Instead of the tokenizer's own."""
+    template_text: str
+    reading: Reading
+    append_eod: bool
+    conversations = has_loss_mask = True
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """One, called by the first key."""
+        return self.reading.keys[:1]
+
+    @property
+    def dtype(self) -> "np.dtype[Any]":
+        """Megatron's choice for the vocabulary."""
+        return token_dtype(self.vocab_size)
+
+    def identity(self) -> dict[str, Any]:
+        """Tokenizer, template and flags."""
+        return {
+            "tokenizer": self.sha256,
+            "--chat-template": self.template_text,
+            "--chat-keys": list(self.reading.keys),
+            "--append-eod": self.append_eod,
+            "--max-document-megabytes": self.reading.most_bytes >> 20,
+        }
+
+    def prepare(self, parsed: Parsed) -> Parsed:
+        """One column of rendered conversations; what cannot be rendered is a bad record."""
+        encoder = encoder_of(self.source, self.template, self.sha256)
+        rendered, bad = list[Any](), list(parsed.bad)
+        for place, values in enumerate(zip(*parsed.columns, strict=True)):
+            try:
+                rendered.append(encoder.render(read_messages(self.reading.keys, values)))
+            except NotRendered as error:
+                number = place if parsed.numbers is None else parsed.numbers[place]
+                bad.append(BadRecord(number, f"{encoder.template.name} does not take it: {error}"))
+        return Parsed((rendered,), parsed.records, tuple(sorted(bad)))
+
+    def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
+        """Tokens and loss mask of rendered conversations."""
+        found = encoder_of(self.source, self.template, self.sha256).encode(columns[0])
+        found = [conversation for conversation in found if len(conversation.token_ids)]
+        if self.append_eod:
+            found = [Conversation(np.append(ids, self.eod_id), np.append(mask, np.uint8(0))) for ids, mask in found]
+        if not found:
+            return (KeyTokens(np.empty(0, self.dtype), np.empty(0, np.int32), -1, np.empty(0, np.uint8)),)
+        lengths = np.array([len(conversation.token_ids) for conversation in found], np.int32)
+        ids = np.concatenate([conversation.token_ids for conversation in found])
+        mask = np.concatenate([conversation.loss_mask for conversation in found])
+        return (KeyTokens(ids.astype(self.dtype), lengths, int(ids.max()), mask),)
+
+
+def chat_task(tokenizer: Tokenizer, template: Path | None, reading: Reading, append_eod: bool) -> ChatTask:
+    """A task whose template was found.
+
+    Raises:
+        UserError: see ConversationEncoder.
+    """
+    text = ConversationEncoder(tokenizer, template).template.source
+    return ChatTask(
+        source_of(tokenizer), tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id,
+        template, text, reading, append_eod,
+    )  # fmt: skip
+
+
+@functools.cache
+def encoder_of(source: TokenizerSource, template: Path | None, sha256: str) -> ConversationEncoder:
+    """Loaded once a process. The checksum makes sure that all processes use the same tokenizer."""
+    tokenizer = load_source(source)
+    if tokenizer.sha256 != sha256:
+        raise UserError(f"--tokenizer-model {source.tokenizer_model}: changed while it was used: start again")
+    return ConversationEncoder(tokenizer, template)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron_ladder.data.encoders.choose import make_encoder
 from megatron_ladder.data.encoders.protocol import Encoder
 from megatron_ladder.data.indexed import token_dtype
-from megatron_ladder.data.reading.protocol import Reading
+from megatron_ladder.data.reading.protocol import Parsed, Reading
 from megatron_ladder.data.tokenizers import TokenizerSource, load_source
 from megatron_ladder.errors import UserError
 
@@ -50,8 +50,15 @@ class Task(Protocol):
     def identity(self) -> dict[str, Any]:
         """All that decides the tokens besides the input; JSON-able."""
 
+    @property
+    def conversations(self) -> bool:
+        """Whether every document is a conversation."""
+
+    def prepare(self, parsed: Parsed) -> Parsed:
+        """What is to be encoded of a block; records that cannot be are among the bad ones then."""
+
     def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
-        """Tokens for each output, from the values of each key."""
+        """Tokens for each output, from the columns of what was prepared."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class TextTask:
     append_eod: bool
     encoder: Encoder | None = field(default=None, compare=False)
     """The one that was compared, for the process that did it; it does not travel."""
-    has_loss_mask = False
+    has_loss_mask = conversations = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = {name: value for name, value in vars(self).items() if name != "encoder"}
@@ -92,6 +99,10 @@ class TextTask:
             "--append-eod": self.append_eod,
             "--max-document-megabytes": self.reading.most_bytes >> 20,
         }
+
+    def prepare(self, parsed: Parsed) -> Parsed:
+        """As it is."""
+        return parsed
 
     def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
         """Tokenises each column."""

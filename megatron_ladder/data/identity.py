@@ -29,6 +29,8 @@ def data_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
         stored: what describe_training said when the checkpoint was written; one of the first release has less.
         found: what it says now.
     """
+    if "stream" in stored or "stream" in found:
+        return _stream_changes(stored, found)
     lines = []
     if "train" in stored:
         lines = _order_changes(stored["train"], found["train"]) or _set_changes(stored["train"], found["train"])
@@ -38,6 +40,24 @@ def data_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
         for name in names
         if name in stored and stored[name] != found[name]
     ]
+    return lines
+
+
+def _stream_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    if "stream" not in stored:
+        return ["--streaming: texts are streamed, and were token files, those of --data-path,"]
+    if "stream" not in found:
+        return ["--data-path: token files are read, and texts were streamed, those of --streaming,"]
+    flags = {"streams": "--streaming-shards", "window_documents": "--streaming-shuffle-buffer"}
+    names = [name for name in found["stream"] if stored["stream"].get(name) != found["stream"][name]]
+    lines = [
+        f"{flags.get(name, '--streaming')}: {name} is {found['stream'][name]}, was {stored['stream'].get(name)}"
+        for name in names
+    ]
+    if stored.get("tokenizer_sha256") != found["tokenizer_sha256"]:
+        lines.append(
+            f"--tokenizer-model: sha256 is {found['tokenizer_sha256']}, was {stored.get('tokenizer_sha256')}"
+        )
     return lines
 
 

@@ -234,6 +234,7 @@ def _sidecar_of(dataset: PartialDataset, tokenizer: Tokenizer, task: Task, place
         tokens=dataset.tokens,
         bin_checksum=dataset.bin_checksum,
         idx_checksum=dataset.write_index(),
+        conversations=task.conversations,
         skipped=len(place.skipped),
     )
 
@@ -283,12 +284,12 @@ def _end_with_parent() -> None:
 def tokenize_group(task: Task, group: Sequence[PlacedBlock]) -> TokenizedGroup:
     """Reads and tokenises the documents of some blocks; what a worker process runs."""
     ends: list[BlockEnd] = []
-    columns: list[list[Any]] = [[] for _ in task.reading.keys]
+    parts: list[tuple[list[Any], ...]] = []
     for number, block in group:
-        parsed = block.read(task.reading)
-        for column, values in zip(columns, parsed.columns, strict=True):
-            column.extend(values)
+        parsed = task.prepare(block.read(task.reading))
+        parts.append(parsed.columns)
         ends.append(BlockEnd(number, parsed.records, parsed.bad))
+    columns = [list(itertools.chain.from_iterable(of_blocks)) for of_blocks in zip(*parts, strict=True)]
     return TokenizedGroup(
         sum(block.text_bytes for _, block in group),
         sum(block.file_bytes for _, block in group),

@@ -15,6 +15,7 @@ What is kept for a resumed run is where the window began in which the next sampl
 used: five numbers for each stream. A resumed run reads that window again, and no more.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,8 @@ class StreamPlan:
         return {
             "streams": self.streams,
             "window_documents": self.window_documents,
-            "shards": [shard.name for shard in self.shards],
+            "shards": len(self.shards),
+            "shards_sha256": hashlib.sha256("\n".join(shard.name for shard in self.shards).encode()).hexdigest(),
         }
 
 

@@ -51,7 +51,7 @@ class DataStreams(Protocol):
     """What only the data knows of its place; saved with every checkpoint under `data_streams` of the manifest."""
 
     def state_dict(self) -> Any:
-        """This data-parallel rank's state, JSON-able and small."""
+        """This data-parallel rank's state, JSON-able and small; None on ranks that leave it to another one."""
 
     def load_state_dict(self, states: list[Any]) -> None:
         """Takes the states of all data-parallel ranks that saved, in their order; there may have been more or fewer."""
@@ -216,14 +216,15 @@ class CheckpointSaver:
             "consumed_samples": consumed_samples,
             "model": run.model.to_dict(),
             "run": run.to_dict(),
-            "data": describe_data(self._inputs.sources, tokenizer),
+            "data": describe_data(self._inputs.sources, tokenizer, self._inputs.stream),
             "tokenizer": None if tokenizer is None else {"type": tokenizer.kind, "sha256": tokenizer.sha256},
             "versions": {"megatron_ladder": __version__, "torch": torch.__version__},
             "guard": self._trainer.guard.state(),
         }
         if self._streams is not None:
             data = self._trainer.mesh.data
-            states = dict(self._world.gather_objects((data.rank, self._streams.state_dict())))
+            gathered = self._world.gather_objects((data.rank, self._streams.state_dict()))
+            states = {rank: state for rank, state in gathered if state is not None}
             header["data_streams"] = [states[rank] for rank in range(data.size)] if states else []
         return header
 

@@ -17,10 +17,12 @@ from megatron_ladder.data.identity import data_changes, describe_training
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
 from megatron_ladder.data.paths import find_data
 from megatron_ladder.data.sidecar import read_sidecar
+from megatron_ladder.data.streaming import StreamPlan
 from megatron_ladder.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.compiled import require_compiler
 from megatron_ladder.train.resume_rules import resumed_run
+from megatron_ladder.train.stream_inputs import open_stream, streaming_mistakes
 
 FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
 """What a resumed run may say otherwise of its model: it changes no stored tensor and no step."""
@@ -41,6 +43,8 @@ class RunInputs:
     """What --load names, if it holds a checkpoint."""
     eod_id: int | None = None
     """The data's end-of-document token, if a tokenizer or a data set's sidecar tells."""
+    stream: StreamPlan | None = None
+    """What --streaming reads for training, instead of the sources."""
 
 
 def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
@@ -52,6 +56,7 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
     mistakes: list[str] = []
     about_files: list[str] = []
     flags = parse_run(argv, mistakes)
+    mistakes.extend(streaming_mistakes(flags.data))
     tokenizer, vocab_size = _find_vocabulary(flags.data, flags.model.vocab_size, mistakes, about_files)
     run = resolve_run(flags, vocab_size, place.world_size, mistakes)
     if run.training.fp16 and place.device().type != "cuda":
@@ -69,14 +74,16 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
     checkpoint = _open_checkpoint(run, ignored, about_files)
     if checkpoint is not None:
         run = resumed_run(run, checkpoint, about_files)
-    if checkpoint is not None and sources is not None and not run.checkpoint.finetune:
-        about_files.extend(
-            _other_data(checkpoint, describe_data(sources, tokenizer), run.data.allow_data_change, place.rank)
-        )
+    stream = None
+    if run.data.streaming and sources is not None and not mistakes:
+        stream = open_stream(run, tokenizer, checkpoint, about_files)
+    if checkpoint is not None and sources is not None and not run.checkpoint.finetune and not about_files:
+        found = describe_data(sources, tokenizer, stream)
+        about_files.extend(_other_data(checkpoint, found, run.data.allow_data_change, place.rank))
     eod_id = None if sources is None else find_eod(run.data, sources, tokenizer, mistakes)
     if mistakes or about_files or sources is None:
         raise UserError(*mistakes, *about_files)
-    return RunInputs(run, engine_config, tokenizer, sources, checkpoint, eod_id)
+    return RunInputs(run, engine_config, tokenizer, sources, checkpoint, eod_id, stream)
 
 
 def find_eod(
@@ -153,7 +160,7 @@ def _check_folders(run: RunConfig, about_files: list[str]) -> None:
 
 def _open_data(run: RunConfig, tokenizer: Tokenizer | None, about_files: list[str]) -> Sources | None:
     data = run.data
-    parts = ["train", "valid"] if run.logging.eval_iters > 0 else ["train"]
+    parts = ["train"] * (not data.streaming) + ["valid"] * (run.logging.eval_iters > 0)
     run_samples = run.training.train_iters * run.global_batch_size
     order = OrderOptions(
         run.training.seq_length,
@@ -189,10 +196,15 @@ def _ids_beyond(sources: Sources, vocab_size: int) -> list[str]:
     ]
 
 
-def describe_data(sources: Sources, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def describe_data(
+    sources: Sources, tokenizer: Tokenizer | None, stream: StreamPlan | None = None
+) -> dict[str, Any]:
     """What a checkpoint keeps of the data, so that a resumed run reads the same samples on."""
+    sha256 = None if tokenizer is None else tokenizer.sha256
+    if stream is not None:
+        return {"tokenizer_sha256": sha256, "stream": stream.describe()}
     assert sources.train is not None
-    return describe_training(sources.train, None if tokenizer is None else tokenizer.sha256)
+    return describe_training(sources.train, sha256)
 
 
 def _open_checkpoint(run: RunConfig, ignored: Sequence[str], about_files: list[str]) -> Checkpoint | None:

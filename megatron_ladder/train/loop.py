@@ -18,7 +18,7 @@ from megatron_ladder.train.lock import SaveLock
 from megatron_ladder.train.log import RunLog, banner, say
 from megatron_ladder.train.memory import ActivationMeter
 from megatron_ladder.train.profile import step_contexts
-from megatron_ladder.train.reading import packing_notes, sample_batches
+from megatron_ladder.train.reading import TrainingData, packing_notes, sample_batches
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import evaluate, train_step
@@ -29,6 +29,7 @@ class Session(NamedTuple):
     """What a process has of a run besides its computation."""
 
     inputs: RunInputs
+    reading: TrainingData
     checkpoints: CheckpointSaver
     stopper: Stopper
     record: RunRecord
@@ -57,10 +58,12 @@ def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
         with recording_failures(record, peers), naming_lost_peers(peers):
             trainer = build_trainer(inputs, place, peers)
             say("\n".join([banner(trainer), *packing_notes(inputs.sources)]), place.rank)
-            with CheckpointSaver(trainer, inputs, record.write) as checkpoints:
+            reading = TrainingData(trainer, inputs)
+            with CheckpointSaver(trainer, inputs, record.write, reading.streams) as checkpoints:
                 iteration, consumed_samples = checkpoints.resume()
                 record.write_first("start", **describe_start(trainer, iteration))
-                reason = train(trainer, Session(inputs, checkpoints, stopper, record), iteration, consumed_samples)
+                session = Session(inputs, reading, checkpoints, stopper, record)
+                reason = train(trainer, session, iteration, consumed_samples)
             record.write_first("stop", reason=reason, code=0)
             stop_process_group()
 
@@ -80,10 +83,9 @@ def train(trainer: Trainer, session: Session, iteration: int, consumed_samples: 
     if reason is not None:
         say(f"{reason}: ends before its first step; nothing was trained, so nothing is saved", rank)
         return reason
-    assert inputs.sources.train is not None
     losses: list[float] = []
     with (
-        closing(sample_batches(trainer, inputs.sources.train, consumed_samples)) as batches,
+        closing(session.reading.begin(consumed_samples)) as batches,
         RunLog(trainer, first, session.record) as log,
         meter_activations(trainer) as meter,
         hang_watch(trainer, session.record) as watch,

@@ -1,5 +1,7 @@
 """Which rank reads what, and what the others get from it."""
 
+from typing import Any
+
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.data.batches import (
@@ -9,9 +11,13 @@ from megatron_ladder.data.batches import (
     SampleReader,
     UnreadBatches,
 )
+from megatron_ladder.data.encoders.choose import choose_encoder
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.data.samples import Samples
+from megatron_ladder.data.streaming import Position, StreamPlan, StreamReader, positions_of
+from megatron_ladder.train.inputs import RunInputs
+from megatron_ladder.train.log import say
 from megatron_ladder.train.setup import Trainer
 
 Batches = GlobalBatchLoader | UnreadBatches
@@ -47,6 +53,62 @@ def sample_batches(trainer: Trainer, source: Samples, consumed_samples: int) -> 
 def needs_batches(mesh: ProcessMesh) -> bool:
     """Whether this rank's stage is the first of its pipeline, which embeds tokens, or the last, which has targets."""
     return mesh.pipeline.rank in (0, mesh.pipeline.size - 1)
+
+
+class TrainingData:
+    """Where the batches of training come from: numbered samples, or streams of texts.
+
+    Attributes:
+        streams: what checkpoints keep of streams; None where the number of consumed samples says all.
+    """
+
+    def __init__(self, trainer: Trainer, inputs: RunInputs) -> None:
+        self._trainer, self._inputs = trainer, inputs
+        self.streams = None if inputs.stream is None else TextStreams(trainer, inputs, inputs.stream)
+
+    def begin(self, consumed_samples: int) -> Batches:
+        """This rank's batches from a sample on, or from where the streams were that a checkpoint told of."""
+        if self.streams is not None:
+            return self.streams.begin(consumed_samples)
+        assert self._inputs.sources.train is not None
+        return sample_batches(self._trainer, self._inputs.sources.train, consumed_samples)
+
+
+class TextStreams:
+    """Batches of streamed texts, which the first rank of each model tokenises and broadcasts to the others of it."""
+
+    def __init__(self, trainer: Trainer, inputs: RunInputs, plan: StreamPlan) -> None:
+        self._trainer, self._inputs, self._plan = trainer, inputs, plan
+        self._positions: dict[int, Position] = {}
+        self._batches: GlobalBatchLoader | None = None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Where this data-parallel rank's streams are, behind the last batch that was given out; on its reader."""
+        if self._batches is None or self._trainer.mesh.model.rank > 0:
+            return None
+        return {"plan": self._plan.describe(), "positions": self._batches.reader_state}
+
+    def load_state_dict(self, states: list[Any]) -> None:
+        """Takes the states of any number of ranks; those of another input are passed over, and it begins anew."""
+        if all(state["plan"] == self._plan.describe() for state in states):
+            self._positions = positions_of([state["positions"] for state in states])
+
+    def begin(self, consumed_samples: int) -> GlobalBatchLoader:
+        """This rank's batches."""
+        trainer, tokenizer, reader = self._trainer, self._inputs.tokenizer, None
+        mesh, run, shape = trainer.mesh, trainer.run, batch_shape(trainer.run)
+        assert tokenizer is not None
+        if mesh.model.rank == 0:
+            texts = next(self._plan.shards[0].blocks(0), [])
+            choice = choose_encoder(tokenizer, "auto", texts)
+            say(f"--streaming: {choice.sentence}", mesh.world.rank)
+            reader = StreamReader(
+                self._plan, choice.encoder.encode, shape, mesh.data.rank, consumed_samples, self._positions,
+                run.model.vocab_size,
+            )  # fmt: skip
+        rules = document_rules(run, trainer.eod_id)
+        self._batches = GlobalBatchLoader(reader, shape, rules, consumed_samples, mesh.model, trainer.device)
+        return self._batches
 
 
 def packing_notes(sources: Sources) -> list[str]:

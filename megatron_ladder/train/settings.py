@@ -29,7 +29,8 @@ def shared_settings(inputs: RunInputs, place: Place) -> dict[str, Any]:
             fields |= section
     settings = {flag_names().get(name, name): value for name, value in fields.items() if name not in DIFFERS}
     settings |= deepspeed_file(run.parallel)
-    settings |= {f"data: {name}": value for name, value in describe_data(inputs.sources, inputs.tokenizer).items()}
+    data = describe_data(inputs.sources, inputs.tokenizer, inputs.stream)
+    settings |= {f"data: {name}": value for name, value in data.items()}
     return settings | {
         "--load: newest checkpoint": None if inputs.checkpoint is None else inputs.checkpoint.directory.name,
         "number of processes": place.world_size,

@@ -80,7 +80,10 @@ class HubSource:
         Raises:
             UserError: the library is missing, or finds no such data set, split or column.
         """
-        dataset = self._open()
+        yield from self.blocks_of(self._open(), reading)
+
+    def blocks_of(self, dataset: Any, reading: Reading) -> Iterator[Block]:
+        """Rows of the data set, or of a part of it, as they are streamed; raises as `blocks`."""
         missing = [key for key in reading.keys if key not in (dataset.column_names or reading.keys)]
         if missing:
             raise UserError(
@@ -89,6 +92,14 @@ class HubSource:
             )
         for batch in dataset.select_columns(list(reading.keys)).iter(BATCH_ROWS):
             yield Rows(tuple(list(batch[key]) for key in reading.keys))
+
+    def count_shards(self) -> int:
+        """Into how many parts the library can cut it."""
+        return int(self._open().num_shards)
+
+    def shard(self, number: int, count: int) -> Any:
+        """One of so many parts, as the library's data set."""
+        return self._open().shard(num_shards=count, index=number)
 
     def _open(self) -> Any:
         try:
@@ -108,3 +119,31 @@ class HubSource:
                 f"--input {self.name}: datasets cannot open it ({type(error).__name__}: {reason}): without a network "
                 "give a directory of data files, hf:///PATH"
             ) from None
+
+
+@dataclass(frozen=True)
+class HubShard:
+    """One of the parts into which the library cuts a data set."""
+
+    whole: HubSource
+    number: int
+    count: int
+    total_bytes = None
+    can_be_read_again = True
+
+    @property
+    def name(self) -> str:
+        """As the user gave it, and the part."""
+        return f"{self.whole.name} {self.number}/{self.count}"
+
+    def identity(self) -> dict[str, Any]:
+        """That of the whole, and the part."""
+        return self.whole.identity() | {"shard": [self.number, self.count]}
+
+    def place(self, number: int) -> str:
+        """The row, counted from 0."""
+        return f"{self.name}: row {number}"
+
+    def blocks(self, reading: Reading) -> Iterator[Block]:
+        """Rows as they are streamed."""
+        return self.whole.blocks_of(self.whole.shard(self.number, self.count), reading)

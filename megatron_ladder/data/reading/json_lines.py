@@ -52,6 +52,7 @@ def _parse_at_once(content: bytes, lines: int, reading: Reading) -> tuple[list[A
 def _parse_one_by_one(content: bytes, lines: int, reading: Reading) -> Parsed:
     columns: tuple[list[Any], ...] = tuple([] for _ in reading.keys)
     bad: list[BadRecord] = []
+    numbers: list[int] = []
     for number, line in enumerate(_split(content)):
         if not line or line.isspace():
             continue
@@ -62,9 +63,10 @@ def _parse_one_by_one(content: bytes, lines: int, reading: Reading) -> Parsed:
             if len(bad) > reading.most_bad:
                 break
             continue
+        numbers.append(number)
         for column, value in zip(columns, values, strict=True):
             column.append(value)
-    return Parsed(columns, lines, tuple(bad))
+    return Parsed(columns, lines, tuple(bad), tuple(numbers))
 
 
 class _BadLine(Exception):

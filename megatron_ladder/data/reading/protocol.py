@@ -42,6 +42,8 @@ class Parsed(NamedTuple):
     """Lines or rows of the block, also those without a document: what numbers go on from in the next block."""
     bad: tuple[BadRecord, ...] = ()
     """In order; after one more than `most_bad` of them nothing more was read."""
+    numbers: tuple[int, ...] | None = None
+    """Of the records whose values these are, counted as those of bad ones; None where that is 0, 1, 2 and so on."""
 
 
 class Block(Protocol):

@@ -1,16 +1,22 @@
 """Conversations against transformers' own templates and masks."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
 import transformers
 
-from megatron_ladder.data.chat import ChatKeys, ConversationEncoder
+from megatron_ladder.cli import preprocess_data
+from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages
 from megatron_ladder.data.chat_template import ChatTemplate, NotRendered
+from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from megatron_ladder.errors import UserError
 
@@ -71,13 +77,18 @@ def encoder_of(folder: Path, template: str | None = None, tmp_path: Path | None 
     return ConversationEncoder(HuggingFaceTokenizer(folder), path)
 
 
+def tokens_of(encoder: ConversationEncoder, messages: list[dict[str, Any]]) -> Conversation:
+    (found,) = encoder.encode([encoder.render(messages)])
+    return found
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
 def test_ids_are_those_of_transformers(folder: Path, tmp_path: Path, template: str) -> None:
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     expected = theirs.apply_chat_template(
         MESSAGES, chat_template=template, return_assistant_tokens_mask=template is MARKED, return_dict=True
     )
-    (found,) = encoder_of(folder, template, tmp_path).encode([{"messages": MESSAGES}])
+    found = tokens_of(encoder_of(folder, template, tmp_path), MESSAGES)
     assert found.token_ids.tolist() == expected["input_ids"]
     assert found.token_ids.tolist().count(0) == (1 if template is MARKED else 0)
     if template is MARKED:
@@ -85,8 +96,7 @@ def test_ids_are_those_of_transformers(folder: Path, tmp_path: Path, template: s
 
 
 def test_without_marks_answers_are_found_with_the_end_of_their_turns(folder: Path, tmp_path: Path) -> None:
-    encoder = encoder_of(folder, CHATML, tmp_path)
-    (found,) = encoder.encode([{"messages": MESSAGES}])
+    found = tokens_of(encoder_of(folder, CHATML, tmp_path), MESSAGES)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     counted = np.split(found.token_ids, np.flatnonzero(np.diff(found.loss_mask)) + 1)[1::2]
     texts = [tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in counted]
@@ -146,30 +156,100 @@ def test_where_templates_are_kept(folder: Path, tmp_path: Path) -> None:
     configure(folder)
 
 
-def test_rows_with_an_instruction() -> None:
-    keys = ChatKeys(instruction="prompt", input="context", output="answer")
-    row = {"prompt": "Add.", "context": "1 2", "answer": "3", "messages": None}
+def test_records_with_an_instruction() -> None:
     expected = [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]
-    assert keys.read(row) == expected
-    assert keys.read(row | {"context": ""})[0]["content"] == "Add."
-    assert ChatKeys().read({"messages": [MESSAGES[1] | {"tool_calls": None}]}) == [MESSAGES[1]]
+    keys = ("prompt", "context", "answer")
+    assert read_messages(keys, ["Add.", "1 2", "3"]) == expected
+    for nothing in ("", None):
+        assert read_messages(keys, ["Add.", nothing, "3"])[0]["content"] == "Add."
+    assert read_messages(keys[::2], ["Add.\n\n1 2", "3"]) == expected
+    assert read_messages(["messages"], [[MESSAGES[1] | {"tool_calls": None}]]) == [MESSAGES[1]]
 
 
 @pytest.mark.parametrize(
-    ("row", "error"),
+    ("keys", "values", "error"),
     [
-        ({"text": "a"}, r"no 'messages', and no 'instruction' with 'output' \(keys found: 'text'\)"),
-        ({"instruction": 1, "output": "a"}, "a text expected under 'instruction', a int found"),
-        ({"instruction": "a", "output": None}, "a text expected under 'output', a NoneType found"),
-        ({"messages": []}, "a list of messages expected under 'messages'"),
-        ({"messages": ["a"]}, r"messages\[0\]: an object with a 'role' expected"),
-        ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\]: a text expected under 'content'"),
+        (["a", "b"], [1, "x"], "a text expected under 'a', a int found"),
+        (["a", "b"], ["x", None], "a text expected under 'b', a NoneType found"),
+        (["a", "b", "c"], ["x", 1, "y"], "a text expected under 'b', a int found"),
+        (["messages"], [[]], "a list of messages expected under 'messages'"),
+        (["messages"], [["a"]], r"messages\[0\]: an object with a 'role' expected"),
+        (["messages"], [[{"role": "user", "content": 3}]], r"messages\[0\]: a text expected under 'content', a int"),
     ],
 )
-def test_rows_without_a_conversation(folder: Path, tmp_path: Path, row: dict[str, Any], error: str) -> None:
-    with pytest.raises(NotRendered, match=error) as raised:
-        encoder_of(folder, CHATML, tmp_path).encode([{"messages": MESSAGES}, row])
-    assert raised.value.args[1] == 1
+def test_records_without_a_conversation(keys: list[str], values: list[Any], error: str) -> None:
+    with pytest.raises(NotRendered, match=error):
+        read_messages(keys, values)
+
+
+def documents_of(prefix: Path) -> list[tuple[list[int], list[int]]]:
+    dataset = IndexedDataset(prefix)
+    assert dataset.loss_mask is not None
+    bounds = dataset.document_bounds.tolist()
+    return [
+        (dataset.tokens[begin:end].tolist(), dataset.loss_mask[begin:end].tolist())
+        for begin, end in itertools.pairwise(bounds)
+    ]
+
+
+def test_preprocessing_conversations(folder: Path, tmp_path: Path) -> None:
+    pyarrow_table = pyarrow.Table.from_pylist([{"messages": MESSAGES}, {"messages": MESSAGES[:3]}])
+    pyarrow.parquet.write_table(pyarrow_table, tmp_path / "b.parquet")
+    lines = [json.dumps({"id": 1, "messages": messages}) for messages in (MESSAGES[1:3], MESSAGES)]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(lines))
+    (tmp_path / "template.jinja").write_text(MARKED)
+    command = [
+        "--input", str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet"), "--output-prefix", str(tmp_path / "out"),
+        "--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(folder), "--chat", "--chat-template",
+        str(tmp_path / "template.jinja"),
+    ]  # fmt: skip
+    preprocess_data.main(command)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = []
+    for messages in (MESSAGES[1:3], MESSAGES, MESSAGES, MESSAGES[:3]):
+        made = theirs.apply_chat_template(
+            messages, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True
+        )
+        expected.append((made["input_ids"], made["assistant_masks"]))
+    prefix = tmp_path / "out_messages_document"
+    assert documents_of(prefix) == expected
+    sidecar = read_sidecar(prefix)
+    assert sidecar is not None and sidecar.conversations and sidecar.documents == 4
+    preprocess_data.main([*command, "--append-eod"])
+    assert documents_of(prefix) == [([*ids, 3], [*mask, 0]) for ids, mask in expected]
+
+
+def test_a_conversation_that_the_template_does_not_take_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"instruction": f"say {n}", "output": "n" * n} for n in range(4)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(record) for record in records[:2]) + "\n\n" + "\n".join(
+        json.dumps(record) for record in records[2:]
+    ))
+    (tmp_path / "template").write_text(
+        "{% for m in messages %}{% if m.content == 'nn' %}{{ raise_exception('no nn') }}{% endif %}{{ m.content }}"
+        "<|im_end|>{% endfor %}"
+    )
+    command = [
+        "--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out"), "--chat", "--chat-keys",
+        "instruction", "output", "--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(folder),
+        "--chat-template", str(tmp_path / "template"),
+    ]  # fmt: skip
+    with pytest.raises(UserError, match=r"a\.jsonl:4: .*template does not take it: no nn"):
+        preprocess_data.main(command)
+    assert not list(tmp_path.glob("out*"))
+    preprocess_data.main([*command, "--skip-bad-lines", "1"])
+    assert "3 documents" in capsys.readouterr().out
+    assert len(documents_of(tmp_path / "out_instruction_document")) == 3
+
+
+def test_flags_of_conversations_that_contradict(folder: Path, tmp_path: Path) -> None:
+    command = ["--input", "a.jsonl", "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "HFTokenizer"]
+    with pytest.raises(UserError, match="--chat-keys has no meaning without --chat"):
+        preprocess_data.main([*command, "--chat-keys", "a", "b"])
+    with pytest.raises(UserError, match="--chat-keys a b c d: expected one to three") as raised:
+        preprocess_data.main([*command, "--chat", "--json-keys", "x", "--chat-keys", "a", "b", "c", "d"])
+    assert "--json-keys names texts" in str(raised.value)
 
 
 def test_sentencepiece_has_no_special_tokens_in_a_text(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:

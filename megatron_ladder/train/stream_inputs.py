@@ -1,0 +1,61 @@
+"""From --streaming and its flags to what streams read."""
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.config.data import DataConfig
+from megatron_ladder.config.run import RunConfig
+from megatron_ladder.data.shards import find_shards
+from megatron_ladder.data.streaming import StreamPlan, choose_streams
+from megatron_ladder.data.tokenizers import Tokenizer
+from megatron_ladder.errors import UserError
+
+
+def streaming_mistakes(data: DataConfig) -> list[str]:
+    """A line for each flag that contradicts another."""
+    if not data.streaming:
+        given = [
+            name
+            for name, value, default in (
+                ("--streaming-key", data.streaming_key, "text"),
+                ("--streaming-shuffle-buffer", data.streaming_shuffle_buffer, 10000),
+                ("--streaming-shards", data.streaming_shards, None),
+            )
+            if value != default
+        ]
+        return [f"{' '.join(given)}: no meaning without --streaming"] if given else []
+    mistakes = []
+    if data.data_path or data.train_data_path or data.data_args_path:
+        mistakes.append("--streaming and --data-path or --train-data-path exclude each other: give one of them")
+    if data.megatron_order:
+        mistakes.append("--streaming has an order of its own: leave --megatron-order out")
+    if data.loss_on == "assistant":
+        mistakes.append("--streaming reads texts, in which nobody is the assistant: leave --loss-on out")
+    if data.tokenizer_type is None:
+        mistakes.append("--streaming tokenises: give --tokenizer-type and --tokenizer-model")
+    for name, number in (
+        ("--streaming-shuffle-buffer", data.streaming_shuffle_buffer),
+        ("--streaming-shards", 1 if data.streaming_shards is None else data.streaming_shards),
+    ):
+        if number < 1:
+            mistakes.append(f"{name} {number}: expected 1 or more")
+    return mistakes
+
+
+def open_stream(
+    run: RunConfig, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None, about_files: list[str]
+) -> StreamPlan | None:
+    """What is streamed; None, and lines in `about_files`, if it cannot be.
+
+    A resumed run has as many streams as the checkpoint's, unless the command line says otherwise.
+    """
+    data = run.data
+    stored = {} if checkpoint is None else checkpoint.manifest.get("data", {}).get("stream", {})
+    try:
+        shards = find_shards(data.streaming, data.streaming_key)
+        asked = stored.get("streams") if data.streaming_shards is None else data.streaming_shards
+        streams = choose_streams(asked, len(shards), run.data_parallel_size)
+    except UserError as error:
+        about_files.extend(error.mistakes)
+        return None
+    assert tokenizer is not None
+    window = max(1, data.streaming_shuffle_buffer // streams)
+    return StreamPlan(shards, streams, run.training.seq_length, run.training.seed, window, tokenizer.eod_id)

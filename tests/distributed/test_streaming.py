@@ -1,0 +1,54 @@
+"""Streamed texts in several layouts: all ranks of a model get them, and another number of ranks goes on with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_ladder.data.batches import MicroBatch
+from megatron_ladder.data.loader import Sources
+from megatron_ladder.data.shards import find_shards
+from megatron_ladder.data.streaming import StreamPlan
+from megatron_ladder.data.tokenizers import NullTokenizer
+from megatron_ladder.train.inputs import RunInputs
+from megatron_ladder.train.reading import TrainingData
+from tests.distributed.pool import GlooPools
+from tests.distributed.training import build_trainer_here
+
+RECIPE = "--train-iters 9 --lr 1e-3 --micro-batch-size 1 --global-batch-size 4".split()
+
+
+def rows_of(batches: list[MicroBatch]) -> list[list[int]]:
+    return [row for batch in batches for row in batch.tokens.tolist()]
+
+
+def read(argv: list[str], path: str, steps: int, consumed: int, states: list[Any]) -> tuple[list[Any], Any]:
+    """On each rank: its rows of every step, and its state behind them."""
+    trainer, tokenizer = build_trainer_here([*RECIPE, *argv]), NullTokenizer(100)
+    plan = StreamPlan(find_shards([path], "text"), 4, trainer.run.training.seq_length, 1, 20, tokenizer.eod_id)
+    data = TrainingData(
+        trainer, RunInputs(trainer.run, {}, tokenizer, Sources(None, None, None), None, tokenizer.eod_id, plan)
+    )
+    assert data.streams is not None
+    if states:
+        data.streams.load_state_dict(states)
+    batches = data.begin(consumed)
+    rows = [rows_of(next(batches)) for _ in range(steps)]
+    batches.close()
+    return rows, json.loads(json.dumps(data.streams.state_dict()))
+
+
+def test_texts_are_streamed_on_by_another_number_of_ranks(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    texts = [f"{number % 97} " * (1 + number % 5) for number in range(3000)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    run, two = gloo_pools(2).run, ["--tensor-model-parallel-size", "2"]
+    (whole, _), = gloo_pools(1).run(read, [], str(path), 9, 0, [])
+    split = run(read, [], str(path), 4, 0, [])
+    for step in range(4):
+        assert sorted(split[0][0][step] + split[1][0][step]) == sorted(whole[step])
+    states = [state for _, state in split]
+    for layout in (two, ["--pipeline-model-parallel-size", "2"]):
+        (first, state), (second, none) = run(read, layout, str(path), 5, 16, states)
+        assert first == second and none is None
+        assert sorted(state["positions"]) == list("0123")
+        assert [sorted(rows) for rows in first] == [sorted(rows) for rows in whole[4:]]

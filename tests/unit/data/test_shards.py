@@ -1,0 +1,86 @@
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_ladder.data import shards as shards_module
+from megatron_ladder.data.shards import find_shards
+from megatron_ladder.errors import UserError
+
+
+def write_lines(path: Path, texts: list[str]) -> Path:
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def texts_of(inputs: list[Path | str], first: int = 0) -> list[list[str]]:
+    """Of each shard."""
+    shards = find_shards(list(map(str, inputs)), "text")
+    return [[text for block in shard.blocks(first) for text in block] for shard in shards]
+
+
+TEXTS = [f"text {number} " + "x" * (number * 37 % 400) for number in range(500)]
+
+
+@pytest.mark.parametrize("least", [1, 64, 1 << 12, 1 << 30])
+def test_a_file_of_lines_is_cut_without_losing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    monkeypatch.setattr(shards_module, "LEAST_BYTES", least)
+    path = write_lines(tmp_path / "a.jsonl", TEXTS)
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    parts = texts_of([path])
+    assert [text for part in parts for text in part] == TEXTS
+    wanted = min(path.stat().st_size / least, shards_module.ENOUGH_SHARDS)
+    assert wanted / 1.1 <= len(parts) <= wanted + 2
+
+
+def test_blocks_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "SPAN_BYTES", 1000)
+    monkeypatch.setattr(shards_module, "LEAST_BYTES", 20_000)
+    path = write_lines(tmp_path / "a.jsonl", TEXTS)
+    for shard in find_shards([str(path)], "text"):
+        blocks = list(shard.blocks(0))
+        assert len(blocks) > 3 and all(blocks)
+        assert all(list(shard.blocks(first)) == blocks[first:] for first in range(len(blocks) + 2))
+
+
+def test_every_format(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": TEXTS[:100]})
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet", row_group_size=30)
+    write_lines(tmp_path / "c.jsonl.gz", TEXTS[100:200])
+    (tmp_path / "d.txt").write_text("a\nb")
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for number in range(3):
+        write_lines(hub / f"{number}.jsonl", TEXTS[200 + 10 * number : 210 + 10 * number])
+    found = texts_of([str(tmp_path / "b.par*"), tmp_path / "c.jsonl.gz", tmp_path / "d.txt", f"hf://{hub}"])
+    assert [len(part) for part in found] == [30, 30, 30, 10, 100, 1, 10, 10, 10]
+    assert [text for part in found for text in part] == [*TEXTS[:200], "a\nb", *TEXTS[200:230]]
+    names = [shard.name for shard in find_shards([str(tmp_path / "b.parquet"), f"hf://{hub}"], "text")]
+    assert len(set(names)) == len(names)
+
+
+def test_many_files_are_a_shard_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "ENOUGH_SHARDS", 4)
+    for number in range(5):
+        write_lines(tmp_path / f"{number}.jsonl", TEXTS[100 * number : 100 * number + 100])
+    assert [len(part) for part in texts_of([tmp_path / "*.jsonl"])] == [100] * 5
+
+
+def test_what_cannot_be_streamed(tmp_path: Path) -> None:
+    for word, said in (
+        ("-", "--streaming -: standard input cannot be read again"),
+        (str(tmp_path / "none.jsonl"), "--streaming .*none.jsonl: no such file"),
+    ):
+        with pytest.raises(UserError, match=said):
+            find_shards([word], "text")
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "a"}\n{"text": 1}\n')
+    (shard,) = find_shards([str(path)], "text")
+    with pytest.raises(UserError, match=r"--streaming .*bad.jsonl 0-26: record 1 of its block 0: a text expected"):
+        list(shard.blocks(0))
