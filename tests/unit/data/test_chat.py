@@ -1,0 +1,177 @@
+"""Conversations against transformers' own templates and masks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+
+from megatron_ladder.data.chat import ChatKeys, ConversationEncoder
+from megatron_ladder.data.chat_template import ChatTemplate, NotRendered
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from megatron_ladder.errors import UserError
+
+CHATML = (
+    "{% for message in messages %}\n"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{%- for message in messages %}{% if message.role == 'assistant' %}[A]{% generation %}"
+    "{{ message.content }}<|im_end|>{% endgeneration %}{% else %}[{{ message.role | upper }}]"
+    "{{ message.content | trim }}{% endif %}{% endfor %}{{ {'<ü>': messages | length} | tojson }}"
+)
+THINKING = (
+    "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+)
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief.\n"},
+    {"role": "user", "content": "  Wie heißt du? 🎉"},
+    {"role": "assistant", "content": "Ich heiße  Leiter.\n\nUnd du?"},
+    {"role": "user", "content": "<b>&amp;</b>"},
+    {"role": "assistant", "content": "é"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer that puts a <bos> in front of a text by itself, which a template must not get twice."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<bos>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    configure(folder)
+    return folder
+
+
+def configure(folder: Path, **values: Any) -> None:
+    config = {"bos_token": "<bos>", "eos_token": {"content": "<|endoftext|>", "__type": "AddedToken"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | values))
+
+
+def encoder_of(folder: Path, template: str | None = None, tmp_path: Path | None = None) -> ConversationEncoder:
+    path = None
+    if template is not None and tmp_path is not None:
+        path = tmp_path / "template.jinja"
+        path.write_text(template)
+    return ConversationEncoder(HuggingFaceTokenizer(folder), path)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_ids_are_those_of_transformers(folder: Path, tmp_path: Path, template: str) -> None:
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = theirs.apply_chat_template(
+        MESSAGES, chat_template=template, return_assistant_tokens_mask=template is MARKED, return_dict=True
+    )
+    (found,) = encoder_of(folder, template, tmp_path).encode([{"messages": MESSAGES}])
+    assert found.token_ids.tolist() == expected["input_ids"]
+    assert found.token_ids.tolist().count(0) == (1 if template is MARKED else 0)
+    if template is MARKED:
+        assert found.loss_mask.tolist() == expected["assistant_masks"]
+
+
+def test_without_marks_answers_are_found_with_the_end_of_their_turns(folder: Path, tmp_path: Path) -> None:
+    encoder = encoder_of(folder, CHATML, tmp_path)
+    (found,) = encoder.encode([{"messages": MESSAGES}])
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    counted = np.split(found.token_ids, np.flatnonzero(np.diff(found.loss_mask)) + 1)[1::2]
+    texts = [tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in counted]
+    assert texts == ["Ich heiße  Leiter.\n\nUnd du?<|im_end|>", "é<|im_end|>"]
+
+
+def test_a_template_without_tokens_for_turns_keeps_all_that_it_writes() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}", {}, "here")
+    text, answers = template.render(MESSAGES, ("<|im_end|>",))
+    # The prompt for an answer does not say who answers, so that is learnt.
+    assert [text[begin:end] for begin, end in answers] == [
+        "assistant: Ich heiße  Leiter.\n\nUnd du?\n\n", "assistant: é\n\n",
+    ]  # fmt: skip
+
+
+def test_a_template_that_rewrites_earlier_messages_is_refused() -> None:
+    template = ChatTemplate(THINKING, {}, "here")
+    messages = [*MESSAGES[:2], {"role": "assistant", "content": "<think>x</think>y"}, *MESSAGES[3:]]
+    with pytest.raises(NotRendered, match=r"put {% generation %} and {% endgeneration %} around"):
+        template.render(messages)
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_template_runs_in_a_sandbox(source: str, error: str) -> None:
+    with pytest.raises(NotRendered, match=error):
+        ChatTemplate(source, {}, "here").render(MESSAGES)
+
+
+def test_where_templates_are_kept(folder: Path, tmp_path: Path) -> None:
+    def source(given: Path | None = None) -> str:
+        return ConversationEncoder(HuggingFaceTokenizer(folder), given).template.source
+
+    with pytest.raises(UserError, match="--chat: .* has no chat template .* give one by --chat-template FILE"):
+        source()
+    configure(folder, chat_template="in the configuration")
+    assert source() == "in the configuration"
+    configure(folder, chat_template=[{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}])
+    assert source() == "b"
+    (folder / "chat_template.jinja").write_text("beside")
+    assert source() == "beside"
+    (tmp_path / "given").write_text("given")
+    assert source(tmp_path / "given") == "given"
+    (tmp_path / "given").write_text("{% if %}")
+    with pytest.raises(UserError, match=r"given: not a chat template: Expected an expression"):
+        source(tmp_path / "given")
+    with pytest.raises(UserError, match="--chat-template .*nowhere: cannot be read"):
+        source(tmp_path / "nowhere")
+    (folder / "chat_template.jinja").unlink()
+    configure(folder)
+
+
+def test_rows_with_an_instruction() -> None:
+    keys = ChatKeys(instruction="prompt", input="context", output="answer")
+    row = {"prompt": "Add.", "context": "1 2", "answer": "3", "messages": None}
+    expected = [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]
+    assert keys.read(row) == expected
+    assert keys.read(row | {"context": ""})[0]["content"] == "Add."
+    assert ChatKeys().read({"messages": [MESSAGES[1] | {"tool_calls": None}]}) == [MESSAGES[1]]
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ({"text": "a"}, r"no 'messages', and no 'instruction' with 'output' \(keys found: 'text'\)"),
+        ({"instruction": 1, "output": "a"}, "a text expected under 'instruction', a int found"),
+        ({"instruction": "a", "output": None}, "a text expected under 'output', a NoneType found"),
+        ({"messages": []}, "a list of messages expected under 'messages'"),
+        ({"messages": ["a"]}, r"messages\[0\]: an object with a 'role' expected"),
+        ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\]: a text expected under 'content'"),
+    ],
+)
+def test_rows_without_a_conversation(folder: Path, tmp_path: Path, row: dict[str, Any], error: str) -> None:
+    with pytest.raises(NotRendered, match=error) as raised:
+        encoder_of(folder, CHATML, tmp_path).encode([{"messages": MESSAGES}, row])
+    assert raised.value.args[1] == 1
+
+
+def test_sentencepiece_has_no_special_tokens_in_a_text(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
+    with pytest.raises(UserError, match="--chat: --tokenizer-type SentencePieceTokenizer does not know special tokens"):
+        ConversationEncoder(sentencepiece_tokenizer)
