@@ -12,6 +12,7 @@ The prompts are fed side by side, filled up on the right. Attention is causal, s
 and what the filling left in the cache is overwritten by the sample's own next tokens, or hidden by the mask.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,9 +47,9 @@ class StaticKeyValueCache:
         self._first_rows = torch.arange(0, samples * kv_heads * positions, positions, device=device)
         self._first_rows = self._first_rows.view(samples, kv_heads)
 
-    def for_prompts(self) -> "PromptColumns":
-        """The cache for a forward pass over the beginning of every sample."""
-        return PromptColumns(self)
+    def for_prompts(self, slots: Sequence[int]) -> "PromptColumns":
+        """The cache for a forward pass over the beginnings of some samples."""
+        return PromptColumns(self, torch.tensor(slots, device=self._first_rows.device))
 
     def for_one_token(self, columns: Tensor, extent: int) -> "TokenColumns":
         """The cache for a forward pass over one more token of every sample.
@@ -59,10 +60,10 @@ class StaticKeyValueCache:
         """
         return TokenColumns(self, (self._first_rows + columns.unsqueeze(1)).flatten(), extent)
 
-    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [b, kv_heads/t, s, d] to the first s columns."""
-        self._keys[layer][:, :, : keys.shape[2]] = keys
-        self._values[layer][:, :, : values.shape[2]] = values
+    def store_prompts(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keys and values [n, kv_heads/t, s, d] to the first s columns of the samples `slots` [n]."""
+        self._keys[layer][slots, :, : keys.shape[2]] = keys
+        self._values[layer][slots, :, : values.shape[2]] = values
 
     def store_token(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Keys and values [b, kv_heads/t, 1, d], each head's of each sample to its row of `rows` [b kv_heads/t]."""
@@ -78,10 +79,11 @@ class PromptColumns(NamedTuple):
     """A `model.attention.KeyValueCache`: stores the prompts, which see nothing but themselves."""
 
     cache: StaticKeyValueCache
+    slots: Tensor
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores keys and values [b, kv_heads/t, s, d] and returns them."""
-        self.cache.store_prompts(layer, keys, values)
+        self.cache.store_prompts(layer, self.slots, keys, values)
         return keys, values
 
 

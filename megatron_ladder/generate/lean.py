@@ -5,6 +5,8 @@ there are. The functions compute what `model/` computes, up to rounding, without
 overwritten where nobody reads them any more.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -63,7 +65,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def split_heads(
     projected: Tensor,
-    widths: tuple[int, ...],
+    widths: Sequence[int],
     head_dim: int,
     table: RotaryTable,
     norm: NormFunction,
