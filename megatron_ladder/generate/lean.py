@@ -45,7 +45,7 @@ def prepare_for_cpu(model: LanguageModel) -> None:
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm of x [..., n] by weight [n]; half precision is computed in fp32."""
     exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    rows = exact.view(-1, 1, x.shape[-1])
+    rows = exact.reshape(-1, 1, x.shape[-1])
     mean_square = torch.bmm(rows, rows.view(-1, x.shape[-1], 1)).mul_(1 / x.shape[-1])
     normed = (rows * mean_square.add_(epsilon).rsqrt_()).mul_(weight)
     return normed.view(x.shape).to(x.dtype)

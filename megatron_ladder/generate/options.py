@@ -166,7 +166,7 @@ def _prompt_mistakes(options: GenerateOptions) -> list[str]:
     prompts, mistakes = options.prompts, []
     given = bool(prompts.prompt or prompts.prompt_file or prompts.tokens)
     if not given and not prompts.interactive and not options.bench.bench and sys.stdin.isatty():
-        mistakes.append("nothing to continue: give --prompt, --prompt-file, --tokens or --interactive, or pipe a text in")
+        mistakes.append("nothing to continue: give --prompt, --prompt-file, --tokens or --interactive, or pipe a text")
     try:
         if prompts.tokens and not token_ids(prompts.tokens):
             mistakes.append("--tokens: an empty prompt cannot be continued: give at least one id")
