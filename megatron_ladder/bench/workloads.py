@@ -7,7 +7,8 @@ import torch
 
 from megatron_ladder.bench.options import Case
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.generate.engine import GenerationEngine, GenerationRequest, NewToken
+from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.model.language_model import LanguageModel
 
 

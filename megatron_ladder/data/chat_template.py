@@ -113,6 +113,15 @@ class ChatTemplate:
             answers.append((len(before), len(said if said.endswith(turn_ends) else after)))
         return Rendered(text, tuple(answers))
 
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation, up to where the assistant is to answer.
+
+        Raises:
+            NotRendered: the template does not take these messages.
+        """
+        text = self._render(messages, add_generation_prompt=True)
+        return _without_marks(text, self._begin, self._end).text if self._tells else text
+
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt)

@@ -12,6 +12,7 @@ The prompts are fed side by side, filled up on the right. Attention is causal, s
 and what the filling left in the cache is overwritten by the sample's own next tokens, or hidden by the mask.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,11 +43,13 @@ class StaticKeyValueCache:
         # Zeros: what the mask hides is multiplied by 0, which does not make up for a NaN.
         self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self._values = [torch.zeros_like(keys) for keys in self._keys]
-        self._samples = torch.arange(samples, device=device)
+        # Where each head of each sample begins, when all columns of all heads are counted through.
+        self._first_rows = torch.arange(0, samples * kv_heads * positions, positions, device=device)
+        self._first_rows = self._first_rows.view(samples, kv_heads)
 
-    def for_prompts(self) -> "PromptColumns":
-        """The cache for a forward pass over the beginning of every sample."""
-        return PromptColumns(self)
+    def for_prompts(self, slots: Sequence[int]) -> "PromptColumns":
+        """The cache for a forward pass over the beginnings of some samples."""
+        return PromptColumns(self, torch.tensor(slots, device=self._first_rows.device))
 
     def for_one_token(self, columns: Tensor, extent: int) -> "TokenColumns":
         """The cache for a forward pass over one more token of every sample.
@@ -55,17 +58,17 @@ class StaticKeyValueCache:
             columns: [b] int64, where each sample's token goes: the number of its tokens so far.
             extent: the columns that attention is given: one more than the largest of `columns`.
         """
-        return TokenColumns(self, columns, extent)
+        return TokenColumns(self, (self._first_rows + columns.unsqueeze(1)).flatten(), extent)
 
-    def store_prompts(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [b, kv_heads/t, s, d] to the first s columns."""
-        self._keys[layer][:, :, : keys.shape[2]] = keys
-        self._values[layer][:, :, : values.shape[2]] = values
+    def store_prompts(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keys and values [n, kv_heads/t, s, d] to the first s columns of the samples `slots` [n]."""
+        self._keys[layer][slots, :, : keys.shape[2]] = keys
+        self._values[layer][slots, :, : values.shape[2]] = values
 
-    def store_token(self, layer: int, columns: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [b, kv_heads/t, 1, d], each sample's to its own column of `columns` [b]."""
-        self._keys[layer][self._samples, :, columns] = keys.squeeze(2)
-        self._values[layer][self._samples, :, columns] = values.squeeze(2)
+    def store_token(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keys and values [b, kv_heads/t, 1, d], each head's of each sample to its row of `rows` [b kv_heads/t]."""
+        self._keys[layer].flatten(0, 2).index_copy_(0, rows, keys.flatten(0, 2))
+        self._values[layer].flatten(0, 2).index_copy_(0, rows, values.flatten(0, 2))
 
     def first(self, layer: int, extent: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `extent` columns, [b, kv_heads/t, extent, d]."""
@@ -76,10 +79,11 @@ class PromptColumns(NamedTuple):
     """A `model.attention.KeyValueCache`: stores the prompts, which see nothing but themselves."""
 
     cache: StaticKeyValueCache
+    slots: Tensor
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores keys and values [b, kv_heads/t, s, d] and returns them."""
-        self.cache.store_prompts(layer, keys, values)
+        self.cache.store_prompts(layer, self.slots, keys, values)
         return keys, values
 
 
@@ -87,10 +91,11 @@ class TokenColumns(NamedTuple):
     """A `model.attention.KeyValueCache`: stores a token a sample, and returns what came before with it."""
 
     cache: StaticKeyValueCache
-    columns: Tensor
+    rows: Tensor
+    """[b kv_heads/t] int64, where they go, all columns of all heads counted through."""
     extent: int
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores keys and values [b, kv_heads/t, 1, d]; returns those of the first `extent` columns."""
-        self.cache.store_token(layer, self.columns, keys, values)
+        self.cache.store_token(layer, self.rows, keys, values)
         return self.cache.first(layer, self.extent)

@@ -1,11 +1,12 @@
 """The flags of tools/generate.py. No torch here: a process that only starts the ranks needs none."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_ladder.config.fields import flag, parse_command_line
+from megatron_ladder.config.fields import flag, flag_name, parse_command_line
 from megatron_ladder.errors import UserError
 
 PROGRAM = "generate.py"
@@ -17,11 +18,12 @@ class ModelOptions:
     """Model. Sizes and wiring come from the checkpoint."""
 
     model: Path
-    """A checkpoint, or a directory of checkpoints: the one that its file `latest` names."""
+    """A Hugging Face directory; or a training checkpoint, or a directory of them: the one that its file `latest`
+    names."""
     tp: int | None = flag(None, aliases=("--tensor-model-parallel-size",))
     """Processes that share the model. Under a launcher, all that it started; otherwise 1, and more are started here,
     on this machine."""
-    dtype: Literal["fp32", "bf16"] | None = None
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """What the weights are turned into; fp32 on a CPU and bf16 on a GPU if not given."""
     overlap: bool = True
     """Wait for every all-reduce at once instead of leaving it in flight under the next sub-block; for comparison."""
@@ -31,7 +33,7 @@ class ModelOptions:
     """Capture the decode step in a CUDA graph and replay it for every token; needs a GPU."""
     tokenizer_type: str | None = None
     """SentencePieceTokenizer or HuggingFaceTokenizer; together with --tokenizer-model, instead of the tokenizer that
-    the checkpoint holds."""
+    the model's directory holds."""
     tokenizer_model: Path | None = None
     """The tokenizer's file or directory."""
     local_rank: int | None = flag(None, aliases=("--local_rank",))
@@ -40,7 +42,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Prompts. All that are given are continued side by side, in this order."""
+    """Prompts. All that are given are continued side by side, in this order; without any, standard input is one."""
 
     prompt: tuple[str, ...] = ()
     """A text to continue. One that begins with a dash is given as --prompt=TEXT."""
@@ -49,6 +51,12 @@ class PromptOptions:
     file is one prompt, without its last line end."""
     tokens: tuple[str, ...] = ()
     """One prompt as token ids, separated by blanks or commas; needs no tokenizer."""
+    chat: bool = False
+    """A prompt is what a user says: the tokenizer's chat template is put around it, and the model answers."""
+    system: str | None = None
+    """With --chat, the system's message."""
+    interactive: bool = False
+    """Continue one line of standard input after another until it ends; with --chat, a conversation."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +71,20 @@ class SamplingOptions:
     """Draw from the N most likely tokens alone; 0 means from all."""
     top_p: float = 1.0
     """Draw from the fewest most likely tokens that have this probability together, counted after --top-k."""
+    min_p: float = 0.0
+    """Draw from tokens alone that have this share of the likeliest one's probability, counted after --top-p."""
+    repetition_penalty: float = 1.0
+    """Above 1, makes tokens of the prompt and of the text so far less likely: divides positive logits, multiplies
+    negative ones."""
+    num_samples: int = 1
+    """Continuations of each prompt, each drawn by a seed of its own."""
     seed: int = 1234
     """Equal seeds give equal texts, at any --tp and in any batch."""
+    stop: tuple[str, ...] = ()
+    """A text that ends the continuation and is not shown, wherever its tokens end. \\n and \\t stand for a line end
+    and a tab."""
     ignore_eos: bool = False
-    """Go on to --max-new-tokens behind the token that ends a document."""
+    """Go on to --max-new-tokens behind the tokens that end a text."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +95,26 @@ class OutputOptions:
     """Print a JSON object a line for each prompt instead of text."""
     stream: bool = False
     """Show text as it comes; with several prompts, the first one that is not finished."""
+    logprobs: bool = False
+    """With --json, the log-probability of each generated token by the model alone."""
+    score: bool = False
+    """Instead of continuing the prompts, tell the log-likelihood and perplexity of each. With --logprobs, of each
+    token."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Benchmark. Of this model on this machine, with prompts of random ids."""
+
+    bench: bool = False
+    """Measure prefill and greedy decoding instead of continuing prompts: medians of --bench-rounds, after one round
+    to warm up. With --no-overlap, the same without reduces in flight."""
+    bench_rounds: int = 5
+    """Rounds that are measured."""
+    bench_prompt: int = 128
+    """Tokens of each prompt; --max-new-tokens are decoded behind it."""
+    bench_batch: int = 1
+    """Prompts side by side."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +125,7 @@ class GenerateOptions:
     prompts: PromptOptions
     sampling: SamplingOptions
     output: OutputOptions
+    bench: BenchOptions
 
 
 def parse_options(argv: Sequence[str]) -> GenerateOptions:
@@ -96,7 +135,7 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
         UserError: with a line for everything that is wrong before any file is opened.
     """
     mistakes: list[str] = []
-    sections = [ModelOptions, PromptOptions, SamplingOptions, OutputOptions]
+    sections = [ModelOptions, PromptOptions, SamplingOptions, OutputOptions, BenchOptions]
     options = GenerateOptions(*parse_command_line(sections, argv, PROGRAM, DESCRIPTION, found=mistakes))
     mistakes += option_mistakes(options)
     if mistakes:
@@ -106,18 +145,45 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
 
 def option_mistakes(options: GenerateOptions) -> list[str]:
     """One line for each value, or combination of values, that cannot be."""
-    model, prompts, sampling, output = options.model, options.prompts, options.sampling, options.output
+    return [
+        *_model_mistakes(options.model),
+        *_prompt_mistakes(options),
+        *_sampling_mistakes(options.sampling),
+        *_output_mistakes(options),
+    ]
+
+
+def _model_mistakes(model: ModelOptions) -> list[str]:
     mistakes = []
     if model.tp is not None and model.tp < 1:
         mistakes.append(f"--tp {model.tp}: expected 1 or more")
     if (model.tokenizer_type is None) != (model.tokenizer_model is None):
         mistakes.append("--tokenizer-type and --tokenizer-model belong together: give both, or neither")
-    if not (prompts.prompt or prompts.prompt_file or prompts.tokens):
-        mistakes.append("nothing to continue: give --prompt, --prompt-file or --tokens")
+    return mistakes
+
+
+def _prompt_mistakes(options: GenerateOptions) -> list[str]:
+    prompts, mistakes = options.prompts, []
+    given = bool(prompts.prompt or prompts.prompt_file or prompts.tokens)
+    if not given and not prompts.interactive and not options.bench.bench and sys.stdin.isatty():
+        mistakes.append("nothing to continue: give --prompt, --prompt-file, --tokens or --interactive, or pipe a text")
     try:
-        token_ids(prompts.tokens)
+        if prompts.tokens and not token_ids(prompts.tokens):
+            mistakes.append("--tokens: an empty prompt cannot be continued: give at least one id")
     except ValueError as error:
         mistakes.append(f"--tokens: {error}")
+    if given and (prompts.interactive or options.bench.bench):
+        other = "--interactive reads" if prompts.interactive else "--bench makes"
+        mistakes.append(f"{other} prompts of its own: leave --prompt, --prompt-file and --tokens out, or it")
+    if prompts.tokens and prompts.chat:
+        mistakes.append("--chat puts a template around texts, and --tokens are ids: give one of them")
+    if prompts.system is not None and not prompts.chat:
+        mistakes.append("--system is the first message of a conversation: give --chat, or leave it out")
+    return mistakes
+
+
+def _sampling_mistakes(sampling: SamplingOptions) -> list[str]:
+    mistakes = []
     if sampling.max_new_tokens < 1:
         mistakes.append(f"--max-new-tokens {sampling.max_new_tokens}: expected 1 or more")
     if not 0 <= sampling.temperature < float("inf"):
@@ -126,10 +192,30 @@ def option_mistakes(options: GenerateOptions) -> list[str]:
         mistakes.append(f"--top-k {sampling.top_k}: expected 1 or more, or 0 for all tokens")
     if not 0 < sampling.top_p <= 1:
         mistakes.append(f"--top-p {sampling.top_p}: expected a share above 0 and up to 1")
+    if not 0 <= sampling.min_p <= 1:
+        mistakes.append(f"--min-p {sampling.min_p}: expected a share from 0 to 1")
+    if not 0 < sampling.repetition_penalty < float("inf"):
+        mistakes.append(f"--repetition-penalty {sampling.repetition_penalty}: expected a number above 0; 1 is none")
+    if sampling.num_samples < 1:
+        mistakes.append(f"--num-samples {sampling.num_samples}: expected 1 or more")
     if not 0 <= sampling.seed < 1 << 63:
         mistakes.append(f"--seed {sampling.seed}: expected 0 to 2^63 - 1")
+    if "" in sampling.stop:
+        mistakes.append("--stop: an empty text would end everything at once: give at least one character")
+    return mistakes
+
+
+def _output_mistakes(options: GenerateOptions) -> list[str]:
+    output, bench, mistakes = options.output, options.bench, []
     if output.json and output.stream:
         mistakes.append("--stream shows text as it comes, and --json an object when all is there: give one of them")
+    if output.logprobs and not (output.json or output.score):
+        mistakes.append("--logprobs are a part of what --json and --score print: give one of these, or leave it out")
+    if output.score and (options.prompts.interactive or bench.bench):
+        mistakes.append("--score tells of given texts: leave --interactive and --bench out")
+    for name in ("bench_rounds", "bench_prompt", "bench_batch"):
+        if getattr(bench, name) < 1:
+            mistakes.append(f"{flag_name(name)} {getattr(bench, name)}: expected 1 or more")
     return mistakes
 
 

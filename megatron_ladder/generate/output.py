@@ -1,13 +1,17 @@
 """What generated text looks like on stdout, and its statistics on stderr."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from megatron_ladder.data.tokenizers import Tokenizer
-from megatron_ladder.generate.engine import Generation, NewToken
 from megatron_ladder.generate.prompts import Prompt
+from megatron_ladder.generate.requests import Generation, NewToken
+
+LARGEST_EXPONENT = 700.0
+"""Of e, before a float overflows."""
 
 
 def write_stdout(text: str) -> None:
@@ -28,8 +32,16 @@ class TextOutput:
     heading each. Without a tokenizer, the generated ids stand for the text.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], tokenizer: Tokenizer | None, write: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer | None,
+        write: Callable[[str], None],
+        repeat: bool = True,
+    ) -> None:
+        """`repeat`: write each prompt before its continuation."""
         self._write = write
+        self._repeat = repeat
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._waiting = ["" for _ in prompts]
@@ -54,6 +66,8 @@ class TextOutput:
     def _beginning(self, index: int) -> str:
         prompt = self._prompts[index]
         heading = f"--- {index + 1} of {len(self._prompts)} ---\n" if len(self._prompts) > 1 else ""
+        if not self._repeat:
+            return heading
         if prompt.text is not None:
             return heading + prompt.text
         return heading if self._tokenizer is None else heading + self._tokenizer.decode(prompt.ids)
@@ -71,6 +85,8 @@ def json_line(prompt: Prompt, generation: Generation) -> str:
         "generated_tokens": len(generation.ids),
         **generation.timings._asdict(),
     }
+    if generation.logprobs is not None:
+        values["logprobs"] = generation.logprobs
     return json.dumps(values) + "\n"
 
 
@@ -85,3 +101,21 @@ def summary(generations: Sequence[Generation]) -> str:
         f"first token after {timings.time_to_first_token * 1000:.0f} ms; "
         f"tokens/s: prefill {timings.prefill_tokens_per_second:.1f}{decode}"
     )
+
+
+def score_line(prompt: Prompt, logprobs: Sequence[float], as_json: bool, each: bool) -> str:
+    """What a text's tokens but the first have together as log-probability, and its perplexity.
+
+    Args:
+        each: tell each token's as well.
+    """
+    total = sum(logprobs)
+    perplexity = math.exp(min(-total / len(logprobs), LARGEST_EXPONENT))
+    if as_json:
+        values: dict[str, object] = {
+            "prompt": prompt.text, "prompt_ids": prompt.ids, "scored_tokens": len(logprobs), "log_likelihood": total,
+            "perplexity": perplexity,
+        }  # fmt: skip
+        return json.dumps(values | {"logprobs": list(logprobs)} if each else values) + "\n"
+    line = f"{len(logprobs)} tokens scored, log-likelihood {total:.4f}, perplexity {perplexity:.4f}\n"
+    return line + (" ".join(f"{logprob:.4f}" for logprob in logprobs) + "\n" if each else "")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.data.chat_template import Message, NotRendered, load_chat_template
 from megatron_ladder.data.reading.formats import BYTE_ORDER_MARK, is_json_lines
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
@@ -25,8 +26,51 @@ class Prompt(NamedTuple):
     ids: tuple[int, ...]
 
 
-def read_prompts(options: PromptOptions, tokenizer: Tokenizer | None) -> list[Prompt]:
-    """All prompts in order: --prompt, --prompt-file, --tokens.
+class PromptWriter:
+    """From a text to the ids that the model continues."""
+
+    def __init__(self, tokenizer: Tokenizer, prefix: Sequence[int], chat: bool, system: str | None) -> None:
+        """
+        Args:
+            prefix: ids before a text that is no conversation, whose template writes its own.
+            chat: put the tokenizer's chat template around texts, with a message of the `system` if there is one.
+
+        Raises:
+            UserError: there is no chat template, or it cannot be read.
+        """
+        self._tokenizer, self._prefix = tokenizer, tuple(prefix)
+        self._template = load_chat_template(tokenizer.files[0], None) if chat else None
+        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+
+    @property
+    def converses(self) -> bool:
+        """Whether texts are what a user says."""
+        return self._template is not None
+
+    def ids(self, text: str, earlier: Sequence[Message] = ()) -> tuple[int, ...]:
+        """
+        Args:
+            earlier: messages of the conversation so far.
+
+        Raises:
+            UserError: the template does not take the conversation.
+        """
+        if self._template is None:
+            encoded = self._tokenizer.encode(text)
+            return (*self._prefix, *encoded) if encoded else ()
+        try:
+            rendered = self._template.prompt([*self._system, *earlier, {"role": "user", "content": text}])
+        except NotRendered as error:
+            raise UserError(f"{self._template.name}: does not take this conversation: {error}") from None
+        return tuple(self._tokenizer.encode(rendered))
+
+
+def read_prompts(options: PromptOptions, writer: PromptWriter | None, standard_input: str | None) -> list[Prompt]:
+    """All prompts in order: --prompt, --prompt-file, --tokens, standard input.
+
+    Args:
+        writer: None without a tokenizer.
+        standard_input: what was read there, if that is a prompt.
 
     Raises:
         UserError: a file cannot be read, or there is a text and no tokenizer.
@@ -34,25 +78,28 @@ def read_prompts(options: PromptOptions, tokenizer: Tokenizer | None) -> list[Pr
     texts = [(f"--prompt {_shortened(text)}", text) for text in options.prompt]
     for path in options.prompt_file:
         texts += _read_file(path)
-    if texts and tokenizer is None:
+    if standard_input is not None:
+        texts.append(("standard input", standard_input.removesuffix("\n").removesuffix("\r")))
+    if texts and writer is None:
         raise UserError(
             f"{texts[0][0]}: the model's directory holds no tokenizer: give --tokenizer-type and --tokenizer-model, "
             "or ids by --tokens"
         )
     prompts = []
-    if tokenizer is not None:
-        prompts = [Prompt(source, text, tuple(tokenizer.encode(text))) for source, text in texts]
+    if writer is not None:
+        prompts = [Prompt(source, text, writer.ids(text)) for source, text in texts]
     if options.tokens:
         prompts.append(Prompt("--tokens", None, token_ids(options.tokens)))
     return prompts
 
 
 def prompt_mistakes(prompts: Sequence[Prompt], config: ModelConfig, max_new_tokens: int) -> list[str]:
-    """One line for each prompt that the model cannot continue by so many tokens."""
+    """One line for each prompt that the model cannot continue by so many tokens, or score if by none."""
     mistakes = []
     for prompt in prompts:
         outside = [number for number in prompt.ids if number >= config.vocab_size]
         needed = len(prompt.ids) + max_new_tokens
+        asked = f" and --max-new-tokens {max_new_tokens} are {needed}" if max_new_tokens else ""
         if not prompt.ids:
             mistakes.append(f"{prompt.source}: an empty prompt cannot be continued: give at least one token")
         elif outside:
@@ -62,8 +109,9 @@ def prompt_mistakes(prompts: Sequence[Prompt], config: ModelConfig, max_new_toke
             )
         elif needed > config.max_position_embeddings:
             mistakes.append(
-                f"{prompt.source}: {len(prompt.ids)} tokens and --max-new-tokens {max_new_tokens} are {needed}, and "
-                f"the model has {config.max_position_embeddings} positions: shorten one of them"
+                f"{prompt.source}: {len(prompt.ids)} tokens{asked}, and the model "
+                f"has {config.max_position_embeddings} positions: shorten "
+                + ("one of them" if max_new_tokens else "the text")
             )
     return mistakes
 

@@ -46,3 +46,39 @@ class TextStream:
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids)
+
+
+class StopFinder:
+    """Cuts a text that comes piece by piece before the first of some strings.
+
+    What might be the beginning of such a string is held back until it is known.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops`: none of them empty."""
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+
+    def push(self, piece: str) -> str:
+        """Takes the next piece, and returns what can be shown; nothing once a string was found."""
+        if not self._stops:
+            return piece
+        if self.stopped:
+            return ""
+        text = self._held + piece
+        found = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        most = min(len(text), max(map(len, self._stops)) - 1)
+        held = next(
+            (n for n in range(most, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops)), 0
+        )
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def finish(self) -> str:
+        """What was held back and is no such string after all."""
+        held, self._held = self._held, ""
+        return held

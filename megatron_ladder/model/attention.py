@@ -67,6 +67,16 @@ def split_heads(
     return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Queries [b, heads/t, s, d] over keys and values [b, kv_heads/t, positions, d] -> [b, heads/t, s, d]; see
+    `SequenceContext.mask`."""
+    # torch aligns a causal mask at the first key, which would hide the cache from a single query.
+    causal = mask is None and q.shape[2] > 1
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
 class AttentionHeads(nn.Module):
     """From projected queries, keys and values to the heads' outputs; owns the norms of queries and keys."""
 
@@ -80,6 +90,7 @@ class AttentionHeads(nn.Module):
         self.norm = norm
         self.epsilon = config.norm_epsilon
         self.split_heads = split_heads
+        self.attend = attend
         self.layer = layer
         self.head_dim = config.head_dim
         self.q_norm, self.k_norm = None, None
@@ -110,11 +121,7 @@ class AttentionHeads(nn.Module):
             return document_attention(q, k, v, context.documents).permute(2, 0, 1, 3).flatten(2)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
-        # torch aligns a causal mask at the first key, which would hide the cache from a single query.
-        causal = context.mask is None and q.shape[2] > 1
-        attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=context.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        attended = self.attend(q, k, v, context.mask)
         return attended.permute(2, 0, 1, 3).flatten(2)
 
 

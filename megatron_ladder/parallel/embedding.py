@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.parallel.layout import ParallelModule, Section
+from megatron_ladder.parallel.panels import panel_rows
 from megatron_ladder.parallel.partitioned import linear
 
 VOCABULARY_MULTIPLE = 128
@@ -63,7 +64,8 @@ class VocabParallelEmbedding(_VocabParallelMatrix):
         """Token ids [b, s] -> the stream: [s, b, h], or this rank's positions of it."""
         local = tokens.t() - self.start
         elsewhere = (local < 0) | (local >= self.valid)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        held = local.masked_fill(elsewhere, 0)
+        rows = panel_rows(held, self.weight) if self.weight.dim() == 3 else F.embedding(held, self.weight)
         partial = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return self.layout.start_write(partial).wait()
 

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron_ladder.parallel.panels import panel_product
+
 
 class _LinearOfPartitionedWeight(Function):
     """Keeps the parameter for backward, before which ZeRO-3 gathers it again."""
@@ -29,8 +31,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight^T + bias`, for x [..., in] and weight [out, in].
 
     torch's own function keeps a view of the weight for backward, and with it the memory of the whole weight. So where
-    ZeRO-3 partitions the parameter (it has a `ds_id` then), a function of ours takes its place.
+    ZeRO-3 partitions the parameter (it has a `ds_id` then), a function of ours takes its place. A weight may also lie
+    in panels, see `panels.py`.
     """
+    if weight.dim() == 3:
+        product = panel_product(x, weight)
+        return product if bias is None else product + bias
     if not hasattr(weight, "ds_id"):
         return F.linear(x, weight, bias)
     output: Tensor = _LinearOfPartitionedWeight.apply(x, weight, bias)

@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron_ladder.cli.generate import main
 from megatron_ladder.config.model import ModelConfig, key_value_replicas
 from megatron_ladder.errors import UserError
-from megatron_ladder.generate.engine import GenerationEngine, GenerationRequest
+from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import check_tensor_parallel
+from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.stack import StackOptions
 from tests.distributed.commands import REPOSITORY_ROOT, run_command

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(FEEDS_TRAINING, PARALLEL),
     "checkpoint": PARALLEL | {"optim"},
     "train": PARALLEL | {"model", "pipeline"} | FEEDS_TRAINING,
-    "generate": PARALLEL | {"model", "data", "checkpoint"},
+    "generate": PARALLEL | {"model", "data", "checkpoint", "convert"},
     "convert": PARALLEL | {"model", "data", "checkpoint", "cost", "pipeline"},
     "bench": PARALLEL | {"model", "generate", "cost", "data"},
     "plan": PARALLEL | {"model", "generate", "cost", "bench"},

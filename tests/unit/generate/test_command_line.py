@@ -12,11 +12,11 @@ from tokenizers import models
 from megatron_ladder.cli.generate import main
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
-from megatron_ladder.generate.engine import Generation, NewToken, Timings
 from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.generate.options import PromptOptions, parse_options, token_ids
 from megatron_ladder.generate.output import TextOutput, summary
 from megatron_ladder.generate.prompts import Prompt, read_prompts
+from megatron_ladder.generate.requests import Generation, NewToken, Timings
 from tests.reference import greedy_continuation
 from tests.unit.generate.tiny_model import (
     reference_of,

@@ -11,7 +11,8 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate import engine as engine_module
 from megatron_ladder.generate.cache import StaticKeyValueCache
-from megatron_ladder.generate.engine import GenerationEngine, GenerationRequest, NewToken
+from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.language_model import LanguageModel
 from tests.reference import greedy_continuation, make_weights, reference_logits

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 from megatron_ladder.cli.generate import main
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate import graph as graph_module
-from megatron_ladder.generate.engine import GenerationEngine, GenerationRequest
+from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CapturedDecode, CudaStepGraph
+from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from tests.unit.generate.tiny_model import (
     MODELS,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.generate.engine import GenerationRequest
+from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.compiled import compile_sub_blocks
 from megatron_ladder.model.language_model import LanguageModel

@@ -1,0 +1,200 @@
+"""A batch whose places are filled and freed one by one while it decodes: continuous batching over a static cache.
+
+Layouts: token ids [b, s]; hidden_states [s, b, h]; logits_shard_v [b, padded V / t], of each sample's newest token.
+
+    admit     prompts of unequal lengths, side by side into free slots    -> the first token of each
+    step      the newest token of every slot through the model            -> the next token of each that is not finished
+    release   a slot is free for another request
+
+Every tensor-parallel rank makes the same calls in the same order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.data.tokenizers import Tokenizer
+from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.generate.cache import StaticKeyValueCache
+from megatron_ladder.generate.graph import CapturedDecode, StepGraph
+from megatron_ladder.generate.requests import FinishReason, GenerationRequest, NewToken
+from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Sampler
+from megatron_ladder.generate.text import StopFinder, TextStream
+from megatron_ladder.model.attention import SequenceContext
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.rotary import RotaryTable, rotary_table
+
+FILLING = 0
+"""The token behind shorter prompts and in free slots; no result depends on which it is."""
+
+
+@dataclass
+class Sample:
+    """A request on its way."""
+
+    request: GenerationRequest
+    text_stream: TextStream | None
+    stop_finder: StopFinder
+    ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def column(self) -> int:
+        """Where the newest token goes in the cache: behind the prompt and the tokens before it."""
+        return len(self.request.prompt_ids) + len(self.ids) - 1
+
+    def append(self, token: int) -> str:
+        """Takes the next token, and returns the text that has become readable."""
+        self.ids.append(token)
+        if token in self.request.eos_ids:
+            self.finish_reason = "eos"
+        elif len(self.ids) == self.request.max_new_tokens:
+            self.finish_reason = "length"
+        piece = ""
+        if self.text_stream is not None:
+            piece = "" if self.finish_reason == "eos" else self.text_stream.push(token)
+            if self.finish_reason is not None:
+                piece += self.text_stream.finish()
+            piece = self.stop_finder.push(piece)
+            if self.stop_finder.stopped:
+                self.finish_reason = "stop"
+            elif self.finish_reason is not None:
+                piece += self.stop_finder.finish()
+        self.pieces.append(piece)
+        return piece
+
+
+class SlotBatch:
+    """Samples in slots 0 .. slots - 1 over one static cache."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        group: CommGroup,
+        tokenizer: Tokenizer | None,
+        graph: StepGraph | None,
+        slots: int,
+        positions: int,
+    ) -> None:
+        """
+        Args:
+            graph: what the decode step is captured in; None runs it anew for every token.
+            positions: of each slot: prompt and continuation together at most.
+        """
+        self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
+        self.positions = positions
+        self.samples: list[Sample | None] = [None] * slots
+        self._cache = StaticKeyValueCache(
+            model.config, group.size, slots, positions, model.compute_dtype, self._device
+        )
+        all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
+        self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
+        head = model.embedding if model.lm_head is None else model.lm_head
+        self._sampler = Sampler(slots, model.config.vocab_size, head.start, group, self._device)
+        self._captured: CapturedDecode | None = None
+        if graph is not None:
+            self._captured = CapturedDecode(
+                lambda tokens, columns: self._one_token(tokens, columns, positions, masked=True),
+                slots, self._device, graph,
+            )  # fmt: skip
+
+    def free_slots(self) -> list[int]:
+        """Slots without a request, in order."""
+        return [slot for slot, sample in enumerate(self.samples) if sample is None]
+
+    def is_busy(self) -> bool:
+        """Whether any sample is not finished."""
+        return any(sample is not None and sample.finish_reason is None for sample in self.samples)
+
+    def release(self, slot: int) -> None:
+        """Frees a slot, finished or not."""
+        self.samples[slot] = None
+        self._sampler.place(slot, GREEDY, ())
+
+    def admit(self, requests: Mapping[int, GenerationRequest]) -> list[NewToken]:
+        """Fills free slots, all prompts at once.
+
+        Returns:
+            The first token of each, in the order of `requests`.
+
+        Raises:
+            BadNumbersError: logits are not finite.
+        """
+        for slot, request in requests.items():
+            self._sampler.place(slot, request.sampling, request.prompt_ids)
+        logits_shard_v = self._prefill(requests)
+        for slot, request in requests.items():
+            stream = None if self._tokenizer is None else TextStream(self._tokenizer, request.prompt_ids)
+            self.samples[slot] = Sample(request, stream, StopFinder(request.stop))
+        return self._choose(logits_shard_v, list(requests))
+
+    def step(self) -> list[NewToken]:
+        """One more token of every sample that is not finished, in the order of the slots.
+
+        A slot that is free or finished stays in the batch: what comes of it is dropped.
+
+        Raises:
+            BadNumbersError: logits are not finite.
+        """
+        return self._choose(self._decode(), range(len(self.samples)))
+
+    @torch.inference_mode()
+    def _prefill(self, requests: Mapping[int, GenerationRequest]) -> Tensor:
+        """All prompts at once -> logits behind the last token of each."""
+        prompts = [request.prompt_ids for request in requests.values()]
+        longest = max(map(len, prompts))
+        tokens = torch.tensor([[*ids, *[FILLING] * (longest - len(ids))] for ids in prompts], device=self._device)
+        turns = RotaryTable(self._rotary.cos[:longest], self._rotary.sin[:longest])
+        context = SequenceContext(turns, self._cache.for_prompts(list(requests)))
+        hidden_states = self._model.hidden_states(tokens, context)
+        lengths = torch.tensor([len(ids) for ids in prompts], device=self._device)
+        newest = hidden_states[lengths - 1, torch.arange(len(prompts), device=self._device)]
+        return self._model.logits_shard(newest.unsqueeze(0))[0]
+
+    @torch.inference_mode()
+    def _decode(self) -> Tensor:
+        """The newest token of each slot -> logits behind it."""
+        newest = [(sample.ids[-1], sample.column) if sample else (FILLING, 0) for sample in self.samples]
+        tokens = torch.tensor([[token] for token, _ in newest], device=self._device)
+        columns = torch.tensor([column for _, column in newest], device=self._device)
+        if self._captured is not None:
+            return self._captured(tokens, columns)
+        extent = max(column for _, column in newest) + 1
+        return self._one_token(tokens, columns, extent, any(column + 1 < extent for _, column in newest))
+
+    def _one_token(self, tokens: Tensor, columns: Tensor, extent: int, masked: bool) -> Tensor:
+        """Ids [b, 1] for columns [b] -> logits. Attention is given `extent` columns, and looks at all of them unless
+        `masked` hides those ahead."""
+        mask = None
+        if masked:
+            seen = torch.arange(extent, device=self._device) <= columns.unsqueeze(1)
+            mask = seen[:, None, None, :]
+        turns = RotaryTable(self._rotary.cos[columns].transpose(0, 1), self._rotary.sin[columns].transpose(0, 1))
+        context = SequenceContext(turns, self._cache.for_one_token(columns, extent), mask)
+        return self._model.logits_shard(self._model.hidden_states(tokens, context))[0]
+
+    @torch.inference_mode()
+    def _choose(self, logits_shard_v: Tensor, slots: Sequence[int]) -> list[NewToken]:
+        chosen = self._sampler(logits_shard_v, slots)
+        told = []
+        for row, slot in enumerate(slots):
+            sample = self.samples[slot]
+            if sample is None or sample.finish_reason is not None:
+                continue
+            token = chosen.tokens[row]
+            if token == NO_TOKEN:
+                raise BadNumbersError(
+                    f"the logits of prompt {slot} (counted from 0) are not finite: the weights are damaged, or too "
+                    "large for --dtype"
+                )
+            logprob = chosen.logprobs[row] if chosen.logprobs and sample.request.sampling.logprobs else None
+            if logprob is not None:
+                sample.logprobs.append(logprob)
+            piece = sample.append(token)
+            told.append(NewToken(slot, token, piece, sample.finish_reason, logprob))
+        return told
