@@ -61,6 +61,7 @@ def test_every_format(tmp_path: Path) -> None:
     found = texts_of([str(tmp_path / "b.par*"), tmp_path / "c.jsonl.gz", tmp_path / "d.txt", f"hf://{hub}"])
     assert [len(part) for part in found] == [30, 30, 30, 10, 100, 1, 10, 10, 10]
     assert [text for part in found for text in part] == [*TEXTS[:200], "a\nb", *TEXTS[200:230]]
+    assert all(list(shard.blocks(1)) == [] for shard in find_shards([str(tmp_path / "b.parquet")], "text"))
     names = [shard.name for shard in find_shards([str(tmp_path / "b.parquet"), f"hf://{hub}"], "text")]
     assert len(set(names)) == len(names) and not any(str(tmp_path) in name for name in names[:4])
 
