@@ -48,12 +48,17 @@ def _stream_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
         return ["--streaming: texts are streamed, and were token files, those of --data-path,"]
     if "stream" not in found:
         return ["--data-path: token files are read, and texts were streamed, those of --streaming,"]
-    flags = {"streams": "--streaming-shards", "window_documents": "--streaming-shuffle-buffer"}
-    names = [name for name in found["stream"] if stored["stream"].get(name) != found["stream"][name]]
+    was, now = stored["stream"], found["stream"]
+    words = {
+        "streams": "--streaming-shards: the number of streams",
+        "window_documents": "--streaming-shuffle-buffer: documents that a stream puts in a new order",
+        "shards": "--streaming: the number of shards that the input is cut into",
+    }
     lines = [
-        f"{flags.get(name, '--streaming')}: {name} is {found['stream'][name]}, was {stored['stream'].get(name)}"
-        for name in names
+        f"{said} is {now[name]}, was {was.get(name)}" for name, said in words.items() if was.get(name) != now[name]
     ]
+    if not lines and was.get("shards_sha256") != now["shards_sha256"]:
+        lines.append("--streaming: names or sizes of files are others than they were")
     if stored.get("tokenizer_sha256") != found["tokenizer_sha256"]:
         lines.append(
             f"--tokenizer-model: sha256 is {found['tokenizer_sha256']}, was {stored.get('tokenizer_sha256')}"

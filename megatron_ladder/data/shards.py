@@ -34,12 +34,12 @@ class SourceShard:
 
     @property
     def name(self) -> str:
-        """The source and its size."""
-        return f"{self.source.name} {self.source.total_bytes}"
+        """The source, without the folder, and its size."""
+        return f"{Path(self.source.name).name} {self.source.total_bytes}"
 
     def blocks(self, first: int) -> Iterator[list[str]]:
         """See Shard."""
-        return _texts(self.name, islice(self.source.blocks(self.reading), first, None), first, self.reading)
+        return _texts(self.source.name, islice(self.source.blocks(self.reading), first, None), first, self.reading)
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class LinesShard:
 
     @property
     def name(self) -> str:
-        """The file and the bytes."""
-        return f"{self.path} {self.begin}-{self.end}"
+        """The file, without the folder, and the bytes."""
+        return f"{self.path.name} {self.begin}-{self.end}"
 
     def blocks(self, first: int) -> Iterator[list[str]]:
         """See Shard."""
-        return _texts(self.name, islice(self._spans(), first, None), first, self.reading)
+        return _texts(f"{self.path} from byte {self.begin}", islice(self._spans(), first, None), first, self.reading)
 
     def _spans(self) -> Iterator[Block]:
         with open(self.path, "rb") as file:
@@ -87,20 +87,21 @@ class RowGroupShard:
 
     @property
     def name(self) -> str:
-        """The file, the group and its size."""
-        return f"{self.group.path} {self.group.number} {self.group.file_bytes}"
+        """The file, without the folder, the group and its size."""
+        return f"{self.group.path.name} {self.group.number} {self.group.file_bytes}"
 
     def blocks(self, first: int) -> Iterator[list[str]]:
         """See Shard."""
-        return _texts(self.name, islice([self.group], first, None), first, self.reading)
+        place = f"{self.group.path} row group {self.group.number}"
+        return _texts(place, islice([self.group], first, None), first, self.reading)
 
 
-def _texts(name: str, blocks: Iterator[Block], first: int, reading: Reading) -> Iterator[list[str]]:
+def _texts(place: str, blocks: Iterator[Block], first: int, reading: Reading) -> Iterator[list[str]]:
     for number, block in enumerate(blocks, start=first):
         parsed: Parsed = block.read(reading)
         if parsed.bad:
             bad = parsed.bad[0]
-            raise UserError(f"--streaming {name}: record {bad.number} of its block {number}: {bad.reason}")
+            raise UserError(f"--streaming {place}: record {bad.number} of its block {number}: {bad.reason}")
         yield parsed.columns[0]
 
 

@@ -42,7 +42,7 @@ class Shard(Protocol):
 
     @property
     def name(self) -> str:
-        """What tells it from others, and from a changed one of the same place; JSON-able."""
+        """What tells it from others, and from a changed one; not in which folder it is."""
         ...
 
     def blocks(self, first: int) -> Iterator[list[str]]:

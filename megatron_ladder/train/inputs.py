@@ -77,7 +77,8 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
     stream = None
     if run.data.streaming and sources is not None and not mistakes:
         stream = open_stream(run, tokenizer, checkpoint, about_files)
-    if checkpoint is not None and sources is not None and not run.checkpoint.finetune and not about_files:
+    knows_data = sources is not None and (sources.train is not None or stream is not None)
+    if checkpoint is not None and sources is not None and knows_data and not run.checkpoint.finetune:
         found = describe_data(sources, tokenizer, stream)
         about_files.extend(_other_data(checkpoint, found, run.data.allow_data_change, place.rank))
     eod_id = None if sources is None else find_eod(run.data, sources, tokenizer, mistakes)

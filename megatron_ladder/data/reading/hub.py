@@ -134,7 +134,7 @@ class HubShard:
     @property
     def name(self) -> str:
         """As the user gave it, and the part."""
-        return f"{self.whole.name} {self.number}/{self.count}"
+        return f"{self.whole.name} part {self.number} of {self.count}"
 
     def identity(self) -> dict[str, Any]:
         """That of the whole, and the part."""

@@ -61,8 +61,9 @@ def test_every_format(tmp_path: Path) -> None:
     found = texts_of([str(tmp_path / "b.par*"), tmp_path / "c.jsonl.gz", tmp_path / "d.txt", f"hf://{hub}"])
     assert [len(part) for part in found] == [30, 30, 30, 10, 100, 1, 10, 10, 10]
     assert [text for part in found for text in part] == [*TEXTS[:200], "a\nb", *TEXTS[200:230]]
+    assert all(list(shard.blocks(1)) == [] for shard in find_shards([str(tmp_path / "b.parquet")], "text"))
     names = [shard.name for shard in find_shards([str(tmp_path / "b.parquet"), f"hf://{hub}"], "text")]
-    assert len(set(names)) == len(names)
+    assert len(set(names)) == len(names) and not any(str(tmp_path) in name for name in names[:4])
 
 
 def test_many_files_are_a_shard_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,5 +83,5 @@ def test_what_cannot_be_streamed(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "a"}\n{"text": 1}\n')
     (shard,) = find_shards([str(path)], "text")
-    with pytest.raises(UserError, match=r"--streaming .*bad.jsonl 0-26: record 1 of its block 0: a text expected"):
+    with pytest.raises(UserError, match=r"--streaming .*/bad.jsonl from byte 0: record 1 of its block 0: a text"):
         list(shard.blocks(0))

@@ -1,14 +1,20 @@
+import dataclasses
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.batches import BatchShape
+from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.streaming import StreamPlan, StreamReader, choose_streams, positions_of
 from megatron_ladder.errors import UserError
+from megatron_ladder.train.stream_inputs import streaming_mistakes
 
 EOD, SEQ_LENGTH, STREAMS = 0, 7, 4
 
@@ -225,3 +231,37 @@ def test_how_many_streams_there_are() -> None:
             choose_streams(asked, shards, size)
     with pytest.raises(UserError, match="so many streams cannot be dealt to 3 data-parallel ranks"):
         reader_of(plan_of(), 0, 3, batch=6)
+
+
+def test_a_resumed_run_knows_its_input() -> None:
+    found: dict[str, Any] = {"tokenizer_sha256": "ab", "stream": plan_of().describe()}
+    assert json.loads(json.dumps(found)) == found and data_changes(found, found) == []
+    other = dataclasses.replace(plan_of(), shards=make_shards()[:-1] + (Numbers(5000, [1]),))
+    for changed, said in (
+        (plan_of(window=13), "--streaming-shuffle-buffer: documents .* is 13, was 12"),
+        (plan_of(streams=2), "--streaming-shards: the number of streams is 2, was 4"),
+        (dataclasses.replace(plan_of(), shards=make_shards()[:8]), "--streaming: the number of shards .* is 8, was 11"),
+        (other, "--streaming: names or sizes of files are others"),
+    ):
+        (line,) = data_changes(found, found | {"stream": changed.describe()})
+        assert re.search(said, line)
+    assert "--tokenizer-model: sha256 is cd, was ab" in data_changes(found, found | {"tokenizer_sha256": "cd"})
+    assert "texts are streamed" in data_changes({"train": {}}, found)[0]
+    assert "token files are read" in data_changes(found, {"train": {}})[0]
+
+
+def test_flags_that_contradict_streaming() -> None:
+    assert streaming_mistakes(DataConfig()) == []
+    right = DataConfig(streaming=("a.jsonl",), tokenizer_type="ByteTokenizer")
+    assert streaming_mistakes(right) == []
+    for changes, said in (
+        ({"streaming": ()} | {"streaming_shards": 3, "streaming_key": "a"}, "--streaming-key --streaming-shards: no"),
+        ({"data_path": (Path("a"),)}, "--streaming and --data-path .* exclude each other"),
+        ({"megatron_order": True}, "leave --megatron-order out"),
+        ({"loss_on": "assistant"}, "leave --loss-on out"),
+        ({"tokenizer_type": None}, "--streaming tokenises: give --tokenizer-type"),
+        ({"streaming_shards": 0}, "--streaming-shards 0: expected 1 or more"),
+        ({"streaming_shuffle_buffer": 0}, "--streaming-shuffle-buffer 0: expected 1 or more"),
+    ):
+        (line,) = streaming_mistakes(dataclasses.replace(right, **changes))  # type: ignore[arg-type]
+        assert re.search(said, line)
