@@ -42,7 +42,7 @@ class CountingStream:
 
 def saver_of(argv: list[str], checkpoint: Checkpoint | None = None) -> tuple[Trainer, CheckpointSaver, Events]:
     trainer = build_trainer_here([*RECIPE, *argv])
-    inputs: Any = SimpleNamespace(sources=None, tokenizer=None, checkpoint=checkpoint)
+    inputs: Any = SimpleNamespace(sources=None, tokenizer=None, stream=None, checkpoint=checkpoint)
     events: Events = []
     streams = CountingStream(trainer.mesh.data.rank)
     saver = CheckpointSaver(trainer, inputs, lambda kind, /, **fields: events.append((kind, fields)), streams)
@@ -61,7 +61,7 @@ def train(trainer: Trainer, saver: CheckpointSaver, final: int) -> None:
 
 def saves_of_a_run(argv: list[str], final: int) -> Events:
     """On each rank: what happened."""
-    with mock.patch.object(checkpoints, "describe_data", lambda sources, tokenizer: {}):
+    with mock.patch.object(checkpoints, "describe_data", lambda *of_the_data: {}):
         trainer, saver, events = saver_of(argv)
         with saver:
             train(trainer, saver, final)
@@ -103,7 +103,7 @@ def failing_saves(argv: list[str], failing: int) -> tuple[Events, str, int]:
         return real(path, *arguments)
 
     with (
-        mock.patch.object(checkpoints, "describe_data", lambda sources, tokenizer: {}),
+        mock.patch.object(checkpoints, "describe_data", lambda *of_the_data: {}),
         mock.patch.object(writer, "write_tensor_file", write),
     ):
         try:

@@ -58,7 +58,8 @@ def losses(output: str) -> list[str]:
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tokens: Path, tmp_path: Path) -> None:
     argv = [*RECIPE, *f"--data-path {tokens} --split 1 --train-iters 8 --tensor-model-parallel-size 2".split()]
-    whole = run_command([*deepspeed(2), *argv, "--save", tmp_path / "a", "--save-interval", "4"], timeout=120)
+    saves = ["--save", tmp_path / "a", "--save-interval", "4", "--async-save"]
+    whole = run_command([*deepspeed(2), *argv, *saves], timeout=120)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     part = run_command(
         [*torchrun(2), *argv, "--load", tmp_path / "a" / "iter_0000004", "--save", tmp_path / "b"], timeout=120

@@ -1,6 +1,6 @@
 """Kills a process at every write to the file system of a save, and looks at what is left; run by `test_killed_saves`.
 
-    python -m tests.unit.checkpoint.kill_sweep DIRECTORY
+    python -m tests.unit.checkpoint.kill_sweep DIRECTORY SCENARIO
 
 A child is forked for each point. It counts the calls that change the file system, and sends itself SIGKILL before the
 chosen one, or with half of it written. Before that it empties every file that was not fsynced since it was written
@@ -166,7 +166,6 @@ def sweep(root: Path, scenario: str) -> dict[str, Any]:
     save, iteration, retention = SCENARIOS[scenario]
     options = SaveOptions(retention=retention)
     old, new, newest = (TinyState(seed).whole for seed in (1, 2, 3))
-    root.mkdir()
     before, names = root / "before", root / "names"
     for earlier in (50, 100):
         save_alone(before, earlier, 1, SaveOptions())
@@ -203,5 +202,4 @@ def sweep(root: Path, scenario: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    print(json.dumps({scenario: sweep(folder / scenario, scenario) for scenario in SCENARIOS}))
+    print(json.dumps(sweep(Path(sys.argv[1]), sys.argv[2])))

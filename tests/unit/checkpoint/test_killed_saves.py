@@ -5,22 +5,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_save_may_be_killed_anywhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scenario", ["again", "retention", pytest.param("background", marks=pytest.mark.slow)])
+def test_a_save_may_be_killed_anywhere(tmp_path: Path, scenario: str) -> None:
     """Before a write, in the middle of one, and with everything lost that was not fsynced."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.checkpoint.kill_sweep", str(tmp_path)],
+        [sys.executable, "-m", "tests.unit.checkpoint.kill_sweep", str(tmp_path), scenario],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for scenario, found in json.loads(done.stdout).items():
-        points, outcomes = found["points"], found["outcomes"]
-        assert len(points) >= 20 and {"open", "write", "fsync", "rename", "replace"} <= set(points)
-        assert set(outcomes) == {False, True}
-        if scenario == "retention":
-            assert {"unlink", "rmdir"} <= set(points)
-        if scenario != "background":
-            # Once there, a new checkpoint stays; threads take turns as they like.
-            assert outcomes == sorted(outcomes)
+    found = json.loads(done.stdout)
+    points, outcomes = found["points"], found["outcomes"]
+    assert len(points) >= 20 and {"open", "write", "fsync", "rename", "replace"} <= set(points)
+    assert set(outcomes) == {False, True}
+    if scenario == "retention":
+        assert {"unlink", "rmdir"} <= set(points)
+    if scenario != "background":
+        # Once there, a new checkpoint stays; threads take turns as they like.
+        assert outcomes == sorted(outcomes)
