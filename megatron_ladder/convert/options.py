@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from megatron_ladder.config.fields import parse_command_line
+from megatron_ladder.config.fields import flag_name, parse_command_line
 from megatron_ladder.config.model import ResidualMode
 from megatron_ladder.errors import UserError
 
@@ -82,6 +82,7 @@ KINDS: dict[str, tuple[type, str]] = {
     "reshape": (ReshapeOptions, "Writes a training checkpoint with other files, for another number of ranks."),
 }
 PROGRAM = "convert_checkpoint.py"
+COUNTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "residual_staleness")
 USAGE = f"usage: {PROGRAM} import|export|reshape [flags], or {PROGRAM} inspect DIR; see {PROGRAM} VERB --help"
 
 
@@ -103,10 +104,11 @@ def parse_options(argv: Sequence[str]) -> Options | Path:
         return Path(words[0])
     kind, description = KINDS[verb]
     (options,) = parse_command_line([kind], words, f"{PROGRAM} {verb}", description)
+    counts = {name: getattr(options, name, None) for name in COUNTS}
     mistakes = [
-        f"--{name.replace('_', '-')} {getattr(options, name)}: expected 1 or more"
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "residual_staleness")
-        if (getattr(options, name, None) or 1) < 1 or getattr(options, name, None) == 0
+        f"{flag_name(name)} {count}: expected 1 or more"
+        for name, count in counts.items()
+        if count is not None and count < 1
     ]
     if isinstance(options, ExportOptions):
         try:

@@ -240,7 +240,23 @@ def test_an_interrupted_import_has_the_same_checksums(
     Checkpoint.open(tmp_path / "ours").verify()
 
 
-def test_another_source_does_not_go_on(tmp_path: Path) -> None:
+def test_after_a_change_of_the_source_nothing_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new file has the same name, header and size."""
+    directory = write_directory(tmp_path / "hf")
+    words = ["import", "--hf", directory, "--save", tmp_path / "ours"]
+    with monkeypatch.context() as patch:
+        real = os.rename
+        patch.setattr(os, "rename", lambda source, target: real(source, target) if "weights" in target.name else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(*words)
+    weights = bytearray(safetensors(entries(SHAPES)))
+    weights[-1] = 1
+    write_directory(directory, weights=bytes(weights))
+    os.utime(directory / "model.safetensors", ns=(1, 1))
+    convert(*words, "--verify")
+
+
+def test_another_configuration_makes_another_checkpoint(tmp_path: Path) -> None:
     directory = write_directory(tmp_path / "hf")
     for config in (CONFIG, {**CONFIG, "rms_norm_eps": 1e-6}):
         write_directory(directory, config)
