@@ -12,7 +12,7 @@ import torch
 
 from megatron_ladder import __version__
 from megatron_ladder.comm.agreement import Peers
-from megatron_ladder.errors import LostPeerError, exit_code_of
+from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of
 from megatron_ladder.train.log import say
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer
@@ -60,9 +60,10 @@ def recording_failures(record: RunRecord, peers: Peers) -> Iterator[None]:
         record_loss_of(record, peers, error)
         raise
     except Exception as error:
-        # A mistake is met by all ranks alike more often than not.
-        code = exit_code_of(error)
-        record.write("stop", rank=record.rank, reason=f"{type(error).__name__}: {error}", code=int(code))
+        # Bad numbers are known to all ranks; what else goes wrong may be one rank's alone.
+        if record.rank == 0 or not isinstance(error, BadNumbersError):
+            reason, code = f"{type(error).__name__}: {error}", int(exit_code_of(error))
+            record.write("stop", rank=record.rank, reason=reason, code=code)
         raise
 
 

@@ -118,10 +118,7 @@ def train(trainer: Trainer, session: Session, iteration: int, consumed_samples: 
             # Saved first: what an evaluation may meet must not cost the steps before it.
             if ends or _is_due(iteration, run.checkpoint.save_interval):
                 with aside():
-                    why = "interval" if reason is None else reason
-                    session.checkpoints.save(iteration, batches.consumed_samples, why, final=ends)
-                    # A save may take longer than a launcher waits after its signal.
-                    reason = reason or agree_to_stop(trainer, session.stopper)
+                    reason = save_checkpoint(trainer, session, iteration, batches.consumed_samples, reason)
             evaluates = iteration == last or _is_due(iteration, run.logging.eval_interval)
             if evaluates and reason is None and inputs.sources.valid is not None:
                 with aside(), closing(sample_batches(trainer, inputs.sources.valid, consumed_samples=0)) as valid:
@@ -129,6 +126,26 @@ def train(trainer: Trainer, session: Session, iteration: int, consumed_samples: 
     if reason is not None:
         say(f"{reason}: ends after iteration {iteration} of {last}", rank)
     return reason or "all steps are done"
+
+
+def save_checkpoint(
+    trainer: Trainer, session: Session, iteration: int, consumed_samples: int, reason: str | None
+) -> str | None:
+    """Saves after a step, and says why the run ends with it, if it does; all ranks take part.
+
+    Args:
+        reason: why it ends, if that is known before.
+    """
+    final = reason is not None or iteration == trainer.run.training.train_iters
+    session.checkpoints.save(iteration, consumed_samples, reason or "interval", final)
+    if final:
+        return reason
+    # A save may take longer than a launcher waits after its signal, so there is no time for another step.
+    reason = agree_to_stop(trainer, session.stopper)
+    if reason is not None:
+        # If it is in flight or has failed; an iteration that is saved is not saved again.
+        session.checkpoints.save(iteration, consumed_samples, reason, final=True)
+    return reason
 
 
 def agree_to_stop(trainer: Trainer, stopper: Stopper) -> str | None:
