@@ -35,7 +35,8 @@ class DataConfig:
     allow_data_change: bool = False
     """Continue a checkpoint with other data, or another order of it, than it was trained on."""
     tokenizer_type: str | None = None
-    """SentencePieceTokenizer or HuggingFaceTokenizer; their names in Megatron are known."""
+    """SentencePieceTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer (merges.txt beside its vocab.json), ByteTokenizer
+    or NullTokenizer; their names in Megatron are known."""
     tokenizer_model: Path | None = flag(None, aliases=("--vocab-file",))
     """The tokenizer's file or directory. It decides the vocabulary, and is kept with every checkpoint."""
     reset_position_ids: bool = False

@@ -104,7 +104,7 @@ REFUSED: dict[str, str] = {
     "--window-size": "attention is causal over the whole sequence",
     "--start-weight-decay": "use one --weight-decay",
     "--end-weight-decay": "use one --weight-decay",
-    "--merge-file": "convert the vocabulary to a tokenizer.json and use --tokenizer-type HuggingFaceTokenizer",
+    "--merge-file": "put merges.txt beside the --vocab-file, where GPT2BPETokenizer finds it",
     "--mmap-warmup": "leave the flag out",
     "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear --rope-scaling-factor",
     "--num-workers": "samples are read by the training process; leave the flag out",

@@ -18,7 +18,7 @@ from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, 
 from megatron_ladder.data.paths import find_data
 from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.data.streaming import StreamPlan
-from megatron_ladder.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_ladder.data.tokenizers import WITHOUT_FILES, NullTokenizer, Tokenizer, TokenizerSource, load_source
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.compiled import require_compiler
 from megatron_ladder.train.resume_rules import resumed_run
@@ -117,18 +117,22 @@ def _find_vocabulary(
     data: DataConfig, vocab_size: int | None, mistakes: list[str], about_files: list[str]
 ) -> tuple[Tokenizer | None, int]:
     """The tokenizer, if one was named, and the number of ids; 1 stands in for what cannot be found."""
-    if (data.tokenizer_type is None) != (data.tokenizer_model is None):
+    needs_model = data.tokenizer_type not in (None, *WITHOUT_FILES)
+    if needs_model != (data.tokenizer_model is not None):
         mistakes.append("--tokenizer-type and --tokenizer-model belong together: give both")
         return None, vocab_size or 1
-    if data.tokenizer_type is None or data.tokenizer_model is None:
+    if data.tokenizer_type is None:
         if vocab_size is None:
             mistakes.append("--tokenizer-type and --tokenizer-model, or --vocab-size, are required")
         return None, vocab_size or 1
     try:
-        tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model)
+        tokenizer = load_source(TokenizerSource(data.tokenizer_type, data.tokenizer_model, vocab_size=vocab_size))
     except UserError as error:
         about_files.extend(error.mistakes)
         return None, vocab_size or 1
+    if tokenizer.kind == NullTokenizer.kind:
+        # Its --vocab-size does not count the end of a document.
+        return tokenizer, tokenizer.vocab_size
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         mistakes.append(
             f"--vocab-size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} ids: leave it out"

@@ -3,6 +3,7 @@
 from megatron_ladder.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_ladder.data.tokenizers.loading import (
     DESCRIPTION_FILE,
+    WITHOUT_FILES,
     TokenizerSource,
     TokenizerType,
     copy_tokenizer,
@@ -26,6 +27,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerSource",
     "TokenizerType",
+    "WITHOUT_FILES",
     "copy_tokenizer",
     "load_source",
     "load_tokenizer",

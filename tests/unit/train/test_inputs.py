@@ -55,6 +55,20 @@ def test_what_a_run_cannot_use_is_told_before_it_starts(tmp_path: Path, monkeypa
     assert [line.startswith(start) for line, start in zip(raised.value.mistakes, starts, strict=True)] == [True] * 6
 
 
+def test_a_tokenizer_without_a_file_has_a_vocabulary(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
+        writer.add_document(np.arange(60))
+        writer.publish()
+    sizes = [*SIZES, "--data-path", f"{tmp_path}/tokens", "--split", "1", "--eval-iters", "0"]
+    null = read_inputs([*sizes, "--tokenizer-type", "NullTokenizer"], Place(0, 1, 0))
+    assert null.tokenizer is not None and (null.run.model.vocab_size, null.tokenizer.eod_id) == (68, 67)
+    with pytest.raises(UserError, match="--vocab-size 67 is smaller than the tokenizer's 257 ids"):
+        read_inputs([*sizes, "--tokenizer-type", "ByteTokenizer"], Place(0, 1, 0))
+    for words in ("--tokenizer-type HFTokenizer", "--tokenizer-type ByteTokenizer --tokenizer-model x"):
+        with pytest.raises(UserError, match="--tokenizer-type and --tokenizer-model belong together"):
+            read_inputs([*sizes, *words.split()], Place(0, 1, 0))
+
+
 def test_fp16_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def mistakes(device: str) -> list[str]:
         monkeypatch.setattr(Place, "device", lambda place: torch.device(device))
