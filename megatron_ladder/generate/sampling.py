@@ -326,7 +326,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 def draw_at(weights: Tensor, at: Tensor) -> Tensor:
     """The first place at which the cumulative weight exceeds `at` [b, 1], or the last one with a weight: [b]."""
     cumulative = weights.cumsum(-1)
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp_(max=weights.shape[-1] - 1)
     return torch.searchsorted(cumulative, at, right=True).minimum(last).squeeze(-1)
 
 

@@ -13,6 +13,7 @@ from megatron_ladder.cli.generate import main
 from megatron_ladder.config.model import ModelConfig, key_value_replicas
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.lean import prepare_for_cpu
 from megatron_ladder.generate.loading import check_tensor_parallel
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
@@ -44,9 +45,10 @@ def sampled_requests(seed: int) -> list[GenerationRequest]:
         SamplingParameters(seed=seed),
         SamplingParameters(seed=seed + 1, top_k=10),
         SamplingParameters(seed=seed + 2, top_p=0.7),
-        SamplingParameters(seed=seed, temperature=1.5, top_k=30, top_p=0.9),
+        SamplingParameters(seed=seed, temperature=1.5, top_k=30, top_p=0.9, repetition_penalty=1.3),
+        SamplingParameters(seed=seed + 3, temperature=2.0, min_p=0.2, logprobs=True),
     ]
-    return [GenerationRequest(prompt, NEW_TOKENS, way) for prompt, way in zip(PROMPTS, ways, strict=True)]
+    return [GenerationRequest(prompt, NEW_TOKENS, way) for prompt, way in zip((*PROMPTS, PROMPTS[0]), ways, strict=True)]
 
 
 def greedy_and_sampled(engine: GenerationEngine) -> tuple[Tokens, Tokens]:
@@ -62,6 +64,7 @@ def generate_here(
     """On each rank."""
     mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
     model = build(config, weights, tensor_parallel, StackOptions(tp_overlap=overlap))
+    prepare_for_cpu(model)
     return greedy_and_sampled(GenerationEngine(model, mesh))
 
 

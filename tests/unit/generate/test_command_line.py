@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,34 @@ def test_all_mistakes_of_a_command_line_are_named_together() -> None:
     ]
     assert len(mistakes) == len(beginnings)
     assert all(line.startswith(beginning) for line, beginning in zip(mistakes, beginnings, strict=True)), mistakes
+
+
+def test_nobody_who_sits_at_a_terminal_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     (missing,) = mistakes_of(["--model", "somewhere"])
     assert missing.startswith("nothing to continue: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--prompt a --stop=", "--stop: an empty text would end everything"),
+        ("--prompt a --min-p 1.5", "--min-p 1.5: "),
+        ("--prompt a --repetition-penalty 0", "--repetition-penalty 0.0: "),
+        ("--prompt a --num-samples 0", "--num-samples 0: "),
+        ("--prompt a --logprobs", "--logprobs are a part of what --json and --score print"),
+        ("--prompt a --interactive", "--interactive reads prompts of its own"),
+        ("--prompt a --bench", "--bench makes prompts of its own"),
+        ("--bench --bench-rounds 0", "--bench-rounds 0: "),
+        ("--tokens 1 --chat", "--chat puts a template around texts"),
+        ("--prompt a --system b", "--system is the first message of a conversation"),
+        ("--tokens , ", "--tokens: an empty prompt cannot be continued"),
+        ("--interactive --score", "--score tells of given texts"),
+    ],
+)
+def test_flags_that_cannot_be(flags: str, expected: str) -> None:
+    (mistake,) = mistakes_of(["--model", "M", *flags.split()])
+    assert mistake.startswith(expected)
 
 
 def test_flags_as_they_are_given() -> None:

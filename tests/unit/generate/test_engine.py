@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate import engine as engine_module
+from megatron_ladder.generate import slots as slots_module
 from megatron_ladder.generate.cache import StaticKeyValueCache
 from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.lean import prepare_for_cpu
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
-from megatron_ladder.generate.sampling import SamplingParameters
+from megatron_ladder.generate.sampling import Chosen, SamplingParameters
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.panels import PANEL_WIDTHS
 from tests.reference import greedy_continuation, make_weights, reference_logits
 from tests.unit.generate.plain_tokenizers import Bytes
 from tests.unit.generate.tiny_model import MODELS, PROMPTS, fill, reference_of, tiny_config, tiny_engine
@@ -34,21 +38,32 @@ class ForcedTokens:
         self.tokens = iter(tokens)
         self.logits: list[Tensor] = []
 
-    def __call__(self, logits: Tensor) -> Tensor:
+    def place(self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int]) -> None:
+        pass
+
+    def __call__(self, logits: Tensor, slots: Sequence[int]) -> Chosen:
         self.logits.append(logits)
-        return next(self.tokens)
+        return Chosen(next(self.tokens).tolist(), None)
 
 
+@pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_with_the_cache_are_those_of_recomputation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_with_the_cache_are_those_of_recomputation(
+    name: str, lean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config(**MODELS[name])
     reference = reference_of(config)[1]
     weights = make_weights(reference, seed=11, dtype=torch.float64)
     model = LanguageModel(config, ProcessMesh.single(), dtype=torch.float64)
     fill(model, weights)
+    if lean:
+        monkeypatch.setitem(PANEL_WIDTHS, torch.float64, 8)
+        prepare_for_cpu(model)
+        assert model.embedding.weight.dim() == (3 if config.tie_embeddings else 2)
+        assert all(weight.dim() != 2 for name, weight in model.named_parameters() if "proj" in name)
     forced = torch.randint(0, config.vocab_size, (NEW_TOKENS, len(PROMPTS)), generator=torch.Generator().manual_seed(1))
     sampler = ForcedTokens(forced)
-    monkeypatch.setattr(engine_module, "Sampler", lambda parameters, device: sampler)
+    monkeypatch.setattr(slots_module, "Sampler", lambda *_: sampler)
 
     generations = GenerationEngine(model, ProcessMesh.single()).generate(requests_of(PROMPTS, GREEDY))
 
@@ -57,8 +72,7 @@ def test_logits_with_the_cache_are_those_of_recomputation(name: str, monkeypatch
         for step, logits in enumerate(sampler.logits):
             tokens = torch.tensor([[*prompt, *forced[:step, row].tolist()]])
             expected = reference_logits(weights, reference, tokens)[0, -1]
-            assert logits.shape == (len(PROMPTS), config.vocab_size)
-            assert (logits[row] - expected).abs().max() <= 1e-11 * expected.abs().max()
+            assert (logits[row, : config.vocab_size] - expected).abs().max() <= 1e-11 * expected.abs().max()
 
 
 def test_prompts_of_equal_length_need_no_mask_and_agree_all_the_same() -> None:
@@ -162,3 +176,62 @@ def test_cache_holds_this_ranks_heads() -> None:
         keys, values = cache.first(2, 4)
         assert keys.shape == values.shape == (5, held, 4, config.head_dim)
         assert keys.dtype == torch.bfloat16
+
+
+def test_slots_are_filled_and_freed_while_others_decode() -> None:
+    """Three requests through two slots; each gives what it gives alone."""
+    config = tiny_config(**MODELS["hybrid"])
+    weights, reference = reference_of(config)
+    batch = tiny_engine(config, weights).new_batch(2, 30)
+    requests = requests_of(PROMPTS[:3], GREEDY)
+    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    running: dict[int, int] = {}
+
+    def take(tokens: list[NewToken]) -> None:
+        for token in tokens:
+            found[running[token.sample]].append(token.id)
+            if token.finish_reason is not None:
+                batch.release(token.sample)
+
+    running[1] = 0
+    take(batch.admit({1: requests[0]}))
+    take(batch.step())
+    running[0] = 1
+    take(batch.admit({0: requests[1]}))
+    while batch.is_busy():
+        take(batch.step())
+        if batch.free_slots() == [1] and running[1] == 0:
+            running[1] = 2
+            take(batch.admit({1: requests[2]}))
+    assert batch.free_slots() == [0, 1]
+    expected = [greedy_continuation(weights, reference, prompt, NEW_TOKENS) for prompt in PROMPTS[:3]]
+    assert [found[row] for row in range(3)] == expected
+
+
+def test_scores_are_log_probabilities_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More positions than have logits at a time."""
+    monkeypatch.setattr(engine_module, "SCORED_AT_ONCE", 3)
+    config = tiny_config(**MODELS["ladder"])
+    weights, reference = reference_of(config)
+    ids = PROMPTS[2]
+    logprobs = reference_logits(weights, reference, torch.tensor([ids]))[0].log_softmax(-1)
+    expected = [logprobs[place, token].item() for place, token in enumerate(ids[1:])]
+    assert tiny_engine(config, weights).score(ids) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_stop_string_ends_a_text_across_tokens() -> None:
+    """Bytes drawn by chance: the stop is what bytes 3 and 4 of the unstopped text are."""
+    config = tiny_config(vocab_size=128)
+    engine = tiny_engine(config, reference_of(config)[0])
+    engine.tokenizer = Bytes()
+    free = GenerationRequest((65, 66), 12, SamplingParameters(seed=3))
+    (whole,) = engine.generate([free])
+    assert whole.text is not None
+    stop = whole.text[3:5]
+    assert stop not in whole.text[:4]
+    told: list[NewToken] = []
+    (cut,) = engine.generate([replace(free, stop=("never", stop))], told.append)
+    assert (cut.text, cut.finish_reason, cut.ids) == (whole.text[:3], "stop", whole.ids[:5])
+    assert "".join(token.text for token in told) == cut.text
+    (past,) = engine.generate([replace(free, stop=("never",))])
+    assert (past.text, past.finish_reason) == (whole.text, "length")

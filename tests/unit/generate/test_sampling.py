@@ -5,7 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import Tensor
 
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.generate.sampling import (
     NO_TOKEN,
     Sampler,
@@ -18,65 +20,98 @@ from megatron_ladder.generate.sampling import (
 CPU = torch.device("cpu")
 
 
-def sampler(*parameters: SamplingParameters) -> Sampler:
-    return Sampler(parameters, CPU)
+def sampler(*parameters: SamplingParameters, vocab_size: int = 3) -> Sampler:
+    """Of one rank, a slot for each."""
+    made = Sampler(len(parameters), vocab_size, 0, CommGroup.alone(), CPU)
+    for slot, own in enumerate(parameters):
+        made.place(slot, own, ())
+    return made
 
 
-def allowed(logits: list[float], top_k: int, top_p: float) -> set[int]:
+def tokens_of(choose: Sampler, logits: Tensor) -> list[int]:
+    return choose(logits, range(len(logits))).tokens
+
+
+def allowed(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
     """Which tokens may be drawn, by the definition."""
     ranked = sorted(range(len(logits)), key=lambda token: -logits[token])[: top_k or None]
     weights = [math.exp(logits[token]) for token in ranked]
     kept: set[int] = set()
     together = 0.0
     for token, weight in zip(ranked, weights, strict=True):
-        if together < top_p or not kept:
+        if (together < top_p or not kept) and weight >= min_p * weights[0]:
             kept.add(token)
         together += weight / sum(weights)
     return kept
 
 
-@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.7, 0.95])
-@pytest.mark.parametrize("top_k", [1, 5, 40, 1000])
-def test_filters_keep_what_the_definition_keeps(top_k: int, top_p: float) -> None:
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(top_k)) * 3
-    filtered = keep_most_likely(logits, torch.full((3, 1), top_k), torch.full((3, 1), top_p))
-    for row, kept in zip(logits, filtered, strict=True):
-        tokens = set(torch.nonzero(kept > -math.inf).flatten().tolist())
-        assert tokens == allowed(row.tolist(), top_k, top_p)
-        assert torch.equal(kept[list(tokens)], row[list(tokens)])
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.7, 0.95, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 40, 1000])
+def test_filters_keep_what_the_definition_keeps(top_k: int, top_p: float, min_p: float) -> None:
+    logits = (torch.randn(50, generator=torch.Generator().manual_seed(top_k)) * 3).double()
+    descending, order = logits.sort(descending=True)
+    weights = torch.exp(descending - descending[0]).unsqueeze(0)
+    way = SamplingParameters(top_k=top_k, top_p=top_p, min_p=min_p)
+    kept = keep_most_likely(weights, weights.sum(1, keepdim=True), [way])[0]
+    assert set(order[kept].tolist()) == allowed(logits.tolist(), top_k, top_p, min_p)
 
 
-def test_rows_have_filters_of_their_own() -> None:
-    logits = torch.tensor([[1.0, 3.0, 2.0]]).expand(3, 3)
-    kept = keep_most_likely(logits, torch.tensor([[1], [2], [9]]), torch.tensor([[2.0], [2.0], [0.9]])) > -math.inf
-    assert kept.tolist() == [[False, True, False], [False, True, True], [False, True, True]]
+@pytest.mark.parametrize("way", [SamplingParameters(top_p=0.99), SamplingParameters(min_p=0.8)])
+def test_more_candidates_are_asked_for_until_all_that_may_be_drawn_are_there(way: SamplingParameters) -> None:
+    """600 words of nearly equal logits: the first 64 candidates are too few. A draw near the end tells."""
+    logits = torch.linspace(0, 0.1, 600).unsqueeze(0)
+    choose = sampler(way, vocab_size=600)
+    drawn = {tokens_of(choose, logits)[0] for _ in range(600)}
+    expected = allowed(logits[0].tolist(), 0, way.top_p, way.min_p)
+    assert drawn <= expected and len(drawn) > 300
+    assert min(drawn) < 60
 
 
-def test_equal_logits_go_by_id() -> None:
-    kept = keep_most_likely(torch.zeros(1, 5000), torch.tensor([[2]]), torch.tensor([[2.0]]))
-    assert torch.nonzero(kept[0] > -math.inf).flatten().tolist() == [0, 1]
-
-
-def test_all_tokens_can_be_drawn_when_nothing_is_filtered() -> None:
-    """The probability of the many before the last ones rounds to one."""
-    logits = torch.cat([torch.full((1, 30), 20.0), torch.zeros(1, 3)], dim=1)
-    everything = Sampler([SamplingParameters(top_k=33)], CPU)
-    assert torch.isfinite(keep_most_likely(logits, everything._top_k, everything._top_p)).all()
+def test_a_draw_ignores_padding_and_finds_the_last_word() -> None:
+    logits = torch.tensor([[-1e9, -1e9, 0.0, 1e3, 1e3]])
+    assert tokens_of(sampler(SamplingParameters()), logits) == [2]
+    assert tokens_of(sampler(SamplingParameters(temperature=0.0)), logits) == [2]
 
 
 def test_draw_inverts_the_cumulative_distribution() -> None:
     probabilities = torch.tensor([[0.0, 1.0, 0.0, 2.0, 1.0, 0.0]], dtype=torch.float64)
     below_one = math.nextafter(1.0, 0.0)
-    expected = {0.0: 1, 0.2499: 1, 0.25: 3, 0.7499: 3, 0.75: 4, below_one: 4}
+    expected = {0.0: 1, 0.2499: 1, 0.25: 3, 0.7499: 3, 0.75: 4, below_one: 4, 1.0: 4}
     for uniform, token in expected.items():
         assert draw(probabilities, torch.tensor([[uniform]], dtype=torch.float64)).tolist() == [token]
+
+
+def test_seen_tokens_are_penalised_in_their_own_slot() -> None:
+    """By the definition: 2.0 / 1.5 < 1.4, and -1 * 1.5 < -1.2."""
+    way = SamplingParameters(temperature=0.0, repetition_penalty=1.5)
+    choose = Sampler(2, 3, 0, CommGroup.alone(), CPU)
+    choose.place(0, way, (0,))
+    choose.place(1, SamplingParameters(temperature=0.0), (0,))
+    logits = torch.tensor([[2.0, 1.4, 0.0], [2.0, 1.4, 0.0]])
+    assert tokens_of(choose, logits) == [1, 0]
+    assert tokens_of(choose, logits) == [0, 0]
+    choose.place(0, way, (1,))
+    assert tokens_of(choose, torch.tensor([[-1.2, -1.0, -9.0]] * 2)) == [0, 1]
+
+
+def test_logprobs_are_the_models_own() -> None:
+    ways = [SamplingParameters(temperature=0.3, top_k=2, logprobs=True), SamplingParameters(repetition_penalty=2.0)]
+    choose = sampler(*ways, vocab_size=4)
+    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
+    expected = logits[:, :4].log_softmax(-1)
+    for _ in range(5):
+        chosen = choose(logits, (0, 1))
+        assert chosen.logprobs is not None
+        for row, (token, logprob) in enumerate(zip(chosen.tokens, chosen.logprobs, strict=True)):
+            assert abs(expected[row, token].item() - logprob) < 1e-6
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_temperature(temperature: float) -> None:
     choose = sampler(SamplingParameters(temperature=temperature, seed=5))
     logits = torch.tensor([[0.3, 1.5, -0.2]])
-    counts = Counter(choose(logits).item() for _ in range(3000))
+    counts = Counter(tokens_of(choose, logits)[0] for _ in range(3000))
     weights = [math.exp(value / temperature) for value in logits[0].tolist()]
     for token, weight in enumerate(weights):
         probability = weight / sum(weights)
@@ -87,7 +122,7 @@ def test_frequencies_follow_the_temperature(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1e-30])
 def test_no_temperature_takes_the_most_likely(temperature: float) -> None:
     choose = sampler(SamplingParameters(temperature=temperature), SamplingParameters(temperature=50.0, top_k=1))
-    assert choose(torch.tensor([[1.0, 2.0, 1.999], [5.0, 1e4, -1e4]])).tolist() == [1, 1]
+    assert tokens_of(choose, torch.tensor([[1.0, 2.0, 1.999], [5.0, 1e4, -1e4]])) == [1, 1]
 
 
 def test_a_request_draws_the_same_in_any_batch() -> None:
@@ -98,23 +133,28 @@ def test_a_request_draws_the_same_in_any_batch() -> None:
         SamplingParameters(seed=3, top_p=0.8, temperature=1.3),
     ]
     steps = torch.randn(12, 4, 80, generator=torch.Generator().manual_seed(0))
-    together = sampler(*parameters)
-    batch = [together(logits).tolist() for logits in steps]
+    together = sampler(*parameters, vocab_size=80)
+    batch = [tokens_of(together, logits) for logits in steps]
     for row, own in enumerate(parameters):
-        alone = sampler(own)
-        assert [alone(logits[row : row + 1]).item() for logits in steps] == [tokens[row] for tokens in batch]
+        alone = sampler(own, vocab_size=80)
+        assert [tokens_of(alone, logits[row : row + 1])[0] for logits in steps] == [tokens[row] for tokens in batch]
 
 
 def test_seeds_differ_by_prompt_and_by_seed() -> None:
-    seeds = [request_seed(1, (1, 2)), request_seed(1, (12,)), request_seed(2, (1, 2))]
-    assert len(set(seeds)) == 3
+    seeds = [request_seed(1, (1, 2)), request_seed(1, (12,)), request_seed(2, (1, 2)), request_seed(1, (1, 2), 1)]
+    assert len(set(seeds)) == 4
     assert request_seed(1, [1, 2]) == seeds[0]
-    draws = [sampler(SamplingParameters(seed=seed))(torch.zeros(1, 100_000)).item() for seed in seeds]
-    assert len(set(draws)) == 3
+    size = 100_000
+    draws = [
+        tokens_of(sampler(SamplingParameters(seed=seed), vocab_size=size), torch.zeros(1, size))[0] for seed in seeds
+    ]
+    assert len(set(draws)) == 4
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_give_no_token(bad: float, temperature: float) -> None:
-    choose = sampler(*[SamplingParameters(temperature=temperature, top_k=1)] * 2)
-    assert choose(torch.tensor([[1.0, 2.0, 3.0], [1.0, bad, 0.0]])).tolist() == [2, NO_TOKEN]
+@pytest.mark.parametrize(
+    "way", [SamplingParameters(temperature=0.0), SamplingParameters(), SamplingParameters(top_k=2)]
+)
+def test_logits_that_are_not_finite_give_no_token(bad: float, way: SamplingParameters) -> None:
+    found = tokens_of(sampler(way, way), torch.tensor([[-1e9, -1e9, 3.0], [1.0, bad, 0.0]]))
+    assert found == [2, NO_TOKEN]

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
-from megatron_ladder.generate.text import TextStream
+from megatron_ladder.generate.text import StopFinder, TextStream
 from tests.unit.generate.plain_tokenizers import Bytes, Words
 from tests.unit.generate.tiny_model import train_tokenizer
 
@@ -73,3 +73,28 @@ def test_pieces_of_byte_level_bpe_are_the_text(tmp_path: Path) -> None:
     pieces = pieces_of(TextStream(tokenizer, tokenizer.encode("x ")), tokenizer.encode(TEXT))
     assert "".join(pieces) == TEXT
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "shown"),
+    [
+        (["ab", "c", "de"], ("cd",), ["ab", "", ""]),
+        (["ab", "c", "xe"], ("cd",), ["ab", "", "cxe"]),
+        (["a\n", "\nb"], ("\n\n",), ["a", ""]),
+        (["xEN", "EN", "D!"], ("END", "ENEND"), ["x", "", ""]),
+        (["one END two"], ("two", "END"), ["one "]),
+        (["aab"], ("ab",), ["a"]),
+        (["x", "y"], (), ["x", "y"]),
+    ],
+)
+def test_what_may_begin_a_stop_string_is_held_back(pieces: list[str], stops: tuple[str, ...], shown: list[str]) -> None:
+    finder = StopFinder(stops)
+    assert [finder.push(piece) for piece in pieces] == shown
+    assert finder.stopped == any(stop in "".join(pieces) for stop in stops)
+    assert finder.push("more") == ("" if finder.stopped else "more")
+
+
+def test_what_was_held_back_is_shown_in_the_end() -> None:
+    finder = StopFinder(("END",))
+    assert finder.push("the EN") == "the "
+    assert (finder.finish(), finder.finish()) == ("EN", "")
