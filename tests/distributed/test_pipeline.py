@@ -13,7 +13,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.log import RunLog, banner
-from megatron_ladder.train.loop import meter_activations, report
+from megatron_ladder.train.loop import meter_activations
 from megatron_ladder.train.setup import Trainer, build_schedule
 from megatron_ladder.train.step import evaluate, train_step
 from tests.distributed.pool import GlooPools
@@ -219,7 +219,7 @@ def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, 
     printing = contextlib.redirect_stdout(io.StringIO())
     with printing as printed, RunLog(trainer, 1) as log, meter_activations(trainer) as meter:
         result = train_step(trainer, own_batches(trainer, batch), 1)
-        report(trainer, log, 1, [result.loss_sum], result)
+        log.training(1, result.loss, result.learning_rate, result.gradient_norm)
     assert meter.kept_bytes is not None
     return printed.getvalue(), result.loss_sum.item(), meter.kept_bytes, banner(trainer)
 
