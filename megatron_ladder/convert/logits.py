@@ -54,7 +54,9 @@ def compare_logits(hf: Path, model: ModelConfig, checkpoint: Path, model_type: s
     tokens = torch.randint(0, model.vocab_size, (1, min(_TOKENS, model.max_position_embeddings)))
     theirs = _logits_of_transformers(hf, tokens, own_code=not plain)
     ours = _logits_of_ours(model, Checkpoint.open(checkpoint), getattr(torch, dtype), tokens)
-    difference = float((ours - theirs).abs().max() / theirs.abs().max())
+    # Of a model of zeros the largest logit is zero as well.
+    largest = theirs.abs().max().clamp(min=torch.finfo(theirs.dtype).tiny)
+    difference = float((ours - theirs).abs().max() / largest)
     if not difference <= MOST_DIFFERENCE:
         raise RuntimeError(f"{hf}: logits of transformers and ours differ by {difference:.1e} of the largest")
     return f"verified: logits on {tokens.numel()} random tokens agree to {difference:.1e} of the largest"

@@ -188,6 +188,15 @@ def test_links_are_followed_only_as_the_hugging_face_cache_makes_them(tmp_path: 
         os.rename(snapshot / name, blobs / f"hash-{name}")
         os.symlink(f"../../blobs/hash-{name}", snapshot / name)
     convert("import", "--hf", snapshot, "--save", tmp_path / "ours")
+    other = snapshot.parent.parent / "other" / "0123"
+    other.parent.mkdir()
+    os.symlink(snapshot, other)
+    convert("import", "--hf", other, "--save", tmp_path / "through")
+    other.unlink()
+    snapshot.rename(other)
+    with pytest.raises(UserError, match="is a link to"):
+        convert("import", "--hf", other, "--save", tmp_path / "no")
+    other.rename(snapshot)
     elsewhere = write_directory(tmp_path / "elsewhere")
     for target in (elsewhere / "model.safetensors", Path("../../elsewhere/model.safetensors")):
         linked = write_directory(tmp_path / "linked")
