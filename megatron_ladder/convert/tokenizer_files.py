@@ -92,6 +92,7 @@ def exported_tokenizer(directory: Path, beside: Mapping[str, bytes]) -> tuple[di
     # They load the libraries that encode and decode, which nothing else here needs.
     from megatron_ladder.data.tokenizers import (
         DESCRIPTION_FILE,
+        GPT2BPETokenizer,
         SentencePieceTokenizer,
         load_tokenizer_from_directory,
     )
@@ -99,28 +100,40 @@ def exported_tokenizer(directory: Path, beside: Mapping[str, bytes]) -> tuple[di
     if DESCRIPTION_FILE not in beside:
         return files, {}
     tokenizer = load_tokenizer_from_directory(directory)
-    main = tokenizer.files[0]
+    end = {"eos_token_id": tokenizer.eod_id}
+    if not tokenizer.files:  # Bytes, or numbers: transformers has no tokenizer of that kind.
+        return files, end
+    contents = [beside[file.name] for file in tokenizer.files]
     config: dict[str, Any]
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        import sentencepiece
-
-        files.setdefault("tokenizer.model", beside[main.name])
-        pieces = sentencepiece.SentencePieceProcessor(model_proto=beside[main.name])
-        config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "legacy": False}
-        # A text's first word is encoded as if a blank stood before it, or it is not.
-        config["add_prefix_space"] = pieces.encode("a", out_type=str)[0].startswith("\u2581")
-        for token in ("bos", "eos", "unk"):
-            number = getattr(pieces, f"{token}_id")()
-            config |= {f"{token}_token": pieces.id_to_piece(number)} if number >= 0 else {}
+    if tokenizer.kind == SentencePieceTokenizer.kind:
+        files.setdefault("tokenizer.model", contents[0])
+        config = _sentencepiece_config(contents[0])
+    elif tokenizer.kind == GPT2BPETokenizer.kind:
+        files |= {"vocab.json": contents[0], "merges.txt": contents[1]}
+        config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": GPT2BPETokenizer.END}
     else:
         import tokenizers
 
-        files.setdefault("tokenizer.json", beside[main.name])
-        end = tokenizers.Tokenizer.from_buffer(beside[main.name]).id_to_token(tokenizer.eod_id)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        files.setdefault("tokenizer.json", contents[0])
+        token = tokenizers.Tokenizer.from_buffer(contents[0]).id_to_token(tokenizer.eod_id)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
     config["clean_up_tokenization_spaces"] = False
     files.setdefault("tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
-    return files, {"eos_token_id": tokenizer.eod_id}
+    return files, end
+
+
+def _sentencepiece_config(content: bytes) -> dict[str, Any]:
+    """With which transformers encodes as a SentencePiece model does, and puts nothing in front."""
+    import sentencepiece
+
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=content)
+    config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "legacy": False}
+    # A text's first word is encoded as if a blank stood before it, or it is not.
+    config["add_prefix_space"] = pieces.encode("a", out_type=str)[0].startswith("\u2581")
+    for token in ("bos", "eos", "unk"):
+        number = getattr(pieces, f"{token}_id")()
+        config |= {f"{token}_token": pieces.id_to_piece(number)} if number >= 0 else {}
+    return config
 
 
 def generation_config(ids: Mapping[str, Any]) -> bytes:

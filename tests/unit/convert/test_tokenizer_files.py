@@ -11,7 +11,13 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, GenerationConfig
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.data.tokenizers import copy_tokenizer, load_tokenizer, load_tokenizer_from_directory
+from megatron_ladder.data.tokenizers import (
+    ByteTokenizer,
+    GPT2BPETokenizer,
+    copy_tokenizer,
+    load_tokenizer,
+    load_tokenizer_from_directory,
+)
 from tests.unit.convert.hand_made import CONFIG, write_directory
 from tests.unit.convert.saved_models import convert
 from tests.unit.generate.tiny_model import train_tokenizer, write_checkpoint_with_tokenizer
@@ -40,6 +46,24 @@ def write_word_tokenizer(path: Path) -> None:
     tokenizer = tokenizers.Tokenizer(WordLevel({"<eos>": 0, "a": 1, "b": 2, "[UNK]": 3}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(path / "tokenizer.json"))
+
+
+def test_a_byte_pair_tokenizer_of_two_files_and_one_of_none(tmp_path: Path) -> None:
+    run, _, _ = write_checkpoint_with_tokenizer(tmp_path)
+    checkpoint = Checkpoint.open(run).directory
+    for path in checkpoint.glob("*tokenizer*"):
+        path.unlink()
+    copy_tokenizer(ByteTokenizer(), checkpoint)
+    convert("export", "--load", run, "--hf", tmp_path / "bytes")
+    assert not list((tmp_path / "bytes").glob("*tokenizer*"))
+    vocabulary = {"d": 0, "e": 1, "f": 2, "de": 3, "def": 4, "<|endoftext|>": 5}
+    (tmp_path / "words.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "pairs.txt").write_text("#version: 0.2\nd e\nde f\n")
+    ours = GPT2BPETokenizer(tmp_path / "words.json", tmp_path / "pairs.txt")
+    copy_tokenizer(ours, checkpoint)
+    convert("export", "--load", run, "--hf", tmp_path / "pairs")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "pairs")
+    assert theirs.encode("defde") == ours.encode("defde") == [4, 3] and theirs.eos_token_id == ours.eod_id == 5
 
 
 def test_files_of_a_hugging_face_directory_travel_there_and_back(tmp_path: Path) -> None:
