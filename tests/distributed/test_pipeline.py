@@ -10,10 +10,13 @@ import torch
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.generate.loading import load_model, open_model
+from megatron_ladder.generate.loading import open_model
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.log import RunLog, banner
 from megatron_ladder.train.loop import meter_activations
+from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer, build_schedule
 from megatron_ladder.train.step import evaluate, train_step
 from tests.distributed.pool import GlooPools
@@ -206,8 +209,9 @@ def test_checkpoints_move_between_layouts(gloo_pools: GlooPools, tmp_path: Path,
     assert back[0][0] == pytest.approx(ahead[0][0], rel=tolerance)
     # For generation the layout that saved a checkpoint does not exist.
     for directory, trained in ((save, None), (unstaged_save, moved)):
-        model = load_model(open_model(directory, None, None), ProcessMesh.single(), torch.float32, torch.device("cpu"),
-                           overlap=True)  # fmt: skip
+        stored = open_model(directory, None, None)
+        model = LanguageModel(stored.config, ProcessMesh.single(), StackOptions(), device=torch.device("cpu"))
+        stored.fill(model)
         weights = {s.name: s.view(p).clone() for p, sections in parameter_sections(model) for s in sections}
         if trained is not None and precision != "--bf16":
             assert_pieces([pieces for _, pieces in trained], weights, 0.0)
@@ -217,7 +221,7 @@ def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, 
     """On each rank: what a step's report prints, this rank's share of the loss, bytes of activations, the banner."""
     trainer = build_trainer_here(argv, weights)
     printing = contextlib.redirect_stdout(io.StringIO())
-    with printing as printed, RunLog(trainer, 1) as log, meter_activations(trainer) as meter:
+    with printing as printed, RunLog(trainer, 1, RunRecord(None)) as log, meter_activations(trainer) as meter:
         result = train_step(trainer, own_batches(trainer, batch), 1)
         log.training(1, result.loss, result.learning_rate, result.gradient_norm)
     assert meter.kept_bytes is not None
