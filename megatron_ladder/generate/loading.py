@@ -71,8 +71,9 @@ def open_model(directory: Path, tokenizer_type: str | None, tokenizer_model: Pat
         raise UserError(named, *more) from None
     tokenizer, config = stored.tokenizer, stored.config
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        name = tokenizer.files[0] if tokenizer.files else tokenizer.kind
         raise UserError(
-            f"{tokenizer.files[0]}: the tokenizer has {tokenizer.vocab_size} ids and the model {config.vocab_size}: "
+            f"{name}: the tokenizer has {tokenizer.vocab_size} ids and the model {config.vocab_size}: "
             "it is of another model"
         )
     return stored

@@ -39,6 +39,8 @@ class PromptWriter:
             UserError: there is no chat template, or it cannot be read.
         """
         self._tokenizer, self._prefix = tokenizer, tuple(prefix)
+        if chat and not tokenizer.files:
+            raise UserError(f"--chat: {tokenizer.kind} has no chat template: leave --chat out")
         self._template = load_chat_template(tokenizer.files[0], None) if chat else None
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 

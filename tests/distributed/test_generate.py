@@ -1,20 +1,23 @@
 """Generation over several ranks: the same tokens as plain arithmetic gives in one, and the command as users call it."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron_ladder.cli.generate import main
 from megatron_ladder.config.model import ModelConfig, key_value_replicas
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.lean import prepare_for_cpu
-from megatron_ladder.generate.loading import check_tensor_parallel
+from megatron_ladder.generate.loading import check_tensor_parallel, load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.stack import StackOptions
@@ -22,7 +25,8 @@ from tests.distributed.commands import REPOSITORY_ROOT, run_command
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import build, mesh_of
 from tests.distributed.test_stack import recorded_model
-from tests.reference import greedy_continuation
+from tests.reference import greedy_continuation, reference_logits
+from tests.unit.convert.saved_models import save_model
 from tests.unit.generate.tiny_model import (
     MODELS,
     PROMPTS,
@@ -144,6 +148,75 @@ def test_a_mistake_of_the_user_ends_all_ranks(model: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: --tp 3 does not fit the model; 1, 2, 4 would: ")
+
+
+def from_hugging_face(folder: Path) -> Tokens:
+    """On each rank of the pool."""
+    stored = open_model(folder, None, None)
+    size = dist.get_world_size()
+    mesh = mesh_of(size, key_value_replicas(stored.config, size))
+    engine = GenerationEngine(load_model(stored, mesh, torch.float32, torch.device("cpu"), overlap=True), mesh)
+    found = engine.generate([GenerationRequest(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS])
+    return [generation.ids for generation in found]
+
+
+@pytest.mark.parametrize("tensor_parallel", [2, 4])
+def test_a_hugging_face_directory_at_any_size(tensor_parallel: int, tmp_path: Path, gloo_pools: GlooPools) -> None:
+    """Two key-value heads, an odd vocabulary, and the directory's own names and shapes."""
+    module = save_model(tmp_path, "qwen2")
+    expected = [
+        tuple(module.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
+            0, len(prompt) :
+        ].tolist())
+        for prompt in PROMPTS
+    ]  # fmt: skip
+    assert gloo_pools(tensor_parallel).run(from_hugging_face, tmp_path) == [expected] * tensor_parallel
+
+
+def scores_here(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[float]:
+    mesh = mesh_of(2, key_value_replicas(config, 2))
+    model = build(config, weights, 2, StackOptions())
+    prepare_for_cpu(model)
+    return GenerationEngine(model, mesh).score(PROMPTS[2])
+
+
+def test_scores_of_two_ranks(gloo_pools: GlooPools) -> None:
+    config = tiny_config(**MODELS["hybrid"])
+    weights, reference = reference_of(config)
+    ids = PROMPTS[2]
+    logprobs = reference_logits(weights, reference, torch.tensor([ids]))[0].log_softmax(-1)
+    expected = [logprobs[place, token].item() for place, token in enumerate(ids[1:])]
+    for found in gloo_pools(2).run(scores_here, config, weights):
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_standard_input_reaches_two_ranks_and_so_does_what_is_wrong_with_it(model: Path) -> None:
+    words = [sys.executable, str(PROGRAM), "--model", str(model), "--tp", "2", "--max-new-tokens", "3"]
+    for text, code in (("class", 0), ("", 2)):
+        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == code, done.stderr
+        assert done.stdout.startswith(text)
+    assert done.stderr.splitlines()[-1].startswith("error: standard input: an empty prompt")
+
+
+def test_a_shard_that_one_rank_finds_damaged_ends_all(tmp_path: Path, gloo_pools: GlooPools) -> None:
+    save_model(tmp_path, "llama")
+    results = gloo_pools(2).run(damaged_share, tmp_path)
+    assert results == [(f"{tmp_path / 'model.safetensors'}: ends early",)] * 2
+
+
+def damaged_share(folder: Path) -> tuple[str, ...]:
+    stored = open_model(folder, None, None)
+
+    def fill(model: nn.Module) -> None:
+        if dist.get_rank() == 1:
+            raise UserError(f"{folder / 'model.safetensors'}: ends early")
+
+    try:
+        load_model(replace(stored, fill=fill), mesh_of(2), torch.float32, torch.device("cpu"), overlap=True)
+    except UserError as error:
+        return error.mistakes
+    return ()
 
 
 NEEDS_LITTLE = """

@@ -1,9 +1,12 @@
 """Flags, prompts and checkpoints as a user gives them, and what is printed."""
 
+import io
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -16,9 +19,9 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.generate.options import PromptOptions, parse_options, token_ids
 from megatron_ladder.generate.output import TextOutput, summary
-from megatron_ladder.generate.prompts import Prompt, read_prompts
+from megatron_ladder.generate.prompts import Prompt, PromptWriter, read_prompts
 from megatron_ladder.generate.requests import Generation, NewToken, Timings
-from tests.reference import greedy_continuation
+from tests.reference import greedy_continuation, reference_logits
 from tests.unit.generate.tiny_model import (
     reference_of,
     tiny_config,
@@ -185,7 +188,9 @@ def test_prompt_files(tmp_path: Path) -> None:
     text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     text.write_bytes("\ufeffdef f(x):\n    größe\n".encode())
     lines.write_text('{"prompt": "one\\n", "id": 3}\n\n{"prompt": "two"}')
-    prompts = read_prompts(PromptOptions(prompt=("zero",), prompt_file=(text, lines), tokens=("5",)), tokenizer)
+    writer = PromptWriter(tokenizer, (), chat=False, system=None)
+    options = PromptOptions(prompt=("zero",), prompt_file=(text, lines), tokens=("5",))
+    prompts = read_prompts(options, writer, None)
     assert [prompt.text for prompt in prompts] == ["zero", "def f(x):\n    größe", "one\n", "two", None]
     assert [tokenizer.decode(prompt.ids) for prompt in prompts[:4]] == [prompt.text for prompt in prompts[:4]]
     assert prompts[4].ids == (5,)
@@ -261,6 +266,88 @@ def test_a_lost_weight_is_named(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config, weights)
     (mistake,) = mistakes_of(["--model", str(tmp_path), "--tokens", "1"])
     assert "layers.1.mlp.up_proj.weight" in mistake
+
+
+def lines_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    main([*argv, "--json"])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_standard_input_is_a_prompt(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", str(run_folder), "--max-new-tokens", "4"]
+    expected = lines_of([*argv, "--prompt", "def add("], capsys)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def add(\n"))
+    (found,) = lines_of(argv, capsys)
+    assert (found["prompt"], found["ids"]) == ("def add(", expected[0]["ids"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    (mistake,) = mistakes_of(argv)
+    assert mistake == "standard input: an empty prompt cannot be continued: give at least one token"
+
+
+def test_samples_of_a_prompt_differ_and_the_first_is_that_of_one(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", str(run_folder), "--prompt", "def", "class", "--max-new-tokens", "6", "--temperature", "3"]
+    alone = [line["ids"] for line in lines_of(argv, capsys)]
+    three = lines_of([*argv, "--num-samples", "3", "--logprobs"], capsys)
+    assert [line["prompt"] for line in three] == ["def"] * 3 + ["class"] * 3
+    assert [three[0]["ids"], three[3]["ids"]] == alone
+    assert len({tuple(line["ids"]) for line in three}) == 6
+    assert all(len(line["logprobs"]) == len(line["ids"]) and max(line["logprobs"]) < 0 for line in three)
+
+
+def test_a_stop_string_ends_a_text(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model", str(run_folder), "--prompt", "def add(", "--max-new-tokens", "30", "--seed", "3"]
+    (whole,) = lines_of(argv, capsys)
+    stop = whole["text"][4:6]
+    (cut,) = lines_of([*argv, "--stop", "never there", stop], capsys)
+    assert (cut["text"], cut["finish_reason"]) == (whole["text"][: whole["text"].index(stop)], "stop")
+    for how in ([], ["--stream"]):
+        main([*argv, "--stop", stop, *how])
+        assert capsys.readouterr().out == "def add(" + cut["text"] + "\n"
+
+
+def test_scores_of_given_texts(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights, reference = reference_of(tiny_config())
+    ids = (7, 60, 12, 3)
+    logprobs = reference_logits(weights, reference, torch.tensor([ids]))[0].log_softmax(-1)
+    expected = [logprobs[place, token].item() for place, token in enumerate(ids[1:])]
+    argv = ["--model", str(without_tokenizer), "--score", "--tokens", *map(str, ids)]
+    (found,) = lines_of([*argv, "--logprobs"], capsys)
+    assert found["logprobs"] == pytest.approx(expected, abs=1e-4)
+    assert found["log_likelihood"] == pytest.approx(sum(expected), abs=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(-sum(expected) / 3), rel=1e-4)
+    main(argv)
+    printed = capsys.readouterr().out
+    assert printed == f"3 tokens scored, log-likelihood {found['log_likelihood']:.4f}, " + (
+        f"perplexity {found['perplexity']:.4f}\n"
+    )
+    (mistake,) = mistakes_of(argv[:-3])
+    assert mistake == "--tokens: a single token has no score, since nothing comes before it"
+
+
+def test_the_benchmark_measures_prefill_and_decoding(
+    without_tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", str(without_tokenizer), "--bench", "--bench-rounds", "2", "--bench-prompt", "5"]
+    (found,) = lines_of([*argv, "--bench-batch", "3", "--max-new-tokens", "4"], capsys)
+    assert (found["batch"], found["prompt_tokens"], found["new_tokens"], found["rounds"]) == (3, 5, 4, 2)
+    for name in ("prefill", "decode"):
+        low, high = found[f"{name}_tokens_per_second_range"]
+        assert 0 < low <= found[f"{name}_tokens_per_second"] <= high
+    main([*argv, "--no-overlap", "--max-new-tokens", "1"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["prefill"]
+    (mistake,) = mistakes_of([*argv, "--max-new-tokens", "92"])
+    assert mistake.startswith("--bench-prompt 5 and --max-new-tokens 92 are 97 tokens, and the model has 96 positions")
+
+
+def test_what_needs_a_tokenizer(without_tokenizer: Path) -> None:
+    found = mistakes_of(["--model", str(without_tokenizer), "--tokens", "1", "--stop", "x"])
+    assert [mistake.split(" needs")[0] for mistake in found] == ["--stop"]
+    found = mistakes_of(["--model", str(without_tokenizer), "--interactive", "--chat"])
+    assert [mistake.split(" needs")[0] for mistake in found] == ["--interactive", "--chat"]
 
 
 def test_text_of_several_prompts_is_shown_in_order() -> None:

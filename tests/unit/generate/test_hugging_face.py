@@ -1,0 +1,179 @@
+"""Directories as transformers writes them: the same tokens as transformers, and the rest of what they hold."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM
+
+from megatron_ladder.cli.convert_checkpoint import main as convert
+from megatron_ladder.cli.generate import main
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.errors import UserError
+from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.loading import StoredModel, load_model, open_model
+from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.sampling import GREEDY
+from tests.unit.convert.saved_models import MODELS as KINDS
+from tests.unit.convert.saved_models import save_model
+from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, write_checkpoint
+
+NEW_TOKENS = 10
+CPU = torch.device("cpu")
+
+
+def greedy_by_transformers(model: torch.nn.Module) -> list[list[int]]:
+    found = []
+    for prompt in PROMPTS:
+        ids = model.generate(  # type: ignore[operator]
+            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+def greedy_by_us(stored: StoredModel, dtype: torch.dtype = torch.float32) -> list[list[int]]:
+    mesh = ProcessMesh.single()
+    engine = GenerationEngine(load_model(stored, mesh, dtype, CPU, overlap=True), mesh)
+    requests = [GenerationRequest(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS]
+    return [list(generation.ids) for generation in engine.generate(requests)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_types_give_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
+    expected = greedy_by_transformers(save_model(tmp_path, kind, tie_word_embeddings=kind == "qwen3"))
+    assert greedy_by_us(open_model(tmp_path, None, None)) == expected
+
+
+OWN = {name: MODELS[name] for name in ("ladder", "hybrid")}
+OWN["ladder-parallel"] = {"residual_mode": "ladder-parallel", "ladder_layers": (1, 2), "add_qkv_bias": True}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_our_own_type_gives_the_tokens_of_its_module(name: str, tmp_path: Path) -> None:
+    config = tiny_config(**OWN[name])
+    write_checkpoint(tmp_path / "run", config, reference_of(config)[0])
+    convert(["export", "--load", str(tmp_path / "run"), "--hf", str(tmp_path / "hf")])
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
+    stored = open_model(tmp_path / "hf", None, None)
+    assert stored.config.residual_mode == config.residual_mode
+    assert greedy_by_us(stored) == greedy_by_transformers(module)
+
+
+def test_numbers_are_turned_into_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    """From several files, and from pickled ones, of bf16."""
+    save_model(tmp_path, dtype=torch.bfloat16, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    expected = greedy_by_transformers(module)
+    assert greedy_by_us(open_model(tmp_path, None, None)) == expected
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    held = {name: tensor.bfloat16() for name, tensor in module.state_dict().items()}
+    torch.save(held, tmp_path / "pytorch_model.bin")
+    assert greedy_by_us(open_model(tmp_path, None, None)) == expected
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of words that puts <s> before a text, with a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    save_model(folder, "llama")
+    words = ["<unk>", "<s>", "</s>", "<user>", "<system>", "<assistant>", "<a>", "hello", "you", "be", "kind"]
+    words += [f"w{number}" for number in range(len(words), 301)]
+    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(words[:7])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 77]}))
+    return folder
+
+
+def ids_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[int]:
+    main([*argv, "--max-new-tokens", "2", "--json"])
+    ids: list[int] = json.loads(capsys.readouterr().out)["prompt_ids"]
+    return ids
+
+
+def test_prompts_are_dressed_as_the_tokenizer_and_its_template_say(
+    chat_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", str(chat_model), "--prompt", "hello you"]
+    assert ids_of(argv, capsys) == [1, 7, 8]
+    assert ids_of([*argv, "--chat"], capsys) == [3, 7, 8, 6]
+    assert ids_of([*argv, "--chat", "--system", "be kind"], capsys) == [4, 9, 10, 3, 7, 8, 6]
+    main([*argv, "--chat", "--max-new-tokens", "3", "--temperature", "0"])
+    assert "hello" not in capsys.readouterr().out
+    assert open_model(chat_model, None, None).eos_ids == {2, 77}
+
+
+def test_a_conversation_remembers_what_was_said(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", str(chat_model), "--max-new-tokens", "3", "--temperature", "0"]
+    spoken: list[tuple[int, ...]] = []
+    generate = GenerationEngine.generate
+
+    def noting(self: GenerationEngine, requests: list[GenerationRequest], *more: object) -> object:
+        spoken.extend(request.prompt_ids for request in requests)
+        return generate(self, requests, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(GenerationEngine, "generate", noting)
+    lines = "hello\n\n" + "you " * 200 + "\nyou"
+    for flags in (["--chat"], []):
+        spoken.clear()
+        monkeypatch.setattr("sys.stdin", _Lines(lines))
+        main([*argv, "--interactive", *flags])
+        captured = capsys.readouterr()
+        assert captured.err.splitlines()[-1].startswith("this line: ")
+        assert len(spoken) == 2
+        if flags:
+            assert spoken[0] == (3, 7, 6)
+            assert spoken[1][:3] == (3, 7, 5) and spoken[1][-3:] == (3, 8, 6)
+        else:
+            assert spoken == [(1, 7), (1, 8)]
+            assert captured.out.startswith("hello")
+
+
+class _Lines:
+    """Standard input of somebody who does not sit at a terminal."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = iter([*text.splitlines(keepends=True), ""])
+
+    def readline(self) -> str:
+        return next(self._lines)
+
+    def isatty(self) -> bool:
+        return False
+
+
+def mistake_of(folder: Path) -> str:
+    with pytest.raises(UserError) as raised:
+        main(["--model", str(folder), "--tokens", "1"])
+    return raised.value.mistakes[0]
+
+
+def test_damaged_directories_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    shard = tmp_path / "model.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    assert mistake_of(tmp_path).startswith(f"--model {shard}: not a whole safetensors file: ")
+    shard.write_bytes(b"\0" * len(whole))
+    assert mistake_of(tmp_path).startswith(f"--model {shard}: not a whole safetensors file: ")
+    shard.unlink()
+    assert "there are no weights" in mistake_of(tmp_path)
+    shard.write_bytes(whole)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "megatron_ladder"}))
+    assert "residual_mode" in mistake_of(tmp_path)
