@@ -43,6 +43,8 @@ class StaticKeyValueCache:
         # Zeros: what the mask hides is multiplied by 0, which does not make up for a NaN.
         self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self._values = [torch.zeros_like(keys) for keys in self._keys]
+        self._key_rows = [keys.flatten(0, 2) for keys in self._keys]
+        self._value_rows = [values.flatten(0, 2) for values in self._values]
         # Where each head of each sample begins, when all columns of all heads are counted through.
         self._first_rows = torch.arange(0, samples * kv_heads * positions, positions, device=device)
         self._first_rows = self._first_rows.view(samples, kv_heads)
@@ -67,12 +69,12 @@ class StaticKeyValueCache:
 
     def store_token(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Keys and values [b, kv_heads/t, 1, d], each head's of each sample to its row of `rows` [b kv_heads/t]."""
-        self._keys[layer].flatten(0, 2).index_copy_(0, rows, keys.flatten(0, 2))
-        self._values[layer].flatten(0, 2).index_copy_(0, rows, values.flatten(0, 2))
+        self._key_rows[layer].index_copy_(0, rows, keys.flatten(0, 2))
+        self._value_rows[layer].index_copy_(0, rows, values.flatten(0, 2))
 
     def first(self, layer: int, extent: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `extent` columns, [b, kv_heads/t, extent, d]."""
-        return self._keys[layer][:, :, :extent], self._values[layer][:, :, :extent]
+        return self._keys[layer].narrow(2, 0, extent), self._values[layer].narrow(2, 0, extent)
 
 
 class PromptColumns(NamedTuple):

@@ -73,19 +73,19 @@ def split_heads(
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `model.attention.split_heads`; queries and keys, which lie side by side, are turned together."""
-    heads = projected.unflatten(-1, (-1, head_dim))
+    positions, samples, _ = projected.shape
+    heads = projected.view(positions, samples, -1, head_dim)
     queries, keys, values = (width // head_dim for width in widths)
-    turning, v = heads.split([queries + keys, values], dim=2)
+    turning, v = heads.narrow(2, 0, queries + keys), heads.narrow(2, queries + keys, values)
     if norm_weights is not None:
-        q, k = turning.split([queries, keys], dim=2)
+        q, k = turning.narrow(2, 0, queries), turning.narrow(2, queries, keys)
         turning = torch.cat((norm(q, norm_weights[0], epsilon), norm(k, norm_weights[1], epsilon)), dim=2)
     half = head_dim // 2
-    turned = turning * table.cos
-    sin = table.sin[..., :half]
-    turned[..., :half].addcmul_(turning[..., half:], sin, value=-1)
-    turned[..., half:].addcmul_(turning[..., :half], sin)
-    q, k = turned.to(projected.dtype).permute(1, 2, 0, 3).split([queries, keys], dim=1)
-    return q, k, v.permute(1, 2, 0, 3)
+    turned, sin = turning * table.cos, table.sin.narrow(-1, 0, half)
+    turned.narrow(-1, 0, half).addcmul_(turning.narrow(-1, half, half), sin, value=-1)
+    turned.narrow(-1, half, half).addcmul_(turning.narrow(-1, 0, half), sin)
+    turned = turned.to(projected.dtype).permute(1, 2, 0, 3)
+    return turned.narrow(1, 0, queries), turned.narrow(1, queries, keys), v.permute(1, 2, 0, 3)
 
 
 def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

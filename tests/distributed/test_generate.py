@@ -52,7 +52,8 @@ def sampled_requests(seed: int) -> list[GenerationRequest]:
         SamplingParameters(seed=seed, temperature=1.5, top_k=30, top_p=0.9, repetition_penalty=1.3),
         SamplingParameters(seed=seed + 3, temperature=2.0, min_p=0.2, logprobs=True),
     ]
-    return [GenerationRequest(prompt, NEW_TOKENS, way) for prompt, way in zip((*PROMPTS, PROMPTS[0]), ways, strict=True)]
+    prompts = (*PROMPTS, PROMPTS[0])
+    return [GenerationRequest(prompt, NEW_TOKENS, way) for prompt, way in zip(prompts, ways, strict=True)]
 
 
 def greedy_and_sampled(engine: GenerationEngine) -> tuple[Tokens, Tokens]:
