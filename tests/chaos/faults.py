@@ -21,6 +21,7 @@ from tests.chaos.runs import (
     Moment,
     events,
     last_event,
+    last_step,
     losses,
     newest_iteration,
 )
@@ -85,7 +86,7 @@ def terminations(experiment: Experiment, count: int) -> str:
         codes = job.wait(ATTEMPT_SECONDS)
         output = job.output.read_text()
         assert set(codes.values()) == {0}, f"{asked.name} in a {moment} to ranks {list(ranks)}: {codes}\n{output}"
-        reached = max(losses(save), default=0)
+        reached = last_step(save)
         assert newest_iteration(save) == reached, f"{newest_iteration(save)} is saved, {reached} steps are done"
         if reached < STEPS:
             assert last_event(save, "stop")["reason"] == asked.name, output
@@ -93,6 +94,26 @@ def terminations(experiment: Experiment, count: int) -> str:
             experiment.finish(save)
         experiment.check(save)
     return f"{count} times exit 0 with the checkpoint of that step; resumed bitwise"
+
+
+def asked_to_end(experiment: Experiment) -> str:
+    """By a number of steps, a file and a time, one after another."""
+    save, switch = experiment.folder / "asked", experiment.folder / "switch"
+    switch.touch()
+    for flags, reason, steps, trains in (
+        ("--exit-interval 5", "--exit-interval 5", 5, True),
+        (f"--kill-switch-file {switch}", f"--kill-switch-file {switch}", 5, False),
+        # Over before the first step.
+        ("--exit-duration-in-mins 1e-6", "--exit-duration-in-mins 1e-06", 5, False),
+        ("--exit-interval 4 --async-save", "--exit-interval 4", 8, True),
+    ):
+        job = experiment.finish(save, *flags.split())
+        assert last_event(save, "stop")["reason"] == reason, job.output.read_text()
+        assert newest_iteration(save) == last_step(save) == steps, job.output.read_text()
+        assert ("nothing was trained" in job.output.read_text()) == (not trains), job.output.read_text()
+    experiment.finish(save)
+    experiment.check(save)
+    return "each ends with exit 0, saved or with nothing trained; resumed bitwise"
 
 
 def second_signal(experiment: Experiment) -> str:
@@ -169,7 +190,8 @@ def bad_numbers(experiment: Experiment) -> str:
     """NaN in one step: skipped and reported. NaN in three: the end with code 3."""
     bad = experiment.chance.randrange(2, STEPS)
     save = experiment.folder / "spoiled"
-    job, _ = experiment.start(save, prepare=spoiling(range(bad, bad + 1)))
+    no_spikes = "--loss-spike-factor", "100"
+    job, _ = experiment.start(save, *no_spikes, prepare=spoiling(range(bad, bad + 1)))
     codes = job.wait(ATTEMPT_SECONDS)
     assert set(codes.values()) == {0}, job.output.read_text()
     skip = last_event(save, "skip")
@@ -177,7 +199,7 @@ def bad_numbers(experiment: Experiment) -> str:
     assert losses(save).keys() == set(range(1, STEPS + 1)) - {bad}
     assert f"first bad parameter {skip['parameter']}, on rank {skip['rank']}" in job.output.read_text()
     hopeless = experiment.folder / "hopeless"
-    job, _ = experiment.start(hopeless, prepare=spoiling(range(bad, STEPS + 1)))
+    job, _ = experiment.start(hopeless, *no_spikes, prepare=spoiling(range(bad, STEPS + 1)))
     codes = job.wait(ATTEMPT_SECONDS)
     in_a_row = min(3, STEPS + 1 - bad)
     wanted = BAD_NUMBERS if in_a_row == 3 else 0

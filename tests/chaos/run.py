@@ -29,11 +29,12 @@ class ChaosConfig:
 
     layouts: tuple[Literal["tp", "pp", "dp"], ...] = ("tp", "pp", "dp")
     """Layouts of two processes, one after another."""
-    faults: tuple[Literal["kill", "term", "second-signal", "stop", "nan", "lock", "cost"], ...] = (
-        "kill", "term", "second-signal", "stop", "nan", "lock",
+    faults: tuple[Literal["kill", "term", "ask", "second-signal", "stop", "nan", "lock", "cost"], ...] = (
+        "kill", "term", "ask", "second-signal", "stop", "nan", "lock",
     )  # fmt: skip
-    """kill: SIGKILL at random moments. term: SIGTERM or SIGINT in a start, a step and a save. second-signal: another
-    one. stop: SIGSTOP of a rank. nan: bad gradients. lock: two runs on one directory. cost: what the hooks take."""
+    """kill: SIGKILL at random moments. term: SIGTERM or SIGINT in a start, a step and a save. ask: the end by
+    steps, file and time. second-signal: a second SIGTERM. stop: SIGSTOP of a rank. nan: bad gradients. lock: two runs
+    on one directory. cost: what the hooks take."""
     kills: int = 3
     """Kills, and as many terminations, in each layout."""
     seed: int = 0
@@ -55,6 +56,7 @@ def main(argv: Sequence[str]) -> None:
             known: dict[str, Callable[[], str]] = {
                 "kill": lambda e=experiment: faults.kills(e, config.kills),
                 "term": lambda e=experiment: faults.terminations(e, config.kills),
+                "ask": lambda e=experiment: faults.asked_to_end(e),
                 "second-signal": lambda e=experiment: faults.second_signal(e),
                 "stop": lambda e=experiment: faults.stopped_rank(e),
                 "nan": lambda e=experiment: faults.bad_numbers(e),

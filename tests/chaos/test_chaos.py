@@ -23,7 +23,7 @@ def test_killed_runs_resume_bitwise_in_every_layout() -> None:
     assert all("3 kills" in line and BITWISE in line for line in lines)
 
 
-@pytest.mark.parametrize(("layout", "faults"), [("tp", "term nan"), ("pp", "stop"), ("dp", "second-signal lock")])
+@pytest.mark.parametrize(("layout", "faults"), [("tp", "term nan ask"), ("pp", "stop"), ("dp", "second-signal lock")])
 def test_ends_that_are_asked_for_or_not(layout: str, faults: str) -> None:
     lines = chaos(f"--layouts {layout} --faults {faults} --seed 3", timeout=300)
     assert [line.split(":")[0] for line in lines] == [f"{layout} {fault}" for fault in faults.split()]
@@ -33,7 +33,7 @@ def test_ends_that_are_asked_for_or_not(layout: str, faults: str) -> None:
 @pytest.mark.parametrize("layout", ["tp", "pp", "dp"])
 def test_many_faults(layout: str) -> None:
     lines = chaos(f"--layouts {layout} --kills 30 --seed 4", timeout=1500)
-    assert len(lines) == 6 and "30 kills" in lines[0] and BITWISE in lines[0]
+    assert len(lines) == 7 and "30 kills" in lines[0] and BITWISE in lines[0]
 
 
 @pytest.mark.slow

@@ -102,9 +102,14 @@ sys.exit(max(codes))
 """
 POLITE = """
 import os, signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+CHILD = "import signal, time; signal.signal(15, lambda *_: print('child', flush=True)); print(); time.sleep(100)"
+child = subprocess.Popen([sys.executable, "-uc", CHILD], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
 def end(number, frame):
-    child.kill(); print(f"rank {os.environ['RANK']} got {number}\\n", end="", flush=True); sys.exit(0)
+    time.sleep(0.3)
+    child.kill()
+    print(f"{child.stdout.read()}rank {os.environ['RANK']} got {number}\\n", end="", flush=True)
+    sys.exit(0)
 signal.signal(signal.SIGTERM, end)
 print("rank up\\n", end="", flush=True)
 time.sleep(100)

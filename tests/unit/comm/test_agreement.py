@@ -1,14 +1,20 @@
 """What ranks tell one another at the start: here they are threads around one store."""
 
+import re
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from megatron_ladder.comm import agreement
 from megatron_ladder.comm.agreement import Host, Peers, Report, agree, name_ranks
+from megatron_ladder.comm.watch import silent_ranks
 from megatron_ladder.errors import LostPeerError, UserError
 
 HOSTS = [Host("node-a", "10.0.0.1"), Host("node-a", "10.0.0.1"), Host("node-b", "10.0.0.2"), Host("node-b", "10.0.0.2")]
@@ -120,3 +126,48 @@ def test_a_board_that_does_not_answer_tells_of_rank_0() -> None:
     assert peers.board is not None
     peers.board.set_timeout(timedelta(seconds=0.05))
     assert peers.silent([0, 3]) == [0] and peers.silent([2, 3]) == []
+
+
+STORE = """
+import time
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_board_whose_process_is_stopped_holds_nobody_up() -> None:
+    """Having waited in vain, torch's store waits without limit for an answer to that."""
+    server = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        peers = Peers(HOSTS)
+        peers.open_board(TCPStore("127.0.0.1", port, is_master=False, timeout=SOON, wait_for_workers=False))
+        peers.beat(2, 7)
+        peers.say_waiting(1, True)
+        assert peers.silent([0, 1, 2]) == [0, 2]
+        beat = peers.last_beats([2])
+        assert re.fullmatch(r"rank 2: \d\d:\d\d:\d\d UTC after iteration 7", beat)
+        server.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert peers.silent([0, 1, 2]) == [0] and peers.last_beats([2]) == ""
+        peers.say_waiting(1, False)
+        assert time.monotonic() - began < agreement.BOARD_SECONDS + 1
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_if_all_partners_wait_another_rank_is_lost() -> None:
+    """Of (0, 2) and (1, 3) in groups, rank 3 is stopped: rank 0 waits for rank 2, which waits for it."""
+    peers = Peers([*HOSTS], HashStore())
+    assert peers.board is not None
+    peers.board.append(agreement.WAITING, "")
+    for rank in (1, 2):
+        peers.say_waiting(rank, True)
+    assert silent_ranks([2], peers) == [3] and silent_ranks([3], peers) == [3]
+    peers.say_waiting(3, True)
+    assert silent_ranks([2], peers) == [2], "all wait, and nobody is found"
