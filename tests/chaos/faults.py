@@ -147,7 +147,8 @@ def stopped_rank(experiment: Experiment) -> str:
     seconds, output = time.monotonic() - began, job.output.read_text()
     job.kill()
     assert codes[other] == LOST_PEER, output
-    assert seconds < 1.25 * TIMEOUT_SECONDS + GRACE_SECONDS + 3, seconds
+    # A busy machine is slow to notice, and to end.
+    assert seconds < 1.25 * TIMEOUT_SECONDS + GRACE_SECONDS + 10, seconds
     named = rf"error: rank {other}: LostPeerError: rank {rank} on {socket.gethostname()} \(127\.0\.0\.1\) is gone"
     assert re.search(named, output), output
     hang = last_event(save, "hang")
