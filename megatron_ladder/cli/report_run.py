@@ -151,8 +151,9 @@ def draw(events: Sequence[dict[str, Any]], summary: Summary) -> "Figure":
     for attempt in summary.attempts:
         times = [hours(event["time"]) for event in attempt.progress]
         losses = [float(event["loss"]) for event in attempt.progress]
-        loss_axis.plot(times, losses, color="C0", linewidth=1)
-        speed_axis.plot(times, [event["tokens_per_second"] for event in attempt.progress], color="C0", linewidth=1)
+        speeds = [event["tokens_per_second"] for event in attempt.progress]
+        for axis, values in ((loss_axis, losses), (speed_axis, speeds)):
+            axis.plot(times, values, color="C0", linewidth=1, marker=".", markersize=2)
     marks = [("skip", hours(event["time"])) for event in events if event["event"] in ("skip", "spike")]
     marks += [("hang", hours(event["time"])) for event in events if event["event"] == "hang"]
     for number, attempt in enumerate(summary.attempts, start=1):

@@ -234,7 +234,8 @@ def cost(experiment: Experiment, job_steps: int = 400) -> str:
     """Seconds of a step that go into stopping, guarding and recording, against those of the step."""
     save = experiment.folder / "cost"
     job: Job
-    job, _ = experiment.start(save, "--train-iters", str(job_steps), "--log-interval", "10", prepare=timing(save))
+    flags = f"--train-iters {job_steps} --log-interval 10 --loss-spike-factor 100 --loss-spike-window 64"
+    job, _ = experiment.start(save, *flags.split(), prepare=timing(save))
     codes = job.wait(4 * ATTEMPT_SECONDS)
     assert set(codes.values()) == {0}, job.output.read_text()
     hooks, steps = ([float(line) for line in (save / name).read_text().split()] for name in ("hooks", "steps"))
