@@ -49,7 +49,9 @@ DATA = [
     "pyarrow>=17",
     "tiktoken>=0.9,<1",
 ]
-TEST = ["mypy>=1.18", "pytest>=8.4", "ruff>=0.14", "transformers>=5.0,<6", *DATA, *PLOT]
+# To compare logits of conversions, and for the example that adapts a Llama.
+HF = ["transformers>=5.0,<6"]
+TEST = ["mypy>=1.18", "pytest>=8.4", "ruff>=0.14", *DATA, *HF, *PLOT]
 
 
 def read_version() -> str:
@@ -71,7 +73,7 @@ setup(
     packages=find_packages(include=["megatron_ladder", "megatron_ladder.*"]),
     package_data={"megatron_ladder": ["py.typed"]},
     install_requires=REQUIRED,
-    extras_require={"data": DATA, "plot": PLOT, "test": TEST},
+    extras_require={"data": DATA, "hf": HF, "plot": PLOT, "test": TEST},
     entry_points={
         "console_scripts": [
             f"megatron-ladder-{program} = megatron_ladder.cli.{module}:entry_point"

@@ -44,8 +44,8 @@ class PreprocessConfig:
     """Every record is a conversation, written by the tokenizer's own template. What the assistant says is marked in
     PREFIX_messages_document_loss_mask.bin. Training packs conversations whole."""
     chat_keys: tuple[str, ...] = ("messages",)
-    """Keys of a conversation: of its list of messages, each with role and content; or of an instruction and an output;
-    or of an instruction, an input that is added to it, and an output."""
+    """Keys of a conversation: of its list of messages, each with role and content, or from (human, gpt) and value; or
+    of an instruction and an output; or of an instruction, an input that is added to it, and an output."""
     chat_template: Path | None = None
     """File with a Jinja template to use instead of the tokenizer's own."""
     append_eod: bool = False

@@ -21,13 +21,16 @@ from megatron_ladder.data.reading.protocol import BadRecord, Parsed, Reading
 from megatron_ladder.data.tokenizers import Tokenizer, TokenizerSource, load_source, source_of
 from megatron_ladder.errors import UserError
 
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+"""What conversations in ShareGPT's form call who speaks; other names are roles as they stand."""
+
 
 def read_messages(keys: Sequence[str], values: Sequence[Any]) -> list[Message]:
     """The messages of a record.
 
     Args:
-        keys: of a list of objects with `role` and `content`; or of an instruction and an output; or of an
-            instruction, of what is added to it after an empty line, and of an output.
+        keys: of a list of objects with `role` and `content`, or `from` and `value`; or of an instruction and an
+            output; or of an instruction, of what is added to it after an empty line, and of an output.
         values: what the record has under them.
 
     Raises:
@@ -45,6 +48,7 @@ def read_messages(keys: Sequence[str], values: Sequence[Any]) -> list[Message]:
 def _checked(key: str, messages: object) -> list[Message]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise NotRendered(f"a list of messages expected under {key!r}")
+    messages = [_with_role(message) for message in messages]
     for place, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise NotRendered(f"{key}[{place}]: an object with a 'role' expected")
@@ -53,6 +57,14 @@ def _checked(key: str, messages: object) -> list[Message]:
             raise NotRendered(f"{key}[{place}]: a text expected under 'content', a {kind} found")
     # Columns of a table have every key in every row, with nothing in those that a message lacks.
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
+def _with_role(message: Any) -> Any:
+    """A message of ShareGPT's form, `from` and `value`, in the usual one; any other as it is."""
+    if not (isinstance(message, dict) and isinstance(message.get("from"), str) and message.get("role") is None):
+        return message
+    speaker = message["from"]
+    return {"role": SHAREGPT_ROLES.get(speaker, speaker), "content": message.get("value")}
 
 
 class Conversation(NamedTuple):

@@ -182,6 +182,20 @@ def test_records_without_a_conversation(keys: list[str], values: list[Any], erro
         read_messages(keys, values)
 
 
+def test_messages_in_the_form_of_sharegpt() -> None:
+    """As of BAAI/Infinity-Instruct; a table's column has all keys in every row."""
+    written: list[dict[str, Any]] = [
+        {"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"},
+        {"from": "gpt", "value": "Hello", "role": None},
+    ]  # fmt: skip
+    assert read_messages(["conversations"], [written]) == [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+    ]  # fmt: skip
+    usual: dict[str, Any] = {"role": "user", "from": "human", "content": "Hi"}
+    assert read_messages(["messages"], [[usual]]) == [usual]
+
+
 def documents_of(prefix: Path) -> list[tuple[list[int], list[int]]]:
     dataset = IndexedDataset(prefix)
     assert dataset.loss_mask is not None

@@ -1,0 +1,264 @@
+"""Compares models on conversations that they were not trained on, and prints a table.
+
+For every model: the perplexity of what the assistant says, by tools/generate.py --score, given all that was said
+before. Where lm-eval is installed, also the share of conversations in which the model finds the last answer more likely
+than three answers from other conversations (a local task, made here), and the tasks of --lm-eval-tasks.
+"""
+
+import importlib.util
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from megatron_ladder.config.fields import parse_command_line  # noqa: E402
+from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages  # noqa: E402
+from megatron_ladder.data.chat_template import Message, NotRendered  # noqa: E402
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer  # noqa: E402
+from megatron_ladder.errors import UserError, run_program  # noqa: E402
+
+GENERATE = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
+TASK = "which_answer"
+CHOICES = 4
+TASK_FILE = """\
+task: {task}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+"""
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Models and conversations."""
+
+    models: tuple[str, ...]
+    """NAME=DIR for each: a Hugging Face directory, or a directory of training checkpoints."""
+    tokenizer: Path
+    """Directory with the tokenizer.json and the chat template of all of them."""
+    held_out: Path
+    """JSON lines of conversations."""
+    output: Path
+    """Folder for what goes to and comes from the other programs, and for table.md."""
+    chat_keys: tuple[str, ...] = ("messages",)
+    """As of preprocess_data.py."""
+    conversations: int = 200
+    """Of the file, from its beginning."""
+    seq_length: int = 4096
+    """Longer conversations are left out."""
+    tp: int = 1
+    """Processes that share a model."""
+    lm_eval_tasks: tuple[str, ...] = ()
+    """Further tasks of lm-eval, which it downloads."""
+    no_lm_eval: bool = False
+    """Leave lm-eval aside though it is installed."""
+
+
+class HeldOut(NamedTuple):
+    """One conversation."""
+
+    messages: Sequence[Message]
+    text: str
+    tokens: Conversation
+
+
+def read_held_out(options: EvaluateOptions, encoder: ConversationEncoder) -> list[HeldOut]:
+    """The first conversations of the file that are short enough.
+
+    Raises:
+        UserError: the file cannot be read, a line is no conversation, or none is left.
+    """
+    found: list[HeldOut] = []
+    try:
+        lines = options.held_out.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--held-out {options.held_out}: cannot be read: {error}") from None
+    for number, line in enumerate(lines[: options.conversations], 1):
+        try:
+            record = json.loads(line)
+            messages = read_messages(options.chat_keys, [record.get(key) for key in options.chat_keys])
+            rendered = encoder.render(messages)
+        except (AttributeError, json.JSONDecodeError, NotRendered) as error:
+            raise UserError(f"--held-out {options.held_out}, line {number}: no conversation: {error}") from None
+        (tokens,) = encoder.encode([rendered])
+        if tokens.loss_mask[1:].any() and len(tokens.token_ids) <= options.seq_length:
+            found.append(HeldOut(messages, rendered.text, tokens))
+    if not found:
+        raise UserError(
+            f"--held-out {options.held_out}: no conversation with an answer and at most --seq-length "
+            f"{options.seq_length} tokens: give others"
+        )
+    return found
+
+
+def perplexity(held_out: Sequence[HeldOut], scores: Sequence[Mapping[str, Any]]) -> float:
+    """Of the tokens that the assistant says, all conversations together.
+
+    Args:
+        scores: what tools/generate.py --score --logprobs --json says of each text.
+
+    Raises:
+        RuntimeError: other tokens were scored than training reads.
+    """
+    total, count = 0.0, 0
+    for conversation, score in zip(held_out, scores, strict=True):
+        if score["prompt_ids"] != conversation.tokens.token_ids.tolist():
+            raise RuntimeError(f"{GENERATE.name} scored other tokens than training reads: {score['prompt_ids'][:20]}")
+        said = conversation.tokens.loss_mask[1:].astype(bool).tolist()
+        chosen = [logprob for logprob, counts in zip(score["logprobs"], said, strict=True) if counts]
+        total, count = total + sum(chosen), count + len(chosen)
+    return math.exp(-total / count)
+
+
+def score(model: Path, texts: Path, options: EvaluateOptions) -> list[dict[str, Any]]:
+    """Runs tools/generate.py; its messages go to stderr."""
+    command = [
+        sys.executable, str(GENERATE), "--model", str(model), "--tp", str(options.tp), "--prompt-file", str(texts),
+        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(options.tokenizer),
+        "--score", "--logprobs", "--json",
+    ]  # fmt: skip
+    lines = run(command, subprocess.PIPE).splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def run(command: Sequence[str], stdout: int | None) -> str:
+    """What the command writes.
+
+    Raises:
+        UserError: it failed; it has said why on stderr.
+    """
+    done = subprocess.run(command, stdout=stdout, text=True)
+    if done.returncode:
+        raise UserError(f"{' '.join(command[1:4])}: ended with exit code {done.returncode}; see above")
+    return done.stdout or ""
+
+
+def write_task(held_out: Sequence[HeldOut], encoder: ConversationEncoder, folder: Path) -> None:
+    """A task of lm-eval: whose answer is it? Three wrong ones are drawn from other conversations."""
+    numbers = random.Random(0)
+    last = [conversation.messages[-1] for conversation in held_out]
+    answers = sorted({message["content"] for message in last if is_text_answer(message)})
+    if len(answers) < CHOICES:
+        raise UserError(f"--held-out: {len(answers)} different last answers, at least {CHOICES} needed: give more")
+    lines = []
+    for conversation, message in zip(held_out, last, strict=True):
+        if not is_text_answer(message):
+            continue
+        right = message["content"]
+        others = [answer for answer in numbers.sample(answers, CHOICES) if answer != right][: CHOICES - 1]
+        place = numbers.randrange(CHOICES)
+        choices = [*others[:place], right, *others[place:]]
+        context = encoder.template.prompt(conversation.messages[:-1])
+        lines.append(json.dumps({"context": context, "choices": choices, "answer": place}) + "\n")
+    (folder / f"{TASK}.jsonl").write_text("".join(lines), encoding="utf-8")
+    text = TASK_FILE.format(task=TASK, path=json.dumps(str(folder / f"{TASK}.jsonl")))
+    (folder / f"{TASK}.yaml").write_text(text, encoding="utf-8")
+
+
+def is_text_answer(message: Message) -> bool:
+    """Whether the assistant says this, in one text."""
+    return message["role"] == "assistant" and isinstance(message.get("content"), str)
+
+
+def run_lm_eval(name: str, model: Path, options: EvaluateOptions) -> dict[str, float]:
+    """Task and metric -> result."""
+    import torch
+
+    results = options.output / f"lm_eval_{name}"
+    tasks = [TASK, *options.lm_eval_tasks]
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    command = [
+        sys.executable, "-m", "lm_eval", "--model", "hf",
+        "--model_args", f"pretrained={model},trust_remote_code=True,dtype=auto", "--tasks", ",".join(tasks),
+        "--include_path", str(options.output), "--device", device, "--batch_size", "8",
+        "--output_path", str(results),
+    ]  # fmt: skip
+    run(command, subprocess.DEVNULL)
+    newest = max(results.rglob("results*.json"), key=lambda path: path.stat().st_mtime)
+    return first_metrics(json.loads(newest.read_text())["results"], tasks)
+
+
+def first_metrics(results: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -> dict[str, float]:
+    """The first number of each task that is no error bar, as "task metric"."""
+    found = {}
+    for task in tasks:
+        for metric, value in results.get(task, {}).items():
+            if isinstance(value, float) and "stderr" not in metric:
+                found[f"{task} {metric.partition(',')[0]}"] = value
+                break
+    return found
+
+
+def table(rows: Mapping[str, Mapping[str, float]]) -> str:
+    """Markdown; a column for everything that any model has, a dash where one has it not."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    lines = [["model", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[name, *(f"{row[c]:.3f}" if c in row else "-" for c in columns)] for name, row in rows.items()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def named_models(words: Sequence[str]) -> dict[str, Path]:
+    """NAME=DIR, read.
+
+    Raises:
+        UserError: a word is not of that form, or names no directory.
+    """
+    mistakes, found = [], {}
+    for word in words:
+        name, equals, path = word.partition("=")
+        if not (name and equals and Path(path).is_dir()):
+            mistakes.append(f"--models {word}: expected NAME=DIR with a directory that exists")
+        found[name] = Path(path)
+    if mistakes:
+        raise UserError(*mistakes)
+    return found
+
+
+def main(argv: Sequence[str]) -> None:
+    """Evaluates every model, and prints and writes the table."""
+    options: EvaluateOptions
+    (options,) = parse_command_line(
+        [EvaluateOptions], argv, program="evaluate.py", description="Compares models on held-out conversations."
+    )
+    models = named_models(options.models)
+    encoder = ConversationEncoder(HuggingFaceTokenizer(options.tokenizer))
+    held_out = read_held_out(options, encoder)
+    options.output.mkdir(parents=True, exist_ok=True)
+    texts = options.output / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"prompt": one.text}) + "\n" for one in held_out), encoding="utf-8")
+    with_lm_eval = importlib.util.find_spec("lm_eval") is not None and not options.no_lm_eval
+    if with_lm_eval:
+        write_task(held_out, encoder, options.output)
+    rows: dict[str, dict[str, float]] = {}
+    for name, model in models.items():
+        rows[name] = {"perplexity": perplexity(held_out, score(model, texts, options))}
+        if with_lm_eval and (model / "config.json").is_file():
+            rows[name] |= run_lm_eval(name, model, options)
+    said = sum(int(one.tokens.loss_mask[1:].sum()) for one in held_out)
+    text = f"{len(held_out)} held-out conversations, {said:,} tokens that the assistant says\n\n{table(rows)}"
+    (options.output / "table.md").write_text(text, encoding="utf-8")
+    print(text, end="")
+    if not with_lm_eval:
+        print('\nFor more columns: pip install "lm-eval[hf]", and run the same command again.')
+
+
+def entry_point() -> NoReturn:
+    """Console entry point."""
+    run_program(main)
+
+
+if __name__ == "__main__":
+    entry_point()

@@ -1,0 +1,57 @@
+"""Prints the flags by which pretrain_ladder.py builds the model of a Hugging Face directory, a word a line.
+
+The wiring is not among them: whoever adapts a model decides it.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from megatron_ladder.config.fields import flag_name, parse_command_line  # noqa: E402
+from megatron_ladder.config.model import ModelConfig, ModelFlags  # noqa: E402
+from megatron_ladder.convert.hf_directory import open_hf_directory  # noqa: E402
+from megatron_ladder.errors import run_program  # noqa: E402
+
+WIRING = ("residual_mode", "residual_staleness", "ladder_layers", "desync_interval", "desync_tp")
+
+
+@dataclass(frozen=True)
+class FlagsOptions:
+    """Input."""
+
+    hf: Path
+    """Directory with config.json and safetensors, of which the headers are read."""
+
+
+def model_flags(model: ModelConfig) -> list[str]:
+    """Flags and values for all that differs from the trainer's defaults, but for the wiring."""
+    words = []
+    for name, value in model.to_dict().items():
+        if name in WIRING or value == getattr(ModelFlags, name):
+            continue
+        words.append(flag_name(name))
+        if value is not True:
+            words.append(str(value))
+    return words
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the directory and prints the flags."""
+    options: FlagsOptions
+    (options,) = parse_command_line(
+        [FlagsOptions], argv, program="model_flags.py", description="Flags of pretrain_ladder.py for a model."
+    )
+    print(*model_flags(open_hf_directory(options.hf).model), sep="\n")
+
+
+def entry_point() -> NoReturn:
+    """Console entry point."""
+    run_program(main)
+
+
+if __name__ == "__main__":
+    entry_point()

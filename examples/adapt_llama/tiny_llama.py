@@ -1,0 +1,156 @@
+"""Makes what the small version of the example starts from, without a download, in half a minute on a CPU.
+
+DIR/source is a Llama with random weights, trained by transformers and plain PyTorch for --steps on small exercises
+(repeat, count, compare), so that it has something to lose; with it lie a tokenizer and a chat template in the style of
+Llama 3. DIR/train.jsonl and DIR/held_out.jsonl hold conversations of these exercises, with no conversation in both.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tokenizers
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from megatron_ladder.config.fields import parse_command_line  # noqa: E402
+from megatron_ladder.data.chat import Conversation, ConversationEncoder  # noqa: E402
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer  # noqa: E402
+from megatron_ladder.errors import run_program  # noqa: E402
+
+WORDS = "red blue green black white brown grey pink gold silver".split()
+SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "rope_theta": 10000.0,
+}  # fmt: skip
+VOCABULARY = 512
+PADDED_TO = 72
+"""Tokens; the longest conversation has fewer."""
+BATCH = 16
+LEARNING_RATE = 3e-3
+
+
+@dataclass(frozen=True)
+class TinyOptions:
+    """Output."""
+
+    output: Path
+    """Folder for source/, train.jsonl and held_out.jsonl."""
+    conversations: int = 4000
+    """Lines of train.jsonl."""
+    held_out: int = 100
+    """Lines of held_out.jsonl."""
+    steps: int = 300
+    """Steps in which the model learns the exercises."""
+
+
+def exercise(numbers: random.Random) -> tuple[str, str]:
+    """A question and its answer."""
+    kind = numbers.randrange(3)
+    if kind == 0:
+        text = " ".join(numbers.choices(WORDS, k=numbers.randint(2, 5)))
+        return f"Repeat: {text}", text
+    if kind == 1:
+        first = numbers.randint(1, 80)
+        last = first + numbers.randint(2, 6)
+        return f"Count from {first} to {last}", " ".join(map(str, range(first, last + 1)))
+    one, other = numbers.sample(range(1, 100), 2)
+    return f"Which is larger, {one} or {other}?", f"{max(one, other)} is larger."
+
+
+def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
+    """So many conversations of one or two different exercises, no two alike."""
+    numbers = random.Random(seed)
+    found: dict[str, list[dict[str, str]]] = {}
+    while len(found) < count:
+        messages = []
+        for _ in range(numbers.randint(1, 2)):
+            question, answer = exercise(numbers)
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        found[json.dumps(messages)] = messages
+    return list(found.values())
+
+
+def make_tokenizer(texts: Sequence[str], folder: Path) -> None:
+    """A byte-level tokenizer of these texts, with the template beside it, as transformers saves them."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=SPECIALS, show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    library.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=library, bos_token=SPECIALS[0], eos_token=SPECIALS[4], chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def train(model: LlamaForCausalLM, encoded: Sequence[Conversation], steps: int) -> float:
+    """Trains on what the assistant says, and returns the last loss."""
+    ids = torch.zeros(len(encoded), PADDED_TO, dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for row, (tokens, mask) in enumerate(encoded):
+        tokens, said = torch.from_numpy(tokens), torch.from_numpy(mask).bool()
+        ids[row, : len(tokens)] = tokens
+        labels[row, : len(tokens)] = torch.where(said, tokens, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
+    generator = torch.Generator().manual_seed(0)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        rows = torch.randint(0, len(ids), (BATCH,), generator=generator)
+        loss = model(input_ids=ids[rows], labels=labels[rows]).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def main(argv: Sequence[str]) -> None:
+    """Writes the conversations, then the model."""
+    options: TinyOptions
+    (options,) = parse_command_line(
+        [TinyOptions], argv, program="tiny_llama.py", description="A tiny Llama and conversations."
+    )
+    source = options.output / "source"
+    source.mkdir(parents=True, exist_ok=True)
+    whole = conversations(options.held_out + options.conversations, seed=0)
+    held_out, training = whole[: options.held_out], whole[options.held_out :]
+    for name, some in (("held_out", held_out), ("train", training)):
+        lines: list[dict[str, Any]] = [{"messages": messages} for messages in some]
+        (options.output / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    make_tokenizer([message["content"] for messages in training for message in messages], source)
+    encoder = ConversationEncoder(HuggingFaceTokenizer(source))
+    encoded = encoder.encode([encoder.render(messages) for messages in training])
+    torch.manual_seed(0)
+    bos, eos = 0, 4
+    config = LlamaConfig(**SIZES, vocab_size=VOCABULARY, bos_token_id=bos, eos_token_id=eos, pad_token_id=None)
+    model = LlamaForCausalLM(config)
+    loss = train(model, encoded, options.steps)
+    model.to(torch.bfloat16).save_pretrained(source)
+    print(f"{source}: {model.num_parameters():,} parameters, loss {loss:.3f} after {options.steps} steps")
+
+
+def entry_point() -> NoReturn:
+    """Console entry point."""
+    run_program(main)
+
+
+if __name__ == "__main__":
+    entry_point()
