@@ -7,9 +7,9 @@
 #     bash examples/adapt_llama/adapt.sh ... --dry-run         says what would be run, and checks the source's headers
 #     bash examples/adapt_llama/adapt.sh ... -- FLAGS          further flags go to pretrain_ladder.py and win
 #
-# Further flags: --run FOLDER, --chat-keys "KEYS", --gpus N, --tp N, --lm-eval-tasks "TASKS", and --python PATH, an
-# interpreter that has what is needed, instead of this script's own environment (.venv). --conversations may be given
-# several times. Run again, it does only what is not done yet: training goes on from its last checkpoint.
+# Further flags: --run FOLDER, --tokens N, --chat-keys "KEYS", --gpus N, --tp N, --lm-eval-tasks "TASKS", and --python
+# PATH, an interpreter that has what is needed, instead of this script's own environment (.venv). --conversations may be
+# given several times. Run again, it does only what is not done yet: training goes on from its last checkpoint.
 # examples/adapt_llama/README.md says what to expect.
 set -euo pipefail
 
@@ -36,12 +36,14 @@ warmup=200
 global_batch=32
 seq_length=4096
 # Ours: the rest of the recipe, and how often to save and to evaluate.
-recipe=(--min-lr 0 --lr-decay-style cosine --weight-decay 0 --clip-grad 1 --adam-beta1 0.9 --adam-beta2 0.95)
+recipe=(--min-lr 0 --lr-decay-style cosine --weight-decay 0 --clip-grad 1 --adam-beta1 0.9 --adam-beta2 0.95
+    --reset-position-ids --reset-attention-mask)
 intervals=(--save-interval 500 --keep-last-n-checkpoints 2 --eval-interval 500 --eval-iters 20 --log-interval 10)
 
 tiny=false
 dry_run=false
 own_python=""
+given_tokens=""
 given_conversations=()
 lm_eval_tasks=()
 training_flags=()
@@ -69,6 +71,7 @@ while [ $# -gt 0 ]; do
         --held-out) held_out=$2 ;;
         --chat-keys) chat_keys=$2 ;;
         --run) run=$2 ;;
+        --tokens) given_tokens=$2 ;;
         --gpus) processes=$2 ;;
         --tp) tp=$2 layout+=(--tensor-model-parallel-size "$2") ;;
         --lm-eval-tasks) read -ra lm_eval_tasks <<<"$2" ;;
@@ -91,6 +94,7 @@ if "$tiny"; then
     intervals=(--save-interval 40 --keep-last-n-checkpoints 2 --eval-interval 40 --eval-iters 4 --log-interval 10)
 fi
 read -ra keys <<<"$chat_keys"
+tokens=${given_tokens:-$tokens}
 
 mistakes=()
 need() {
@@ -108,7 +112,7 @@ if "$tiny" && "$dry_run"; then
 fi
 [ ${#mistakes[@]} -eq 0 ] || fail "${mistakes[@]}"
 
-mkdir -p "$run/done"
+"$dry_run" || mkdir -p "$run/done"
 absolute() { (cd "$(dirname "$1")" && printf '%s/%s\n' "$(pwd -P)" "$(basename "$1")"); }
 run=$(absolute "$run")
 if "$tiny"; then
@@ -123,8 +127,7 @@ done
 cd "$repository"
 
 # shellcheck disable=SC2034  # stages.sh reads it
-stages=7
-[ "$tiny" = true ] || stages=6
+stages=$("$tiny" && echo 7 || echo 6)
 source examples/stages.sh
 
 if "$dry_run"; then
@@ -149,11 +152,22 @@ tokenise() {
     preprocess train "$@"
 }
 
-# heal FLAGS...: begins with the imported weights, or goes on from the newest checkpoint.
+# heal FLAGS...: begins with the imported weights, or goes on from the newest checkpoint of those.
 heal() {
-    local begin=(--load "$run/imported" --finetune)
-    [ ! -e "$run/checkpoints/latest" ] || begin=(--load "$run/checkpoints")
+    local begin=(--load "$run/imported" --finetune) newest
+    if [ -e "$run/checkpoints/latest" ]; then
+        cmp -s "$run/done/import" "$run/done/began_with" || fail \
+            "$run/checkpoints: began with another import than $run/imported: move them away, or give another --run"
+        begin=(--load "$run/checkpoints")
+    fi
+    cp "$run/done/import" "$run/done/began_with"
     launch "$@" "${begin[@]}"
+    # A training that is asked to stop saves and ends well, before its last step.
+    newest=$(cat "$run/checkpoints/latest")
+    if [ "${newest%.*}" != "$(printf 'iter_%07d' "$steps")" ]; then
+        echo "healing was stopped at $newest of $steps steps" >&2
+        return 1
+    fi
 }
 
 export_hf() {
@@ -175,8 +189,9 @@ evaluate() {
 if [ -n "$own_python" ]; then
     announce "Python environment: $own_python"
     python=$(command -v "$own_python") || fail "--python $own_python: there is no such program"
-    has deepspeed && has transformers ||
+    if ! has deepspeed || ! has transformers; then
         fail "--python $own_python: lacks deepspeed or transformers: install '.[data,hf]', or leave --python out"
+    fi
 else
     announce "Python environment"
     prepare_environment data,hf

@@ -1,7 +1,7 @@
 """Makes what the small version of the example starts from, without a download, in half a minute on a CPU.
 
 DIR/source is a Llama with random weights, trained by transformers and plain PyTorch for --steps on small exercises
-(repeat, count, compare), so that it has something to lose; with it lie a tokenizer and a chat template in the style of
+(words in a circle, counting in a circle), so that it has something to lose; with it lie a tokenizer and a chat template in the style of
 Llama 3. DIR/train.jsonl and DIR/held_out.jsonl hold conversations of these exercises, with no conversation in both.
 """
 
@@ -25,6 +25,8 @@ from megatron_ladder.data.tokenizers import HuggingFaceTokenizer  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
 
 WORDS = "red blue green black white brown grey pink gold silver".split()
+LARGEST = 60
+"""Numbers of the exercises are below it."""
 SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
@@ -36,7 +38,7 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 512, "rope_theta": 10000.0,
 }  # fmt: skip
 VOCABULARY = 512
-PADDED_TO = 72
+PADDED_TO = 96
 """Tokens; the longest conversation has fewer."""
 BATCH = 16
 LEARNING_RATE = 3e-3
@@ -58,25 +60,21 @@ class TinyOptions:
 
 def exercise(numbers: random.Random) -> tuple[str, str]:
     """A question and its answer."""
-    kind = numbers.randrange(3)
-    if kind == 0:
-        text = " ".join(numbers.choices(WORDS, k=numbers.randint(2, 5)))
-        return f"Repeat: {text}", text
-    if kind == 1:
-        first = numbers.randint(1, 80)
-        last = first + numbers.randint(2, 6)
-        return f"Count from {first} to {last}", " ".join(map(str, range(first, last + 1)))
-    one, other = numbers.sample(range(1, 100), 2)
-    return f"Which is larger, {one} or {other}?", f"{max(one, other)} is larger."
+    if numbers.random() < 0.5:
+        place = numbers.randrange(len(WORDS))
+        step, asked = numbers.choice([(1, "after"), (-1, "before")])
+        return f"What comes {asked} {WORDS[place]}?", f"{WORDS[(place + step) % len(WORDS)]} comes {asked} it."
+    first = numbers.randrange(LARGEST)
+    return f"Count on from {first}", " ".join(str((first + more) % LARGEST) for more in range(1, 5))
 
 
 def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
-    """So many conversations of one or two different exercises, no two alike."""
+    """So many conversations of two or three exercises, no two alike."""
     numbers = random.Random(seed)
     found: dict[str, list[dict[str, str]]] = {}
     while len(found) < count:
         messages = []
-        for _ in range(numbers.randint(1, 2)):
+        for _ in range(numbers.randint(2, 3)):
             question, answer = exercise(numbers)
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         found[json.dumps(messages)] = messages

@@ -1,0 +1,124 @@
+"""The example that adapts a Llama: its command lines for the 8B, and the whole of its small version."""
+
+import json
+import math
+import re
+import shlex
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+from tests.distributed.commands import REPOSITORY_ROOT, run_command
+
+SCRIPT = REPOSITORY_ROOT / "examples" / "adapt_llama" / "adapt.sh"
+LAYERS, HIDDEN, MLP, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 32, 4096, 14336, 32, 8, 128, 128256
+LLAMA_3_1_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
+    "intermediate_size": MLP, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "num_key_value_heads": KEY_VALUE_HEADS, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}  # fmt: skip
+"""config.json of Llama-3.1-8B-Instruct, as published."""
+
+
+def headers_alone(folder: Path) -> Path:
+    """A directory whose weights are as long as the 8B's, and hold a header and nothing else: a hole of 16 GB."""
+    layer = {
+        "input_layernorm": [HIDDEN], "post_attention_layernorm": [HIDDEN],
+        "self_attn.q_proj": [HEADS * HEAD, HIDDEN], "self_attn.o_proj": [HIDDEN, HEADS * HEAD],
+        "self_attn.k_proj": [KEY_VALUE_HEADS * HEAD, HIDDEN], "self_attn.v_proj": [KEY_VALUE_HEADS * HEAD, HIDDEN],
+        "mlp.gate_proj": [MLP, HIDDEN], "mlp.up_proj": [MLP, HIDDEN], "mlp.down_proj": [HIDDEN, MLP],
+    }  # fmt: skip
+    shapes = {"model.embed_tokens": [VOCABULARY, HIDDEN], "model.norm": [HIDDEN], "lm_head": [VOCABULARY, HIDDEN]}
+    for index in range(LAYERS):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    header, end = dict[str, Any](), 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[f"{name}.weight"] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+def training_command(output: str) -> list[str]:
+    line = next(line for line in output.splitlines() if " pretrain_ladder.py " in line)
+    words = shlex.split(line)
+    return words[words.index("pretrain_ladder.py") + 1 :]
+
+
+def resolved(words: list[str]) -> RunConfig:
+    mistakes: list[str] = []
+    run = resolve_run(parse_run(words, mistakes), VOCABULARY, 8, mistakes)
+    assert not mistakes
+    return run
+
+
+def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
+    source = headers_alone(tmp_path / "Llama-3.1-8B-Instruct")
+    flags = ["--dry-run", "--source", source, "--run", tmp_path / "run", "--python", sys.executable]
+    done = run_command(["bash", SCRIPT, *flags, "--", "--seed", "7"], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8,030,261,248 parameters" in done.stdout
+    assert "nothing was written" in done.stdout and not (tmp_path / "run").exists()
+    run = resolved(training_command(done.stdout))
+    model = run.model
+    assert (model.residual_mode, model.ladder_layers) == ("ladder", tuple(range(16, 32)))
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.head_dim) == (LAYERS, HIDDEN, MLP, HEAD)
+    assert (model.num_attention_heads, model.num_key_value_heads) == (HEADS, KEY_VALUE_HEADS)
+    assert (model.vocab_size, model.max_position_embeddings) == (VOCABULARY, 131072)
+    assert (model.rotary_base, model.rope_scaling, model.rope_scaling_factor) == (500000.0, "llama3", 8.0)
+    assert (model.rope_low_freq_factor, model.rope_high_freq_factor) == (1.0, 4.0)
+    assert model.rope_original_max_position_embeddings == 8192
+    assert (run.optimizer.lr, run.optimizer.lr_warmup_iters) == (5e-6, 200)
+    assert 0 <= run.training.train_iters * run.tokens_per_step - 3_000_000_000 < run.tokens_per_step
+    assert run.data.loss_on == "assistant" and run.training.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--source", "nowhere"], "--source nowhere/config.json: there is no such file"),
+        (["--tiny", "--dry-run"], "--tiny --dry-run: there is nothing to look at"),
+        (["--lr", "1"], "--lr: unknown: --help tells the flags; those of pretrain_ladder.py stand behind --"),
+        (["--source"], "--source: a value is missing"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, words: list[str], message: str) -> None:
+    done = run_command(["bash", SCRIPT, "--run", tmp_path / "run", *words], timeout=60)
+    assert done.returncode == 2 and message in done.stderr, done.stdout + done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def perplexities(text: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"^\| (\w+) \| ([0-9.]+) ", text, re.MULTILINE)}
+
+
+@pytest.mark.slow
+def test_a_tiny_llama_is_adapted_and_done_stages_are_skipped(tmp_path: Path) -> None:
+    """Right after the import the hybrid is worse than its source; healed, it is better than that."""
+    command = ["bash", SCRIPT, "--tiny", "--run", tmp_path / "run", "--python", sys.executable]
+    cache = {"HF_HOME": str(tmp_path / "hf")}
+    done = run_command(command, timeout=1500, env=cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "are bit by bit what was read" in done.stdout
+    found = perplexities((tmp_path / "run" / "evaluation" / "table.md").read_text())
+    assert found["source"] < found["unhealed"] and found["healed"] < found["unhealed"]
+    config = json.loads((tmp_path / "run" / "healed" / "config.json").read_text())
+    assert (config["model_type"], config["ladder_layers"]) == ("megatron_ladder", [4, 5, 6, 7])
+    again = run_command(command, timeout=120, env=cache)
+    assert again.returncode == 0 and again.stdout.count("done before:") == 6, again.stdout + again.stderr
