@@ -1,0 +1,118 @@
+"""A server in this process, with a model so small and a tokenizer so plain that one sees what it should answer."""
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from megatron_ladder.comm.launch import Place
+from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.loading import StoredModel
+from megatron_ladder.generate.requests import NewToken
+from megatron_ladder.generate.serve.options import ServeOptions
+from megatron_ladder.generate.serve.plans import PlanChannel
+from megatron_ladder.generate.serve.program import ServerThread, prepare
+from megatron_ladder.generate.serve.worker import carry_out_plans
+from tests.reference import greedy_continuation
+from tests.unit.generate.plain_tokenizers import Words
+from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_engine
+
+CONFIG = tiny_config(vocab_size=256, residual_mode="ladder", ladder_layers=(1, 2), max_position_embeddings=300)
+WEIGHTS, REFERENCE = reference_of(CONFIG)
+EOS = 3
+
+
+def ids_of(text: str) -> list[int]:
+    """The ids that `Words` made a text of, all but zeros."""
+    return [int(number) for number in re.findall(r"w(\d+)", text)]
+
+
+def greedy_ids(prompt: Sequence[int], count: int) -> list[int]:
+    """What the reference says, without the zeros that have no text."""
+    return [number for number in greedy_continuation(WEIGHTS, REFERENCE, prompt, count) if number]
+
+
+@dataclass
+class Served:
+    """What a test has of a server."""
+
+    server: ServerThread
+    engine: GenerationEngine
+    port: int
+    worker: threading.Thread
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=20)
+
+    def post(
+        self, path: str, body: bytes | Iterator[bytes], headers: Mapping[str, str] | None = None, method: str = "POST"
+    ) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of a request."""
+        with contextlib.closing(HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
+            kind = {"Content-Type": "application/json"}
+            connection.request(method, path, body, kind | dict(headers or {}), encode_chunked=False)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    def metrics(self) -> dict[str, float]:
+        with contextlib.closing(HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
+            connection.request("GET", "/metrics")
+            lines = connection.getresponse().read().decode().splitlines()
+        pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        return {name.removeprefix("megatron_ladder_"): float(value) for name, _, value in pairs}
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        ends_at = time.monotonic() + 10
+        while not holds():
+            assert time.monotonic() < ends_at, "it does not come true"
+            time.sleep(0.005)
+
+    def wait_until_idle(self) -> None:
+        self.wait_until(lambda: self.server.scheduler.running == self.server.scheduler.waiting == 0)
+
+
+@contextlib.contextmanager
+def serving(
+    step_seconds: float = 0.0, files: tuple[Path, ...] = (), **options: Any
+) -> Iterator[Served]:
+    """A server on a free port of this machine; ended afterwards, with all that it was doing.
+
+    Args:
+        step_seconds: that every step takes longer.
+        files: what the tokenizer says it was read from.
+    """
+    tokenizer = Words()
+    tokenizer.files = files
+    stored = StoredModel(Path("tiny"), CONFIG, tokenizer, frozenset({EOS}), (), lambda model: None)
+    flags = ServeOptions(**{"serve": True, "port": 0, "max_concurrent": 3, "grace_seconds": 0.0} | options)
+    prepared = prepare(Place(0, 1, 0), flags, stored, Path("/models/tiny"))
+    assert prepared.listener is not None
+    port = prepared.listener.getsockname()[1]
+    engine = tiny_engine(CONFIG, WEIGHTS)
+    engine.tokenizer = tokenizer
+    server = ServerThread(prepared, stored, prepared.listener)
+    batch = engine.new_batch(flags.max_concurrent, prepared.positions)
+
+    def tell(tokens: Sequence[NewToken]) -> None:
+        time.sleep(step_seconds)
+        server.scheduler.tell(tokens)
+
+    work = (batch, PlanChannel(engine.group), server.scheduler.next_plan, tell)
+    worker = threading.Thread(target=carry_out_plans, args=work, daemon=True)
+    server.start()
+    worker.start()
+    try:
+        yield Served(server, engine, port, worker)
+    finally:
+        server.stop()
+        worker.join(15)
+        server.join(15)
+        assert not worker.is_alive() and not server.is_alive(), "the server does not end"
