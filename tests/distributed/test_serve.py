@@ -1,0 +1,111 @@
+"""Serving over several ranks: plans as they travel, and the command as users call it."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from megatron_ladder.cli.generate import main
+from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.requests import GenerationRequest, NewToken
+from megatron_ladder.generate.sampling import SamplingParameters
+from megatron_ladder.generate.serve.plans import Plan, PlanChannel, plan_group
+from megatron_ladder.generate.serve.worker import carry_out_plans
+from megatron_ladder.model.stack import StackOptions
+from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, kill_tree
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import build, mesh_of
+from tests.reference import greedy_continuation
+from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint_with_tokenizer
+
+WAY = SamplingParameters(temperature=0.5, seed=(1 << 64) - 1, logprobs=True)
+PLANS = [
+    Plan(),
+    Plan(gone=(3, 1)),
+    Plan((0,), {2: GenerationRequest(tuple(range(20)), 5, WAY, frozenset({7, 1}), ("\n", "größe"))}),
+    Plan(admit={slot: GenerationRequest(tuple(range(1000)), 5, WAY) for slot in range(3)}),
+    Plan(stop=True),
+]
+
+
+def shared_plans() -> list[Plan]:
+    """What each rank hears of rank 0."""
+    mesh = mesh_of(2)
+    channel = PlanChannel(plan_group(mesh.tensor))
+    return [channel.share(plan if mesh.tensor.rank == 0 else None) for plan in PLANS]
+
+
+def test_plans_of_any_size_reach_every_rank(gloo_pools: GlooPools) -> None:
+    assert gloo_pools(2).run(shared_plans) == [PLANS, PLANS]
+
+
+def served_tokens() -> dict[tuple[int, ...], list[int]]:
+    """Each rank's tokens of samples that come and go, by prompt."""
+    config = tiny_config(residual_mode="ladder", ladder_layers=(0, 1, 2))
+    mesh = mesh_of(2)
+    engine = GenerationEngine(build(config, reference_of(config)[0], 2, StackOptions()), mesh)
+    batch = engine.new_batch(2, 40)
+    first, second, third = (
+        GenerationRequest(ids, count, SamplingParameters(temperature=0.0))
+        for ids, count in (((5, 9, 3), 9), ((17,), 30), ((1, 2, 3, 4, 5), 4))
+    )
+    plans = iter([
+        Plan(admit={1: first}), Plan(admit={0: second}), Plan(), Plan(gone=(0,), admit={0: third}),
+        *[Plan()] * 6, Plan(stop=True),
+    ])  # fmt: skip
+    found: dict[tuple[int, ...], list[int]] = {}
+
+    def tell(tokens: list[NewToken]) -> None:
+        for token in tokens:
+            sample = batch.samples[token.sample]
+            assert sample is not None
+            found.setdefault(sample.request.prompt_ids, []).append(token.id)
+
+    carry_out_plans(
+        batch, PlanChannel(plan_group(mesh.tensor)), plans.__next__ if mesh.tensor.rank == 0 else None, tell
+    )
+    return found
+
+
+def test_every_rank_follows_the_plans(gloo_pools: GlooPools) -> None:
+    weights, reference = reference_of(tiny_config(residual_mode="ladder", ladder_layers=(0, 1, 2)))
+    expected = {
+        ids: greedy_continuation(weights, reference, ids, count)
+        for ids, count in (((5, 9, 3), 9), ((17,), 3), ((1, 2, 3, 4, 5), 4))
+    }
+    assert gloo_pools(2).run(served_tokens) == [expected, expected]
+
+
+def test_two_ranks_serve_the_openai_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_checkpoint_with_tokenizer(tmp_path)[0]
+    main(["--model", str(model), "--prompt", "def größe", "--temperature", "0", "--max-new-tokens", "12", "--json"])
+    expected = json.loads(capsys.readouterr().out)["text"]
+    program = [sys.executable, str(REPOSITORY_ROOT / "tools" / "generate.py")]
+    flags = ["--model", str(model), "--tp", "2", "--serve", "--port", "0"]
+    process = subprocess.Popen(
+        [*program, *flags], stderr=subprocess.PIPE, text=True, env=clean_environment(), start_new_session=True
+    )
+    assert process.stderr is not None
+    try:
+        lines = iter(process.stderr.readline, "")
+        address = next(found[1] for line in lines if (found := re.search(r"serving run at (http://127\S+):", line)))
+        ranks = psutil.Process(process.pid).children()
+        with openai.OpenAI(base_url=address, api_key="none", timeout=30, max_retries=0) as client:
+            answer = client.completions.create(model="run", prompt="def größe", temperature=0, max_tokens=12)
+            stream = client.completions.create(
+                model="run", prompt=["def größe", "class"], temperature=0, max_tokens=12, stream=True
+            )
+            streamed = "".join(choice.text for piece in stream for choice in piece.choices if choice.index == 0)
+        assert (answer.choices[0].text, streamed) == (expected, expected)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, process.stderr.read()
+        assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
+    finally:
+        kill_tree(process)
+        process.stderr.close()
