@@ -1,10 +1,7 @@
 """Serving over several ranks: plans as they travel, and the command as users call it."""
 
 import json
-import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import openai
@@ -18,10 +15,10 @@ from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.generate.serve.plans import Plan, PlanChannel, plan_group
 from megatron_ladder.generate.serve.worker import carry_out_plans
 from megatron_ladder.model.stack import StackOptions
-from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, kill_tree
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import build, mesh_of
 from tests.reference import greedy_continuation
+from tests.unit.generate.served import serving_command
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint_with_tokenizer
 
 WAY = SamplingParameters(temperature=0.5, seed=(1 << 64) - 1, logprobs=True)
@@ -86,15 +83,7 @@ def test_two_ranks_serve_the_openai_client(tmp_path: Path, capsys: pytest.Captur
     model = write_checkpoint_with_tokenizer(tmp_path)[0]
     main(["--model", str(model), "--prompt", "def größe", "--temperature", "0", "--max-new-tokens", "12", "--json"])
     expected = json.loads(capsys.readouterr().out)["text"]
-    program = [sys.executable, str(REPOSITORY_ROOT / "tools" / "generate.py")]
-    flags = ["--model", str(model), "--tp", "2", "--serve", "--port", "0"]
-    process = subprocess.Popen(
-        [*program, *flags], stderr=subprocess.PIPE, text=True, env=clean_environment(), start_new_session=True
-    )
-    assert process.stderr is not None
-    try:
-        lines = iter(process.stderr.readline, "")
-        address = next(found[1] for line in lines if (found := re.search(r"serving run at (http://127\S+):", line)))
+    with serving_command("--model", model, "--tp", "2") as (process, address):
         ranks = psutil.Process(process.pid).children()
         with openai.OpenAI(base_url=address, api_key="none", timeout=30, max_retries=0) as client:
             answer = client.completions.create(model="run", prompt="def größe", temperature=0, max_tokens=12)
@@ -104,8 +93,5 @@ def test_two_ranks_serve_the_openai_client(tmp_path: Path, capsys: pytest.Captur
             streamed = "".join(choice.text for piece in stream for choice in piece.choices if choice.index == 0)
         assert (answer.choices[0].text, streamed) == (expected, expected)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, process.stderr.read()
+        assert process.wait(30) == 0
         assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
-    finally:
-        kill_tree(process)
-        process.stderr.close()

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from megatron_ladder.generate.serve.options import ServeOptions
 from megatron_ladder.generate.serve.plans import PlanChannel
 from megatron_ladder.generate.serve.program import ServerThread, prepare
 from megatron_ladder.generate.serve.worker import carry_out_plans
+from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, kill_tree
 from tests.reference import greedy_continuation
 from tests.unit.generate.plain_tokenizers import Words
 from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_engine
@@ -116,3 +119,24 @@ def serving(
         worker.join(15)
         server.join(15)
         assert not worker.is_alive() and not server.is_alive(), "the server does not end"
+
+
+@contextlib.contextmanager
+def serving_command(*flags: str | Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """The program serving on a free port, and its address; ended afterwards, if the test has not."""
+    program = [sys.executable, str(REPOSITORY_ROOT / "tools" / "generate.py"), "--serve", "--port", "0"]
+    process = subprocess.Popen(
+        [*program, *map(str, flags)], stderr=subprocess.PIPE, text=True, env=clean_environment(), start_new_session=True
+    )
+    assert process.stderr is not None
+    try:
+        told = []
+        for line in iter(process.stderr.readline, ""):
+            told.append(line)
+            if found := re.match(r"serving \S+ at (http://127\S+):", line):
+                yield process, found[1]
+                return
+        raise AssertionError("".join(told))
+    finally:
+        kill_tree(process)
+        process.stderr.close()

@@ -21,7 +21,7 @@ from tests.unit.generate.served import EOS, Served, greedy_ids, ids_of, serving
 
 PROMPTS = [(5, 9, 1), (17,), tuple(range(1, 31)), (60, 200, 2, 11, 9), (8, 8), (250, 1, 77), (100,)]
 LONG = {"model": "tiny", "prompt": [5, 9], "max_tokens": 200, "ignore_eos": True}
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
 @pytest.fixture(scope="module")

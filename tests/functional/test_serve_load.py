@@ -1,0 +1,193 @@
+"""The server under many clients for long, and how much of the engine's own speed it gives them.
+
+Everything stays on this machine's loopback interface, and is limited in time and in number.
+"""
+
+import contextlib
+import json
+import random
+import signal
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+import torch
+
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.loading import load_model, open_model
+from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.sampling import GREEDY
+from tests.unit.generate.served import serving_command
+from tests.unit.generate.tiny_model import (
+    reference_of,
+    tiny_config,
+    train_tokenizer,
+    write_checkpoint,
+    write_checkpoint_with_tokenizer,
+)
+
+CLIENTS, SECONDS, MOST_REQUESTS = 32, 60.0, 20_000
+WARM_SECONDS = 20.0
+"""After which the memory must not grow any more,"""
+GROWTH_BYTES = 16 << 20
+"""but for what the allocator does."""
+KEY = "the-key"
+BATCH, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 8, 32, 64, 5
+SHARE = 0.85
+
+
+def engine_of(model: Path) -> GenerationEngine:
+    stored = open_model(model, None, None)
+    mesh = ProcessMesh.single()
+    loaded = load_model(stored, mesh, torch.float32, torch.device("cpu"), overlap=True)
+    return GenerationEngine(loaded, mesh, stored.tokenizer)
+
+
+class Client:
+    """One of many."""
+
+    def __init__(self, address: str, key: str = KEY) -> None:
+        url = urlsplit(address)
+        assert url.hostname is not None and url.port is not None
+        self.place = (url.hostname, url.port)
+        self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+
+    def status(self, body: bytes) -> int:
+        with contextlib.closing(HTTPConnection(*self.place, timeout=60)) as connection:
+            connection.request("POST", "/v1/completions", body, self._headers)
+            response = connection.getresponse()
+            assert response.status == 200 or "error" in json.loads(response.read())
+            return response.status
+
+    def pieces(self, asked: dict[str, Any]) -> Iterator[str]:
+        """The texts of a stream as they come; it must be whole, unless the caller leaves."""
+        with contextlib.closing(HTTPConnection(*self.place, timeout=60)) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(asked | {"stream": True}), self._headers)
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            for line in response:
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                if data:
+                    yield json.loads(data)["choices"][0]["text"]
+            raise AssertionError("a stream ends without its end")
+
+    def speak_nonsense(self) -> None:
+        with socket.create_connection(self.place, timeout=60) as connection:
+            connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+            assert b"400" in connection.recv(1000)
+
+
+def behave(address: str, seed: int, ends_at: float, texts: dict[int, str]) -> Counter[str]:
+    """One client after another, good and bad; what was done, by name."""
+    done: Counter[str] = Counter()
+    choice = random.Random(seed)
+    client, stranger = Client(address), Client(address, "another-key")
+    while time.monotonic() < ends_at and done.total() < MOST_REQUESTS // CLIENTS:
+        first = choice.choice(list(texts))
+        asked = {"model": "run", "prompt": [first, 9], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        kind = choice.choice(["valid"] * 6 + ["leaves"] * 2 + ["large", "malformed", "stranger", "nonsense", "unknown"])
+        if kind == "valid":
+            assert "".join(client.pieces(asked)) == texts[first]
+        elif kind == "leaves":
+            stream = client.pieces(asked)
+            for _ in range(choice.randrange(1, 5)):
+                next(stream, None)
+            stream.close()  # type: ignore[attr-defined]
+        elif kind == "large":
+            assert client.status(json.dumps(asked | {"user": "a" * (1 << 20)}).encode()) == 413
+        elif kind == "malformed":
+            whole = json.dumps(asked).encode()
+            assert client.status(whole[: choice.randrange(len(whole))]) == 400
+        elif kind == "stranger":
+            assert stranger.status(json.dumps(asked).encode()) == 401
+        elif kind == "nonsense":
+            client.speak_nonsense()
+        else:
+            assert client.status(json.dumps(asked | {"beams": 4}).encode()) == 400
+        done[kind] += 1
+    return done
+
+
+@pytest.mark.slow
+def test_many_clients_good_and_bad_for_a_minute(tmp_path: Path) -> None:
+    model = write_checkpoint_with_tokenizer(tmp_path)[0]
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    engine = engine_of(model)
+    requests = [GenerationRequest((first, 9), 40, GREEDY) for first in range(5, 25)]
+    texts = {one.prompt_ids[0]: str(one.text) for one in engine.generate(requests)}
+    flags = ["--model", model, "--api-key-file", keys, "--max-concurrent", CLIENTS]
+    with serving_command(*map(str, flags)) as (process, address), ThreadPoolExecutor(CLIENTS) as threads:
+        begun = time.monotonic()
+        clients = [threads.submit(behave, address, seed, begun + SECONDS, texts) for seed in range(CLIENTS)]
+        server = psutil.Process(process.pid)
+        memory = []
+        while any(client.running() for client in clients):
+            time.sleep(0.5)
+            memory.append((time.monotonic() - begun, server.memory_info().rss))
+        done = sum((client.result() for client in clients), Counter[str]())
+        warm = max(size for when, size in memory if when < WARM_SECONDS)
+        last = memory[-1][1]
+        assert all(done[kind] > 20 for kind in ("valid", "leaves", "large", "malformed", "stranger", "nonsense"))
+        print(f"\n{dict(done)}; memory {warm / 2**20:.1f} MiB warm, {last / 2**20:.1f} MiB at the end")
+        assert last - warm < GROWTH_BYTES
+        asked = {"model": "run", "prompt": [5, 9], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        assert "".join(Client(address).pieces(asked)) == texts[5]
+        assert server.num_threads() < 20 and server.num_fds() < 50
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_eight_clients_get_the_engines_own_speed(tmp_path: Path) -> None:
+    """A model of 134 million parameters; the same eight prompts, served and in one offline batch, in turn."""
+    config = tiny_config(
+        num_layers=12, hidden_size=768, ffn_hidden_size=2048, num_attention_heads=12, num_key_value_heads=12,
+        head_dim=64, vocab_size=32_000, max_position_embeddings=512,
+    )  # fmt: skip
+    tokenizer = train_tokenizer(tmp_path, ["def add(a, b):\n    return a + b\n", "class Point:\n    pass\n"] * 20)
+    write_checkpoint(tmp_path / "run", config, reference_of(config)[0])
+    model = tmp_path / "run"
+    engine = engine_of(model)
+    engine.tokenizer = tokenizer
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, config.vocab_size, (BATCH, PROMPT_TOKENS), generator=generator).tolist()
+    flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer.files[0]]
+    with serving_command("--model", model, *flags) as (_, address), ThreadPoolExecutor(BATCH) as threads:
+
+        def served() -> float:
+            begun = time.perf_counter()
+            asked = {"model": "run", "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+            client = Client(address)
+            streams = [threads.submit(lambda ids: len(list(client.pieces(asked | {"prompt": ids}))), ids)
+                       for ids in prompts]  # fmt: skip
+            assert all(stream.result() for stream in streams)
+            return time.perf_counter() - begun
+
+        def offline() -> float:
+            begun = time.perf_counter()
+            engine.generate([GenerationRequest(tuple(ids), NEW_TOKENS, GREEDY) for ids in prompts])
+            return time.perf_counter() - begun
+
+        served(), offline()
+        seconds = [(served(), offline()) for _ in range(ROUNDS)]
+    shares = [alone / together for together, alone in seconds]
+    rates = [BATCH * NEW_TOKENS / statistics.median(column) for column in zip(*seconds, strict=True)]
+    print(f"\nserved {rates[0]:.1f}, offline {rates[1]:.1f} tokens/s; {spread(shares)}")
+    assert statistics.median(shares) >= SHARE
+
+
+def spread(shares: Sequence[float]) -> str:
+    return f"share {statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f} in {len(shares)} rounds)"
