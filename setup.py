@@ -51,7 +51,9 @@ DATA = [
 ]
 # To compare logits of conversions, and for the example that adapts a Llama.
 HF = ["transformers>=5.0,<6"]
-TEST = ["mypy>=1.18", "pytest>=8.4", "ruff>=0.14", *DATA, *HF, *PLOT]
+# Both are pure Python on a handful of small packages.
+SERVE = ["starlette>=1.0,<2", "uvicorn>=0.40,<1"]
+TEST = ["mypy>=1.18", "openai>=3,<4", "pytest>=8.4", "ruff>=0.14", *DATA, *HF, *PLOT, *SERVE]
 
 
 def read_version() -> str:
@@ -73,7 +75,7 @@ setup(
     packages=find_packages(include=["megatron_ladder", "megatron_ladder.*"]),
     package_data={"megatron_ladder": ["py.typed"]},
     install_requires=REQUIRED,
-    extras_require={"data": DATA, "hf": HF, "plot": PLOT, "test": TEST},
+    extras_require={"data": DATA, "hf": HF, "plot": PLOT, "serve": SERVE, "test": TEST},
     entry_points={
         "console_scripts": [
             f"megatron-ladder-{program} = megatron_ladder.cli.{module}:entry_point"

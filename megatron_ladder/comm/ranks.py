@@ -20,13 +20,19 @@ from megatron_ladder.errors import LostPeerError
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0
-"""From asking a rank to end until it is ended."""
+"""From asking a rank to end until it is ended, for a program that needs no longer."""
 PR_SET_PDEATHSIG = 1
 """Of <linux/prctl.h>: the signal that the kernel sends to a process when its parent is gone."""
 
 
-def run_ranks(module: str, argv: Sequence[str], count: int) -> None:
+def run_ranks(
+    module: str, argv: Sequence[str], count: int, grace_seconds: float = GRACE_SECONDS, ends_by_signal: bool = False
+) -> None:
     """Calls `module.entry_point` with the same command line in `count` processes, and waits for all of them.
+
+    Args:
+        grace_seconds: from asking a rank to end until it is ended.
+        ends_by_signal: whether a signal is how the program is meant to end: then it is done if all ranks say so.
 
     Raises:
         SystemExit: a rank failed, with its code; or a signal ended the program, with 128 + its number.
@@ -46,10 +52,10 @@ def run_ranks(module: str, argv: Sequence[str], count: int) -> None:
             processes.append(_start_rank(module, argv, environment, rank))
         failure = _wait(processes, received)
     finally:
-        _end(processes)
+        _end(processes, grace_seconds)
         for number, handler in before.items():
             signal.signal(number, handler)
-    if received:
+    if received and not (ends_by_signal and all(process.returncode == 0 for process in processes)):
         if received[0] == signal.SIGINT:
             raise KeyboardInterrupt
         sys.exit(128 + received[0])
@@ -108,12 +114,12 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"], received: Sequence[int
     return None
 
 
-def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+def _end(processes: Sequence["subprocess.Popen[bytes]"], grace_seconds: float) -> None:
     """Ends those that still run, politely first."""
     running = [process for process in processes if process.poll() is None]
     for process in running:
         process.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + grace_seconds
     for process in running:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))

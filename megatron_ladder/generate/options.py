@@ -8,6 +8,7 @@ from typing import Literal
 
 from megatron_ladder.config.fields import flag, flag_name, parse_command_line
 from megatron_ladder.errors import UserError
+from megatron_ladder.generate.serve.options import ServeOptions, serve_mistakes
 
 PROGRAM = "generate.py"
 DESCRIPTION = "Continues prompts with a trained model, tensor-parallel. Text goes to stdout, statistics to stderr."
@@ -126,6 +127,7 @@ class GenerateOptions:
     sampling: SamplingOptions
     output: OutputOptions
     bench: BenchOptions
+    serve: ServeOptions
 
 
 def parse_options(argv: Sequence[str]) -> GenerateOptions:
@@ -135,7 +137,7 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
         UserError: with a line for everything that is wrong before any file is opened.
     """
     mistakes: list[str] = []
-    sections = [ModelOptions, PromptOptions, SamplingOptions, OutputOptions, BenchOptions]
+    sections = [ModelOptions, PromptOptions, SamplingOptions, OutputOptions, BenchOptions, ServeOptions]
     options = GenerateOptions(*parse_command_line(sections, argv, PROGRAM, DESCRIPTION, found=mistakes))
     mistakes += option_mistakes(options)
     if mistakes:
@@ -150,6 +152,8 @@ def option_mistakes(options: GenerateOptions) -> list[str]:
         *_prompt_mistakes(options),
         *_sampling_mistakes(options.sampling),
         *_output_mistakes(options),
+        *serve_mistakes(options.serve),
+        *_beside_serve_mistakes(options),
     ]
 
 
@@ -165,7 +169,8 @@ def _model_mistakes(model: ModelOptions) -> list[str]:
 def _prompt_mistakes(options: GenerateOptions) -> list[str]:
     prompts, mistakes = options.prompts, []
     given = bool(prompts.prompt or prompts.prompt_file or prompts.tokens)
-    if not given and not prompts.interactive and not options.bench.bench and sys.stdin.isatty():
+    makes_own = prompts.interactive or options.bench.bench or options.serve.serve
+    if not given and not makes_own and sys.stdin.isatty():
         mistakes.append("nothing to continue: give --prompt, --prompt-file, --tokens or --interactive, or pipe a text")
     try:
         if prompts.tokens and not token_ids(prompts.tokens):
@@ -217,6 +222,20 @@ def _output_mistakes(options: GenerateOptions) -> list[str]:
         if getattr(bench, name) < 1:
             mistakes.append(f"{flag_name(name)} {getattr(bench, name)}: expected 1 or more")
     return mistakes
+
+
+def _beside_serve_mistakes(options: GenerateOptions) -> list[str]:
+    if not options.serve.serve:
+        return []
+    others = {
+        "prompts": (options.prompts, PromptOptions()), "sampling": (options.sampling, SamplingOptions()),
+        "output": (options.output, OutputOptions()), "benchmark": (options.bench, BenchOptions()),
+    }  # fmt: skip
+    return [
+        f"--serve takes from each request what flags of {name} say: leave them out"
+        for name, (given, without) in others.items()
+        if given != without
+    ]
 
 
 def token_ids(words: Sequence[str]) -> tuple[int, ...]:

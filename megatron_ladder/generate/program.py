@@ -1,5 +1,6 @@
 """One rank of tools/generate.py, from its options to its texts. Rank 0 speaks; the others compute with it."""
 
+import importlib.util
 import os
 import sys
 import time
@@ -46,10 +47,13 @@ def generate(options: GenerateOptions) -> None:
     writer = _make_writer(options, stored)
     from_input = _reads_standard_input(options)
     prompts: list[Prompt] = []
-    if not (from_input or options.prompts.interactive or options.bench.bench):
+    if not (from_input or options.prompts.interactive or options.bench.bench or options.serve.serve):
         prompts = _checked_prompts(options, stored, writer, None)
     if options.bench.bench:
         _check_bench(options, stored.config)
+    if options.serve.serve:
+        _serve(place, options, stored)
+        return
     with naming_lost_peers():
         engine = _build_engine(place, options, stored)
         if from_input:
@@ -63,6 +67,18 @@ def generate(options: GenerateOptions) -> None:
             _score(engine, prompts, options)
         else:
             _run(engine, prompts, options, stored)
+        stop_process_group()
+
+
+def _serve(place: Place, options: GenerateOptions, stored: StoredModel) -> None:
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"--serve: {' and '.join(missing)} not installed: install megatron-ladder[serve]")
+    from megatron_ladder.generate.serve.program import prepare, serve
+
+    prepared = prepare(place, options.serve, stored, options.model.model)
+    with naming_lost_peers():
+        serve(_build_engine(place, options, stored), stored, prepared)
         stop_process_group()
 
 
@@ -87,7 +103,7 @@ def _make_writer(options: GenerateOptions, stored: StoredModel) -> PromptWriter 
 def _reads_standard_input(options: GenerateOptions) -> bool:
     prompts = options.prompts
     given = prompts.prompt or prompts.prompt_file or prompts.tokens
-    return not (given or prompts.interactive or options.bench.bench)
+    return not (given or prompts.interactive or options.bench.bench or options.serve.serve)
 
 
 def _checked_prompts(
