@@ -90,8 +90,17 @@ class HubSource:
                 f"--input {self.name}: no column {', '.join(missing)} (columns found: "
                 f"{', '.join(dataset.column_names)}): name the text's column by --json-keys"
             )
-        for batch in dataset.select_columns(list(reading.keys)).iter(BATCH_ROWS):
+        batches = dataset.select_columns(list(reading.keys)).iter(BATCH_ROWS)
+        while (batch := self._next(batches)) is not None:
             yield Rows(tuple(list(batch[key]) for key in reading.keys))
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        """None at the end."""
+        try:
+            return next(batches, None)
+        except Exception as error:  # Of the network, and of readers of many formats: they have no common ancestor.
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(f"--input {self.name}: datasets cannot read it ({type(error).__name__}: {reason})") from None
 
     def count_shards(self) -> int:
         """Into how many parts the library can cut it."""

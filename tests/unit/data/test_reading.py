@@ -69,6 +69,10 @@ def test_a_directory_through_datasets(folder: Path) -> None:
         read_all([f"hf://{folder}/set"], Reading(("body",)))
     with pytest.raises(UserError, match="hf://.*@dev: datasets cannot open it"):
         read_all([f"hf://{folder}/set@dev"])
+    (folder / "torn").mkdir()
+    (folder / "torn" / "train.jsonl").write_text('{"text": "whole"}\n{torn\n')
+    with pytest.raises(UserError, match="hf://.*torn: datasets cannot read it"):
+        read_all([f"hf://{folder}/torn"])
 
 
 def test_a_name_on_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
