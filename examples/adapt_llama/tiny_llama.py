@@ -1,8 +1,8 @@
 """Makes what the small version of the example starts from, without a download, in half a minute on a CPU.
 
 DIR/source is a Llama with random weights, trained by transformers and plain PyTorch for --steps on small exercises
-(words in a circle, counting in a circle), so that it has something to lose; with it lie a tokenizer and a chat template
-in the style of Llama 3. DIR/train.jsonl and DIR/held_out.jsonl hold conversations of these exercises, with no
+(words in a circle, counting in a circle), so that it has something to lose. A tokenizer and a chat template in the
+style of Llama 3 lie beside it. DIR/train.jsonl and DIR/held_out.jsonl hold conversations of these exercises, with no
 conversation in both.
 """
 

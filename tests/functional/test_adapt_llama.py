@@ -6,12 +6,16 @@ import re
 import shlex
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from examples.adapt_llama.evaluate import HeldOut, first_metrics, perplexity, table, write_task
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+from megatron_ladder.data.chat import Conversation
 from tests.distributed.commands import REPOSITORY_ROOT, run_command
 
 SCRIPT = REPOSITORY_ROOT / "examples" / "adapt_llama" / "adapt.sh"
@@ -104,21 +108,66 @@ def test_mistakes_are_named(tmp_path: Path, words: list[str], message: str) -> N
     assert not (tmp_path / "run").exists()
 
 
+def held_out(answers: Sequence[str]) -> list[HeldOut]:
+    """Conversations of four tokens, of which the assistant says the last two."""
+    tokens = Conversation(np.array([1, 2, 3, 4]), np.array([0, 0, 1, 1], np.uint8))
+    return [
+        HeldOut([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}], "", tokens)
+        for answer in answers
+    ]
+
+
+def test_perplexity_counts_what_the_assistant_says() -> None:
+    """By hand: probabilities 1/2, 1/4, 1/8 and 1/2 of four tokens have a geometric mean of 2 ** (-7 / 4)."""
+    logs = [[-9.0, math.log(1 / 2), math.log(1 / 4)], [-9.0, math.log(1 / 8), math.log(1 / 2)]]
+    scores = [{"prompt_ids": [1, 2, 3, 4], "logprobs": some} for some in logs]
+    assert perplexity(held_out("ab"), scores) == pytest.approx(2 ** (7 / 4))
+    with pytest.raises(RuntimeError, match="other tokens than training reads"):
+        perplexity(held_out("a"), [{"prompt_ids": [0, 1, 2, 3, 4], "logprobs": [0.0] * 4}])
+
+
+def test_the_local_task_has_one_right_answer(tmp_path: Path) -> None:
+    class Encoder:
+        class template:  # noqa: N801
+            prompt = staticmethod(len)
+
+    write_task(held_out("abcdeaf"), Encoder(), tmp_path)  # type: ignore[arg-type]
+    lines = [json.loads(line) for line in (tmp_path / "which_answer.jsonl").read_text().splitlines()]
+    assert [line["choices"][line["answer"]] for line in lines] == list("abcdeaf")
+    assert all(len(line["choices"]) == len(set(line["choices"])) == 4 for line in lines)
+    assert all(line["context"] == 1 for line in lines) and len({line["answer"] for line in lines}) > 1
+
+
+def test_a_table_has_a_dash_for_what_is_missing() -> None:
+    found = first_metrics({"a": {"alias": "a", "acc_stderr,none": 0.1, "acc,none": 0.5}}, ["a", "b"])
+    assert found == {"a acc": 0.5}
+    assert table({"x": {"perplexity": 2.0}, "y": {"perplexity": 1.25, **found}}).splitlines() == [
+        "| model | perplexity | a acc |", "| --- | --- | --- |", "| x | 2.000 | - |", "| y | 1.250 | 0.500 |",
+    ]  # fmt: skip
+
+
 def perplexities(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^\| (\w+) \| ([0-9.]+) ", text, re.MULTILINE)}
 
 
 @pytest.mark.slow
-def test_a_tiny_llama_is_adapted_and_done_stages_are_skipped(tmp_path: Path) -> None:
-    """Right after the import the hybrid is worse than its source; healed, it is better than that."""
+def test_a_tiny_llama_is_adapted(tmp_path: Path) -> None:
+    """Stopped amid the healing and run again. Right after the import the hybrid is worse than its source; healed, it
+    is better than that. What is done is skipped, and checkpoints do not go on from another import."""
     command = ["bash", SCRIPT, "--tiny", "--run", tmp_path / "run", "--python", sys.executable]
     cache = {"HF_HOME": str(tmp_path / "hf")}
-    done = run_command(command, timeout=1500, env=cache)
+    stopped = run_command([*command, "--", "--exit-interval", "40"], timeout=1200, env=cache)
+    assert stopped.returncode == 1 and "healing was stopped at iter_0000040 of 120 steps" in stopped.stderr
+    done = run_command(command, timeout=1200, env=cache)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "are bit by bit what was read" in done.stdout
+    assert "40 steps done" in done.stdout and "are bit by bit what was read" in done.stdout
     found = perplexities((tmp_path / "run" / "evaluation" / "table.md").read_text())
     assert found["source"] < found["unhealed"] and found["healed"] < found["unhealed"]
     config = json.loads((tmp_path / "run" / "healed" / "config.json").read_text())
     assert (config["model_type"], config["ladder_layers"]) == ("megatron_ladder", [4, 5, 6, 7])
     again = run_command(command, timeout=120, env=cache)
     assert again.returncode == 0 and again.stdout.count("done before:") == 6, again.stdout + again.stderr
+    (tmp_path / "run" / "done" / "began_with").write_text("another import")
+    (tmp_path / "run" / "done" / "heal").unlink()
+    other = run_command(command, timeout=120, env=cache)
+    assert other.returncode == 2 and "began with another import" in other.stderr
