@@ -134,6 +134,11 @@ if "$dry_run"; then
     run_once() { printf '%s:\n    ' "$3" && printf '%q ' "${@:4}" && echo; }
 fi
 
+# with_python SCRIPT FLAGS...: in a stage's record, so that it holds in another environment too.
+with_python() {
+    "$python" "$@"
+}
+
 # has MODULE: whether the environment can import it.
 has() {
     "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1"
@@ -203,13 +208,13 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / process
 
 if "$tiny"; then
     run_once tiny "$held_out" "Source: a tiny Llama, a tokenizer and conversations" \
-        "$python" examples/adapt_llama/tiny_llama.py --output "$run/tiny"
+        with_python examples/adapt_llama/tiny_llama.py --output "$run/tiny"
 fi
 
 importing=(--hf "$source_model" --save "$run/imported" --ladder-layers "$ladder_layers"
     --tensor-model-parallel-size "$tp" --verify --overwrite)
 run_once import "$run/imported/latest" "Import: the upper $ladder_layers layers become ladder" \
-    "$python" tools/convert_checkpoint.py import "${importing[@]}"
+    with_python tools/convert_checkpoint.py import "${importing[@]}"
 if "$dry_run"; then
     "$python" tools/convert_checkpoint.py import "${importing[@]}" --dry-run
 fi
