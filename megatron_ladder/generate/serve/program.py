@@ -160,7 +160,7 @@ class ServerThread(threading.Thread):
         self._server = uvicorn.Server(
             uvicorn.Config(
                 build_app(self.service), loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None,
-                log_level="error", access_log=False, server_header=False, timeout_keep_alive=30,
+                log_level="error", access_log=False, server_header=False, proxy_headers=False, timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(options.grace_seconds + FAREWELL_SECONDS),
             )
         )  # fmt: skip
