@@ -53,8 +53,8 @@ def served_tokens() -> dict[tuple[int, ...], list[int]]:
         for ids, count in (((5, 9, 3), 9), ((17,), 30), ((1, 2, 3, 4, 5), 4))
     )
     plans = iter([
-        Plan(admit={1: first}), Plan(admit={0: second}), Plan(), Plan(gone=(0,), admit={0: third}),
-        *[Plan()] * 6, Plan(stop=True),
+        Plan(admit={1: first}), Plan(admit={0: second}), Plan(), Plan(gone=(0,)), Plan(admit={0: third}),
+        *[Plan()] * 5, Plan(stop=True),
     ])  # fmt: skip
     found: dict[tuple[int, ...], list[int]] = {}
 
@@ -67,6 +67,7 @@ def served_tokens() -> dict[tuple[int, ...], list[int]]:
     carry_out_plans(
         batch, PlanChannel(plan_group(mesh.tensor)), plans.__next__ if mesh.tensor.rank == 0 else None, tell
     )
+    assert batch.free_slots() == [0, 1]
     return found
 
 

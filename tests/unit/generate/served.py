@@ -84,23 +84,24 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    step_seconds: float = 0.0, files: tuple[Path, ...] = (), **options: Any
+    step_seconds: float = 0.0, files: tuple[Path, ...] = (), engine: GenerationEngine | None = None, **options: Any
 ) -> Iterator[Served]:
     """A server on a free port of this machine; ended afterwards, with all that it was doing.
 
     Args:
         step_seconds: that every step takes longer.
         files: what the tokenizer says it was read from.
+        engine: of another model.
     """
-    tokenizer = Words()
-    tokenizer.files = files
-    stored = StoredModel(Path("tiny"), CONFIG, tokenizer, frozenset({EOS}), (), lambda model: None)
+    engine = engine or tiny_engine(CONFIG, WEIGHTS)
+    config = engine.model.config
+    engine.tokenizer = tokenizer = Words()
+    tokenizer.files, tokenizer.vocab_size = files, config.vocab_size
+    stored = StoredModel(Path("tiny"), config, tokenizer, frozenset({EOS}), (), lambda model: None)
     flags = ServeOptions(**{"serve": True, "port": 0, "max_concurrent": 3, "grace_seconds": 0.0} | options)
     prepared = prepare(Place(0, 1, 0), flags, stored, Path("/models/tiny"))
     assert prepared.listener is not None
     port = prepared.listener.getsockname()[1]
-    engine = tiny_engine(CONFIG, WEIGHTS)
-    engine.tokenizer = tokenizer
     server = ServerThread(prepared, stored, prepared.listener)
     batch = engine.new_batch(flags.max_concurrent, prepared.positions)
 
