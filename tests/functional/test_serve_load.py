@@ -11,11 +11,11 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
@@ -42,7 +42,7 @@ WARM_SECONDS = 20.0
 GROWTH_BYTES = 16 << 20
 """but for what the allocator does."""
 KEY = "the-key"
-BATCH, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 8, 32, 64, 5
+BATCH, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 8, 32, 48, 11
 SHARE = 0.85
 
 
@@ -167,25 +167,35 @@ def test_eight_clients_get_the_engines_own_speed() -> None:
     with serving(engine=engine, max_concurrent=BATCH) as running, ThreadPoolExecutor(BATCH) as threads:
         client = Client(f"http://127.0.0.1:{running.port}/v1")
 
-        def served() -> float:
-            begun = time.perf_counter()
+        def serve() -> None:
             asked = {"model": "tiny", "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
             questions = [asked | {"prompt": ids} for ids in prompts]
             assert all(threads.map(lambda question: len(list(client.pieces(question))), questions))
-            return time.perf_counter() - begun
 
-        def offline() -> float:
-            begun = time.perf_counter()
+        def generate() -> None:
             engine.generate([GenerationRequest(tuple(ids), NEW_TOKENS, GREEDY) for ids in prompts])
-            return time.perf_counter() - begun
 
-        served(), offline()
-        seconds = [(served(), offline()) for _ in range(ROUNDS)]
-    shares = [alone / together for together, alone in seconds]
-    rates = [BATCH * NEW_TOKENS / statistics.median(column) for column in zip(*seconds, strict=True)]
-    print(f"\nserved {rates[0]:.1f}, offline {rates[1]:.1f} tokens/s; {spread(shares)}")
+        timed(serve), timed(generate)
+        rounds = [(timed(serve), timed(generate)) for _ in range(ROUNDS)]
+    shares = [offline.wall / served.wall for served, offline in rounds]
+    processor_shares = [offline.processor / served.processor for served, offline in rounds]
+    rates = [BATCH * NEW_TOKENS / statistics.median(one.wall for one in column) for column in zip(*rounds, strict=True)]
+    print(f"\nserved {rates[0]:.1f}, offline {rates[1]:.1f} tokens/s; {spread('share', shares)}")
+    # That of the clients counts as the server's; other processes of a busy machine do not disturb it.
+    print(spread("by processor time, clients included,", processor_shares))
     assert statistics.median(shares) >= SHARE
 
 
-def spread(shares: Sequence[float]) -> str:
-    return f"share {statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f} in {len(shares)} rounds)"
+class Seconds(NamedTuple):
+    wall: float
+    processor: float
+
+
+def timed(work: Callable[[], None]) -> Seconds:
+    wall, processor = time.perf_counter(), time.process_time()
+    work()
+    return Seconds(time.perf_counter() - wall, time.process_time() - processor)
+
+
+def spread(name: str, shares: Sequence[float]) -> str:
+    return f"{name} {statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f} in {len(shares)} rounds)"
