@@ -30,7 +30,8 @@ from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_engin
 
 CONFIG = tiny_config(vocab_size=256, residual_mode="ladder", ladder_layers=(1, 2), max_position_embeddings=300)
 WEIGHTS, REFERENCE = reference_of(CONFIG)
-EOS = 3
+EOS = 226
+"""The eighth id that the most likely continuation of 17 has."""
 
 
 def ids_of(text: str) -> list[int]:

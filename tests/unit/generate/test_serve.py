@@ -102,6 +102,9 @@ def test_ends_of_texts_are_named(served: Served) -> None:
     )
     assert stopped.choices[0].finish_reason == "stop"
     assert ids_of(stopped.choices[0].text) == ids[: ids.index(ids[4])]
+    ended = served.client().completions.create(model="tiny", prompt=[17], max_tokens=12, temperature=0)
+    assert ended.choices[0].finish_reason == "stop" and ids_of(ended.choices[0].text) == ids[:7]
+    assert ids[7] == EOS and ended.usage is not None and ended.usage.completion_tokens == 8
     limited = served.client().completions.create(model="tiny", prompt=[17], max_tokens=1, temperature=0)
     assert limited.choices[0].finish_reason == "length"
 
@@ -205,6 +208,10 @@ def test_paths_methods_types_and_sizes_are_limited(served: Served) -> None:
     assert status == 405 and answer["error"]["type"] == "invalid_request_error"
     assert served.post("/v1/completions", body(), {"Content-Type": "text/plain"})[0] == 415
     assert served.post("/v1/completions", body(prompt="a" * 6000))[0] == 413
+    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 6000"
+        connection.sendall(head.encode() + b"\r\n\r\n")
+        assert b" 413 " in connection.recv(1000), "it waits for a body that it will refuse"
     pieces = (b"%x\r\n%s\r\n" % (len(piece), piece) for piece in [b"a" * 1000] * 6)
     assert served.post("/v1/completions", pieces, {"Transfer-Encoding": "chunked"})[0] == 413
     assert [model.id for model in served.client().models.list()] == ["tiny"]
