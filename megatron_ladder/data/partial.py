@@ -27,7 +27,8 @@ from megatron_ladder.data.indexed import HEADER, MAGIC, TOKEN_DTYPES, VERSION, b
 from megatron_ladder.data.sidecar import Sidecar, sidecar_path, sidecar_values, write_sidecar
 from megatron_ladder.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
+"""Of the journal; it counts groups, so that another size of them is another format."""
 READ_BYTES = 1 << 20
 INDEX_DOCUMENTS = 1 << 20
 """Documents whose offsets are written at once."""

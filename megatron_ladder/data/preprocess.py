@@ -23,7 +23,7 @@ from megatron_ladder.data.encoding import KeyTokens, Task, TextTask
 from megatron_ladder.data.partial import Partial, PartialDataset, dataset_prefix
 from megatron_ladder.data.progress import Progress
 from megatron_ladder.data.reading.find import PlacedBlock, find_sources, group_blocks
-from megatron_ladder.data.reading.protocol import SPAN_BYTES, BadRecord, Reading, Source, first_texts
+from megatron_ladder.data.reading.protocol import GROUP_BYTES, BadRecord, Reading, Source, first_texts
 from megatron_ladder.data.sidecar import Sidecar
 from megatron_ladder.data.tokenizers import Tokenizer, source_of
 from megatron_ladder.errors import UserError
@@ -202,8 +202,8 @@ def _read_on(
         options.report(f"going on behind {place.file_bytes / 1e6:,.1f} MB and {done:,} documents of an earlier run")
         progress.start_at(place.file_bytes)
     groups = itertools.islice(group_blocks(sources, task.reading, options.partitions), place.groups, None)
-    total = sum(source.total_bytes or SPAN_BYTES * options.workers for source in sources)
-    workers = min(options.workers, math.ceil(total / SPAN_BYTES))
+    total = sum(source.total_bytes or GROUP_BYTES * options.workers for source in sources)
+    workers = min(options.workers, math.ceil(total / GROUP_BYTES))
     try:
         with closing(_tokenize_all(groups, task, workers)) as tokenized:
             for group in tokenized:

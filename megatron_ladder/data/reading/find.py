@@ -11,7 +11,7 @@ from megatron_ladder.data.reading.files import JsonLinesFile, PlainFile
 from megatron_ladder.data.reading.formats import COMPRESSIONS, JSON_SUFFIXES, is_json_lines
 from megatron_ladder.data.reading.hub import PREFIX, HubSource
 from megatron_ladder.data.reading.parquet import ParquetFile
-from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Reading, Source
+from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, Reading, Source
 from megatron_ladder.data.reading.streams import CompressedLines, StandardInput, zstd_module
 from megatron_ladder.errors import UserError
 
@@ -94,7 +94,7 @@ class PlacedBlock(NamedTuple):
 def group_blocks(
     sources: Sequence[Source], reading: Reading, side_by_side: int = 1
 ) -> Iterator[tuple[PlacedBlock, ...]]:
-    """Blocks of all sources in order, small ones together, about SPAN_BYTES of text in a group.
+    """Blocks of all sources in order, several together, about GROUP_BYTES of text in a group.
 
     Args:
         side_by_side: sources that are read at once; the order does not depend on it.
@@ -104,7 +104,7 @@ def group_blocks(
     for number, block in blocks_side_by_side(sources, reading, side_by_side):
         group.append(PlacedBlock(number, block))
         size += block.text_bytes
-        if size >= SPAN_BYTES:
+        if size >= GROUP_BYTES:
             yield tuple(group)
             group, size = [], 0
     if group:

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 SPAN_BYTES = 1 << 20
-"""About how much is read at once: small enough for a lively progress line and little memory."""
+"""About how much is read at once: what is parsed should be in the processor's cache still."""
+
+GROUP_BYTES = 4 << 20
+"""About how much is tokenised at once: parsing drives a library's words out of the processor's cache, so it should not
+take turns with it too often; small enough for a lively progress line and little memory."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megatron_ladder.cli import preprocess_data, train_tokenizer
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
 from megatron_ladder.data.reading.find import find_sources
-from megatron_ladder.data.reading.protocol import SPAN_BYTES, Reading
+from megatron_ladder.data.reading.protocol import GROUP_BYTES, Reading
 from megatron_ladder.data.sidecar import Sidecar, read_sidecar
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
@@ -86,8 +86,8 @@ def big_file(path: Path, span_bytes: int, bad_line: int | None = None) -> list[s
 def test_workers_keep_the_order(
     tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("reading.files", "reading.find", "preprocess"):
-        monkeypatch.setattr(f"megatron_ladder.data.{module}.SPAN_BYTES", 20_000)
+    for name in ("reading.files.SPAN_BYTES", "reading.find.GROUP_BYTES", "preprocess.GROUP_BYTES"):
+        monkeypatch.setattr(f"megatron_ladder.data.{name}", 20_000)
     texts = big_file(tmp_path / "big.jsonl", 20_000)
     assert (tmp_path / "big.jsonl").stat().st_size > 4 * 20_000
     reported: list[str] = []
@@ -180,7 +180,7 @@ def test_all_inputs_that_cannot_be_read_are_named(
 def test_command_line_with_a_bad_line_far_inside_and_two_workers(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer
 ) -> None:
-    big_file(tmp_path / "big.jsonl", SPAN_BYTES, bad_line=1300)
+    big_file(tmp_path / "big.jsonl", GROUP_BYTES, bad_line=1300)
     command = [
         sys.executable,
         str(ROOT / "tools" / "preprocess_data.py"),

@@ -38,8 +38,8 @@ def read_all(inputs: list[str | Path], reading: Reading | None = None, side_by_s
 
 @pytest.fixture
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("files", "find", "streams"):
-        monkeypatch.setattr(f"megatron_ladder.data.reading.{module}.SPAN_BYTES", 3000)
+    for name in ("files.SPAN_BYTES", "find.GROUP_BYTES", "streams.SPAN_BYTES"):
+        monkeypatch.setattr(f"megatron_ladder.data.reading.{name}", 3000)
 
 
 @pytest.fixture

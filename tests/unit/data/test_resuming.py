@@ -25,8 +25,8 @@ SUFFIXES = ("bin", "idx", "json")
 
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("reading.files", "reading.find", "preprocess"):
-        monkeypatch.setattr(f"megatron_ladder.data.{module}.SPAN_BYTES", SPAN)
+    for name in ("reading.files.SPAN_BYTES", "reading.find.GROUP_BYTES", "preprocess.GROUP_BYTES"):
+        monkeypatch.setattr(f"megatron_ladder.data.{name}", SPAN)
     monkeypatch.setattr("megatron_ladder.data.preprocess.COMMIT_SECONDS", 0)
 
 
@@ -96,7 +96,7 @@ from pathlib import Path
 from megatron_ladder.data import partial, preprocess as module, reading
 from megatron_ladder.data.reading import files, find
 from megatron_ladder.data.tokenizers import ByteTokenizer
-files.SPAN_BYTES = find.SPAN_BYTES = module.SPAN_BYTES = {SPAN}
+files.SPAN_BYTES = find.GROUP_BYTES = module.GROUP_BYTES = {SPAN}
 module.COMMIT_SECONDS = 0
 commit = partial.Partial.commit
 def killed(self, place, **others):
