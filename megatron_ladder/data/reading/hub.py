@@ -100,7 +100,8 @@ class HubSource:
             return next(batches, None)
         except Exception as error:  # Of the network, and of readers of many formats: they have no common ancestor.
             reason = str(error).strip().split("\n")[0]
-            raise UserError(f"--input {self.name}: datasets cannot read it ({type(error).__name__}: {reason})") from None
+            kind = type(error).__name__
+            raise UserError(f"--input {self.name}: datasets cannot read it ({kind}: {reason})") from None
 
     def count_shards(self) -> int:
         """Into how many parts the library can cut it."""
