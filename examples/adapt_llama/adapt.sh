@@ -32,7 +32,7 @@ ladder_layers=16
 tokens=3000000000
 lr=5e-6
 warmup=200
-# The names of the authors' checkpoints say a batch of 32 and 4k tokens.
+# The name of a published checkpoint, which seems to be the authors', says a batch of 32 and 4k tokens.
 global_batch=32
 seq_length=4096
 # Ours: the rest of the recipe, and how often to save and to evaluate.
