@@ -188,6 +188,24 @@ def text_of(line: bytes) -> str | None:
         return None
 
 
+@pytest.mark.parametrize("filler", [b"z", b"zz ", " \u00e9\u65e5".encode(), "\u65e5".encode()])
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 9_000])
+@pytest.mark.parametrize("wrong", [b"\xff", b"\xe6\x97", b"\xe6\x97 "])
+def test_bytes_that_are_not_utf8_are_found_far_inside(
+    filler: bytes, place: int, wrong: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a key that nobody wants, which msgspec passes over; a character may lie across any place."""
+    notes = b"z" * place + filler * 5_000
+    good = b'{"text": "a", "note": "' + notes + b'"}\n'
+    bad = b'{"text": "b", "note": "' + notes + wrong + notes + b'"}\n'
+    parsed = parse_lines(good + bad + good, Reading(most_bad=9))
+    assert parsed.columns == (["a", "a"],)
+    assert [(record.number, "is not UTF-8" in record.reason) for record in parsed.bad] == [(1, True)]
+    # What is good needs no second look.
+    monkeypatch.delattr("megatron_ladder.data.reading.json_lines._parse_one_by_one")
+    assert parse_lines(good * 3, Reading()).columns == (["a"] * 3,)
+
+
 def test_an_object_over_two_lines_is_no_document() -> None:
     parsed = parse_lines(b'{"text":\n"a"}\n', Reading(most_bad=9))
     assert parsed.columns == ([],) and [record.number for record in parsed.bad] == [0, 1]
