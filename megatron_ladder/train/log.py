@@ -167,6 +167,7 @@ class RunLog:
     def validation(self, iteration: int, loss: float) -> None:
         """One line for an evaluation."""
         say(f"iteration {iteration} | valid lm loss {loss:.4f}", self._rank)
+        self._record.write_first("evaluation", iteration=iteration, loss=loss)
         self._scalars(iteration, {"valid/lm loss": loss})
 
     def without_time(self) -> "PausedClock":

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": PARALLEL | {"model", "generate", "cost", "data"},
     "plan": PARALLEL | {"model", "generate", "cost", "bench"},
 }
+MAY_IMPORT["study"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 
 HOMES = {

@@ -1,0 +1,1 @@
+"""Grids of trainings that are compared: at equal tokens, at equal time, and after an adaptation."""
