@@ -9,6 +9,7 @@ from megatron_ladder.bench.options import Case
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
+from megatron_ladder.generate.sampling import GREEDY
 from megatron_ladder.model.language_model import LanguageModel
 
 
@@ -40,7 +41,8 @@ class Workload:
 
     def _requests(self, model: LanguageModel, new_tokens: int) -> list[GenerationRequest]:
         ids = random_ids(model, self.batch, self.sequence)
-        return [GenerationRequest(tuple(row), new_tokens) for row in ids.tolist()]
+        # Greedy, since a drawn token may be one of a rank that is emulated.
+        return [GenerationRequest(tuple(row), new_tokens, GREEDY) for row in ids.tolist()]
 
 
 class _Decoding:
