@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from megatron_ladder.bench.sizes import SIZES
+from megatron_ladder.bench.sizes import find_size
 from megatron_ladder.config.fields import flag, parse_command_line
 from megatron_ladder.config.model import tensor_parallel_mistakes
 from megatron_ladder.cost.links import PRESETS
@@ -33,7 +33,8 @@ class BenchmarkOptions:
     desync-4, ladder-autograd (backward left to autograd), standard-blocking, ladder-blocking."""
     sizes: tuple[str, ...] = flag((), aliases=("--size",))
     """Shapes of the model, one after the other: small, small-llama, small-train, paper-1.2b, paper-3.5b, llama-1b and
-    so on to llama-405b; small-train for train and small otherwise if not given."""
+    so on to llama-405b, or any other one in numbers, LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY as in
+    8x192x512x6x6x4096; small-train for train and small otherwise if not given."""
     batch: int = 1
     """Samples at once."""
     sequence: int = 128
@@ -134,10 +135,10 @@ def _words(values: tuple[str, ...]) -> tuple[str, ...]:
 def _size_mistakes(options: BenchmarkOptions) -> list[str]:
     mistakes = []
     for size in options.sizes:
-        if size not in SIZES:
-            mistakes.append(f"--sizes {size}: expected some of {', '.join(SIZES)}")
-        else:
-            mistakes += tensor_parallel_mistakes(SIZES[size], options.ranks)
+        try:
+            mistakes += tensor_parallel_mistakes(find_size(size), options.ranks)
+        except ValueError as error:
+            mistakes.append(f"--sizes {size}: {error}")
     if options.plot is not None and len(options.sizes) > 1:
         mistakes.append(f"--plot {options.plot}: a picture shows one size, and --sizes has {len(options.sizes)}")
     return mistakes

@@ -16,7 +16,7 @@ from megatron_ladder.bench.clocks import clock_of
 from megatron_ladder.bench.options import OWN, BenchmarkOptions, Case, parse_alpha
 from megatron_ladder.bench.paired import PairedTimes, Ratio, Verdict, measure
 from megatron_ladder.bench.plot import Curve, Point, plot_speed_up
-from megatron_ladder.bench.sizes import SIZES
+from megatron_ladder.bench.sizes import find_size
 from megatron_ladder.bench.variants import VARIANTS, Variant, bound_of, build_models, find_variants
 from megatron_ladder.bench.wires import Interconnect, make_interconnect, start_ranks
 from megatron_ladder.bench.workloads import Workload
@@ -65,7 +65,7 @@ class Benchmark:
         self.options = options
         self.size = size
         self.place = place
-        self.shape = SIZES[size]
+        self.shape = find_size(size)
         self.interconnect: Interconnect = make_interconnect(options, self.shape, device)
         self.mesh, self.wire = self.interconnect.mesh, self.interconnect.wire
         self.workload = Workload(case, options.batch, options.sequence, options.tokens)

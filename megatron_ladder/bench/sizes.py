@@ -1,6 +1,8 @@
-"""Model shapes that a benchmark knows by name."""
+"""Model shapes: those that a benchmark knows by name, and those that are spelled out."""
 
-from megatron_ladder.config.model import ModelConfig
+import re
+
+from megatron_ladder.config.model import ModelConfig, model_mistakes
 
 LLAMA3_VOCABULARY = 128256
 STARCODER_VOCABULARY = 49152
@@ -38,3 +40,25 @@ SIZES: dict[str, ModelConfig] = {
 }
 """small and small-train: attention and MLP of equal weight, for two CPU cores; small-llama: the MLP twice as heavy as
 the attention, as in Llama. The others are those of the paper (arXiv 2501.06589) and of Llama 3 (34b: CodeLlama)."""
+SHAPE = "LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY"
+"""How a shape is spelled out, in numbers."""
+
+
+def find_size(text: str) -> ModelConfig:
+    """The shape of a name, or of numbers such as 8x192x512x6x6x4096, in the order of `SHAPE`.
+
+    Raises:
+        ValueError: it is neither, or no model can have these numbers; says what was expected.
+    """
+    if text in SIZES:
+        return SIZES[text]
+    if re.fullmatch(r"\d+(x\d+){5}", text) is None:
+        raise ValueError(f"expected one of {', '.join(SIZES)}, or {SHAPE} such as 8x192x512x6x6x4096")
+    layers, hidden, ffn, heads, key_value_heads, vocabulary = map(int, text.split("x"))
+    if heads and hidden % heads:
+        raise ValueError(f"hidden {hidden} is not divisible by {heads} heads")
+    shape = _shape(layers, hidden, ffn, max(heads, 1), key_value_heads, vocabulary)
+    mistakes = model_mistakes(shape) if heads else ["--num-attention-heads 0 must be above zero"]
+    if mistakes:
+        raise ValueError("; ".join(mistake.removeprefix("--") for mistake in mistakes))
+    return shape

@@ -8,7 +8,7 @@ from typing import Literal, NoReturn
 import torch
 
 from megatron_ladder.bench.paired import FEWEST_ROUNDS, Verdict
-from megatron_ladder.bench.sizes import SIZES
+from megatron_ladder.bench.sizes import find_size
 from megatron_ladder.bench.throughput import Workload, check_transformers, run
 from megatron_ladder.bench.variants import VARIANTS
 from megatron_ladder.config.fields import parse_command_line
@@ -23,7 +23,8 @@ class ThroughputOptions:
     """Throughput. Forward and backward of a micro-batch, all ways interleaved in every round."""
 
     size: str = "paper-1.2b"
-    """Shape of the model, as in tools/benchmark.py: paper-1.2b, llama-8b, small-train and so on."""
+    """Shape of the model, as in tools/benchmark.py: paper-1.2b, llama-8b, small-train and so on, or in numbers such as
+    8x192x512x6x6x4096."""
     layers: int | None = None
     """Layers, where memory does not hold all of the shape's: weights and gradients of two models have to fit."""
     wirings: tuple[str, ...] = ("standard", "ladder")
@@ -49,10 +50,12 @@ class ThroughputOptions:
 def option_mistakes(options: ThroughputOptions) -> list[str]:
     """A line for each value that cannot be."""
     mistakes = []
-    if options.size not in SIZES:
-        mistakes.append(f"--size {options.size}: expected one of {', '.join(SIZES)}")
-    elif not 1 <= (options.layers or 1) <= SIZES[options.size].num_layers:
-        mistakes.append(f"--layers {options.layers}: {options.size} has 1 to {SIZES[options.size].num_layers}")
+    try:
+        layers = find_size(options.size).num_layers
+        if not 1 <= (options.layers or 1) <= layers:
+            mistakes.append(f"--layers {options.layers}: {options.size} has 1 to {layers}")
+    except ValueError as error:
+        mistakes.append(f"--size {options.size}: {error}")
     known = ("standard", "ladder", "parallel", "ladder-parallel")
     strange = [wiring for wiring in options.wirings if wiring not in known]
     if strange:
@@ -88,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
     if mistakes:
         raise UserError(*mistakes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape = SIZES[options.size]
+    shape = find_size(options.size)
     config = replace(
         shape, num_layers=options.layers or shape.num_layers,
         max_position_embeddings=max(shape.max_position_embeddings, *options.sequence),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from megatron_ladder.bench.sizes import SIZES
+from megatron_ladder.bench.sizes import find_size
 from megatron_ladder.config.fields import flag, flag_name, parse_command_line
 from megatron_ladder.config.model import ResidualMode
 from megatron_ladder.cost.hardware import CLUSTERS
@@ -21,7 +21,8 @@ class LayoutOptions:
     """Layouts. What is to be trained, and on what."""
 
     model: str = "llama-8b"
-    """Shape of the model: paper-1.2b, paper-3.5b, llama-1b, llama-3b, llama-8b, llama-34b, llama-70b, llama-405b."""
+    """Shape of the model: paper-1.2b, paper-3.5b, llama-1b, llama-3b, llama-8b, llama-34b, llama-70b, llama-405b, or
+    in numbers, LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY as in 8x192x512x6x6x4096."""
     cluster: str = "h100"
     """Figures of the GPUs and links: h100 (the paper's nodes) or h200. The flags below replace single ones."""
     gpus: int = 8
@@ -125,8 +126,10 @@ def parse_options(argv: Sequence[str]) -> LayoutOptions | CalibrateOptions | Pap
 
 def _layout_mistakes(options: LayoutOptions) -> list[str]:
     mistakes = []
-    if options.model not in SIZES:
-        mistakes.append(f"--model {options.model}: expected one of {', '.join(SIZES)}")
+    try:
+        find_size(options.model)
+    except ValueError as error:
+        mistakes.append(f"--model {options.model}: {error}")
     if options.cluster not in CLUSTERS:
         mistakes.append(f"--cluster {options.cluster}: expected one of {', '.join(CLUSTERS)}")
     unknown = [name for name in options.wirings if name not in WIRINGS]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_ladder.bench.sizes import SIZES
+from megatron_ladder.bench.sizes import find_size
 from megatron_ladder.cost.fit import median_and_quantile
 from megatron_ladder.cost.hardware import CLUSTERS, Cluster
 from megatron_ladder.cost.links import GIGABYTE_PER_SECOND, MICROSECOND
@@ -45,7 +45,7 @@ def print_layouts(options: LayoutOptions) -> None:
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot: matplotlib is not installed: pip install 'megatron-ladder[plot]'")
     question = Question(
-        model=SIZES[options.model],
+        model=find_size(options.model),
         cluster=cluster_of(options),
         gpus=options.gpus,
         global_batch=options.global_batch_size,
