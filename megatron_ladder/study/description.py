@@ -64,6 +64,8 @@ class Study:
     """`size/wiring` -> learning rate, once it is chosen."""
     step_times: Mapping[str, StepTimes] = field(default_factory=dict)
     """Size -> times, once they are measured."""
+    schedule: Mapping[str, float] = field(default_factory=dict)
+    """`warm_up`: share of a trial's iterations; `last`: its lowest learning rate as a share of the highest."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; the inverse of `read_study`."""
