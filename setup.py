@@ -24,6 +24,7 @@ PROGRAMS = {
     "throughput": "throughput",
     "run-resilient": "run_resilient",
     "report-run": "report_run",
+    "study": "study",
 }
 """megatron-ladder-<key> runs entry_point of megatron_ladder.cli.<value>."""
 

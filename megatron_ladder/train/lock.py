@@ -37,8 +37,16 @@ MOST_BYTES = 4096
 class SaveLock:
     """`with SaveLock(folder):` around a run that writes to `folder`; one process of the run does it."""
 
-    def __init__(self, folder: Path, stale_seconds: float = STALE_SECONDS, beat_seconds: float = BEAT_SECONDS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stale_seconds: float = STALE_SECONDS,
+        beat_seconds: float = BEAT_SECONDS,
+        flag: str = "--save",
+    ) -> None:
+        """`flag`: by which the folder was given."""
         self._folder = folder
+        self._flag = flag
         self._path = folder / LOCK_NAME
         self._stale_seconds = stale_seconds
         self._beat_seconds = beat_seconds
@@ -111,7 +119,7 @@ class SaveLock:
 
     def _refusal(self, holder: dict[str, Any]) -> UserError:
         who = "pid {pid} on {host}, started {started}".format_map({**dict.fromkeys(this_process(), "?"), **holder})
-        return UserError(f"--save {self._folder}: another run writes there: {who}: end it, or give another directory")
+        return UserError(f"{self._flag} {self._folder}: another run writes there: {who}: end it, or give another directory")
 
     def _read(self) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
