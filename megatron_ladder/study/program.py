@@ -217,16 +217,12 @@ class StudyRun:
     def _choose(self) -> None:
         study = self.study
         losses = {result.trial: result.final_loss for result in self.results.values()}
-        chosen = study.chosen or choose_learning_rates(study, losses)
-        lacking = [key_of(*pair) for pair in ((s, w) for s in study.sizes for w in study.wirings)]
-        lacking = [key for key in lacking if key not in chosen]
-        # Chosen once and for all only when all are: else a trial that is mended later would count for nothing.
-        if not lacking:
-            self._update(replace(study, chosen=chosen))
-        else:
-            self.study = replace(study, chosen=chosen)
-            self.progress.expected = expected_trials(self.study)
-            self.failures += [f"{key}: no learning rate could be chosen: not trained further" for key in lacking]
+        # What was chosen stays: trials were trained with it.
+        chosen = {**choose_learning_rates(study, losses), **study.chosen}
+        self._update(replace(study, chosen=chosen))
+        keys = [key_of(size, wiring) for size in study.sizes for wiring in study.wirings]
+        lacking = [key for key in keys if key not in chosen]
+        self.failures += [f"{key}: no learning rate could be chosen: not trained further" for key in lacking]
         if len(study.learning_rates) > 1:
             told = ", ".join(f"{key} {rate:g}" for key, rate in chosen.items())
             self.progress.say(f"learning rates: {told}")

@@ -9,12 +9,11 @@ from megatron_ladder.study.description import StepTimes, Study
 
 SIZE = "2x32x64x2x2x300"
 TRAINER = """
-import json, pathlib, signal, sys, time
-folder, last, loss, code, seconds = pathlib.Path(sys.argv[1]), int(sys.argv[2]), *map(float, sys.argv[3:6])
-folder.mkdir(parents=True, exist_ok=True)
-began = 0
+import json, os, signal, sys, time
+folder, last, loss, code, seconds = sys.argv[1], int(sys.argv[2]), *map(float, sys.argv[3:6])
+os.makedirs(folder, exist_ok=True)
 def write(event, **fields):
-    with open(folder / "run.jsonl", "a") as file:
+    with open(folder + "/run.jsonl", "a") as file:
         file.write(json.dumps({"time": "2026-01-01T00:00:00+00:00", "event": event, **fields}) + "\\n")
 def stop(*_):
     write("stop", reason="SIGTERM", code=0)
@@ -37,7 +36,7 @@ write("stop", reason="", code=0)
 
 def trainer(folder: Path, iterations: int, loss: float, code: int = 0, seconds: float = 0.0) -> tuple[str, ...]:
     """A command that stands in for a training."""
-    return (sys.executable, "-S", "-c", TRAINER, *map(str, (folder, iterations, loss, code, seconds)))
+    return (sys.executable, "-I", "-S", "-c", TRAINER, *map(str, (folder, iterations, loss, code, seconds)))
 
 
 def study_of(**changes: Any) -> Study:
