@@ -16,6 +16,7 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import textwrap
@@ -38,6 +39,8 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+# Reading sources takes longer than all else of a command line, and studies read many.
+@functools.cache
 def field_docstrings(config_class: type) -> dict[str, str]:
     """The string literal that stands below each field of a dataclass, by field name."""
     documented: dict[str, str] = {}
