@@ -1,5 +1,6 @@
 """The commands that a study starts, and what they have to be given."""
 
+import math
 import os
 import shlex
 import sys
@@ -62,9 +63,9 @@ def trial_flags(request: Request, data_flags: Sequence[str], trial: Trial) -> li
         "lr": f"{rate:g}",
         "min_lr": f"{options.last_rate_share * rate:g}",
         "lr_warmup_iters": warm_up,
-        "eval_interval": max(1, iterations // options.evaluations),
+        "eval_interval": math.ceil(iterations / options.evaluations),
         "log_interval": max(1, iterations // LOG_LINES),
-        "save_interval": max(1, iterations // options.saves),
+        "save_interval": math.ceil(iterations / options.saves),
         "keep_last_n_checkpoints": 2,
     }
     return [
