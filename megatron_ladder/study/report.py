@@ -1,0 +1,204 @@
+"""The report of a study: one page of Markdown with its pictures beside it, from what is done so far."""
+
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_ladder.data.files import write_atomically
+from megatron_ladder.study import conclusions, tables
+from megatron_ladder.study.figures import draw_curves, draw_differences, drawable, require_matplotlib, write_png
+from megatron_ladder.study.gathered import BASELINE, Gathered, gather
+from megatron_ladder.study.statistics import deviation, mean
+
+REPORT_NAME = "report.md"
+
+
+def write_report(folder: Path, output: Path) -> Path:
+    """Writes `report.md` and its pictures into `output`, each of them whole or not at all.
+
+    Args:
+        folder: a study's, with `study.json`; what is not done yet is said to be missing.
+        output: is made if it is not there.
+
+    Returns:
+        The report's path.
+
+    Raises:
+        UserError: there is no study in the folder, a file of it cannot be read, or matplotlib is not installed.
+    """
+    require_matplotlib()
+    gathered = gather(folder)
+    output.mkdir(parents=True, exist_ok=True)
+    pictures: dict[str, list[str]] = {}
+    for size in gathered.study.sizes:
+        pictures[size] = []
+        if drawable(gathered, size):
+            for name, draw in (("curves", draw_curves), ("differences", draw_differences)):
+                file = f"{name}-{size}.png"
+                write_png(draw(gathered, size), output / file)
+                pictures[size].append(file)
+    path = output / REPORT_NAME
+    write_atomically(path, report_text(gathered, pictures).encode())
+    return path
+
+
+def report_text(gathered: Gathered, pictures: Mapping[str, list[str]]) -> str:
+    """The page.
+
+    Args:
+        pictures: size -> names of its files.
+    """
+    named = " and ".join(gathered.study.sizes)
+    parts = [f"# Wirings compared: {named}", _summary(gathered), _missing(gathered)]
+    parts += ["## What was run", _what_was_run(gathered)]
+    for size in gathered.study.sizes:
+        suffix = f" ({size})" if len(gathered.study.sizes) > 1 else ""
+        parts += [f"## Learning rates{suffix}", _learning_rates(gathered, size)]
+        parts += [f"## Equal tokens{suffix}", _equal_tokens(gathered, size)]
+        parts += [f"## Equal time{suffix}", _equal_time(gathered, size)]
+        if pictures.get(size):
+            parts += [f"## Pictures{suffix}", *(f"![{name}]({name})" for name in pictures[size])]
+    parts += ["## Limits", _bullets(conclusions.limits(gathered))]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _summary(gathered: Gathered) -> str:
+    """Everything that the intervals support, before the numbers that it comes from."""
+    parts = ["## What it says"]
+    for size in gathered.study.sizes:
+        prefix = f"{size}, at" if len(gathered.study.sizes) > 1 else "At"
+        parts.append(f"{prefix} equal tokens, by 95 % intervals of the paired difference of final validation losses:")
+        parts.append(_bullets(conclusions.findings(gathered, "tokens", size)))
+        if len(gathered.wirings("time")) > 1:
+            parts.append(f"{prefix} equal time under the stated interconnect:")
+            parts.append(_bullets(conclusions.findings(gathered, "time", size)))
+        losses = list(gathered.final_losses("tokens", size, BASELINE).values())
+        if not math.isnan(deviation(losses)):
+            parts.append(
+                f"The noise: runs of {BASELINE} that differ in nothing but their seed end with losses of "
+                f"{tables.mean_and_deviation(losses)} (sample standard deviation)."
+            )
+    return "\n\n".join(parts)
+
+
+def _missing(gathered: Gathered) -> str:
+    phrases = gathered.missing()
+    if not phrases:
+        return ""
+    return "**This study is not finished.** Trials still to run (and how many):\n\n" + _bullets(phrases)
+
+
+def _what_was_run(gathered: Gathered) -> str:
+    study, results = gathered.study, gathered.results
+    commands = [study.command, *(times.command for times in study.step_times.values())]
+    commands = [shlex.join(words) for words in dict.fromkeys(commands)]
+    tokens = study.iterations * study.tokens_per_step
+    rows = [
+        f"Data: {study.data}",
+        f"Training: {study.iterations:,} iterations of {study.tokens_per_step:,} tokens ({tokens / 1e6:,.2f}M tokens), "
+        f"sequences of {study.seq_length:,}; flags of every run: `{shlex.join(study.training_flags)}`",
+        f"Seeds: {', '.join(map(str, study.seeds))}; runs with the same one start from the same weights, see the same "
+        "samples in the same order, and are compared in pairs",
+        f"Wirings: {', '.join(study.wirings)}",
+        *(f"{name}: {value}" for name, value in {**study.machine, **_versions(gathered)}.items()),
+    ]
+    if results:
+        hours = sum(one.seconds for one in results) / 3600
+        stops = sum(one.attempts - 1 for one in results)
+        rows.append(f"Done: {len(results)} trainings, {hours:.2f} hours of steps in sum, {stops} interruptions")
+    return "\n\n".join(["```sh\n" + "\n".join(commands) + "\n```", _bullets(rows), tables.sizes(gathered)])
+
+
+def _versions(gathered: Gathered) -> dict[str, str]:
+    """Those of the runs that the study's machine does not name; several are all named."""
+    found: dict[str, list[str]] = {}
+    for one in gathered.results:
+        for name, version in one.versions.items():
+            if version not in found.setdefault(name, []):
+                found[name].append(version)
+    known = gathered.study.machine
+    return {name: ", ".join(all_of) for name, all_of in found.items() if [known.get(name)] != all_of}
+
+
+def _learning_rates(gathered: Gathered, size: str) -> str:
+    study = gathered.study
+    if len(study.learning_rates) == 1:
+        return f"{study.learning_rates[0]:g} for every wiring: none was tuned."
+    told = (
+        f"Final validation loss of one run of {study.tuning_iterations:,} iterations (seed {study.tuning_seed}) for "
+        "each rate; the rate of the lowest one was taken for all other runs of the wiring."
+    )
+    return "\n\n".join(filter(None, [told, tables.learning_rates(gathered, size), _bullets(conclusions.edges(gathered, size))]))
+
+
+def _equal_tokens(gathered: Gathered, size: str) -> str:
+    runs = {one: gathered.runs("tokens", size, one) for one in gathered.wirings("tokens")}
+    if not any(runs.values()):
+        return "No run is done yet."
+    told = (
+        "Loss in nats a token: mean over seeds ± sample standard deviation; perplexity is e to the mean. "
+        + conclusions.resolution(gathered, "tokens", size)
+    )
+    reached = (
+        f"Tokens that a wiring needs to come down to what {BASELINE} with the same seed ends with, between the points "
+        "of the validation curve; in brackets the share of the whole run. Learning rates fall to their least only at the "
+        "end of a run, so the last stretch is steep and says little of shorter runs. Tokens/s are of the trainings "
+        "themselves, two and more at a time on the machine that is named: an interconnect has no part in them."
+    )
+    return "\n\n".join(
+        [told, tables.outcomes(gathered, "tokens", size), reached, tables.reaching(gathered, "tokens", size)]
+    )
+
+
+def _equal_time(gathered: Gathered, size: str) -> str:
+    study = gathered.study
+    if len(gathered.wirings("time")) < 2:
+        return "No wiring was asked to be trained for equal time."
+    if size not in study.step_times:
+        return "The step times are not measured yet."
+    times = study.step_times[size]
+    stated = (
+        f"The interconnect: {times.interconnect} (`{study.link}`), {times.ranks} tensor-parallel processes. Time here is "
+        "the number of iterations times the measured step time under that interconnect, and not the wall clock of the "
+        f"machine that trained. Every wiring was trained for as many iterations as take what {BASELINE} takes for "
+        f"{study.iterations:,}, with a learning-rate schedule of that length."
+    )
+    ratios = (
+        "A step's forward and backward, wirings in turn in every round: the median, the median of the rounds' paired "
+        "ratios, and the distance of their quartiles."
+    )
+    parts = [stated, ratios, tables.step_times(gathered, size)]
+    if not any(gathered.runs("time", size, one) for one in gathered.wirings("time")):
+        return "\n\n".join([*parts, "No run is done yet."])
+    outcome = f"{BASELINE}'s runs are those at equal tokens. {conclusions.resolution(gathered, 'time', size)}"
+    reached = (
+        f"Time that a wiring needs to come down to what {BASELINE} with the same seed ends with, in steps of "
+        f"{BASELINE}; in brackets the share of the whole time:"
+    )
+    tail = [outcome, tables.outcomes(gathered, "time", size), reached, tables.reaching(gathered, "time", size)]
+    return "\n\n".join([*parts, *tail])
+
+
+def _bullets(rows: list[str]) -> str:
+    return "\n".join(f"- {row}" for row in rows)
+
+
+def compared(first: Gathered, second: Gathered) -> str:
+    """A table of two runs of one study: whether each mean loss comes out again within the first one's spread.
+
+    The spread is the sample standard deviation over its seeds.
+    """
+    heads = ["size", "at equal", "wiring", "first", "second", "second less first", "within the spread"]
+    rows = []
+    for size in first.study.sizes:
+        for terms in ("tokens", "time"):
+            for wiring in first.wirings("tokens") if terms == "tokens" else first.wirings("time")[1:]:
+                ours, theirs = (list(one.final_losses(terms, size, wiring).values()) for one in (first, second))
+                if not ours or not theirs:
+                    continue
+                apart, spread = mean(theirs) - mean(ours), deviation(ours)
+                within = "no spread stated" if math.isnan(spread) else "yes" if abs(apart) <= spread else "**no**"
+                cells = [size, terms, wiring, *map(tables.mean_and_deviation, (ours, theirs))]
+                rows.append([*cells, tables.number(apart, "+.4f"), within])
+    return tables.markdown_table(heads, rows)
