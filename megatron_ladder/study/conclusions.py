@@ -38,13 +38,13 @@ def resolution(gathered: Gathered, terms: Terms, size: str) -> str:
     between = number(widths[0]) if len(widths) == 1 else f"{number(widths[0])} to {number(widths[-1])}"
     return (
         f"The interval is of the mean paired difference: {reach}, here {between} nats. A smaller difference than that "
-        f"would not have been seen. A verdict is by whether the interval leaves out 0, each wiring alone; in bold where "
+        "would not have been seen. A verdict is by whether the interval leaves out 0, each wiring alone; in bold where "
         f"it also holds for all {len(judged)} comparisons of this table judged together (Holm's p at most 0.05)."
     )
 
 
 def edges(gathered: Gathered, size: str) -> list[str]:
-    """Says of a chosen learning rate that it is the lowest or the highest one tried, and of a loss that is not finite."""
+    """Says which chosen learning rates are the lowest or the highest one tried, and which ones diverged."""
     sentences = []
     for wiring in gathered.study.wirings:
         tried = gathered.tuning(size, wiring)
@@ -71,8 +71,8 @@ def limits(gathered: Gathered) -> list[str]:
         per_parameter = [f"{tokens / count:.2g}" for count in (max(counts), min(counts))]
         rows.append(
             f"Models of {_range(*map(_short, (min(counts), max(counts))))} parameters, trained on "
-            f"{_range(*per_parameter)} tokens for each (about {ENOUGH_TOKENS} would be enough): larger models and longer "
-            "runs may order the wirings otherwise."
+            f"{_range(*per_parameter)} tokens for each (about {ENOUGH_TOKENS} make the best use of computing): larger "
+            "models and longer runs may order the wirings otherwise."
         )
     rows.append(
         f"{len(study.seeds)} seed{'s' if len(study.seeds) != 1 else ''}, one text, one validation set: the spread is "
@@ -81,12 +81,12 @@ def limits(gathered: Gathered) -> list[str]:
     tried = ", ".join(f"{rate:g}" for rate in study.learning_rates)
     rows.append(
         f"Learning rates were chosen from {tried} with one seed and {study.tuning_iterations:,} iterations; all other "
-        f"hyper-parameters are the same for every wiring, and were tuned for none of them."
+        "hyper-parameters are the same for every wiring, and were tuned for none of them."
     )
     if study.step_times:
         rows.append(
-            "Time is that of one machine's forward and backward under one interconnect, and holds for that ratio of "
-            "computing to communicating alone. Losses do not depend on it, but the number of iterations does."
+            "Time is that of one machine's steps under one interconnect, and holds for that ratio of computing to "
+            "communicating alone."
         )
     return rows
 

@@ -17,6 +17,7 @@ from megatron_ladder.study.gathered import BASELINE, Curve, Gathered, Terms
 from megatron_ladder.study.statistics import interpolated, mean
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -73,7 +74,7 @@ def draw_curves(gathered: Gathered, size: str) -> "Figure":
     figure = Figure(figsize=(1.5 + 4.5 * len(columns), 7.2), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, len(columns), sharex="col", sharey="row", squeeze=False, height_ratios=[3, 2])
-    lines: dict[str, object] = {}
+    lines: dict[str, Artist] = {}
     losses: list[Summary] = []
     differences: list[Summary] = []
     looks = styles(gathered)
@@ -104,7 +105,8 @@ def draw_curves(gathered: Gathered, size: str) -> "Figure":
     panels[0][0].set_ylabel("validation loss (nats per token)")
     panels[1][0].set_ylabel(f"less {BASELINE}'s, paired (nats)")
     figure.suptitle(f"{size}: mean over seeds, band from least to greatest; the first {SHOWN_FROM:.0%} not shown")
-    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=min(len(lines), 4), frameon=False)
+    columns_of_legend = min(len(lines), 4)
+    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns_of_legend, frameon=False)
     return figure
 
 
@@ -126,9 +128,9 @@ def draw_differences(gathered: Gathered, size: str) -> "Figure":
             one = comparisons[wiring].difference
             colour = looks[wiring][0]
             finite = [value for value in one.differences if math.isfinite(value)]
-            panel.plot(finite, [row] * len(finite), "o", color=colour, fillstyle="none", markersize=5)
+            panel.plot(finite, [row + 0.28] * len(finite), "o", color=colour, fillstyle="none", markersize=5)
             if math.isfinite(one.half_width):
-                panel.errorbar(one.mean, row, xerr=one.half_width, color=colour, marker="D", markersize=6, capsize=4)
+                panel.errorbar(one.mean, row, xerr=one.half_width, color=colour, marker="D", markersize=5, capsize=4)
         panel.axvline(0.0, color=COLOURS[0], linewidth=1.2)
         panel.set_yticks(range(len(names)), labels=names)
         panel.set_ylim(len(names) - 0.5, -0.5)
@@ -165,15 +167,23 @@ def summarised(curves: Mapping[int, Curve], start: float) -> list[Summary]:
 
 
 def difference_curves(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> dict[int, Curve]:
-    """Curves less the baseline's of the same seed, at the baseline's positions that both reach."""
+    """Curves less the baseline's of the same seed, at the baseline's positions that both reach.
+
+    Runs of equal time end together up to a part of a step, for they have whole ones.
+    """
     found: dict[int, Curve] = {}
     for seed in curves.keys() & baseline.keys():
-        both = ((position, interpolated(curves[seed], position), loss) for position, loss in baseline[seed])
+        last = curves[seed][-1][0]
+        ends = {position: last for position, _ in baseline[seed] if last < position < last + 1}
+        both = (
+            (position, interpolated(curves[seed], ends.get(position, position)), loss)
+            for position, loss in baseline[seed]
+        )
         found[seed] = tuple((position, value - loss) for position, value, loss in both if value is not None)
     return found
 
 
-def _draw_band(axes: "Axes", points: Sequence[Summary], look: tuple[str, str], scale: float) -> object:
+def _draw_band(axes: "Axes", points: Sequence[Summary], look: tuple[str, str], scale: float) -> "Artist":
     positions = [position * scale for position, *_ in points]
     middles, lows, highs = ([point[index] for point in points] for index in (1, 2, 3))
     axes.fill_between(positions, lows, highs, color=look[0], alpha=0.13, linewidth=0)

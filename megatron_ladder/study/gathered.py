@@ -4,6 +4,7 @@ A curve is a tuple of (position, validation loss in nats a token), ascending; it
 or in time. Time is counted in steps of the baseline under the interconnect: an iteration of a wiring takes 1 / speedup.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,23 +37,26 @@ class Gathered:
         return dict(sorted((one.trial.learning_rate, one.final_loss) for one in found))
 
     def runs(self, terms: Terms, size: str, wiring: str) -> dict[int, Result]:
-        """Seed -> run of a wiring; at equal time, those of the baseline are the ones at equal tokens.
+        """Seed -> run of a wiring. One at equal time that is as long as at equal tokens is that run.
 
         A folder may hold runs with a learning rate or a length of before; those that the study now asks for count.
         """
+        length = self.iterations(terms, size, wiring)
+        kind: Kind = "tokens" if length == self.study.iterations else "time"
+        asked = (self.study.chosen.get(f"{size}/{wiring}"), length)
+        found = {
+            one.trial.seed: one
+            for one in self._of(kind, size, wiring)
+            if (one.trial.learning_rate, one.trial.iterations) == asked
+        }
+        return {seed: found[seed] for seed in self.study.seeds if seed in found}
+
+    def iterations(self, terms: Terms, size: str, wiring: str) -> int | None:
+        """Of each run of a wiring; None for a wiring that is not timed."""
         if terms == "tokens" or wiring == BASELINE:
-            kind: Kind = "tokens"
-            length: float = self.study.iterations
-            found = [one for one in self._of(kind, size, wiring) if one.trial.iterations == length]
-        else:
-            speedup = self.speedup(size, wiring)
-            found = self._of("time", size, wiring) if speedup is not None else []
-            wanted = self.study.iterations * (speedup or 1.0)
-            nearest = min((one.trial.iterations for one in found), key=lambda n: abs(n - wanted), default=0)
-            found = [one for one in found if one.trial.iterations == nearest]
-        rate = self.study.chosen.get(f"{size}/{wiring}")
-        kept = [one for one in found if rate in (None, one.trial.learning_rate) and one.trial.seed in self.study.seeds]
-        return {one.trial.seed: one for one in sorted(kept, key=lambda one: one.trial.seed)}
+            return self.study.iterations
+        speedup = self.speedup(size, wiring)
+        return None if speedup is None else max(1, round(self.study.iterations * speedup))
 
     def final_losses(self, terms: Terms, size: str, wiring: str) -> dict[int, float]:
         """Seed -> validation loss of the finished model."""
@@ -66,9 +70,9 @@ class Gathered:
     def speedup(self, size: str, wiring: str) -> float | None:
         """Baseline's step time over the wiring's; None while it is not measured."""
         times = self.study.step_times.get(size)
-        if wiring == BASELINE:
-            return None if times is None else 1.0
-        return None if times is None else times.speedup.get(wiring)
+        if times is None:
+            return None
+        return 1.0 if wiring == BASELINE else times.speedup.get(wiring)
 
     def comparisons(self, terms: Terms, size: str) -> "dict[str, Comparison]":
         """Every wiring but the baseline -> how it ends, judged alone and as one of all in this table."""
@@ -97,13 +101,22 @@ class Gathered:
             if len(study.learning_rates) > 1:
                 short = {name: len(study.learning_rates) - len(self.tuning(size, name)) for name in study.wirings}
                 phrases += _phrases(f"{size}, choosing a learning rate", short)
-            if size not in study.step_times and len(study.timed_wirings) > 0:
+            if size not in study.step_times and len(self.wirings("time")) > 1:
                 phrases.append(f"{size}: the step times")
-            for terms in ("tokens", "time"):
-                named = self.wirings("tokens") if terms == "tokens" else self.wirings("time")[1:]
-                short = {name: len(study.seeds) - len(self.runs(terms, size, name)) for name in named}
-                phrases += _phrases(f"{size}, equal {terms}", short)
+            possible = [name for name in self.wirings("tokens") if not self.diverges_always(size, name)]
+            timed = [name for name in self.wirings("time")[1:] if name in possible]
+            if size in study.step_times:
+                timed = [name for name in timed if self.speedup(size, name) is not None]
+            short = {name: len(study.seeds) - len(self.runs("tokens", size, name)) for name in possible}
+            phrases += _phrases(f"{size}, equal tokens", short)
+            short = {name: len(study.seeds) - len(self.runs("time", size, name)) for name in timed}
+            phrases += _phrases(f"{size}, equal time", short)
         return phrases
+
+    def diverges_always(self, size: str, wiring: str) -> bool:
+        """Whether no learning rate is left to train a wiring with: it is not run further."""
+        losses = self.tuning(size, wiring)
+        return len(losses) >= len(self.study.learning_rates) > 0 and not any(map(math.isfinite, losses.values()))
 
     def _of(self, kind: Kind, size: str, wiring: str) -> list[Result]:
         wanted = (kind, size, wiring)
@@ -135,7 +148,8 @@ def gather(folder: Path) -> Gathered:
         raise UserError(f"{folder}: no {STUDY_NAME}; expected the folder of a study")
     trials = folder / TRIALS_NAME
     places = sorted(path for path in trials.iterdir() if path.is_dir()) if trials.is_dir() else []
-    results, mistakes = [], []
+    results: list[Result] = []
+    mistakes: list[str] = []
     for place in places:
         try:
             result = read_result(place)

@@ -91,13 +91,14 @@ def _missing(gathered: Gathered) -> str:
 
 def _what_was_run(gathered: Gathered) -> str:
     study, results = gathered.study, gathered.results
-    commands = [study.command, *(times.command for times in study.step_times.values())]
-    commands = [shlex.join(words) for words in dict.fromkeys(commands)]
+    every = [study.command, *(times.command for times in study.step_times.values())]
+    commands = [shlex.join(words) for words in dict.fromkeys(every) if words]
     tokens = study.iterations * study.tokens_per_step
     rows = [
         f"Data: {study.data}",
         f"Training: {study.iterations:,} iterations of {study.tokens_per_step:,} tokens ({tokens / 1e6:,.2f}M tokens), "
         f"sequences of {study.seq_length:,}; flags of every run: `{shlex.join(study.training_flags)}`",
+        *_schedule(study.schedule),
         f"Seeds: {', '.join(map(str, study.seeds))}; runs with the same one start from the same weights, see the same "
         "samples in the same order, and are compared in pairs",
         f"Wirings: {', '.join(study.wirings)}",
@@ -108,6 +109,15 @@ def _what_was_run(gathered: Gathered) -> str:
         stops = sum(one.attempts - 1 for one in results)
         rows.append(f"Done: {len(results)} trainings, {hours:.2f} hours of steps in sum, {stops} interruptions")
     return "\n\n".join(["```sh\n" + "\n".join(commands) + "\n```", _bullets(rows), tables.sizes(gathered)])
+
+
+def _schedule(schedule: Mapping[str, float]) -> list[str]:
+    if not schedule:
+        return []
+    return [
+        f"Schedule: warm-up over {schedule['warm_up']:.0%} of a run's iterations, then down to {schedule['last']:.0%} of "
+        "the highest learning rate at its end, whatever its length"
+    ]
 
 
 def _versions(gathered: Gathered) -> dict[str, str]:
@@ -129,7 +139,8 @@ def _learning_rates(gathered: Gathered, size: str) -> str:
         f"Final validation loss of one run of {study.tuning_iterations:,} iterations (seed {study.tuning_seed}) for "
         "each rate; the rate of the lowest one was taken for all other runs of the wiring."
     )
-    return "\n\n".join(filter(None, [told, tables.learning_rates(gathered, size), _bullets(conclusions.edges(gathered, size))]))
+    edges = _bullets(conclusions.edges(gathered, size))
+    return "\n\n".join(filter(None, [told, tables.learning_rates(gathered, size), edges]))
 
 
 def _equal_tokens(gathered: Gathered, size: str) -> str:
@@ -142,9 +153,10 @@ def _equal_tokens(gathered: Gathered, size: str) -> str:
     )
     reached = (
         f"Tokens that a wiring needs to come down to what {BASELINE} with the same seed ends with, between the points "
-        "of the validation curve; in brackets the share of the whole run. Learning rates fall to their least only at the "
-        "end of a run, so the last stretch is steep and says little of shorter runs. Tokens/s are of the trainings "
-        "themselves, two and more at a time on the machine that is named: an interconnect has no part in them."
+        "of the validation curve; in brackets the share of the whole run. Learning rates are at their lowest only at "
+        "the end of a run, so the last stretch is steep and says little of shorter runs. Tokens/s are those of the "
+        "trainings themselves on the machine that is named, whatever ran beside them: the stated interconnect has no "
+        "part in them."
     )
     return "\n\n".join(
         [told, tables.outcomes(gathered, "tokens", size), reached, tables.reaching(gathered, "tokens", size)]
@@ -159,14 +171,17 @@ def _equal_time(gathered: Gathered, size: str) -> str:
         return "The step times are not measured yet."
     times = study.step_times[size]
     stated = (
-        f"The interconnect: {times.interconnect} (`{study.link}`), {times.ranks} tensor-parallel processes. Time here is "
-        "the number of iterations times the measured step time under that interconnect, and not the wall clock of the "
-        f"machine that trained. Every wiring was trained for as many iterations as take what {BASELINE} takes for "
+        f"The interconnect: {times.interconnect} (`{study.link}`), {times.ranks} tensor-parallel processes. Time here "
+        "is the number of iterations times the measured step time under that interconnect, and not the wall clock of "
+        f"the machine that trained. Every wiring was trained for as many iterations as take what {BASELINE} takes for "
         f"{study.iterations:,}, with a learning-rate schedule of that length."
     )
     ratios = (
         "A step's forward and backward, wirings in turn in every round: the median, the median of the rounds' paired "
         "ratios, and the distance of their quartiles."
+        if times.command
+        else "A step of the runs at equal tokens: the median, the median of the ratios of runs with the same seed, and "
+        "the distance of their quartiles."
     )
     parts = [stated, ratios, tables.step_times(gathered, size)]
     if not any(gathered.runs("time", size, one) for one in gathered.wirings("time")):
