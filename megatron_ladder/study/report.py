@@ -3,13 +3,13 @@
 import math
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from megatron_ladder.data.files import write_atomically
 from megatron_ladder.study import conclusions, tables
 from megatron_ladder.study.figures import draw_curves, draw_differences, drawable, require_matplotlib, write_png
 from megatron_ladder.study.gathered import BASELINE, Gathered, gather
-from megatron_ladder.study.statistics import deviation, mean
+from megatron_ladder.study.statistics import deviation
 
 REPORT_NAME = "report.md"
 
@@ -92,7 +92,7 @@ def _missing(gathered: Gathered) -> str:
 def _what_was_run(gathered: Gathered) -> str:
     study, results = gathered.study, gathered.results
     every = [study.command, *(times.command for times in study.step_times.values())]
-    commands = [shlex.join(words) for words in dict.fromkeys(every) if words]
+    commands = [shlex.join(map(_portable, words)) for words in dict.fromkeys(every) if words]
     tokens = study.iterations * study.tokens_per_step
     rows = [
         f"Data: {study.data}",
@@ -111,12 +111,20 @@ def _what_was_run(gathered: Gathered) -> str:
     return "\n\n".join(["```sh\n" + "\n".join(commands) + "\n```", _bullets(rows), tables.sizes(gathered)])
 
 
+def _portable(word: str) -> str:
+    """A command's word without the place of the interpreter and of the checkout."""
+    path = PurePath(word)
+    if path.is_absolute() and path.name.startswith("python"):
+        return "python"
+    return f"tools/{path.name}" if path.is_absolute() and path.parent.name == "tools" else word
+
+
 def _schedule(schedule: Mapping[str, float]) -> list[str]:
     if not schedule:
         return []
     return [
-        f"Schedule: warm-up over {schedule['warm_up']:.0%} of a run's iterations, then down to {schedule['last']:.0%} of "
-        "the highest learning rate at its end, whatever its length"
+        f"Schedule: warm-up over {schedule['warm_up']:.0%} of a run's iterations, then down to {schedule['last']:.0%} "
+        "of the highest learning rate at its end, whatever its length"
     ]
 
 
@@ -171,8 +179,8 @@ def _equal_time(gathered: Gathered, size: str) -> str:
         return "The step times are not measured yet."
     times = study.step_times[size]
     stated = (
-        f"The interconnect: {times.interconnect} (`{study.link}`), {times.ranks} tensor-parallel processes. Time here "
-        "is the number of iterations times the measured step time under that interconnect, and not the wall clock of "
+        f"The interconnect: {times.interconnect} (`--link {study.link}`), {times.ranks} tensor-parallel "
+        "processes. Time here is the number of iterations times the measured step time under that interconnect, and not the wall clock of "
         f"the machine that trained. Every wiring was trained for as many iterations as take what {BASELINE} takes for "
         f"{study.iterations:,}, with a learning-rate schedule of that length."
     )
@@ -186,7 +194,10 @@ def _equal_time(gathered: Gathered, size: str) -> str:
     parts = [stated, ratios, tables.step_times(gathered, size)]
     if not any(gathered.runs("time", size, one) for one in gathered.wirings("time")):
         return "\n\n".join([*parts, "No run is done yet."])
-    outcome = f"{BASELINE}'s runs are those at equal tokens. {conclusions.resolution(gathered, 'time', size)}"
+    outcome = (
+        f"{BASELINE}'s runs are those at equal tokens. {conclusions.resolution(gathered, 'time', size)} The intervals "
+        "hold for these numbers of iterations: how far the ratios above are uncertain is not in them."
+    )
     reached = (
         f"Time that a wiring needs to come down to what {BASELINE} with the same seed ends with, in steps of "
         f"{BASELINE}; in brackets the share of the whole time:"
@@ -197,23 +208,3 @@ def _equal_time(gathered: Gathered, size: str) -> str:
 
 def _bullets(rows: list[str]) -> str:
     return "\n".join(f"- {row}" for row in rows)
-
-
-def compared(first: Gathered, second: Gathered) -> str:
-    """A table of two runs of one study: whether each mean loss comes out again within the first one's spread.
-
-    The spread is the sample standard deviation over its seeds.
-    """
-    heads = ["size", "at equal", "wiring", "first", "second", "second less first", "within the spread"]
-    rows = []
-    for size in first.study.sizes:
-        for terms in ("tokens", "time"):
-            for wiring in first.wirings("tokens") if terms == "tokens" else first.wirings("time")[1:]:
-                ours, theirs = (list(one.final_losses(terms, size, wiring).values()) for one in (first, second))
-                if not ours or not theirs:
-                    continue
-                apart, spread = mean(theirs) - mean(ours), deviation(ours)
-                within = "no spread stated" if math.isnan(spread) else "yes" if abs(apart) <= spread else "**no**"
-                cells = [size, terms, wiring, *map(tables.mean_and_deviation, (ours, theirs))]
-                rows.append([*cells, tables.number(apart, "+.4f"), within])
-    return tables.markdown_table(heads, rows)
