@@ -100,7 +100,7 @@ def _finding(wiring: str, one: Comparison, judged: int) -> str:
     low, high = paired.interval
     if paired.verdict is Verdict.NOT_TOLD_APART:
         return (
-            f"**{wiring}** is not told apart from {BASELINE}: between {number(-min(low, 0.0))} nats better and "
+            f"**{wiring}** is not told apart from {BASELINE}: between {number(max(-low, 0.0))} nats better and "
             f"{number(max(high, 0.0))} worse."
         )
     least, most = sorted((abs(low), abs(high)))

@@ -179,10 +179,10 @@ def _equal_time(gathered: Gathered, size: str) -> str:
         return "The step times are not measured yet."
     times = study.step_times[size]
     stated = (
-        f"The interconnect: {times.interconnect} (`--link {study.link}`), {times.ranks} tensor-parallel "
-        "processes. Time here is the number of iterations times the measured step time under that interconnect, and not the wall clock of "
-        f"the machine that trained. Every wiring was trained for as many iterations as take what {BASELINE} takes for "
-        f"{study.iterations:,}, with a learning-rate schedule of that length."
+        f"The interconnect: {times.interconnect} (`--link {study.link}`), {times.ranks} tensor-parallel processes. "
+        "Time here is the number of iterations times the measured step time under that interconnect, and not the wall "
+        f"clock of the machine that trained. Every wiring was trained for as many iterations as take what "
+        f"{BASELINE} takes for {study.iterations:,}, with a learning-rate schedule of that length."
     )
     ratios = (
         "A step's forward and backward, wirings in turn in every round: the median, the median of the rounds' paired "
