@@ -100,8 +100,8 @@ def _finding(wiring: str, one: Comparison, judged: int) -> str:
     low, high = paired.interval
     if paired.verdict is Verdict.NOT_TOLD_APART:
         return (
-            f"**{wiring}** is not told apart from {BASELINE}: between {number(max(-low, 0.0))} nats better and "
-            f"{number(max(high, 0.0))} worse."
+            f"**{wiring}** is not told apart from {BASELINE}: between {number(max(0.0, -low))} nats better and "
+            f"{number(max(0.0, high))} worse."
         )
     least, most = sorted((abs(low), abs(high)))
     sentence = f"**{wiring}** ends {paired.verdict.value} than {BASELINE} by {number(least)} to {number(most)} nats"

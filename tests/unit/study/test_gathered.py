@@ -23,7 +23,7 @@ def test_runs_of_another_learning_rate_or_length_or_seed_do_not_count(tmp_path: 
     write_run(tmp_path, "time", "ladder", 3, 3.3, iterations=150)
     write_run(tmp_path, "time", "ladder", 2, 1.0, iterations=140)
     write_run(tmp_path, "tuning", "ladder", 9, 3.4, iterations=40)
-    write_run(tmp_path, "tuning", "ladder", 8, 1.0, iterations=40)
+    write_run(tmp_path, "tuning", "ladder", 99, 1.0, iterations=40)
     gathered = gather(tmp_path)
     assert gathered.final_losses("tokens", "tiny", "ladder") == {2: pytest.approx(3.2)}
     assert gathered.final_losses("time", "tiny", "ladder") == {3: pytest.approx(3.3)}
@@ -38,6 +38,7 @@ def test_at_equal_time_standard_and_a_wiring_as_slow_as_it_have_their_runs_at_eq
         write_run(tmp_path, "tokens", wiring, 1, 3.0)
     gathered = gather(tmp_path)
     assert [len(gathered.runs("time", "tiny", name)) for name in ("standard", "parallel", "ladder")] == [1, 1, 0]
+    assert gathered.missing()[-1] == "tiny, equal time: parallel (2)"
 
 
 def test_time_is_counted_in_steps_of_standard(tmp_path: Path) -> None:

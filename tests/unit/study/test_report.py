@@ -109,6 +109,14 @@ def test_a_diverged_run_gives_no_verdict_and_no_crash(tmp_path: Path) -> None:
     assert "| ladder | 3 | inf | inf | +inf | – | no verdict: a run diverged | – |" in text
 
 
+def test_the_mean_of_those_that_reach_a_loss_alone_is_not_told(tmp_path: Path) -> None:
+    write_study(tmp_path, made_up_study())
+    for seed, above in ((1, 0.04), (2, 0.06), (3, -0.01)):
+        write_run(tmp_path, "tokens", "standard", seed, 3.0)
+        write_run(tmp_path, "tokens", "ladder", seed, 3 + above)
+    assert "| ladder | 1 of 3 runs reach it | 2 of 3 runs reach it |" in page(tmp_path)
+
+
 def test_a_learning_rate_at_the_edge_is_said_plainly(tmp_path: Path) -> None:
     write_study(tmp_path, made_up_study(chosen={"tiny/ladder": 4e-3, "tiny/parallel": 2e-3, "tiny/standard": 1e-3}))
     for wiring in ("standard", "ladder", "parallel"):
