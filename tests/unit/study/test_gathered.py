@@ -23,7 +23,7 @@ def test_runs_of_another_learning_rate_or_length_or_seed_do_not_count(tmp_path: 
     write_run(tmp_path, "time", "ladder", 3, 3.3, iterations=150)
     write_run(tmp_path, "time", "ladder", 2, 1.0, iterations=140)
     write_run(tmp_path, "tuning", "ladder", 9, 3.4, iterations=40)
-    write_run(tmp_path, "tuning", "ladder", 99, 1.0, iterations=40)
+    write_run(tmp_path, "tuning", "ladder", 99, 9.0, iterations=40)
     gathered = gather(tmp_path)
     assert gathered.final_losses("tokens", "tiny", "ladder") == {2: pytest.approx(3.2)}
     assert gathered.final_losses("time", "tiny", "ladder") == {3: pytest.approx(3.3)}
