@@ -106,3 +106,5 @@ class ReportOptions:
     """Folder of the study."""
     report_dir: Path | None = None
     """Folder for report.md and its pictures; --output-dir if not given."""
+    compare_with: Path | None = None
+    """Folder of the same study, run again: also prints whether its losses lie within the spread of this one's."""

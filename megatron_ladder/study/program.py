@@ -41,6 +41,7 @@ from megatron_ladder.study.outcome import (
 )
 from megatron_ladder.study.progress import GridProgress, Position
 from megatron_ladder.study.report import write_report
+from megatron_ladder.study.reproduction import compare_studies
 from megatron_ladder.study.scheduling import Job, Pool, noting_signals
 from megatron_ladder.study.timing import read_step_times, times_of_trials, timing_command
 from megatron_ladder.study.trial import Result, Trial, read_result
@@ -102,6 +103,8 @@ def report_study(options: ReportOptions) -> None:
     output = options.report_dir or options.output_dir
     write_report(options.output_dir, output)
     print(f"report: {output / 'report.md'}", flush=True)
+    if options.compare_with is not None:
+        print(compare_studies(options.output_dir, options.compare_with), flush=True)
 
 
 def describe(request: Request, material: Material, argv: Sequence[str]) -> Study:
