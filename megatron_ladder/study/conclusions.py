@@ -2,9 +2,11 @@
 
 import math
 
-from megatron_ladder.study.gathered import BASELINE, Comparison, Gathered, Terms
+from megatron_ladder.study.gathered import Comparison, Gathered, Terms
+from megatron_ladder.study.grid import key_of
 from megatron_ladder.study.statistics import Verdict, t_quantile
 from megatron_ladder.study.tables import number
+from megatron_ladder.study.wirings import STANDARD
 
 ENOUGH_TOKENS = 20
 """For a parameter, about: where the loss at a given compute is least (Hoffmann et al. 2022, arXiv 2203.15556)."""
@@ -48,7 +50,7 @@ def edges(gathered: Gathered, size: str) -> list[str]:
     sentences = []
     for wiring in gathered.study.wirings:
         tried = gathered.tuning(size, wiring)
-        chosen = gathered.study.chosen.get(f"{size}/{wiring}")
+        chosen = gathered.study.chosen.get(key_of(size, wiring))
         if len(tried) > 1 and chosen in (min(tried), max(tried)):
             side = "lowest" if chosen == min(tried) else "highest"
             sentences.append(
@@ -100,11 +102,11 @@ def _finding(wiring: str, one: Comparison, judged: int) -> str:
     low, high = paired.interval
     if paired.verdict is Verdict.NOT_TOLD_APART:
         return (
-            f"**{wiring}** is not told apart from {BASELINE}: between {number(max(0.0, -low))} nats better and "
+            f"**{wiring}** is not told apart from {STANDARD}: between {number(max(0.0, -low))} nats better and "
             f"{number(max(0.0, high))} worse."
         )
     least, most = sorted((abs(low), abs(high)))
-    sentence = f"**{wiring}** ends {paired.verdict.value} than {BASELINE} by {number(least)} to {number(most)} nats"
+    sentence = f"**{wiring}** ends {paired.verdict.value} than {STANDARD} by {number(least)} to {number(most)} nats"
     if judged > 1:
         sentence += (
             f", also as one of {judged} comparisons."

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from megatron_ladder.data.files import write_atomically
 from megatron_ladder.errors import UserError
-from megatron_ladder.study.gathered import BASELINE, Curve, Gathered, Terms
+from megatron_ladder.study.gathered import Curve, Gathered, Terms
 from megatron_ladder.study.statistics import interpolated, mean
+from megatron_ladder.study.wirings import STANDARD
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -28,7 +29,7 @@ STYLES = ("-", "--", ":", "-.")
 SHOWN_FROM = 0.3
 """Share of the run before which losses fall too fast to show a difference between wirings."""
 DOTS_PER_INCH = 130
-AXIS: Mapping[Terms, str] = {"tokens": "tokens (millions)", "time": f"time (steps of {BASELINE} under the link)"}
+AXIS: Mapping[Terms, str] = {"tokens": "tokens (millions)", "time": f"time (steps of {STANDARD} under the link)"}
 
 
 def require_matplotlib() -> None:
@@ -56,7 +57,7 @@ def drawable(gathered: Gathered, size: str) -> list[Terms]:
     return [
         terms
         for terms in both
-        if gathered.curves(terms, size, BASELINE)
+        if gathered.curves(terms, size, STANDARD)
         and (terms == "tokens" or any(gathered.runs(terms, size, one) for one in gathered.wirings(terms)[1:]))
     ]
 
@@ -80,7 +81,7 @@ def draw_curves(gathered: Gathered, size: str) -> "Figure":
     looks = styles(gathered)
     for terms, above, below in zip(columns, panels[0], panels[1], strict=True):
         scale = 1e-6 if terms == "tokens" else 1.0
-        baseline = gathered.curves(terms, size, BASELINE)
+        baseline = gathered.curves(terms, size, STANDARD)
         end = max(curve[-1][0] for curve in baseline.values())
         for wiring in gathered.wirings(terms):
             curves = gathered.curves(terms, size, wiring)
@@ -88,7 +89,7 @@ def draw_curves(gathered: Gathered, size: str) -> "Figure":
             if points:
                 lines[wiring] = _draw_band(above, points, looks[wiring], scale)
                 losses += points
-            if wiring != BASELINE:
+            if wiring != STANDARD:
                 points = summarised(difference_curves(curves, baseline), SHOWN_FROM * end)
                 _draw_band(below, points, looks[wiring], scale)
                 differences += points
@@ -97,13 +98,13 @@ def draw_curves(gathered: Gathered, size: str) -> "Figure":
         below.set_xlim(SHOWN_FROM * end * scale, 1.01 * end * scale)
         for panel in (above, below):
             panel.grid(alpha=0.3)
-    end = max(curve[-1][0] for curve in gathered.curves("tokens", size, BASELINE).values())
-    standard = summarised(gathered.curves("tokens", size, BASELINE), SHOWN_FROM * end)
+    end = max(curve[-1][0] for curve in gathered.curves("tokens", size, STANDARD).values())
+    standard = summarised(gathered.curves("tokens", size, STANDARD), SHOWN_FROM * end)
     fall = max(high for *_, high in standard) - min(low for _, _, low, _ in standard)
     _limit(panels[0][0], shown_range(losses, max(high for *_, high in standard) + fall))
     _limit(panels[1][0], shown_range(differences, fall))
     panels[0][0].set_ylabel("validation loss (nats per token)")
-    panels[1][0].set_ylabel(f"less {BASELINE}'s, paired (nats)")
+    panels[1][0].set_ylabel(f"less {STANDARD}'s, paired (nats)")
     figure.suptitle(f"{size}: mean over seeds, band from least to greatest; the first {SHOWN_FROM:.0%} not shown")
     columns_of_legend = min(len(lines), 4)
     figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns_of_legend, frameon=False)
@@ -136,7 +137,7 @@ def draw_differences(gathered: Gathered, size: str) -> "Figure":
         panel.set_ylim(len(names) - 0.5, -0.5)
         panel.set_title(f"at equal {terms}", loc="left", fontsize="medium")
         panel.grid(axis="x", alpha=0.3)
-    panels[-1].set_xlabel(f"final validation loss less {BASELINE}'s (nats per token): left of 0 is better")
+    panels[-1].set_xlabel(f"final validation loss less {STANDARD}'s (nats per token): left of 0 is better")
     figure.suptitle(f"{size}: a ring for each seed, mean with its 95 % interval")
     return figure
 

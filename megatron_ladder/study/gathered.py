@@ -12,11 +12,11 @@ from typing import Literal
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.study.description import STUDY_NAME, TRIALS_NAME, Study, read_study
+from megatron_ladder.study.grid import key_of, timed_iterations
 from megatron_ladder.study.statistics import CONFIDENCE, Paired, holm, paired
 from megatron_ladder.study.trial import Kind, Result, read_result
+from megatron_ladder.study.wirings import STANDARD
 
-BASELINE = "standard"
-"""The wiring that every other one is compared with."""
 Terms = Literal["tokens", "time"]
 """At equal what runs are compared."""
 Curve = tuple[tuple[float, float], ...]
@@ -43,7 +43,7 @@ class Gathered:
         """
         length = self.iterations(terms, size, wiring)
         kind: Kind = "tokens" if length == self.study.iterations else "time"
-        asked = (self.study.chosen.get(f"{size}/{wiring}"), length)
+        asked = (self.study.chosen.get(key_of(size, wiring)), length)
         found = {
             one.trial.seed: one
             for one in self._of(kind, size, wiring)
@@ -53,10 +53,10 @@ class Gathered:
 
     def iterations(self, terms: Terms, size: str, wiring: str) -> int | None:
         """Of each run of a wiring; None for a wiring that is not timed."""
-        if terms == "tokens" or wiring == BASELINE:
+        if terms == "tokens" or wiring == STANDARD:
             return self.study.iterations
         speedup = self.speedup(size, wiring)
-        return None if speedup is None else max(1, round(self.study.iterations * speedup))
+        return None if speedup is None else timed_iterations(self.study.iterations, speedup)
 
     def final_losses(self, terms: Terms, size: str, wiring: str) -> dict[int, float]:
         """Seed -> validation loss of the finished model."""
@@ -65,18 +65,18 @@ class Gathered:
     def wirings(self, terms: Terms) -> tuple[str, ...]:
         """Those of a comparison, the baseline first."""
         named = self.study.wirings if terms == "tokens" else self.study.timed_wirings
-        return (BASELINE, *(name for name in named if name != BASELINE))
+        return (STANDARD, *(name for name in named if name != STANDARD))
 
     def speedup(self, size: str, wiring: str) -> float | None:
         """Baseline's step time over the wiring's; None while it is not measured."""
         times = self.study.step_times.get(size)
         if times is None:
             return None
-        return 1.0 if wiring == BASELINE else times.speedup.get(wiring)
+        return 1.0 if wiring == STANDARD else times.speedup.get(wiring)
 
     def comparisons(self, terms: Terms, size: str) -> "dict[str, Comparison]":
         """Every wiring but the baseline -> how it ends, judged alone and as one of all in this table."""
-        baseline = self.final_losses(terms, size, BASELINE)
+        baseline = self.final_losses(terms, size, STANDARD)
         found = {
             wiring: paired(self.final_losses(terms, size, wiring), baseline) for wiring in self.wirings(terms)[1:]
         }

@@ -8,8 +8,9 @@ from pathlib import Path, PurePath
 from megatron_ladder.data.files import write_atomically
 from megatron_ladder.study import conclusions, tables
 from megatron_ladder.study.figures import draw_curves, draw_differences, drawable, require_matplotlib, write_png
-from megatron_ladder.study.gathered import BASELINE, Gathered, gather
+from megatron_ladder.study.gathered import Gathered, gather
 from megatron_ladder.study.statistics import deviation
+from megatron_ladder.study.wirings import STANDARD
 
 REPORT_NAME = "report.md"
 
@@ -73,10 +74,10 @@ def _summary(gathered: Gathered) -> str:
         if len(gathered.wirings("time")) > 1:
             parts.append(f"{prefix} equal time under the stated interconnect:")
             parts.append(_bullets(conclusions.findings(gathered, "time", size)))
-        losses = list(gathered.final_losses("tokens", size, BASELINE).values())
+        losses = list(gathered.final_losses("tokens", size, STANDARD).values())
         if not math.isnan(deviation(losses)):
             parts.append(
-                f"The noise: runs of {BASELINE} that differ in nothing but their seed end with losses of "
+                f"The noise: runs of {STANDARD} that differ in nothing but their seed end with losses of "
                 f"{tables.mean_and_deviation(losses)} (sample standard deviation)."
             )
     return "\n\n".join(parts)
@@ -160,7 +161,7 @@ def _equal_tokens(gathered: Gathered, size: str) -> str:
         + conclusions.resolution(gathered, "tokens", size)
     )
     reached = (
-        f"Tokens that a wiring needs to come down to what {BASELINE} with the same seed ends with, between the points "
+        f"Tokens that a wiring needs to come down to what {STANDARD} with the same seed ends with, between the points "
         "of the validation curve; in brackets the share of the whole run. Learning rates are at their lowest only at "
         "the end of a run, so the last stretch is steep and says little of shorter runs. Tokens/s are those of the "
         "trainings themselves on the machine that is named, whatever ran beside them: the stated interconnect has no "
@@ -182,7 +183,7 @@ def _equal_time(gathered: Gathered, size: str) -> str:
         f"The interconnect: {times.interconnect} (`--link {study.link}`), {times.ranks} tensor-parallel processes. "
         "Time here is the number of iterations times the measured step time under that interconnect, and not the wall "
         f"clock of the machine that trained. Every wiring was trained for as many iterations as take what "
-        f"{BASELINE} takes for {study.iterations:,}, with a learning-rate schedule of that length."
+        f"{STANDARD} takes for {study.iterations:,}, with a learning-rate schedule of that length."
     )
     ratios = (
         "A step's forward and backward, wirings in turn in every round: the median, the median of the rounds' paired "
@@ -195,12 +196,12 @@ def _equal_time(gathered: Gathered, size: str) -> str:
     if not any(gathered.runs("time", size, one) for one in gathered.wirings("time")):
         return "\n\n".join([*parts, "No run is done yet."])
     outcome = (
-        f"{BASELINE}'s runs are those at equal tokens. {conclusions.resolution(gathered, 'time', size)} The intervals "
+        f"{STANDARD}'s runs are those at equal tokens. {conclusions.resolution(gathered, 'time', size)} The intervals "
         "hold for these numbers of iterations: how far the ratios above are uncertain is not in them."
     )
     reached = (
-        f"Time that a wiring needs to come down to what {BASELINE} with the same seed ends with, in steps of "
-        f"{BASELINE}; in brackets the share of the whole time:"
+        f"Time that a wiring needs to come down to what {STANDARD} with the same seed ends with, in steps of "
+        f"{STANDARD}; in brackets the share of the whole time:"
     )
     tail = [outcome, tables.outcomes(gathered, "time", size), reached, tables.reaching(gathered, "time", size)]
     return "\n\n".join([*parts, *tail])

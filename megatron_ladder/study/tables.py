@@ -6,9 +6,11 @@ Losses are in nats a token. What is not there yet is a dash.
 import math
 from collections.abc import Sequence
 
-from megatron_ladder.study.gathered import BASELINE, Comparison, Gathered, Terms
+from megatron_ladder.study.gathered import Comparison, Gathered, Terms
+from megatron_ladder.study.grid import key_of
 from megatron_ladder.study.statistics import Paired, Verdict, deviation, first_reaching, mean
 from megatron_ladder.study.trial import Result
+from megatron_ladder.study.wirings import STANDARD
 
 LENIENCY = 0.05
 """Nats above the baseline's final loss: a second mark, which worse wirings reach as well."""
@@ -67,7 +69,7 @@ def adjusted(one: Comparison) -> str:
 def outcomes(gathered: Gathered, terms: Terms, size: str) -> str:
     """How every wiring ends, and by how much it differs from the baseline at equal `terms`."""
     comparisons = gathered.comparisons(terms, size)
-    heads = ["wiring", "runs", "final validation loss", "perplexity", f"less {BASELINE}'s, paired ± s. e."]
+    heads = ["wiring", "runs", "final validation loss", "perplexity", f"less {STANDARD}'s, paired ± s. e."]
     heads += ["95 % interval", "verdict", "p (Holm)"]
     if terms == "time":
         heads.insert(1, "iterations")
@@ -78,7 +80,7 @@ def outcomes(gathered: Gathered, terms: Terms, size: str) -> str:
         row = [wiring, str(len(runs)), mean_and_deviation(losses), number(perplexity(mean(losses)), ".2f")]
         if terms == "time":
             row.insert(1, _iterations(list(runs.values())))
-        if wiring == BASELINE:
+        if wiring == STANDARD:
             row += [NOTHING] * 4
         else:
             one = comparisons[wiring]
@@ -89,9 +91,9 @@ def outcomes(gathered: Gathered, terms: Terms, size: str) -> str:
 
 def reaching(gathered: Gathered, terms: Terms, size: str) -> str:
     """Tokens, or steps of the baseline's time, to what the baseline's run of the same seed ends with."""
-    unit = "M tokens" if terms == "tokens" else f"{BASELINE} steps"
-    heads = ["wiring", f"{unit} to {BASELINE}'s final loss", f"{unit} to {LENIENCY:g} nats above it"]
-    finals = gathered.final_losses("tokens", size, BASELINE)
+    unit = "M tokens" if terms == "tokens" else f"{STANDARD} steps"
+    heads = ["wiring", f"{unit} to {STANDARD}'s final loss", f"{unit} to {LENIENCY:g} nats above it"]
+    finals = gathered.final_losses("tokens", size, STANDARD)
     targets = {seed: loss for seed, loss in finals.items() if math.isfinite(loss)}
     scale = 1e6 if terms == "tokens" else 1.0
     whole = gathered.study.iterations * (gathered.study.tokens_per_step if terms == "tokens" else 1)
@@ -115,7 +117,7 @@ def learning_rates(gathered: Gathered, size: str) -> str:
     rates = sorted({*gathered.study.learning_rates, *(rate for losses in tried.values() for rate in losses)})
     rows = []
     for wiring, losses in tried.items():
-        chosen = gathered.study.chosen.get(f"{size}/{wiring}")
+        chosen = gathered.study.chosen.get(key_of(size, wiring))
         cells = [number(losses.get(rate, math.nan)) for rate in rates]
         cells = [f"**{cell}**" if rate == chosen else cell for rate, cell in zip(rates, cells, strict=True)]
         rows.append([wiring, *cells, NOTHING if chosen is None else f"{chosen:g}"])
@@ -128,9 +130,9 @@ def step_times(gathered: Gathered, size: str) -> str:
     rows = []
     for wiring, seconds in times.seconds.items():
         ratio, spread = times.speedup.get(wiring, math.nan), times.spread.get(wiring, math.nan)
-        own_spread = NOTHING if wiring == BASELINE else number(spread, ".3f")
+        own_spread = NOTHING if wiring == STANDARD else number(spread, ".3f")
         rows.append([wiring, number(1e3 * seconds, ".2f"), number(ratio, ".3f"), own_spread])
-    return markdown_table(["wiring", "step, ms", f"{BASELINE} / wiring", "quartile distance"], rows)
+    return markdown_table(["wiring", "step, ms", f"{STANDARD} / wiring", "quartile distance"], rows)
 
 
 def sizes(gathered: Gathered) -> str:
