@@ -69,6 +69,11 @@ class RunConfig:
         return self.global_batch_size * self.training.seq_length
 
     @property
+    def loads_weights_alone(self) -> bool:
+        """Whether nothing else is taken from --load, which may be of another schedule and other data."""
+        return self.checkpoint.finetune or self.logging.skip_train
+
+    @property
     def recompute_layers(self) -> int:
         """Layers whose sub-blocks are recomputed in backward."""
         if self.training.recompute_granularity is None:

@@ -147,5 +147,8 @@ class LoggingConfig:
     """Steps between evaluations on the validation split."""
     eval_iters: int = 100
     """Global batches of one evaluation; 0 does not evaluate."""
+    skip_train: bool = False
+    """Take no step and save nothing: evaluate the model of --load on the validation data and end. --save is where
+    the record of it goes."""
     tensorboard_dir: Path | None = None
     """Directory for TensorBoard."""

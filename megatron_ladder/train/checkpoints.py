@@ -136,6 +136,9 @@ class CheckpointSaver:
         if self._config.finetune:
             say(f"takes the weights of {checkpoint.directory}: starts at iteration 0", rank)
             return 0, 0
+        if self._trainer.run.logging.skip_train:
+            say(f"evaluates {checkpoint.directory}: {checkpoint.iteration} steps done", rank)
+            return checkpoint.iteration, checkpoint.consumed_samples
         if self._streams is not None and "data_streams" in checkpoint.manifest:
             self._streams.load_state_dict(checkpoint.manifest["data_streams"])
         self._trainer.guard.set_state(checkpoint.manifest.get("guard", {}))
@@ -261,6 +264,7 @@ class CheckpointSaver:
 
     def _load(self, load: Path, opened: Checkpoint) -> Checkpoint:
         config, rank = self._config, self._world.rank
+        weights_alone = self._trainer.run.loads_weights_alone
         model = stored_model(opened)
 
         def refuse(checkpoint: Checkpoint) -> list[str]:
@@ -270,8 +274,8 @@ class CheckpointSaver:
 
         checkpoint, faults = load_newest(
             load, self._trainer.state, self._world, refuse,
-            optimizer=config.load_optim and not config.finetune,
-            generators=config.load_rng and not config.finetune,
+            optimizer=config.load_optim and not weights_alone,
+            generators=config.load_rng and not weights_alone,
             progress=ProgressLines(f"verifies and reads {load}", lambda text: say(text, rank)),
         )  # fmt: skip
         if faults:

@@ -75,10 +75,12 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
     if checkpoint is not None:
         run = resumed_run(run, checkpoint, about_files)
     stream = None
-    if run.data.streaming and sources is not None and not mistakes:
+    if run.logging.skip_train:
+        about_files.extend(_evaluation_mistakes(run, sources))
+    elif run.data.streaming and sources is not None and not mistakes:
         stream = open_stream(run, tokenizer, checkpoint, about_files)
     knows_data = sources is not None and (sources.train is not None or stream is not None)
-    if checkpoint is not None and sources is not None and knows_data and not run.checkpoint.finetune:
+    if checkpoint is not None and sources is not None and knows_data and not run.loads_weights_alone:
         found = describe_data(sources, tokenizer, stream)
         about_files.extend(_other_data(checkpoint, found, run.data.allow_data_change, place.rank))
     eod_id = None if sources is None else find_eod(run.data, sources, tokenizer, mistakes)
@@ -165,7 +167,7 @@ def _check_folders(run: RunConfig, about_files: list[str]) -> None:
 
 def _open_data(run: RunConfig, tokenizer: Tokenizer | None, about_files: list[str]) -> Sources | None:
     data = run.data
-    parts = ["train"] * (not data.streaming) + ["valid"] * (run.logging.eval_iters > 0)
+    parts = ["train"] * (not data.streaming and not run.logging.skip_train) + ["valid"] * (run.logging.eval_iters > 0)
     run_samples = run.training.train_iters * run.global_batch_size
     order = OrderOptions(
         run.training.seq_length,
@@ -204,11 +206,15 @@ def _ids_beyond(sources: Sources, vocab_size: int) -> list[str]:
 def describe_data(
     sources: Sources, tokenizer: Tokenizer | None, stream: StreamPlan | None = None
 ) -> dict[str, Any]:
-    """What a checkpoint keeps of the data, so that a resumed run reads the same samples on."""
+    """What a checkpoint keeps of the data, so that a resumed run reads the same samples on.
+
+    Of a run that does not train it is the tokenizer alone.
+    """
     sha256 = None if tokenizer is None else tokenizer.sha256
     if stream is not None:
         return {"tokenizer_sha256": sha256, "stream": stream.describe()}
-    assert sources.train is not None
+    if sources.train is None:
+        return {"tokenizer_sha256": sha256}
     return describe_training(sources.train, sha256)
 
 
@@ -227,9 +233,25 @@ def _open_checkpoint(run: RunConfig, ignored: Sequence[str], about_files: list[s
     except UserError as error:
         about_files.extend(error.mistakes)
         return None
-    if checkpoint is None and run.checkpoint.exit_on_missing_checkpoint:
-        about_files.append(f"--load {load}: holds no checkpoint, and --exit-on-missing-checkpoint asks for one")
+    asking = {
+        "--exit-on-missing-checkpoint": run.checkpoint.exit_on_missing_checkpoint,
+        "--skip-train": run.logging.skip_train,
+    }
+    if checkpoint is None and (asks := [name for name, asked in asking.items() if asked]):
+        about_files.append(f"--load {load}: holds no checkpoint, and {asks[0]} asks for one")
     return checkpoint
+
+
+def _evaluation_mistakes(run: RunConfig, sources: Sources | None) -> list[str]:
+    """A line for each flag that --skip-train lacks."""
+    mistakes = []
+    if run.checkpoint.load is None:
+        mistakes.append("--skip-train evaluates the model of a checkpoint: give --load as well")
+    if run.logging.eval_iters < 1:
+        mistakes.append(f"--eval-iters {run.logging.eval_iters}: --skip-train only evaluates: give 1 or more")
+    elif sources is not None and sources.valid is None:
+        mistakes.append("--skip-train needs validation data: give --valid-data-path, or a --split with a share of it")
+    return mistakes
 
 
 def _other_data(checkpoint: Checkpoint, data: dict[str, Any], allowed: bool, rank: int) -> list[str]:
@@ -259,7 +281,7 @@ def _disagreements(run: RunConfig, checkpoint: Checkpoint, ignored: Sequence[str
     else:
         del pairs["desync_interval"]
     training = checkpoint.manifest.get("run", {}).get("training", {})
-    if not run.checkpoint.finetune:
+    if not run.loads_weights_alone:
         pairs |= {name: (getattr(run.training, name), training[name]) for name in DEFINES_ORDER if name in training}
     return [
         f"{flag_name(name)} {ours}: {checkpoint.directory} was trained with {theirs}"

@@ -63,9 +63,28 @@ def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
                 iteration, consumed_samples = checkpoints.resume()
                 record.write_first("start", **describe_start(trainer, iteration))
                 session = Session(inputs, reading, checkpoints, stopper, record)
-                reason = train(trainer, session, iteration, consumed_samples)
+                if inputs.run.logging.skip_train:
+                    reason = evaluate_loaded(trainer, session, iteration)
+                else:
+                    reason = train(trainer, session, iteration, consumed_samples)
             record.write_first("stop", reason=reason, code=0)
             stop_process_group()
+
+
+def evaluate_loaded(trainer: Trainer, session: Session, iteration: int) -> str:
+    """Evaluates the model as it was loaded, after `iteration` steps; takes none and saves nothing.
+
+    Returns:
+        Why the run ended.
+    """
+    valid = session.inputs.sources.valid
+    assert valid is not None
+    with (
+        RunLog(trainer, iteration + 1, session.record) as log,
+        closing(sample_batches(trainer, valid, consumed_samples=0)) as batches,
+    ):
+        log.validation(iteration, evaluate(trainer, batches, trainer.run.logging.eval_iters))
+    return "evaluated"
 
 
 def train(trainer: Trainer, session: Session, iteration: int, consumed_samples: int) -> str:

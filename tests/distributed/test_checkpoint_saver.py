@@ -142,7 +142,8 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(gloo_pools: GlooPools,
     run = gloo_pools(2).run
     run(saves_of_a_run, ["--save", str(tmp_path)], 4)
     for words, start, steps, loaded in (
-        ([], (4, 16), 4, 2), (["--no-load-optim"], (4, 16), 0, 2), (["--finetune"], (0, 0), 0, 0)
+        ([], (4, 16), 4, 2), (["--no-load-optim"], (4, 16), 0, 2), (["--finetune"], (0, 0), 0, 0),
+        (["--skip-train"], (4, 16), 0, 0), (["--skip-train", "--finetune"], (0, 0), 0, 0),
     ):  # fmt: skip
         for place, _, states, taken in run(resumed, words, tmp_path):
             assert place == start and taken == steps and len(states) == loaded

@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.data.indexed import IndexedDatasetWriter
+from megatron_ladder.train.record import read_record
 from tests.distributed.commands import free_port, run_command
 
 VOCABULARY = 96
@@ -84,7 +85,7 @@ def test_one_process_starts_anew_loudly_and_never_compiles(tokens: Path, tmp_pat
         [
             sys.executable, "pretrain_ladder.py", *RECIPE, "--data-path", tokens, "--split", "90,10,0",
             "--train-iters", "3", "--load", tmp_path / "empty", "--eval-iters", "1", "--tensorboard-dir",
-            tmp_path / "tb",
+            tmp_path / "tb", "--save", tmp_path / "saved",
         ],
         timeout=90,
         env={"TORCH_EXTENSIONS_DIR": str(extensions)},
@@ -95,6 +96,27 @@ def test_one_process_starts_anew_loudly_and_never_compiles(tokens: Path, tmp_pat
     assert sorted(os.listdir(extensions)) == ["deepspeed_shm_comm"]
     assert os.listdir(extensions / "deepspeed_shm_comm") == ["lock"]
     assert list((tmp_path / "tb").glob("events*"))
+    check_evaluation_of_what_was_saved(tokens, tmp_path)
+
+
+def check_evaluation_of_what_was_saved(tokens: Path, tmp_path: Path) -> None:
+    """The loss after the last step is that of the checkpoint, with the wiring and the split that it had."""
+    done = run_command(
+        [
+            sys.executable, "pretrain_ladder.py", *RECIPE, "--data-path", tokens, "--split", "90,10,0",
+            "--train-iters", "9", "--lr", "1", "--load", tmp_path / "saved", "--eval-iters", "1", "--skip-train",
+            "--save", tmp_path / "evaluated",
+        ],
+        timeout=90,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained, evaluated = (read_record(tmp_path / name) for name in ("saved", "evaluated"))
+    (before,) = [event for event in trained if event["event"] == "evaluation"]
+    (after,) = [event for event in evaluated if event["event"] == "evaluation"]
+    assert (after["iteration"], after["loss"]) == (before["iteration"], before["loss"]) == (3, before["loss"])
+    assert losses(done.stdout) == [] and f"iteration 3 | valid lm loss {after['loss']:.4f}" in done.stdout
+    assert [event["reason"] for event in evaluated if event["event"] == "stop"] == ["evaluated"]
+    assert not list((tmp_path / "evaluated").glob("iter_*"))
 
 
 def test_mistakes_are_told_once_and_together(tmp_path: Path) -> None:

@@ -110,6 +110,35 @@ def test_finetuning_may_read_other_lengths_and_orders(tmp_path: Path) -> None:
     write_manifest(manifest.parent, stored | {"tensors": tensors})
     assert mistakes_about(tmp_path, "--no-load-optim") == ["--seed 1234", "--seq-length 12"]
     assert mistakes_about(tmp_path, "--finetune") == []
+    assert mistakes_about(tmp_path, "--skip-train") == []
+    assert mistakes_about(tmp_path, "--skip-train --residual-mode ladder") == [
+        "--residual-mode ladder", "--ladder-layers [0, 1, 2]"
+    ]  # fmt: skip
+
+
+def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None:
+    """And no data to train on."""
+    prefix = tmp_path / "tokens"
+    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
+        writer.add_document(np.arange(40))
+        writer.publish()
+
+    def mistakes(words: str) -> list[str]:
+        with pytest.raises(UserError) as raised:
+            read_inputs([*SIZES, "--skip-train", *words.split()], Place(0, 1, 0))
+        return [mistake.split(":")[0] for mistake in raised.value.mistakes]
+
+    valid = f"--valid-data-path {prefix} --eval-iters 1"
+    assert mistakes(valid) == ["--skip-train evaluates the model of a checkpoint"]
+    assert mistakes(f"{valid} --load {tmp_path}") == [f"--load {tmp_path}"]
+    assert mistakes(f"{valid} --load {tmp_path}/iter_0000009") == [f"--load {tmp_path}/iter_0000009"]
+    config = tiny_config()
+    write_checkpoint(tmp_path, config, reference_of(config)[0])
+    load = f"--load {tmp_path}"
+    assert mistakes(f"{load} --data-path {prefix} --split 1") == ["--skip-train needs validation data"]
+    assert mistakes(f"{load} --data-path {prefix} --split 1 --eval-iters 0") == ["--eval-iters 0"]
+    sources = read_inputs([*SIZES, "--skip-train", *valid.split(), *load.split()], Place(0, 1, 0)).sources
+    assert sources.train is None and sources.valid is not None
 
 
 def test_changed_data_is_refused_or_said_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

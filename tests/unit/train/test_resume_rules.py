@@ -104,8 +104,13 @@ def test_finetuning_begins_with_its_own_schedule() -> None:
     assert not mistakes and run == run_of(words)
 
 
+def test_an_evaluation_has_no_schedule() -> None:
+    run, mistakes = resume(f"{TRAINED} --lr 2e-3 --weight-decay 0 --skip-train")
+    assert not mistakes and run.optimizer.lr == 2e-3
+
+
 def test_weights_alone_are_no_run_to_continue() -> None:
-    for words, refused in (("", True), ("--finetune", False), ("--no-load-optim", False)):
+    for words, refused in (("", True), ("--finetune", False), ("--no-load-optim", False), ("--skip-train", False)):
         mistakes: list[str] = []
         run = run_of(f"{TRAINED} {words}")
         assert resumed_run(run, checkpoint_of(run, ("weight",)), mistakes) == run or words != "--finetune"
