@@ -26,14 +26,9 @@ class Caution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportOptions(Caution):
-    """Import. From a Hugging Face directory to a training checkpoint."""
+class Rewiring(Caution):
+    """What a training checkpoint can be made with."""
 
-    hf: Path
-    """Directory with config.json and safetensors: Llama, Mistral, Qwen2, Qwen3, the paper's authors' llamaLadder, or
-    what `export` wrote."""
-    save: Path
-    """Directory of checkpoints, as of pretrain_ladder.py."""
     residual_mode: ResidualMode | None = None
     """Wiring of the model; that of the source if neither this nor --ladder-layers is given."""
     ladder_layers: str | None = None
@@ -41,6 +36,17 @@ class ImportOptions(Caution):
     --residual-mode ladder."""
     residual_staleness: int | None = None
     """By how many sub-blocks they read it late; 1 if not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions(Rewiring):
+    """Import. From a Hugging Face directory to a training checkpoint."""
+
+    hf: Path
+    """Directory with config.json and safetensors: Llama, Mistral, Qwen2, Qwen3, the paper's authors' llamaLadder, or
+    what `export` wrote."""
+    save: Path
+    """Directory of checkpoints, as of pretrain_ladder.py."""
     tensor_model_parallel_size: int = 1
     """Files are cut for so many tensor-parallel ranks; any other number can read them."""
     pipeline_model_parallel_size: int = 1
@@ -62,8 +68,8 @@ class ExportOptions(Caution):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReshapeOptions(Caution):
-    """Reshape. A training checkpoint with other files, optimizer state included."""
+class ReshapeOptions(Rewiring):
+    """Reshape. A training checkpoint with other files or another wiring, optimizer state included."""
 
     load: Path
     """A directory of checkpoints, of which the one in use is taken, or a checkpoint's own."""
@@ -79,7 +85,7 @@ Options = ImportOptions | ExportOptions | ReshapeOptions
 KINDS: dict[str, tuple[type, str]] = {
     "import": (ImportOptions, "Makes a training checkpoint of a Hugging Face directory."),
     "export": (ExportOptions, "Makes a Hugging Face directory of a training checkpoint."),
-    "reshape": (ReshapeOptions, "Writes a training checkpoint with other files, for another number of ranks."),
+    "reshape": (ReshapeOptions, "Writes a training checkpoint with other files or another wiring."),
 }
 PROGRAM = "convert_checkpoint.py"
 COUNTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "residual_staleness")

@@ -1,4 +1,4 @@
-"""`convert_checkpoint.py reshape`: the same training checkpoint in other files, optimizer state included."""
+"""`convert_checkpoint.py reshape`: a training checkpoint in other files or rewired, optimizer state included."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from megatron_ladder.convert.training_checkpoint import (
     open_training_checkpoint,
     plan_checkpoint,
 )
-from megatron_ladder.convert.wiring import wiring_text
+from megatron_ladder.convert.wiring import rewired, wiring_text
 
 _DERIVED_KEYS = ("format", "schema_version", "files")
 """Of a manifest: written anew."""
@@ -28,9 +28,13 @@ def plan_reshape(options: ReshapeOptions) -> Conversion:
     checkpoint, iteration = source.checkpoint, source.checkpoint.iteration
     check_save_target(options.save, iteration, options.overwrite)
     tensor_parallel, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    check_layout(source.model, tensor_parallel, stages)
-    plan = plan_checkpoint(source.tensors, source.model, tensor_parallel, stages)
+    model, notes = rewired(source.model, options)
+    check_layout(model, tensor_parallel, stages)
+    plan = plan_checkpoint(source.tensors, model, tensor_parallel, stages)
     header = {key: value for key, value in checkpoint.manifest.items() if key not in _DERIVED_KEYS}
+    header["model"] = model.to_dict()
+    if "model" in header.get("run", {}):
+        header["run"] = {**header["run"], "model": header["model"]}
     beside = source.files_beside
 
     def small_files(checksums: Mapping[str, str]) -> Mapping[str, bytes]:
@@ -45,8 +49,8 @@ def plan_reshape(options: ReshapeOptions) -> Conversion:
         small_files=small_files,
         publish=lambda work: publish_save(work, options.save, iteration),
         facts=(
-            f"{checkpoint.directory}: iteration {iteration}, {', '.join(kinds)}, wiring: {wiring_text(source.model)}",
+            f"{checkpoint.directory}: iteration {iteration}, {', '.join(kinds)}, wiring: {wiring_text(model)}",
             f"files for {tensor_parallel} tensor-parallel x {stages} pipeline ranks",
         ),
-        notes=checkpoint.warnings,
+        notes=[*notes, *checkpoint.warnings],
     )

@@ -1,10 +1,10 @@
-"""The wiring that an imported model gets: its own, or the one that the command line asks for."""
+"""The wiring that a converted model gets: its own, or the one that the command line asks for."""
 
 from dataclasses import replace
 
 from megatron_ladder.config.model import ONE_NORM_MODES, STALE_MODES, ModelConfig, model_mistakes, parse_layers
 from megatron_ladder.convert.mistakes import raise_mistakes
-from megatron_ladder.convert.options import ImportOptions
+from megatron_ladder.convert.options import Rewiring
 
 
 def wiring_text(model: ModelConfig) -> str:
@@ -30,7 +30,7 @@ def _ranges(layers: tuple[int, ...]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def rewired(model: ModelConfig, options: ImportOptions) -> tuple[ModelConfig, list[str]]:
+def rewired(model: ModelConfig, options: Rewiring) -> tuple[ModelConfig, list[str]]:
     """The model with the wiring that was asked for, and a line if that overrides its own.
 
     Raises:
@@ -42,7 +42,12 @@ def rewired(model: ModelConfig, options: ImportOptions) -> tuple[ModelConfig, li
     if mode is None:
         mode = model.residual_mode if model.residual_mode in STALE_MODES else "ladder"
     mistakes = []
-    if mode == "desync":
+    if model.residual_mode == "desync":
+        mistakes.append(
+            f"--residual-mode {mode}: the source is desync, whose norms differ from rank to rank, so it can only stay "
+            "what it is: leave --residual-mode, --ladder-layers and --residual-staleness out"
+        )
+    elif mode == "desync":
         mistakes.append(
             "--residual-mode desync: its norms differ from rank to rank, and the source has one for all: "
             "such a model can only be trained from the start"

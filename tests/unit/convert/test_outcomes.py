@@ -158,6 +158,50 @@ def test_reshape_keeps_every_number(tmp_path: Path, layout: tuple[int, int], mon
     assert "tokenizer.json" in names and len(names) == 2 * ranks + 2
 
 
+def test_reshape_can_change_the_wiring_and_nothing_else(tmp_path: Path) -> None:
+    config = small_config()
+    weights = write_cut_checkpoint(tmp_path / "run", config, {})
+    convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "hybrid", "--ladder-layers", "2")
+    before, after = Checkpoint.open(tmp_path / "run"), Checkpoint.open(tmp_path / "hybrid")
+    assert stored_model(after) == small_config(residual_mode="ladder", ladder_layers=(1, 2))
+    kept = {"model": 0, "files": 0}
+    assert {**after.manifest, **kept} == {**before.manifest, **kept} and after.iteration == 30
+    for name, weight in weights.items():
+        found = torch.empty_like(weight)
+        after.read(name, "weight", (0,) * weight.dim(), weight.shape, found)
+        assert torch.equal(found, weight), name
+
+
+def test_the_wiring_that_the_run_was_told_changes_with_the_models(tmp_path: Path) -> None:
+    """The manifest says it twice: as the model, and as a part of the run."""
+    write_cut_checkpoint(tmp_path / "run", small_config(), {})
+    manifest = tmp_path / "run" / "iter_0000030" / "manifest.json"
+    stored = json.loads(manifest.read_text())
+    del stored["manifest_checksum"]
+    stored["run"]["model"] = stored["model"]
+    write_manifest(manifest.parent, stored)
+    convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "hybrid", "--ladder-layers", "0-1")
+    after = Checkpoint.open(tmp_path / "hybrid").manifest
+    assert after["run"]["model"] == after["model"] and after["model"]["ladder_layers"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "message"),
+    [
+        (CONFIGS[3], ["--ladder-layers", "1"], "the source is desync"),
+        ({}, ["--residual-mode", "parallel"], "every layer of the source has two norms"),
+        ({}, ["--residual-mode", "desync"], "can only be trained from the start"),
+    ],
+)
+def test_a_wiring_that_needs_other_weights_is_refused(
+    tmp_path: Path, source: dict[str, Any], words: list[str], message: str
+) -> None:
+    write_cut_checkpoint(tmp_path / "run", small_config(**source), {})
+    with pytest.raises(UserError, match=message):
+        convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "other", *words)
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Places of all bytes of tensors that are read, in any file."""
