@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_ladder.errors import run_program
+from megatron_ladder.study.adapting import adapt_study
 from megatron_ladder.study.command_line import parse_options
 from megatron_ladder.study.options import ReportOptions
 from megatron_ladder.study.program import report_study, run_study
@@ -14,6 +15,8 @@ def main(argv: Sequence[str]) -> None:
     options = parse_options(argv)
     if isinstance(options, ReportOptions):
         report_study(options)
+    elif options.adapt is not None:
+        adapt_study(options, argv)
     else:
         run_study(options, argv)
 

@@ -11,23 +11,26 @@ from megatron_ladder.bench.sizes import find_size
 from megatron_ladder.config.fields import flag_name, parse_command_line
 from megatron_ladder.config.model import tensor_parallel_mistakes
 from megatron_ladder.errors import UserError
+from megatron_ladder.study.adaptation import adaptation_mistakes
 from megatron_ladder.study.commands import resolve_trial, training_flag_mistakes
-from megatron_ladder.study.options import OWN_LINK, ReportOptions, Request, RunOptions, SmallRunOptions
+from megatron_ladder.study.options import OWN_LINK, AdaptOptions, ReportOptions, Request, RunOptions, SmallRunOptions
 from megatron_ladder.study.trial import Trial
 from megatron_ladder.study.wirings import ALL_WIRINGS, STANDARD, TIMED_WIRINGS
 
-Command = Literal["run", "report"]
+Command = Literal["run", "adapt", "report"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
 NONE = "none"
 DESCRIPTIONS: dict[Command, str] = {
     "run": "Trains a grid of wirings and seeds, at equal tokens and at equal time, and reports on it. Goes on where it "
     "stopped.",
+    "adapt": "Rewires upper layers of standard models, which it trains if they are not there, heals them, and reports "
+    "on it. The first of --sizes is adapted; flags about other wirings have no meaning.",
     "report": "Reports on what is there of a study.",
 }
 
 
 def parse_options(argv: Sequence[str]) -> Request | ReportOptions:
-    """Reads `run|report` and the flags.
+    """Reads `run|adapt|report` and the flags.
 
     Raises:
         UserError: a line for each mistake.
@@ -41,11 +44,11 @@ def parse_options(argv: Sequence[str]) -> Request | ReportOptions:
         options: ReportOptions
         (options,) = parse_command_line([ReportOptions], words, "study.py report", DESCRIPTIONS[command])
         return options
-    return parse_request(words)
+    return parse_request(words, command)
 
 
-def parse_request(argv: Sequence[str]) -> Request:
-    """Reads the flags of `run`, and what stands behind --.
+def parse_request(argv: Sequence[str], command: Command = "run") -> Request:
+    """Reads the flags of `run` or `adapt`, and what stands behind --.
 
     Raises:
         UserError: a line for each mistake.
@@ -54,9 +57,11 @@ def parse_request(argv: Sequence[str]) -> Request:
     words, behind = argv[:split], tuple(argv[split + 1 :])
     mistakes: list[str] = []
     kind = SmallRunOptions if "--small" in words else RunOptions
-    options: RunOptions
-    (options,) = parse_command_line([kind], words, "study.py run", DESCRIPTIONS["run"], found=mistakes)
-    request = Request(options, behind)
+    kinds = [kind, *[AdaptOptions] * (command == "adapt")]
+    options, *adapt = parse_command_line(kinds, words, f"study.py {command}", DESCRIPTIONS[command], found=mistakes)
+    if adapt:
+        mistakes += _adapt_mistakes(options, *adapt)
+    request = Request(options, behind, *adapt)
     mistakes += _grid_mistakes(options) + _number_mistakes(options) + _launcher_mistakes(options.launcher)
     if importlib.util.find_spec("matplotlib") is None:
         mistakes.append("matplotlib is not installed, which the report needs: pip install 'megatron-ladder[plot]'")
@@ -114,6 +119,22 @@ def _grid_mistakes(options: RunOptions) -> list[str]:
         twice = dict.fromkeys(value for value in values if values.count(value) > 1)
         mistakes += [f"{flag_name(name)} {value}: is given twice" for value in twice]
     return mistakes
+
+
+def _adapt_mistakes(options: RunOptions, adapt: AdaptOptions) -> list[str]:
+    mistakes = [
+        f"--{name.replace('_', '-')}: has no meaning for an adaptation, which is of standard models: leave it out"
+        for name in ("wirings", "timed_wirings")
+        if getattr(options, name) != getattr(RunOptions, name)
+    ]
+    if not adapt.healing_rate_share > 0:
+        mistakes.append(f"--healing-rate-share {adapt.healing_rate_share}: expected more than 0")
+    try:
+        layers = find_size(options.sizes[0]).num_layers
+    except ValueError:
+        # It is told with the other sizes.
+        return mistakes
+    return mistakes + adaptation_mistakes(layers, adapt.adapt_layers, adapt.healing_percent)
 
 
 def _number_mistakes(options: RunOptions) -> list[str]:

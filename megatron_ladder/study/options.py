@@ -90,12 +90,27 @@ class SmallRunOptions(RunOptions):
 
 
 @dataclass(frozen=True)
+class AdaptOptions:
+    """Adaptation. Which layers of the standard models are rewired, and how they are healed."""
+
+    adapt_layers: tuple[int, ...] = ()
+    """Numbers of upper layers that become ladder; a quarter, a half, three quarters and all of them if not given. The
+    control with none is always there."""
+    healing_percent: tuple[int, ...] = (1, 3, 10)
+    """Lengths of healing, in percent of --iterations; each is a training of its own."""
+    healing_rate_share: float = 0.3
+    """Highest learning rate of every healing, as a share of that of the standard models."""
+
+
+@dataclass(frozen=True)
 class Request:
     """What was asked for."""
 
     options: RunOptions
     training_flags: tuple[str, ...]
     """What stood behind --."""
+    adapt: AdaptOptions | None = None
+    """Of an adaptation."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from megatron_ladder.checkpoint.publish import write_whole
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.cost.flops import parameter_count
 from megatron_ladder.errors import ExitCode, UserError
+from megatron_ladder.study.adapt_report import write_adaptation
 from megatron_ladder.study.command_line import timed_wirings
 from megatron_ladder.study.commands import (
     common_flags,
@@ -60,11 +61,18 @@ class Stopped(Exception):
     """A signal has asked for the end."""
 
 
-def run_study(request: Request, argv: Sequence[str]) -> None:
+def run_study(
+    request: Request,
+    argv: Sequence[str],
+    start: "type[StudyRun] | None" = None,
+    report: Callable[[Path, Path], Path | None] = write_report,
+) -> None:
     """Does what is left of a study, and reports on it.
 
     Args:
         argv: as it was given, to be noted.
+        start: what is done of it; the whole grid if not given.
+        report: is told the study's folder and where to write; returns what it has written.
 
     Raises:
         UserError: the folder holds another study, or somebody else runs it.
@@ -75,7 +83,7 @@ def run_study(request: Request, argv: Sequence[str]) -> None:
     with SaveLock(options.output_dir, flag="--output-dir"), noting_signals() as received:
         material = prepare_material(request)
         study = settle(options.output_dir, describe(request, material, argv))
-        run = StudyRun(request, material, study, received)
+        run = (start or StudyRun)(request, material, study, received)
         try:
             run.run()
         except Stopped:
@@ -86,8 +94,7 @@ def run_study(request: Request, argv: Sequence[str]) -> None:
             )
             return
         if any(result.trial.kind == "tokens" for result in run.results.values()):
-            write_report(options.output_dir, options.report_dir or options.output_dir)
-            print(f"report: {(options.report_dir or options.output_dir) / 'report.md'}", flush=True)
+            tell_report(report(options.output_dir, options.report_dir or options.output_dir))
     if run.failures:
         print(f"error: {len(run.failures)} of the study could not be done:", file=sys.stderr)
         for failure in run.failures:
@@ -100,11 +107,16 @@ def report_study(options: ReportOptions) -> None:
     """Writes the report of what is there."""
     if read_study(options.output_dir) is None:
         raise UserError(f"--output-dir {options.output_dir}: holds no {STUDY_NAME}: give the folder of a study")
-    output = options.report_dir or options.output_dir
-    write_report(options.output_dir, output)
-    print(f"report: {output / 'report.md'}", flush=True)
+    for report in (write_report, write_adaptation):
+        tell_report(report(options.output_dir, options.report_dir or options.output_dir))
     if options.compare_with is not None:
         print(compare_studies(options.output_dir, options.compare_with), flush=True)
+
+
+def tell_report(path: Path | None) -> None:
+    """Where it is, if there is one."""
+    if path is not None:
+        print(f"report: {path}", flush=True)
 
 
 def describe(request: Request, material: Material, argv: Sequence[str]) -> Study:

@@ -97,7 +97,7 @@ class GridProgress:
         return words
 
     def _share(self, trial: Trial) -> float:
-        return min(1.0, self.position(trial).iteration / trial.iterations)
+        return min(1.0, self.position(trial).iteration / max(1, trial.iterations))
 
     def _clear(self) -> None:
         if self._status_width:
