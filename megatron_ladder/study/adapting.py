@@ -14,6 +14,7 @@ from megatron_ladder.convert.reshaping import plan_reshape
 from megatron_ladder.errors import UserError
 from megatron_ladder.study.adapt_report import write_adaptation
 from megatron_ladder.study.adaptation import CONTROL, SEED_OFFSET, Adaptation, default_upper
+from megatron_ladder.study.command_line import NONE
 from megatron_ladder.study.commands import folder_of, training_command
 from megatron_ladder.study.description import Study, read_study
 from megatron_ladder.study.grid import choose_learning_rates, key_of, tuning_trials
@@ -43,12 +44,10 @@ def adapt_study(request: Request, argv: Sequence[str]) -> None:
 
 
 def with_wirings(options: RunOptions) -> RunOptions:
-    """With the wirings of the folder's study, of which standard is what is adapted."""
+    """With the wirings of the folder's study, if it has one; standard is what is adapted."""
     found = read_study(options.output_dir)
     kept = replace(options, keep_checkpoints=True)
-    if found is None:
-        return replace(kept, wirings=(STANDARD,), timed_wirings=("none",))
-    return replace(kept, wirings=found.wirings, timed_wirings=found.timed_wirings or ("none",))
+    return kept if found is None else replace(kept, wirings=found.wirings, timed_wirings=found.timed_wirings or (NONE,))
 
 
 class AdaptRun(StudyRun):

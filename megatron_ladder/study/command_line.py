@@ -4,6 +4,7 @@ import importlib.util
 import shlex
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 from megatron_ladder.bench.options import parse_alpha
@@ -61,6 +62,7 @@ def parse_request(argv: Sequence[str], command: Command = "run") -> Request:
     options, *adapt = parse_command_line(kinds, words, f"study.py {command}", DESCRIPTIONS[command], found=mistakes)
     if adapt:
         mistakes += _adapt_mistakes(options, *adapt)
+        options = replace(options, wirings=(STANDARD,), timed_wirings=(NONE,))
     request = Request(options, behind, *adapt)
     mistakes += _grid_mistakes(options) + _number_mistakes(options) + _launcher_mistakes(options.launcher)
     if importlib.util.find_spec("matplotlib") is None:

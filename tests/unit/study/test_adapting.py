@@ -156,5 +156,7 @@ def test_mistakes_are_told_together(tmp_path: Path) -> None:
         request_of(tmp_path, f"{WORDS} --adapt-layers 1 3 --healing-rate-share 0 --wirings standard --jobs 0")
     starts = [line.split(":")[0] for line in raised.value.mistakes]
     assert sorted(starts) == ["--adapt-layers 3", "--healing-rate-share 0.0", "--jobs 0", "--wirings"]
+    # Three heads are no two ranks' share: of no meaning here, and a mistake where desync-2x is compared.
+    assert request_of(tmp_path, "adapt --sizes 2x48x64x3x3x300").options.sizes == ("2x48x64x3x3x300",)
     with pytest.raises(UserError, match="--adapt-layers is no flag"):
         parse_options(["run", "--output-dir", str(tmp_path), "--adapt-layers", "1"])

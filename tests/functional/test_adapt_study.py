@@ -1,0 +1,62 @@
+"""The adaptation of `tools/study.py`, whole: trained, rewired, evaluated, healed, and reported on."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ladder.data.indexed import IndexedDatasetWriter
+from tests.distributed.commands import run_command
+
+SIZE, VOCABULARY = "2x32x64x4x2x96", 96
+
+
+def write_tokens(prefix: Path) -> Path:
+    """Text that a model can learn: every token says what the next one is, with some noise."""
+    random = np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(200):
+            steps = np.where(random.random(100) < 0.9, 7, random.integers(0, VOCABULARY, 100))
+            writer.add_document(np.cumsum(steps) % VOCABULARY)
+        writer.publish()
+    return prefix
+
+
+@pytest.mark.slow
+def test_standard_models_are_adapted(tmp_path: Path) -> None:
+    """Stopped after the standard models by what stands in a rewired model's place, and run again. Run a third time,
+    nothing is trained; the report says what it said."""
+    out = tmp_path / "study"
+    command = [
+        sys.executable, "tools/study.py", "adapt", "--output-dir", out, "--sizes", SIZE, "--seeds", "1", "2",
+        "--iterations", "60", "--learning-rates", "1e-2", "--seq-length", "16", "--healing-percent", "5", "50",
+        "--eval-iters", "4", "--", "--data-path", write_tokens(tmp_path / "tokens"), "--split", "90,10,0",
+    ]  # fmt: skip
+    (out / "rewired").parent.mkdir()
+    (out / "rewired").touch()
+    stopped = run_command(command, timeout=600)
+    assert stopped.returncode != 0
+    (out / "rewired").unlink()
+    done = run_command(command, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[18/18]" in done.stdout and "] tokens-" not in done.stdout
+    results = {path.parent.name: json.loads(path.read_text()) for path in out.glob("trials/*/result.json")}
+    losses = {name: result["validation"][-1][1] for name, result in results.items()}
+    assert len(losses) == 18 and {result["attempts"] for result in results.values()} == {1}
+    for seed in (1, 2):
+        def loss(part: str, seed: int = seed) -> float:
+            (found,) = (value for name, value in losses.items() if part in name and f"seed{seed}-" in name)
+            return found
+
+        assert loss("tokens-") < loss("upper1-0pct") < loss("upper2-0pct"), "rewiring costs, and more of it more"
+        assert loss("upper2-50pct") < loss("upper2-5pct") < loss("upper2-0pct"), "healing helps, and more of it more"
+    assert not (out / "rewired").exists() and not list(out.glob("trials/adapt-*/checkpoints/iter_*"))
+    report = (out / "adaptation.md").read_text()
+    assert len(re.findall(r"^\| [012]", report, re.MULTILINE)) == 5 and "Against the standard model" in report
+    times = {path: path.stat().st_mtime_ns for path in out.glob("trials/*/result.json")}
+    again = run_command(command, timeout=120)
+    assert again.returncode == 0 and (out / "adaptation.md").read_text() == report
+    assert {path: path.stat().st_mtime_ns for path in out.glob("trials/*/result.json")} == times
