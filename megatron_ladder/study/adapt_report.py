@@ -47,9 +47,10 @@ def write_adaptation(folder: Path, output: Path) -> Path | None:
     path = output / REPORT_NAME
     machine = ", ".join(f"{name} {value}" for name, value in study.machine.items())
     facts = [
-        f"Data: {study.data}.",
-        f"Flags of every run: `{shlex.join(study.training_flags)}`.",
-        f"Machine: {machine}.",
+        f"```sh\n{shlex.join(adaptation.command)}\n```\n",
+        f"* Data: {study.data}.",
+        f"* Flags of every run: `{shlex.join(study.training_flags)}`.",
+        f"* Machine: {machine}.",
     ]
     write_atomically(path, "\n".join([adaptation_report(adapted), *facts, ""]).encode())
     return path

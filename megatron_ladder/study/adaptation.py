@@ -39,6 +39,8 @@ class Adaptation:
     standard_iterations: int
     learning_rate: float
     """Highest of every healing, and alike for all: of the control too."""
+    command: tuple[str, ...] = ()
+    """That did it last."""
 
     def standard(self, seed: int) -> Trial:
         """The training that an adaptation begins with: that of the standard wiring at equal tokens."""

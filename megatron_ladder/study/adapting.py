@@ -1,5 +1,6 @@
 """Runs an adaptation: trains the standard models that are not there, rewires them, and evaluates and heals each."""
 
+import functools
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,7 +41,8 @@ def adapt_study(request: Request, argv: Sequence[str]) -> None:
         UserError: the folder holds another study, or one whose standard models are gone.
         SystemExit: trials have failed; they were told.
     """
-    run_study(replace(request, options=with_wirings(request.options)), argv, AdaptRun, write_adaptation)
+    start = functools.partial(AdaptRun, argv)
+    run_study(replace(request, options=with_wirings(request.options)), argv, start, write_adaptation)
 
 
 def with_wirings(options: RunOptions) -> RunOptions:
@@ -53,9 +55,12 @@ def with_wirings(options: RunOptions) -> RunOptions:
 class AdaptRun(StudyRun):
     """One start of an adaptation."""
 
-    def __init__(self, request: Request, material: Material, study: Study, received: Sequence[int]) -> None:
+    def __init__(
+        self, argv: Sequence[str], request: Request, material: Material, study: Study, received: Sequence[int]
+    ) -> None:
         super().__init__(request, material, study, received)
         assert request.adapt is not None
+        self._argv = argv
         self._adapt: AdaptOptions = request.adapt
         self._plan: Adaptation | None = None
         self._cases: dict[Trial, tuple[int, int]] = {}
@@ -82,10 +87,10 @@ class AdaptRun(StudyRun):
         plan = self._plan = self._plan_with(size, rate)
         self._expect(tuning, plan)
         standard = [plan.standard(seed) for seed in plan.seeds]
-        self._refuse_lost_models(standard)
+        self._cases = {trial: (upper, percent) for upper, percent, trial in plan.trials()}
+        self._refuse_lost_models(plan)
         self._train(standard)
         plan.write(self.options.output_dir)
-        self._cases = {trial: (upper, percent) for upper, percent, trial in plan.trials()}
         # A seed whose standard model failed has nothing to adapt.
         able = [trial for trial in self._cases if plan.standard(trial.seed).name in self.results]
         for trial in able:
@@ -106,24 +111,29 @@ class AdaptRun(StudyRun):
             standard_learning_rate=rate,
             standard_iterations=self.study.iterations,
             learning_rate=float(f"{self._adapt.healing_rate_share * rate:.3g}"),
+            command=("python", "tools/study.py", *self._argv),
         )
 
     def _expect(self, tuning: Sequence[Trial], plan: Adaptation) -> None:
         standard = [plan.standard(seed) for seed in plan.seeds]
         self.progress.expected = [*tuning, *standard, *(trial for _, _, trial in plan.trials())]
 
-    def _refuse_lost_models(self, standard: Sequence[Trial]) -> None:
-        folders = [folder_of(self.options, trial) for trial in standard]
+    def _refuse_lost_models(self, plan: Adaptation) -> None:
+        needed = {plan.standard(trial.seed): None for trial in self._cases if not self._is_done(trial)}
         lost = [
-            folder for folder in folders
-            if read_result(folder) is not None and not published_checkpoints(folder / CHECKPOINTS)
-        ]  # fmt: skip
+            folder_of(self.options, trial)
+            for trial in needed
+            if self._is_done(trial) and not published_checkpoints(folder_of(self.options, trial) / CHECKPOINTS)
+        ]
         if lost:
             raise UserError(
                 *(f"{folder}: is trained, and its checkpoints are gone" for folder in lost),
                 "study.py run --keep-checkpoints keeps them: remove these folders to train them again, or give another "
                 "--output-dir",
             )
+
+    def _is_done(self, trial: Trial) -> bool:
+        return read_result(folder_of(self.options, trial)) is not None
 
     def _source(self, plan: Adaptation, trial: Trial) -> Path:
         """Checkpoints that an adapted model begins with."""
@@ -137,8 +147,7 @@ class AdaptRun(StudyRun):
         """Writes the model that a trial begins with, if it is needed and not there."""
         upper, _ = self._cases[trial]
         save = self._source(plan, trial)
-        done = read_result(folder_of(self.options, trial)) is not None
-        if upper == CONTROL or done or published_checkpoints(save):
+        if upper == CONTROL or self._is_done(trial) or published_checkpoints(save):
             return
         load = folder_of(self.options, plan.standard(trial.seed)) / CHECKPOINTS
         options = ReshapeOptions(load=load, save=save, ladder_layers=str(upper))

@@ -64,7 +64,7 @@ class Stopped(Exception):
 def run_study(
     request: Request,
     argv: Sequence[str],
-    start: "type[StudyRun] | None" = None,
+    start: "Callable[[Request, Material, Study, Sequence[int]], StudyRun] | None" = None,
     report: Callable[[Path, Path], Path | None] = write_report,
 ) -> None:
     """Does what is left of a study, and reports on it.

@@ -33,7 +33,7 @@ class Pretended(AdaptRun):
     """Takes its trials for done, and notes what they would be told."""
 
     def __init__(self, request: Request) -> None:
-        super().__init__(request, Material((), ""), STUDY, [])
+        super().__init__(WORDS.split(), request, Material((), ""), STUDY, [])
         self.told: dict[Trial, RunConfig] = {}
 
     def _train(self, trials: Sequence[Trial]) -> None:
@@ -133,14 +133,18 @@ def test_what_is_done_is_not_done_again_and_is_reported(done: Done, tmp_path: Pa
     write_study(folder, STUDY)
     assert write_adaptation(folder, tmp_path / "report") == tmp_path / "report" / "adaptation.md"
     assert "| 2 | 3.0000 ± 0.0000 | 5.0000 ± 0.0000 |" in (tmp_path / "report" / "adaptation.md").read_text()
+    assert f"python tools/study.py {WORDS}" in (tmp_path / "report" / "adaptation.md").read_text()
     assert (tmp_path / "report" / "adaptation.png").is_file()
 
 
 def test_standard_models_that_are_gone_are_named(done: Done, tmp_path: Path) -> None:
     shutil.copytree(done.folder, tmp_path / "copy")
+    assert pretend(tmp_path / "copy").run.told == {}, "nothing has need of them"
+    shutil.rmtree(next((tmp_path / "copy" / "trials").glob("adapt-*-seed2-*upper2-0pct*")))
     with pytest.raises(UserError, match="its checkpoints are gone") as raised:
         pretend(tmp_path / "copy")
-    assert len(raised.value.mistakes) == 3 and "--keep-checkpoints" in raised.value.mistakes[-1]
+    folder, mend = raised.value.mistakes
+    assert "seed2-" in folder and "--keep-checkpoints" in mend
 
 
 def test_the_wirings_are_those_of_the_folder(tmp_path: Path) -> None:
