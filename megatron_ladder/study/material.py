@@ -19,6 +19,8 @@ from megatron_ladder.study.commands import DATA_FIELDS, read_training_flags
 from megatron_ladder.study.options import Request
 
 DATA_NAME = "data"
+SPLIT = "96,4,0"
+"""Of the corpus that is made here, into training and validation, by files."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,12 @@ def prepare_material(request: Request) -> Material:
             "has one: give sizes with the same, or data of your own behind --"
         )
     prepare_corpus(folder, vocabularies.pop(), None, functools.partial(print, flush=True))
-    train, valid = folder / "train_text_document", folder / "valid_text_document"
-    flags = ("--train-data-path", str(train), "--valid-data-path", str(valid))
+    sources = folder / "train_text_document"
+    # Held out of the same kind of text: wirings are compared by what they learn of it.
+    flags = ("--data-path", str(sources), "--split", SPLIT)
     tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "tokenizer.model"))
-    about = f"the sources of Python {platform.python_version()}'s standard library, validated on its language reference"
-    return Material((*flags, *tokenizer), f"{about}{_tokens([train, valid])}")
+    about = f"the sources of Python {platform.python_version()}'s standard library, the last of them held out"
+    return Material((*flags, *tokenizer), f"{about} (--split {SPLIT}){_tokens([sources])}")
 
 
 def _words(value: object) -> Sequence[object]:

@@ -25,23 +25,23 @@ class RunOptions:
     timed_wirings: tuple[str, ...] = ()
     """Those of them that are also trained for the time that standard takes: standard, parallel, ladder,
     ladder-parallel, staleness-2, which are also the default; none for none."""
-    sizes: tuple[str, ...] = ("8x192x512x6x6x4096",)
+    sizes: tuple[str, ...] = ("8x160x448x2x2x2048",)
     """Shapes of the model, in numbers, LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY, or by the names of
     tools/benchmark.py. The corpus that is made here has the vocabulary of the size."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Trials of one seed have the same initial weights and the same order of data."""
-    iterations: int = 500
+    iterations: int = 800
     """Steps at equal tokens, and of standard at equal time."""
     seq_length: int = 256
     """Tokens of a sample."""
     micro_batch_size: int = 8
     """Samples that a process computes at once; also those of a timed step."""
-    global_batch_size: int = 16
+    global_batch_size: int = 8
     """Samples of a step."""
-    learning_rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3)
     """Highest learning rates to try for every wiring. The one with the lowest final validation loss is taken; a single
     one is taken untried."""
-    tuning_iterations: int = 125
+    tuning_iterations: int = 200
     """Steps of a trial that tries a learning rate."""
     tuning_seed: int = 100
     """Seed of those trials, not one of --seeds."""
@@ -49,11 +49,11 @@ class RunOptions:
     """Share of a trial's steps in which its learning rate rises."""
     last_rate_share: float = 0.1
     """Lowest learning rate, at the end of the cosine, as a share of the highest."""
-    evaluations: int = 5
+    evaluations: int = 8
     """Evaluations of a trial, evenly spaced; the last one is of the finished model."""
-    eval_iters: int = 16
+    eval_iters: int = 24
     """Steps' worth of samples in one evaluation."""
-    saves: int = 10
+    saves: int = 4
     """Checkpoints of a trial while it runs: what it may lose if it is killed."""
     link: str = "1.2c"
     """Interconnect of the trials at equal time: the time of one all-reduce on an emulated wire between

@@ -65,14 +65,15 @@ def run_study(
     request: Request,
     argv: Sequence[str],
     start: "Callable[[Request, Material, Study, Sequence[int]], StudyRun] | None" = None,
-    report: Callable[[Path, Path], Path | None] = write_report,
+    report: Callable[[Path, Path], Path | None] | None = None,
 ) -> None:
     """Does what is left of a study, and reports on it.
 
     Args:
         argv: as it was given, to be noted.
         start: what is done of it; the whole grid if not given.
-        report: is told the study's folder and where to write; returns what it has written.
+        report: is told the study's folder and where to write, and returns what it has written; the grid's report if
+            not given.
 
     Raises:
         UserError: the folder holds another study, or somebody else runs it.
@@ -94,7 +95,7 @@ def run_study(
             )
             return
         if any(result.trial.kind == "tokens" for result in run.results.values()):
-            tell_report(report(options.output_dir, options.report_dir or options.output_dir))
+            tell_report((report or write_report)(options.output_dir, options.report_dir or options.output_dir))
     if run.failures:
         print(f"error: {len(run.failures)} of the study could not be done:", file=sys.stderr)
         for failure in run.failures:

@@ -119,7 +119,8 @@ class SaveLock:
 
     def _refusal(self, holder: dict[str, Any]) -> UserError:
         who = "pid {pid} on {host}, started {started}".format_map({**dict.fromkeys(this_process(), "?"), **holder})
-        return UserError(f"{self._flag} {self._folder}: another run writes there: {who}: end it, or give another directory")
+        where = f"{self._flag} {self._folder}"
+        return UserError(f"{where}: another run writes there: {who}: end it, or give another directory")
 
     def _read(self) -> dict[str, Any]:
         with contextlib.suppress(ValueError):

@@ -116,7 +116,7 @@ def test_a_trial_has_a_schedule_of_its_own_length() -> None:
     assert (long.optimizer.lr, long.optimizer.min_lr) == (short.optimizer.lr, short.optimizer.min_lr) == (2e-3, 2e-4)
     assert (long.optimizer.lr_warmup_iters, short.optimizer.lr_warmup_iters) == (20, 5)
     # Five evaluations, the last one of the finished model, whatever the number of steps.
-    assert resolved("ladder", iterations=137).logging.eval_interval == 28
+    assert resolved("ladder", "--evaluations 5", iterations=137).logging.eval_interval == 28
     assert (long.training.train_iters, long.optimizer.lr_decay_iters) == (200, None)
     assert long.tokens_per_step == short.tokens_per_step == 16 * 256
     assert (long.model.num_layers, long.model.ffn_hidden_size, long.model.num_key_value_heads) == (4, 64, 2)

@@ -12,7 +12,9 @@ import pytest
 from megatron_ladder.study.scheduling import Job, Pool, noting_signals
 
 SLEEPER = "import time; print('here', flush=True); time.sleep({})"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
+)
 SAVES = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))
