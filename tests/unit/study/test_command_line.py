@@ -118,7 +118,7 @@ def test_a_trial_has_a_schedule_of_its_own_length() -> None:
     # Five evaluations, the last one of the finished model, whatever the number of steps.
     assert resolved("ladder", "--evaluations 5", iterations=137).logging.eval_interval == 28
     assert (long.training.train_iters, long.optimizer.lr_decay_iters) == (200, None)
-    assert long.tokens_per_step == short.tokens_per_step == 16 * 256
+    assert long.tokens_per_step == short.tokens_per_step == 8 * 256
     assert (long.model.num_layers, long.model.ffn_hidden_size, long.model.num_key_value_heads) == (4, 64, 2)
 
 
