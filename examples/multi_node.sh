@@ -39,37 +39,10 @@ while [ $# -gt 0 ]; do
     shift 2
 done
 
-fail() {
-    printf 'error: %s\n' "$@" >&2
-    exit 2
-}
-
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ ! -d .venv/bin ] || export PATH=$PWD/.venv/bin:$PATH
-command -v deepspeed >/dev/null || fail "no deepspeed on the PATH: install the package on this host, or activate its environment"
-read -ra names <<<"$hosts"
-hostfile=$(mktemp)
-trap 'rm -f "$hostfile"' EXIT
-printf "%s slots=$gpus_per_host\n" "${names[@]}" >"$hostfile"
-
-# Variables for all ranks stand in .deepspeed_env, here or in the home directory, a line NAME=VALUE each. The launcher
-# carries them to hosts that it reaches over ssh, and stumbles over any other line; without ssh we read them ourselves.
-for file in "$HOME/${DS_ENV_FILE:-.deepspeed_env}" "${DS_ENV_FILE:-.deepspeed_env}"; do
-    [ -f "$file" ] || continue
-    while IFS= read -r line || [ -n "$line" ]; do
-        [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || fail "$file: found '$line', expected NAME=VALUE: remove that line"
-        [ -z "$node_rank" ] || export "${line?}"
-    done <"$file"
-done
-
-launcher=(deepspeed --hostfile "$hostfile" --master_addr "${names[0]}" --master_port "$master_port")
-if [ -n "$node_rank" ]; then
-    [[ $node_rank =~ ^[0-9]+$ && $node_rank -lt ${#names[@]} ]] ||
-        fail "--node-rank $node_rank: expected 0 to $((${#names[@]} - 1)), a number for each of: ${names[*]}"
-    launcher+=(--no_ssh --node_rank "$node_rank")
-else
-    command -v pdsh >/dev/null || fail "no pdsh on the PATH: install it, or start this script on every host with --node-rank"
-fi
+source examples/hosts.sh
+require_launcher
+build_launcher
 
 "${launcher[@]}" pretrain_ladder.py \
     --tensor-model-parallel-size "$gpus_per_host" --zero-stage 1 --bf16 \

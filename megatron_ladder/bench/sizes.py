@@ -30,7 +30,9 @@ SIZES: dict[str, ModelConfig] = {
     "small-llama": _shape(8, 1024, 2816, 16, 4, 4096),
     "small-train": _shape(6, 512, 704, 8, 8, 2048),
     "paper-1.2b": _shape(40, 1536, 4096, 24, 24, STARCODER_VOCABULARY),
+    "paper-1.5b": _shape(52, 1536, 4096, 24, 24, STARCODER_VOCABULARY),
     "paper-3.5b": _shape(40, 2304, 9216, 36, 36, STARCODER_VOCABULARY),
+    "paper-4.5b": _shape(52, 2304, 9216, 36, 36, STARCODER_VOCABULARY),
     "llama-1b": _shape(16, 2048, 8192, 32, 8, LLAMA3_VOCABULARY, tied=True),
     "llama-3b": _shape(28, 3072, 8192, 24, 8, LLAMA3_VOCABULARY, tied=True),
     "llama-8b": _shape(32, 4096, 14336, 32, 8, LLAMA3_VOCABULARY),
@@ -39,7 +41,8 @@ SIZES: dict[str, ModelConfig] = {
     "llama-405b": _shape(126, 16384, 53248, 128, 8, LLAMA3_VOCABULARY),
 }
 """small and small-train: attention and MLP of equal weight, for two CPU cores; small-llama: the MLP twice as heavy as
-the attention, as in Llama. The others are those of the paper (arXiv 2501.06589) and of Llama 3 (34b: CodeLlama)."""
+the attention, as in Llama. The others are those of the paper (arXiv 2501.06589; paper-1.5b and paper-4.5b are its
+deeper ladders) and of Llama 3 (34b: CodeLlama)."""
 SHAPE = "LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY"
 """How a shape is spelled out, in numbers."""
 

@@ -21,8 +21,9 @@ class LayoutOptions:
     """Layouts. What is to be trained, and on what."""
 
     model: str = "llama-8b"
-    """Shape of the model: paper-1.2b, paper-3.5b, llama-1b, llama-3b, llama-8b, llama-34b, llama-70b, llama-405b, or
-    in numbers, LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY as in 8x192x512x6x6x4096."""
+    """Shape of the model: paper-1.2b, paper-1.5b, paper-3.5b, paper-4.5b, llama-1b, llama-3b, llama-8b, llama-34b,
+    llama-70b, llama-405b, or in numbers, LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY as in
+    8x192x512x6x6x4096."""
     cluster: str = "h100"
     """Figures of the GPUs and links: h100 (the paper's nodes) or h200. The flags below replace single ones."""
     gpus: int = 8

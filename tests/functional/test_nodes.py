@@ -231,7 +231,7 @@ class Stubs:
         self.folder = folder
         (folder / "bin").mkdir()
         (folder / "repository" / "examples").mkdir(parents=True)
-        for name in ("multi_node.sh", "multi_node.sbatch"):
+        for name in ("multi_node.sh", "multi_node.sbatch", "hosts.sh"):
             text = (REPOSITORY_ROOT / "examples" / name).read_text()
             (folder / "repository" / "examples" / name).write_text(text)
         # The hostfile is gone when the script ends, so its contents are written down too.

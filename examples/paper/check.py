@@ -1,0 +1,220 @@
+"""What the paper's runs are, and whether they fit, without a GPU or a network.
+
+    python examples/paper/check.py
+    python examples/paper/check.py --cluster h200 -- --hosts "a b" --gpus-per-host 4 --tp 4
+
+For every size and wiring, asks train.sh for its command (what stands behind -- goes there), reads that with the trainer's
+own parser, builds the model on the meta device and counts its parameters, and plans memory and time.
+"""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.append(str(REPOSITORY))
+
+from examples.paper.runs import RECIPE, SIZES, WIRINGS  # noqa: E402
+from megatron_ladder.comm.mesh import ProcessMesh  # noqa: E402
+from megatron_ladder.config.deepspeed_json import deepspeed_json  # noqa: E402
+from megatron_ladder.config.fields import parse_command_line  # noqa: E402
+from megatron_ladder.config.model import ModelConfig  # noqa: E402
+from megatron_ladder.config.run import RunConfig, parse_run, resolve_run  # noqa: E402
+from megatron_ladder.cost.hardware import CLUSTERS, UNCALIBRATED_RANGE, Cluster  # noqa: E402
+from megatron_ladder.cost.memory import RESERVED_BYTES, Layout, worst_memory  # noqa: E402
+from megatron_ladder.cost.training import LayerTime, step_time  # noqa: E402
+from megatron_ladder.errors import UserError, run_program  # noqa: E402
+from megatron_ladder.model.language_model import LanguageModel  # noqa: E402
+from megatron_ladder.train.stream_inputs import streaming_mistakes  # noqa: E402
+
+SCRIPT = REPOSITORY / "examples" / "paper" / "train.sh"
+COLUMNS = (
+    "size", "wiring", "in the paper", "parameters", "untied", "TP x PP x DP", "micro-batch x steps", "GB a GPU",
+    "seconds a step", "days", "GPU hours",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Cluster. What stands after -- goes to train.sh."""
+
+    cluster: str = "h100"
+    """Figures of the GPUs and links, as plan.py's: h100 or h200."""
+    recipe: bool = False
+    """Print the recipe with its sources, and nothing else."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run takes, by the planner."""
+
+    layout: Layout
+    memory_bytes: float
+    """Of the fullest GPU, with what is set aside."""
+    step_seconds: float
+    run_seconds: float
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of the whole run."""
+        return self.layout.gpus * self.run_seconds / 3600
+
+
+def dry_run(size: str, wiring: str, flags: Sequence[str]) -> tuple[int, list[str]]:
+    """Processes that train.sh would start, and the words that each would get.
+
+    Raises:
+        UserError: train.sh has found a mistake.
+    """
+    argv = ["bash", str(SCRIPT), "--dry-run", "--size", size, "--wiring", wiring, *flags]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise UserError(*(line.removeprefix("error: ") for line in done.stderr.splitlines()))
+    heading, command = done.stdout.splitlines()
+    words = shlex.split(command)
+    return int(heading.split()[0]), words[words.index("pretrain_ladder.py") + 1 :]
+
+
+def read_command(words: Sequence[str], processes: int) -> RunConfig:
+    """The run behind a command line, by all rules of the trainer that need no file.
+
+    Raises:
+        UserError: with every mistake.
+    """
+    mistakes: list[str] = []
+    flags = parse_run(words, mistakes)
+    mistakes += streaming_mistakes(flags.data)
+    run = resolve_run(flags, flags.model.vocab_size or 1, processes, mistakes)
+    deepspeed_json(run, mistakes)
+    if mistakes:
+        raise UserError(*mistakes)
+    return run
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Of the module itself, a tied matrix once."""
+    module = LanguageModel(model, ProcessMesh.single(), dtype=torch.bfloat16, device=torch.device("meta"))
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def estimate(run: RunConfig, cluster: Cluster) -> Estimate:
+    """Memory and time of a run."""
+    parallel, training = run.parallel, run.training
+    layout = Layout(
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        data=run.data_parallel_size,
+        zero=int(parallel.zero_stage),
+        micro_batch=training.micro_batch_size,
+        recompute=run.recompute_layers > 0,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+    memory = worst_memory(run.model, layout, training.seq_length, run.accumulation_steps)
+
+    def step_seconds(late: range) -> float:
+        times = LayerTime(
+            replace(run.model, ladder_layers=tuple(late)), cluster, layout.tensor, training.seq_length,
+            layout.micro_batch, layout.recompute, layout.sequence_parallel,
+        )  # fmt: skip
+        return step_time(times, layout, run.global_batch_size).total
+
+    # The planner knows layers that are all alike.
+    late = len(run.model.ladder_layers) / run.model.num_layers
+    seconds = (1 - late) * step_seconds(range(0)) + late * step_seconds(range(run.model.num_layers))
+    return Estimate(layout, memory.total + RESERVED_BYTES, seconds, seconds * training.train_iters)
+
+
+def row(size: str, wiring: str, run: RunConfig, planned: Estimate) -> list[str]:
+    """Of the table, in the order of `COLUMNS`."""
+    layout = planned.layout
+    return [
+        size,
+        wiring,
+        "yes" if wiring in SIZES[size].in_the_paper else "",
+        f"{count_parameters(replace(run.model, tie_embeddings=True)):,}",
+        f"{count_parameters(replace(run.model, tie_embeddings=False)):,}",
+        f"{layout.tensor} x {layout.pipeline} x {layout.data}",
+        f"{layout.micro_batch} x {run.accumulation_steps}",
+        f"{planned.memory_bytes / 1e9:.1f}",
+        f"{planned.step_seconds:.2f}",
+        f"{planned.run_seconds / 86400:.1f}",
+        f"{planned.gpu_hours:,.0f}",
+    ]
+
+
+def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [heading, ["---"] * len(heading), *rows])
+
+
+def recipe_table() -> str:
+    """Every flag of the recipe with its source."""
+    return markdown(
+        ("flag", "from"),
+        [(f"`{f'{setting.flag} {setting.value}'.rstrip()}`", setting.source) for setting in RECIPE],
+    )
+
+
+def check(options: CheckOptions, flags: Sequence[str]) -> Iterator[str]:
+    """Prints the table; a line for each run that cannot be or does not fit."""
+    cluster = CLUSTERS[options.cluster]
+    rows = []
+    for size in SIZES:
+        for wiring in WIRINGS:
+            try:
+                processes, words = dry_run(size, wiring, flags)
+                run = read_command(words, processes)
+            except UserError as error:
+                yield from (f"{size} {wiring}: {mistake}" for mistake in error.mistakes)
+                continue
+            planned = estimate(run, cluster)
+            rows.append(row(size, wiring, run, planned))
+            if planned.memory_bytes > cluster.memory_bytes:
+                yield (
+                    f"{size} {wiring}: {planned.memory_bytes / 1e9:.1f} GB do not fit {cluster.name}'s "
+                    f"{cluster.memory_bytes / 1e9:.0f}: give a smaller --micro-batch-size, or --tp"
+                )
+    if rows:
+        tokens = run.training.train_iters * run.tokens_per_step
+        print(markdown(COLUMNS, rows))
+        print(
+            f"\n{run.training.train_iters:,} steps of {run.tokens_per_step:,} tokens, {tokens / 1e9:.1f} billion in all, "
+            f"on {run.world_size} GPUs of {cluster.name} with {cluster.memory_bytes / 1e9:.0f} GB; parameters with the "
+            "embedding matrix counted once, and untied. Times are predictions, "
+            f"{100 * UNCALIBRATED_RANGE:.0f} % to both sides."
+        )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Checks, and says so.
+
+    Raises:
+        UserError: a run cannot be started, or does not fit.
+    """
+    split = argv.index("--") if "--" in argv else len(argv)
+    options: CheckOptions
+    (options,) = parse_command_line([CheckOptions], argv[:split], "check.py", (__doc__ or "").split("\n")[0])
+    if options.cluster not in CLUSTERS:
+        raise UserError(f"--cluster {options.cluster}: expected one of {', '.join(CLUSTERS)}")
+    if options.recipe:
+        print(recipe_table())
+        return
+    mistakes = list(check(options, argv[split + 1 :]))
+    if mistakes:
+        raise UserError(*mistakes)
+    print("All command lines are read by the trainer, and all runs fit.")
+
+
+def entry_point() -> NoReturn:
+    """Console entry point."""
+    run_program(main)
+
+
+if __name__ == "__main__":
+    entry_point()

@@ -1,0 +1,174 @@
+"""The paper's from-scratch runs (arXiv 2501.06589) and ours beside them: the one table of sizes, wirings and recipe.
+
+    python examples/paper/runs.py --size 1.2b --wiring ladder
+
+prints the flags of pretrain_ladder.py for a run, a word a line; train.sh adds paths. It imports no torch.
+
+The authors' files are configs/research/ladder-residual in github.com/IBM/dolomite-engine (commit d0ee186), by which
+1.2B and 3.5B were trained standard, parallel and ladder. They leave some things to the defaults of that program.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from megatron_ladder.bench.sizes import SIZES as SHAPES  # noqa: E402
+from megatron_ladder.config.fields import parse_command_line  # noqa: E402
+from megatron_ladder.config.model import ModelConfig  # noqa: E402
+from megatron_ladder.errors import UserError, run_program  # noqa: E402
+
+PUBLISHED, DEFAULT, OURS = "authors' files", "their program's default", "ours"
+MOST_AT_ONCE = 8
+"""Samples of the largest micro-batch, as the planner's."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and how it lies on GPUs of 80 GB."""
+
+    shape: ModelConfig
+    micro_batch: int
+    """Samples that a GPU computes at once, without tensor parallelism."""
+    in_the_paper: tuple[str, ...]
+    """Wirings in which the paper has it."""
+
+
+SIZES: Mapping[str, Size] = {
+    "1.2b": Size(SHAPES["paper-1.2b"], 4, ("standard", "parallel", "ladder")),
+    "1.5b": Size(SHAPES["paper-1.5b"], 4, ("ladder",)),
+    "3.5b": Size(SHAPES["paper-3.5b"], 2, ("standard", "parallel", "ladder")),
+    "4.5b": Size(SHAPES["paper-4.5b"], 2, ("ladder",)),
+}
+"""1.5b and 4.5b are the ladders of 52 layers."""
+
+TINY = Size(
+    replace(
+        SHAPES["small-train"], num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=16, vocab_size=257,
+    ),
+    2,
+    (),
+)  # fmt: skip
+"""A toy, to see the scripts run; its tokens are bytes."""
+
+WIRINGS: Mapping[str, tuple[str, ...]] = {
+    "standard": ("--residual-mode", "standard"),
+    "parallel": ("--residual-mode", "parallel"),
+    "ladder": ("--residual-mode", "ladder"),
+    "ladder-parallel": ("--residual-mode", "ladder-parallel"),
+    "staleness-2": ("--residual-mode", "ladder", "--residual-staleness", "2"),
+    "hybrid": ("--residual-mode", "ladder", "--ladder-layers", "{half}"),
+}
+"""The paper's three, and ours: attention and MLP of one norm, two sub-blocks late, the upper half ladder."""
+
+
+class Setting(NamedTuple):
+    """A flag of the recipe."""
+
+    flag: str
+    value: str
+    """Empty for a switch."""
+    source: str
+    """Where it is from."""
+    tiny: str | None = None
+    """The toy's value, if it is another."""
+
+
+RECIPE = (
+    Setting("--seq-length", "2048", PUBLISHED, tiny="64"),
+    Setting("--global-batch-size", "2048", PUBLISHED, tiny="4"),
+    Setting("--train-iters", "25000", PUBLISHED, tiny="12"),
+    Setting("--lr", "3e-4", PUBLISHED),
+    Setting("--lr-decay-style", "cosine", PUBLISHED),
+    Setting("--lr-warmup-iters", "2000", PUBLISHED, tiny="2"),
+    Setting("--min-lr", "3e-5", DEFAULT),
+    Setting("--adam-beta1", "0.9", PUBLISHED),
+    Setting("--adam-beta2", "0.95", PUBLISHED),
+    Setting("--adam-eps", "1e-10", PUBLISHED),
+    Setting("--weight-decay", "0.1", PUBLISHED),
+    Setting("--clip-grad", "1", DEFAULT),
+    Setting("--init-method-std", "0.02", PUBLISHED),
+    Setting("--norm-epsilon", "1e-5", PUBLISHED),
+    Setting("--rotary-base", "10000", PUBLISHED),
+    Setting("--tie-embeddings", "", DEFAULT),
+    Setting("--bf16", "", PUBLISHED),
+    Setting("--zero-stage", "1", OURS),
+    Setting("--streaming-shuffle-buffer", "65536", OURS, tiny="8"),
+    Setting("--eval-interval", "1000", OURS, tiny="6"),
+    Setting("--eval-iters", "5", OURS, tiny="2"),
+    Setting("--log-interval", "10", PUBLISHED, tiny="2"),
+    Setting("--save-interval", "500", OURS, tiny="6"),
+    Setting("--keep-last-n-checkpoints", "2", OURS),
+    Setting("--save-retain-interval", "5000", OURS),
+    Setting("--async-save", "", OURS),
+    # A stream from the hub may stand still for longer than the trainer's own 120 s.
+    Setting("--distributed-timeout-seconds-after-first-step", "600", OURS),
+)
+"""Output projections are initialised with the standard deviation over sqrt(2 x layers), as the authors' are."""
+
+
+def training_flags(size: Size, wiring: str, tensor_parallel: int) -> list[str]:
+    """Flags of pretrain_ladder.py for a run, without those that name files and directories."""
+    shape = size.shape
+    words = [
+        "--num-layers", str(shape.num_layers),
+        "--hidden-size", str(shape.hidden_size),
+        "--ffn-hidden-size", str(shape.ffn_hidden_size),
+        "--num-attention-heads", str(shape.num_attention_heads),
+        "--num-key-value-heads", str(shape.num_key_value_heads),
+        "--vocab-size", str(shape.vocab_size),
+    ]  # fmt: skip
+    words += [word.format(half=shape.num_layers // 2) for word in WIRINGS[wiring]]
+    for setting in RECIPE:
+        value = setting.tiny if size is TINY and setting.tiny is not None else setting.value
+        words += [setting.flag, value] if value else [setting.flag]
+    words += ["--tensor-model-parallel-size", str(tensor_parallel)]
+    words += ["--micro-batch-size", str(min(MOST_AT_ONCE, size.micro_batch * tensor_parallel))]
+    if tensor_parallel > 1:
+        words.append("--sequence-parallel")
+    return words
+
+
+@dataclass(frozen=True)
+class RunsOptions:
+    """Run."""
+
+    wiring: str
+    """standard, parallel, ladder, ladder-parallel, staleness-2 (ladder two sub-blocks late) or hybrid (the upper half
+    ladder)."""
+    size: str = "1.2b"
+    """1.2b, 1.5b (1.2b with 52 layers), 3.5b, 4.5b (3.5b with 52 layers), or tiny."""
+    tp: int = 1
+    """Tensor-parallel GPUs of a model."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the flags."""
+    options: RunsOptions
+    (options,) = parse_command_line(
+        [RunsOptions], argv, program="runs.py", description="Flags of pretrain_ladder.py for a run of the paper."
+    )
+    sizes = {**SIZES, "tiny": TINY}
+    mistakes = [
+        f"--{name} {value}: expected one of {', '.join(known)}"
+        for name, value, known in (("size", options.size, sizes), ("wiring", options.wiring, WIRINGS))
+        if value not in known
+    ]
+    if options.tp < 1:
+        mistakes.append(f"--tp {options.tp}: expected 1 or more")
+    if mistakes:
+        raise UserError(*mistakes)
+    print(*training_flags(sizes[options.size], options.wiring, options.tp), sep="\n")
+
+
+def entry_point() -> NoReturn:
+    """Console entry point."""
+    run_program(main)
+
+
+if __name__ == "__main__":
+    entry_point()

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# One of the paper's from-scratch runs (arXiv 2501.06589), or one of ours, on several hosts. Edit settings.sh beside this
+# script, run prepare.sh once, and then
+#
+#     bash examples/paper/train.sh --size 1.2b --wiring ladder        on the first host: starts all over ssh, with pdsh
+#     bash examples/paper/train.sh ... --node-rank N                  on every host, N = 0 on the first: without ssh
+#     sbatch examples/paper/train.sbatch --size 1.2b ...              slurm
+#     bash examples/paper/train.sh ... --dry-run                      prints the command
+#     bash examples/paper/train.sh --tiny FOLDER --wiring ladder      a toy of it: two processes of this machine, no GPU
+#
+# Sizes: 1.2b, 1.5b, 3.5b, 4.5b. Wirings: standard, parallel, ladder, ladder-parallel, staleness-2, hybrid. Started
+# again, a run goes on from its last checkpoint. Further flags: --tp N (tensor-parallel GPUs, 1 if not given), --run
+# FOLDER (of the run; in settings.sh's otherwise), --max-restarts N (starts again by itself when it fails), --hosts "A
+# B", --gpus-per-host N, --master-port N. What follows -- goes to pretrain_ladder.py, and wins.
+set -euo pipefail
+
+beginning=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source examples/hosts.sh
+source examples/paper/settings.sh
+
+size=1.2b wiring="" tp="" run="" folder=""
+master_port=29500 node_rank="" max_restarts=0 dry_run=false
+training_flags=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        -h | --help)
+            sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p}' examples/paper/train.sh
+            exit 0
+            ;;
+        --dry-run)
+            dry_run=true
+            shift
+            continue
+            ;;
+        --)
+            training_flags=("${@:2}")
+            break
+            ;;
+        --*) [ $# -gt 1 ] || fail "$1: a value is missing" ;;&
+        --size) size=$2 ;;
+        --wiring) wiring=$2 ;;
+        --tp) tp=$2 ;;
+        --run) run=$2 ;;
+        --tiny) folder=$2 size=tiny ;;
+        --hosts) hosts=$2 ;;
+        --gpus-per-host) gpus_per_host=$2 ;;
+        --master-port) master_port=$2 ;;
+        --node-rank) node_rank=$2 ;;
+        --max-restarts) max_restarts=$2 ;;
+        *) fail "$1: unknown: --help tells the flags; those of pretrain_ladder.py stand behind --" ;;
+    esac
+    shift 2
+done
+absolute() { [[ $1 == /* ]] && echo "$1" || echo "$beginning/$1"; }
+
+if [ "$size" = tiny ]; then
+    [ -n "$folder" ] || fail "--size tiny: is --tiny FOLDER"
+    hosts=localhost gpus_per_host=2 tp=${tp:-2}
+    folder=$(absolute "$folder")
+    source examples/paper/tiny.sh
+fi
+words=(--size "$size" --tp "${tp:-1}")
+[ -z "$wiring" ] || words+=(--wiring "$wiring")
+words=$(python3 examples/paper/runs.py "${words[@]}")
+mapfile -t words <<<"$words"
+run=$(absolute "${run:-$runs/$size-$wiring}")
+
+if [ "$size" = tiny ]; then
+    port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+    launcher=(deepspeed --hostfile /dev/null --num_gpus "$gpus_per_host" --master_port "$port")
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+else
+    build_launcher
+fi
+command=("${launcher[@]}" pretrain_ladder.py "${words[@]}"
+    --streaming "${training_texts[@]}" --valid-data-path "${held_out}_text_document" "${tokenizer[@]}"
+    --save "$run" --load "$run" --tensorboard-dir "$run/tensorboard"
+    ${training_flags[@]+"${training_flags[@]}"})
+[ "$max_restarts" = 0 ] || command=(python3 tools/run_resilient.py --max-restarts "$max_restarts" -- "${command[@]}")
+
+if "$dry_run"; then
+    read -ra names <<<"$hosts"
+    printf '%d processes: %d on each of %s\n' $((${#names[@]} * gpus_per_host)) "$gpus_per_host" "$hosts"
+    printf '%q ' "${command[@]}" && echo
+    exit 0
+fi
+if [ "$size" = tiny ]; then
+    [ -e "${held_out}_text_document.json" ] || bash examples/paper/prepare.sh --tiny "$folder"
+else
+    require_launcher
+    [ -e "${held_out}_text_document.json" ] || fail "${held_out}_text_document.json: there is none: run examples/paper/prepare.sh"
+fi
+"${command[@]}"
