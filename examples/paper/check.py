@@ -3,8 +3,8 @@
     python examples/paper/check.py
     python examples/paper/check.py --cluster h200 -- --hosts "a b" --gpus-per-host 4 --tp 4
 
-For every size and wiring, asks train.sh for its command (what stands behind -- goes there), reads that with the trainer's
-own parser, builds the model on the meta device and counts its parameters, and plans memory and time.
+For every size and wiring, asks train.sh for its command (what stands behind -- goes there), reads that with the
+trainer's own parser, builds the model on the meta device and counts its parameters, and plans memory and time.
 """
 
 import shlex
@@ -184,9 +184,9 @@ def check(options: CheckOptions, flags: Sequence[str]) -> Iterator[str]:
         tokens = run.training.train_iters * run.tokens_per_step
         print(markdown(COLUMNS, rows))
         print(
-            f"\n{run.training.train_iters:,} steps of {run.tokens_per_step:,} tokens, {tokens / 1e9:.1f} billion in all, "
-            f"on {run.world_size} GPUs of {cluster.name} with {cluster.memory_bytes / 1e9:.0f} GB; parameters with the "
-            "embedding matrix counted once, and untied. Times are predictions, "
+            f"\n{run.training.train_iters:,} steps of {run.tokens_per_step:,} tokens, {tokens / 1e9:.1f} billion, on "
+            f"{run.world_size} GPUs of {cluster.name}, each with {cluster.memory_bytes / 1e9:.0f} GB. Parameters: "
+            "with one embedding matrix, as the runs have it, and untied. Times are predictions, "
             f"{100 * UNCALIBRATED_RANGE:.0f} % to both sides."
         )
 

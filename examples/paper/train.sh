@@ -60,10 +60,10 @@ if [ "$size" = tiny ]; then
     folder=$(absolute "$folder")
     source examples/paper/tiny.sh
 fi
-words=(--size "$size" --tp "${tp:-1}")
-[ -z "$wiring" ] || words+=(--wiring "$wiring")
-words=$(python3 examples/paper/runs.py "${words[@]}")
-mapfile -t words <<<"$words"
+asked=(--size "$size" --tp "${tp:-1}")
+[ -z "$wiring" ] || asked+=(--wiring "$wiring")
+flags=$(python3 examples/paper/runs.py "${asked[@]}")
+mapfile -t words <<<"$flags"
 run=$(absolute "${run:-$runs/$size-$wiring}")
 
 if [ "$size" = tiny ]; then

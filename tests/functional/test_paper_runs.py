@@ -1,0 +1,180 @@
+"""The paper's from-scratch runs: their sizes counted by hand, their command lines, and a toy from end to end."""
+
+import json
+import re
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from examples.paper.check import (
+    CheckOptions,
+    check,
+    count_parameters,
+    dry_run,
+    estimate,
+    read_command,
+    recipe_table,
+)
+from examples.paper.runs import SIZES, WIRINGS, training_flags
+from examples.paper.take_documents import documents
+from megatron_ladder.cost.hardware import CLUSTERS
+from megatron_ladder.errors import UserError
+from megatron_ladder.model.wiring import layer_wirings
+from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, run_command
+
+EXAMPLE = REPOSITORY_ROOT / "examples" / "paper"
+SCRIPT = EXAMPLE / "train.sh"
+VOCABULARY = 49152
+PATHS = ["--streaming", "texts.jsonl", "--tokenizer-type", "ByteTokenizer", "--save", "run", "--load", "run"]
+PUBLISHED = {
+    # Layers, hidden size, width of the MLP; billions with one embedding matrix, and untied.
+    "1.2b": (40, 1536, 4096, 1.208, 1.284),
+    "1.5b": (52, 1536, 4096, 1.548, 1.623),
+    "3.5b": (40, 2304, 9216, 3.511, 3.624),
+    "4.5b": (52, 2304, 9216, 4.530, 4.643),
+}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_sizes_are_the_published_ones(size: str) -> None:
+    layers, hidden, mlp, tied, untied = PUBLISHED[size]
+    matrix = VOCABULARY * hidden
+    for wiring, norms in (("ladder", 2), ("parallel", 1)):
+        # Four square matrices of attention, three of the MLP, the layer's norms; the matrix of words, the last norm.
+        by_hand = layers * (4 * hidden**2 + 3 * hidden * mlp + norms * hidden) + matrix + hidden
+        model = read_command([*training_flags(SIZES[size], wiring, 1), *PATHS], 64).model
+        assert model.tie_embeddings and count_parameters(model) == by_hand
+        assert count_parameters(replace(model, tie_embeddings=False)) == by_hand + matrix
+        assert (round(by_hand / 1e9, 3), round((by_hand + matrix) / 1e9, 3)) == (tied, untied)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_every_run_is_read_by_the_trainer_and_fits(size: str, wiring: str) -> None:
+    for tensor_parallel in (1, 2, 4):
+        run = read_command([*training_flags(SIZES[size], wiring, tensor_parallel), *PATHS], 64)
+        assert (run.data_parallel_size, run.global_batch_size, run.training.seq_length) == (
+            64 // tensor_parallel, 2048, 2048
+        )  # fmt: skip
+        assert estimate(run, CLUSTERS["h100"]).memory_bytes < 80e9
+    assert run.training.train_iters * run.tokens_per_step == 25_000 * 4_194_304
+    optimizer = run.optimizer
+    assert (optimizer.lr, optimizer.lr_warmup_iters, optimizer.lr_decay_style) == (3e-4, 2000, "cosine")
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.9, 0.95, 1e-10)
+    assert (optimizer.weight_decay, run.model.init_method_std, run.model.head_dim) == (0.1, 0.02, 64)
+    layers = run.model.num_layers
+    wirings = layer_wirings(run.model)
+    expected = {
+        "standard": [0] * layers, "parallel": [0] * layers, "ladder": [1] * layers, "ladder-parallel": [1] * layers,
+        "staleness-2": [2] * layers, "hybrid": [0] * (layers // 2) + [1] * (layers // 2),
+    }  # fmt: skip
+    assert [layer.staleness for layer in wirings] == expected[wiring]
+    assert {len(layer.sub_blocks) for layer in wirings} == {1 if "parallel" in wiring else 2}
+
+
+def test_a_hybrid_lies_between_its_halves() -> None:
+    seconds = [
+        estimate(read_command([*training_flags(SIZES["1.2b"], wiring, 4), *PATHS], 64), CLUSTERS["h100"]).step_seconds
+        for wiring in ("standard", "ladder", "hybrid")
+    ]
+    assert seconds[0] > 1.05 * seconds[1] and seconds[2] == pytest.approx((seconds[0] + seconds[1]) / 2)
+
+
+def test_the_script_launches_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", clean_environment()["PATH"])
+    processes, words = dry_run("3.5b", "hybrid", ["--tp", "4", "--run", "/runs/a b", "--", "--seed", "7"])
+    assert processes == 64
+    flags = training_flags(SIZES["3.5b"], "hybrid", 4)
+    assert words[: len(flags)] == flags
+    run = read_command(words, processes)
+    assert run.data.streaming == ("hf://HuggingFaceFW/fineweb-edu:sample-350BT",) and run.data.valid_data_path
+    assert run.checkpoint.save == run.checkpoint.load == Path("/runs/a b") and run.training.seed == 7
+    mistakes = list(check(CheckOptions(), ["--hosts", "a b", "--gpus-per-host", "3", "--micro", "2"]))
+    assert mistakes == [
+        f"{size} {wiring}: --micro: unknown: --help tells the flags; those of pretrain_ladder.py stand behind --"
+        for size in SIZES for wiring in WIRINGS
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--size", "2b", "--wiring", "late"], "--size 2b: expected one of 1.2b, 1.5b, 3.5b, 4.5b, tiny"),
+        (["--size", "2b", "--wiring", "late"], "--wiring late: expected one of standard, parallel, ladder"),
+        ([], "--wiring is required"),
+        (["--wiring"], "--wiring: a value is missing"),
+        (["--wiring", "ladder", "--node-rank", "8"], "--node-rank 8: expected 0 to 7"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str) -> None:
+    done = run_command(["bash", SCRIPT, "--dry-run", *words], timeout=30)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
+    stubs = {
+        "scontrol": '[ "$*" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"',
+        "srun": "shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; \"$@\"; done",
+    }
+    for name, script in stubs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = clean_environment()
+    job = {
+        "PATH": f"{tmp_path}:{environment['PATH']}", "SLURM_SUBMIT_DIR": str(REPOSITORY_ROOT),
+        "SLURM_JOB_NODELIST": "n[3-4]", "SLURM_JOB_ID": "40017", "SLURM_GPUS_ON_NODE": "4",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", EXAMPLE / "train.sbatch", "--wiring", "ladder", "--max-restarts", "3", "--dry-run"],
+        env=environment | job, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for node, (heading, command) in enumerate(zip(lines[::2], lines[1::2], strict=True)):
+        assert heading.startswith("8 processes: 4 on each of n3 n4")
+        words = shlex.split(command)
+        assert words[:5] == ["python3", "tools/run_resilient.py", "--max-restarts", "3", "--"]
+        begin = words.index("--master_addr")
+        assert words[begin : begin + 7] == [
+            "--master_addr", "n3", "--master_port", "20017", "--no_ssh", "--node_rank", str(node)
+        ]  # fmt: skip
+    assert len(lines) == 4
+    for path in [*EXAMPLE.glob("*.sh"), EXAMPLE / "train.sbatch"]:
+        subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_the_readme_tells_the_recipe() -> None:
+    assert recipe_table() in (EXAMPLE / "README.md").read_text()
+
+
+def test_documents_are_taken_in_order(tmp_path: Path) -> None:
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "", "two\n", "three")))
+    assert list(documents([str(lines)], ("text",))) == ["one", "two\n", "three"]
+    command = ["python3", EXAMPLE / "take_documents.py", "--input", lines, "--output", tmp_path / "out.jsonl"]
+    done = run_command([*command, "--documents", "2"], timeout=30)
+    assert done.returncode == 0, done.stderr
+    taken = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert taken == [{"text": "one"}, {"text": "two\n"}]
+    short = run_command([*command, "--documents", "4"], timeout=30)
+    assert short.returncode == 2 and "--documents 4: --input holds 3" in short.stderr
+    lines.write_text('{"txt": "one"}\n')
+    with pytest.raises(UserError, match="text"):
+        list(documents([str(lines)], ("text",)))
+
+
+@pytest.mark.slow
+def test_the_toy_runs_and_goes_on(tmp_path: Path) -> None:
+    command = ["bash", SCRIPT, "--tiny", tmp_path, "--wiring", "staleness-2"]
+    first = run_command([*command, "--", "--exit-interval", "6"], timeout=200)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "all layers read the stream 2 sub-block(s) late" in first.stdout and "iteration  6/12" in first.stdout
+    second = run_command([*command, "--max-restarts", "1"], timeout=200)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "6 steps done" in second.stdout
+    losses = [float(loss) for loss in re.findall(r"\d/12 \| lm loss ([\d.]+)", first.stdout + second.stdout)]
+    (valid,) = map(float, re.findall(r"iteration 12 \| valid lm loss ([\d.]+)", second.stdout))
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.1 and valid < losses[0]
