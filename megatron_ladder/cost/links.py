@@ -181,22 +181,27 @@ class WireModel:
 
 
 @dataclass(slots=True, eq=False)
-class _Collective:
+class Collective:
+    """An all-reduce that was launched."""
+
     seconds_left: float
 
 
-class _Clock:
-    """One rank's time: it computes, or it waits; collectives advance meanwhile."""
+class Clock:
+    """One rank's time: it computes, or it waits; collectives advance meanwhile.
+
+    A subclass may note what happens: computation goes through `compute`, what the wire carries through `advance`.
+    """
 
     def __init__(self, wire: WireModel) -> None:
         self.wire = wire
         self.now = 0.0
-        self._in_flight: list[_Collective] = []
+        self._in_flight: list[Collective] = []
 
-    def launch(self, seconds: float) -> _Collective:
+    def launch(self, seconds: float) -> Collective:
         """Starts a collective."""
         self.compute(self.wire.launch_seconds)
-        collective = _Collective(seconds)
+        collective = Collective(seconds)
         self._in_flight.append(collective)
         return collective
 
@@ -209,17 +214,17 @@ class _Clock:
                 return
             overlapped = min(seconds, *(each.seconds_left for each in moving))
             seconds -= overlapped
-            self._advance(moving, overlapped)
+            self.advance(moving, overlapped)
             self.now += self.wire.contention * overlapped
 
-    def wait(self, collective: _Collective) -> None:
+    def wait(self, collective: Collective) -> None:
         """Returns when `collective` is done; collectives are waited for in launch order."""
         self.compute(self.wire.finish_seconds)
         while collective.seconds_left > 0:
             moving = self._moving()
-            self._advance(moving, min(each.seconds_left for each in moving))
+            self.advance(moving, min(each.seconds_left for each in moving))
 
-    def _moving(self) -> list[_Collective]:
+    def _moving(self) -> list[Collective]:
         """Drops what is done; of the rest, what the wire carries now."""
         if self.wire.serial:
             while self._in_flight and self._in_flight[0].seconds_left <= 0:
@@ -228,20 +233,24 @@ class _Clock:
         self._in_flight = [each for each in self._in_flight if each.seconds_left > 0]
         return self._in_flight
 
-    def _advance(self, moving: list[_Collective], seconds: float) -> None:
+    def advance(self, moving: Sequence[Collective], seconds: float) -> None:
+        """The wire carries `moving` for so long."""
         self.now += seconds
         for each in moving:
             each.seconds_left -= seconds
 
 
-def forward_seconds(sub_blocks: Sequence[SubBlockTime], wire: WireModel, head_seconds: float = 0.0) -> float:
+def forward_seconds(
+    sub_blocks: Sequence[SubBlockTime], wire: WireModel, head_seconds: float = 0.0, *, clock: Clock | None = None
+) -> float:
     """Time of a forward pass: the sub-blocks by the rule, the drain, then the head.
 
     Args:
         head_seconds: all that comes after the last output is there, its exposed collectives included.
+        clock: of the same wire, for a caller who wants to know more than the total; a new one if not given.
     """
-    clock = _Clock(wire)
-    pending: deque[_Collective] = deque()
+    clock = Clock(wire) if clock is None else clock
+    pending: deque[Collective] = deque()
     for block in sub_blocks:
         while len(pending) > block.staleness:
             clock.wait(pending.popleft())
@@ -260,6 +269,7 @@ def backward_seconds(
     *,
     launch_before_wgrad: bool = False,
     wait_at_once: bool = False,
+    clock: Clock | None = None,
 ) -> float:
     """Time of a backward pass, the mirror of the forward one.
 
@@ -273,11 +283,12 @@ def backward_seconds(
             weight-gradient product: for the standard wiring Megatron's overlap. Otherwise after both.
         wait_at_once: wait for each reduce before the next backward, whatever the wiring allows: what autograd does
             with collectives that are asynchronous and nothing more.
+        clock: as for `forward_seconds`.
     """
-    clock = _Clock(wire)
+    clock = Clock(wire) if clock is None else clock
     clock.compute(head_seconds)
     added = outputs_added([block.staleness for block in sub_blocks])
-    in_flight: deque[tuple[int, _Collective]] = deque()
+    in_flight: deque[tuple[int, Collective]] = deque()
     for index in reversed(range(len(sub_blocks))):
         block = sub_blocks[index]
         while in_flight and in_flight[0][0] > index:

@@ -1,0 +1,399 @@
+"""Draws the pictures of docs/concepts.md from the schedules of the step-time model.
+
+    python docs/pictures/draw.py
+
+writes the SVG files beside it. No time in them is drawn by hand: each row is a pass of `megatron_ladder/cost/links.py`,
+which walks the sub-blocks by the rule of `model/stack.py`, with a clock that notes what happens. A test compares the
+files with what this program makes, byte for byte.
+
+Times are in units of c, the forward computation of an attention or MLP sub-block, which are taken to be alike.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from megatron_ladder.config.model import ModelConfig, ModelFlags, resolve_model  # noqa: E402
+from megatron_ladder.cost.links import (  # noqa: E402
+    Clock,
+    Collective,
+    SubBlockTime,
+    WireModel,
+    backward_seconds,
+    forward_seconds,
+    outputs_added,
+)
+from megatron_ladder.model.wiring import SubBlockKind, layer_wirings  # noqa: E402
+
+INK, MUTED, GRID, PAPER = "#1f2933", "#6b7785", "#e3e7ec", "#ffffff"
+FILLS = {
+    "attention": "#4c78a8",
+    "mlp": "#54a07b",
+    "attention_mlp": "#4a8c93",
+    "wgrad": "#b9cfc4",
+    "reduce": "#e8963c",
+    "wait": "url(#waiting)",
+}
+LABELS = {SubBlockKind.ATTENTION: "A", SubBlockKind.MLP: "M", SubBlockKind.ATTENTION_MLP: "A+M"}
+WIDTH = 960
+LEFT, RIGHT = 250, 880
+"""Where the time axis begins and ends."""
+LANE, GAP = 26, 5
+FINE = 1e-9
+"""Shorter times are rounding."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that takes from `start` to `end`."""
+
+    start: float
+    end: float
+    fill: str
+    label: str = ""
+
+
+class NotingClock(Clock):
+    """Keeps what the rank computes, and what the wire carries, as (start, end)."""
+
+    def __init__(self, wire: WireModel) -> None:
+        super().__init__(wire)
+        self.computed: list[tuple[float, float]] = []
+        self.carried: dict[Collective, tuple[float, float]] = {}
+
+    def compute(self, seconds: float) -> None:
+        start = self.now
+        super().compute(seconds)
+        if seconds > 0:
+            self.computed.append((start, self.now))
+
+    def advance(self, moving: Sequence[Collective], seconds: float) -> None:
+        start = self.now
+        super().advance(moving, seconds)
+        for each in moving:
+            self.carried[each] = (self.carried.get(each, (start, start))[0], self.now)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pass of one wiring: what it is called, and what happens in it."""
+
+    title: str
+    note: str
+    compute: list[Bar]
+    wire: list[Bar]
+    end: float
+    lanes: int = field(init=False)
+    """Collectives that share the wire at a time."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lanes", 1 + max((lane for lane, _ in stacked(self.wire)), default=0))
+
+
+def model(residual_mode: str, layers: int, late: str | None = None, staleness: int = 1) -> ModelConfig:
+    """A model of that wiring; its sizes do not matter."""
+    mistakes: list[str] = []
+    flags = ModelFlags(
+        residual_mode=residual_mode, num_layers=layers, ladder_layers=late, residual_staleness=staleness
+    )  # type: ignore[arg-type]
+    config = resolve_model(flags, 256, 256, 1, mistakes)
+    assert not mistakes, mistakes
+    return config
+
+
+def named_sub_blocks(config: ModelConfig) -> Iterator[tuple[str, str, int, int]]:
+    """Of each sub-block its label, its colour, its computation in c and its staleness."""
+    for layer, wiring in enumerate(layer_wirings(config)):
+        for kind in wiring.sub_blocks:
+            yield f"{LABELS[kind]}{layer}", kind.value, 1 + (kind is SubBlockKind.ATTENTION_MLP), wiring.staleness
+
+
+def forward_blocks(config: ModelConfig, reduce: float) -> list[SubBlockTime]:
+    """What the step-time model needs to know of a forward pass; `reduce` is the time of an all-reduce."""
+    return [SubBlockTime(width, reduce, staleness) for _, _, width, staleness in named_sub_blocks(config)]
+
+
+def forward_row(title: str, note: str, config: ModelConfig, reduce: float, serial: bool = True) -> Row:
+    """A forward pass."""
+    names = list(named_sub_blocks(config))
+    clock = NotingClock(WireModel(serial=serial))
+    end = forward_seconds(forward_blocks(config, reduce), clock.wire, clock=clock)
+    bars = [Bar(*times, fill, label) for times, (label, fill, _, _) in zip(clock.computed, names, strict=True)]
+    wire = [Bar(*times, "reduce", name[0]) for times, name in zip(clock.carried.values(), names, strict=True)]
+    return Row(title, note, bars, wire, end)
+
+
+def backward_row(title: str, note: str, config: ModelConfig, reduce: float, mirrored: bool) -> Row:
+    """A backward pass: 1.4 c to the gradient of the input and 0.6 c for the weight that nothing else needs.
+
+    `mirrored` is `model/backward.py`; otherwise autograd, which waits for each reduce where it was launched.
+    """
+    names = list(named_sub_blocks(config))
+    clock = NotingClock(WireModel())
+    blocks = [
+        SubBlockTime(width, reduce, staleness, dgrad_seconds=1.4 * width, wgrad_seconds=0.6 * width)
+        for _, _, width, staleness in names
+    ]
+    end = backward_seconds(blocks, clock.wire, launch_before_wgrad=mirrored, wait_at_once=not mirrored, clock=clock)
+    names.reverse()
+    bars = []
+    if mirrored:
+        pairs = zip(clock.computed[::2], clock.computed[1::2], names, strict=True)
+        for dgrad, wgrad, (label, fill, _, _) in pairs:
+            bars += [Bar(*dgrad, fill, label), Bar(*wgrad, "wgrad", "w")]
+    else:
+        for (start, stop), (label, fill, width, _) in zip(clock.computed, names, strict=True):
+            bars += [Bar(start, start + 1.4 * width, fill, label), Bar(start + 1.4 * width, stop, "wgrad", "w")]
+    wire = [Bar(*times, "reduce", name[0]) for times, name in zip(clock.carried.values(), names, strict=True)]
+    return Row(title, note, bars, wire, end)
+
+
+def stacked(bars: Sequence[Bar]) -> list[tuple[int, Bar]]:
+    """Each bar with the first lane that is free for it."""
+    free: list[float] = []
+    placed = []
+    for bar in bars:
+        lane = next((lane for lane, end in enumerate(free) if end <= bar.start + FINE), len(free))
+        free[lane : lane + 1] = [bar.end]
+        placed.append((lane, bar))
+    return placed
+
+
+def waits(row: Row) -> Iterator[Bar]:
+    """The times in which the rank computes nothing."""
+    ends = [0.0, *(bar.end for bar in row.compute)]
+    starts = [*(bar.start for bar in row.compute), row.end]
+    for end, start in zip(ends, starts, strict=True):
+        if start - end > FINE:
+            yield Bar(end, start, "wait")
+
+
+def number(value: float) -> str:
+    return f"{round(value, 2):g}"
+
+
+def text(
+    x: float, y: float, words: str, size: int = 13, fill: str = INK, anchor: str = "start", bold: bool = False
+) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    words = words.replace("&", "&amp;").replace("<", "&lt;")
+    return (
+        f'<text x="{number(x)}" y="{number(y)}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{weight}>'
+        f"{words}</text>"
+    )
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, stroke: str = PAPER) -> str:
+    return (
+        f'<rect x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}" rx="3" '
+        f'fill="{fill}" stroke="{stroke}"/>'
+    )
+
+
+def line(x1: float, y1: float, x2: float, y2: float, stroke: str = GRID, width: float = 1) -> str:
+    ends = f'x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}"'
+    return f'<line {ends} stroke="{stroke}" stroke-width="{number(width)}"/>'
+
+
+def page(title: str, height: float, body: Iterable[str], width: int = WIDTH) -> str:
+    """A whole file. White paper, so that it can be read on a dark page as well."""
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {number(height)}" width="{width}" '
+        f'height="{number(height)}" font-family="Helvetica, Arial, sans-serif" role="img">',
+        f"<title>{title}</title>",
+        '<defs><pattern id="waiting" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><rect width="6" height="6" fill="#f4f5f7"/>'
+        '<line x1="0" y1="0" x2="0" y2="6" stroke="#c3c9d1" stroke-width="2"/></pattern></defs>',
+        f'<rect width="{width}" height="{number(height)}" rx="8" fill="{PAPER}"/>',
+    ]
+    return "\n".join([*head, *body, "</svg>"]) + "\n"
+
+
+def legend(y: float, entries: Sequence[tuple[str, str]]) -> list[str]:
+    drawn, x = [], 24.0
+    for fill, words in entries:
+        drawn += [box(x, y - 11, 18, 14, FILLS[fill], "#c3c9d1"), text(x + 24, y, words, 12, MUTED)]
+        x += 44 + 6.4 * len(words)
+    return drawn
+
+
+def timelines(title: str, entries: Sequence[tuple[str, str]], rows: Sequence[Row]) -> str:
+    """Rows under one another on one axis, each with a lane of computation and the lanes of its wire."""
+    scale = (RIGHT - LEFT) / max(row.end for row in rows)
+    body = [text(24, 32, title, 16, bold=True), *legend(56, entries)]
+    top = y = 78.0
+    drawn = []
+    for row in rows:
+        wire_height = LANE * row.lanes
+        drawn += [
+            text(24, y + 18, row.title, 14, bold=True),
+            text(24, y + 36, row.note, 12, MUTED),
+            text(LEFT - 8, y + 17, "compute", 11, MUTED, "end"),
+            text(LEFT - 8, y + LANE + GAP + 17, "wire", 11, MUTED, "end"),
+        ]
+        lanes = [(0, bar) for bar in [*waits(row), *row.compute]]
+        lanes += [(1 + lane, bar) for lane, bar in stacked(row.wire)]
+        for lane, bar in lanes:
+            x, width = LEFT + scale * bar.start, scale * (bar.end - bar.start)
+            above = y + lane * LANE + GAP * (lane > 0)
+            drawn.append(box(x, above, width, LANE - 2, FILLS[bar.fill]))
+            if bar.label:
+                ink = INK if bar.fill in ("wgrad", "reduce") else PAPER
+                drawn.append(text(x + width / 2, above + 16, bar.label, 12, ink, "middle"))
+        drawn.append(text(LEFT + scale * row.end + 8, y + 22, f"{number(row.end)} c", 14, INK, bold=True))
+        y += LANE + GAP + wire_height + 20
+    for tick in range(0, int(max(row.end for row in rows)) + 1, 2):
+        x = LEFT + scale * tick
+        body += [line(x, top - 4, x, y - 10), text(x, y + 6, f"{tick} c" if tick else "0", 11, MUTED, "middle")]
+    return page(title, y + 22, [*body, *drawn])
+
+
+def who_reads_what(panels: Sequence[tuple[str, ModelConfig]]) -> str:
+    """A table for each wiring: a row for each sub-block, a column for each output that it may find in the stream."""
+    cell, left, top = 20, 24, 84
+    title = "Which outputs a sub-block finds in the stream"
+    body = [text(left, 32, title, 16, bold=True)]
+    keys = (("attention", "in the stream"), ("reduce", "its all-reduce is still in flight"))
+    body += legend(56, keys)
+    for panel, (name, config) in enumerate(panels):
+        blocks = list(named_sub_blocks(config))
+        x0, y0 = left + 34 + panel * 226, top + 30
+        body.append(text(x0, top + 2, name, 13, bold=True))
+        for i, (label, *_), added in zip(
+            range(len(blocks)), blocks, outputs_added([staleness for *_, staleness in blocks]), strict=True
+        ):
+            y = y0 + i * cell
+            body.append(text(x0 - 6, y + 14, label, 11, MUTED, "end"))
+            body.append(text(x0 + (i + 0.5) * cell - 1, y0 - 6, label, 9, MUTED, "middle"))
+            for output in range(len(blocks)):
+                fill = "#f4f5f7" if output >= i else FILLS["attention" if output < added else "reduce"]
+                body.append(box(x0 + output * cell, y, cell - 2, cell - 2, fill))
+    rows = 2 * panels[0][1].num_layers
+    body.append(text(left, top + 54 + rows * cell, "Row: the sub-block that reads. Column: whose output.", 12, MUTED))
+    return page(title, top + 70 + rows * cell, body)
+
+
+def layer_seconds(mode: str, reduce: float, serial: bool, staleness: int) -> float:
+    """Time of a layer amid many others, from stacks that differ by 12: schedules repeat in 2 or 3 sub-blocks."""
+    late = "all" if mode.startswith("ladder") else None
+    few, many = (
+        forward_seconds(forward_blocks(model(mode, layers, late, staleness), reduce), WireModel(serial=serial))
+        for layers in (6, 18)
+    )
+    return (many - few) / 12
+
+
+CURVES = (
+    ("ladder", "ladder", 1, "#4c78a8", ""),
+    ("staleness 2", "ladder", 2, "#b04a5a", "6 4"),
+    ("parallel", "parallel", 1, "#8a8f98", ""),
+    ("ladder-parallel", "ladder-parallel", 1, "#e8963c", ""),
+)
+"""Name, mode, staleness, colour and dashes of each line of the chart."""
+
+
+def gains() -> str:
+    """Standard over each wiring, against the time of an all-reduce, on both kinds of wire."""
+    title = "Time of the standard wiring over that of another one, forward"
+    height, top, bottom = 420, 86, 356
+    steps = [step / 20 for step in range(81)]
+    body = [text(24, 32, title, 16, bold=True)]
+    for panel, (name, serial) in enumerate((("serial wire (one NCCL communicator)", True), ("pipelined wire", False))):
+        x0 = 64 + panel * 466
+
+        def x(reduce: float, x0: float = x0) -> float:
+            return x0 + reduce * 80
+
+        def y(ratio: float) -> float:
+            return bottom - (ratio - 1) * (bottom - top) / 2.5
+
+        body.append(text(x0, 64, name, 13, bold=True))
+        for ratio in (1, 1.5, 2, 2.5, 3, 3.5):
+            body += [line(x0, y(ratio), x(4), y(ratio)), text(x0 - 8, y(ratio) + 4, f"{ratio:g}", 11, MUTED, "end")]
+        for reduce in range(5):
+            body.append(text(x(reduce), bottom + 18, f"{reduce} c" if reduce else "0", 11, MUTED, "middle"))
+        body.append(text(x(2), bottom + 40, "time of an all-reduce", 12, MUTED, "middle"))
+        ends: dict[str, tuple[str, str]] = {}
+        for curve, mode, staleness, colour, dashes in CURVES:
+            points = []
+            for reduce in steps:
+                ratio = layer_seconds("standard", reduce, serial, 1) / layer_seconds(mode, reduce, serial, staleness)
+                points.append(f"{number(x(reduce))},{number(y(ratio))}")
+            dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+            joined = " ".join(points)
+            body.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2.5"{dashed}/>')
+            height_of_end = points[-1].split(",")[1]
+            before = ends[height_of_end][0] + ", " if height_of_end in ends else ""
+            ends[height_of_end] = (before + curve, colour)
+        body += [text(x(4) + 4, float(end) + 4, words, 11, colour) for end, (words, colour) in ends.items()]
+    return page(title, height, body, 1040)
+
+
+def pictures() -> dict[str, str]:
+    """Name of each file -> what is in it."""
+    plain, late = model("standard", 3), model("ladder", 3)
+    deep, wide, both = model("ladder", 3, "all", 2), model("parallel", 3), model("ladder-parallel", 3)
+    kinds = [("attention", "attention (A)"), ("mlp", "MLP (M)"), ("attention_mlp", "both, of one norm (A+M)")]
+    ends = [("reduce", "all-reduce"), ("wait", "the processor waits")]
+    forward = kinds + ends
+    backward = [*kinds, ("wgrad", "weight gradient (w)"), ("reduce", "all-reduce"), ends[1]]
+    serial, shared = "serial wire", "pipelined wire"
+    return {
+        "reads.svg": who_reads_what(
+            [
+                ("standard", model("standard", 4)),
+                ("ladder", model("ladder", 4)),
+                ("hybrid: ladder in 2 and 3", model("ladder", 4, "2-3")),
+                ("staleness 2", model("ladder", 4, "all", 2)),
+            ]
+        ),
+        "forward.svg": timelines(
+            "Forward: three layers, an all-reduce takes 0.8 c",
+            forward,
+            [
+                forward_row("standard", "staleness 0", plain, 0.8),
+                forward_row("parallel", "one all-reduce a layer", wide, 0.8),
+                forward_row("ladder", "staleness 1", late, 0.8),
+                forward_row("ladder-parallel", "staleness 1, one a layer", both, 0.8),
+                forward_row("ladder, staleness 2", "nothing more to hide", deep, 0.8),
+            ],
+        ),
+        "slow-wire.svg": timelines(
+            "Forward on a slow wire: an all-reduce takes 2 c",
+            forward,
+            [
+                forward_row("standard", serial, plain, 2.0),
+                forward_row("ladder", serial, late, 2.0),
+                forward_row("parallel", serial, wide, 2.0),
+                forward_row("ladder-parallel", serial, both, 2.0),
+                forward_row("ladder, staleness 2", serial, deep, 2.0),
+                forward_row("ladder", shared, late, 2.0, serial=False),
+                forward_row("ladder, staleness 2", shared, deep, 2.0, serial=False),
+            ],
+        ),
+        "backward.svg": timelines(
+            "Backward: three layers, an all-reduce takes 1.2 c",
+            backward,
+            [
+                backward_row("standard", "waits at once", plain, 1.2, mirrored=False),
+                backward_row("standard", "as in Megatron-LM", plain, 1.2, mirrored=True),
+                backward_row("ladder by autograd", "waits at once", late, 1.2, mirrored=False),
+                backward_row("ladder", "the mirrored rule", late, 1.2, mirrored=True),
+                backward_row("ladder-parallel", "the mirrored rule", both, 1.2, mirrored=True),
+            ],
+        ),
+        "gains.svg": gains(),
+    }
+
+
+def main() -> None:
+    """Writes the files beside this one."""
+    for name, content in pictures().items():
+        Path(__file__).with_name(name).write_text(content, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
