@@ -32,8 +32,12 @@ class DataBenchmarkOptions:
     """File for the results: a list of rows."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Measures the rows that were asked for and prints a table."""
+def parse_options(argv: Sequence[str]) -> DataBenchmarkOptions:
+    """Reads the command line.
+
+    Raises:
+        UserError: a line for each mistake.
+    """
     mistakes: list[str] = []
     options: DataBenchmarkOptions
     (options,) = parse_command_line(
@@ -50,6 +54,12 @@ def main(argv: Sequence[str]) -> None:
         mistakes.append(f"--folder {options.folder}: no such directory")
     if mistakes:
         raise UserError(*mistakes)
+    return options
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures the rows that were asked for and prints a table."""
+    options = parse_options(argv)
     results = [result for row in options.rows for result in _measure(row, options)]
     print("\n" + table(results))
     if options.json is not None:

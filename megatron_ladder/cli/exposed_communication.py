@@ -147,8 +147,12 @@ def draw(found: Communication, rows: Sequence[SubBlockRow], title: str) -> "Figu
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Reads the trace and writes what was asked for."""
+def parse_options(argv: Sequence[str]) -> ExposedCommunicationConfig:
+    """Reads the command line.
+
+    Raises:
+        UserError: a line for each mistake.
+    """
     config: ExposedCommunicationConfig
     (config,) = parse_command_line(
         [ExposedCommunicationConfig], argv, program="exposed_communication.py",
@@ -165,6 +169,12 @@ def main(argv: Sequence[str]) -> None:
         mistakes.append("--plot: matplotlib is not installed: pip install 'megatron-ladder[plot]'")
     if mistakes:
         raise UserError(*mistakes)
+    return config
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the trace and writes what was asked for."""
+    config = parse_options(argv)
     try:
         found = communication(read_events(config.trace), config.communication_kernels)
     except ValueError as error:

@@ -30,8 +30,12 @@ class InspectConfig:
     """Read everything and compare it with the checksums that preprocessing wrote down."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Reads the command line and prints."""
+def parse_options(argv: Sequence[str]) -> InspectConfig:
+    """Reads the command line.
+
+    Raises:
+        UserError: a line for each mistake.
+    """
     first_flag = next((place for place, word in enumerate(argv) if word.startswith("--")), len(argv))
     words = ["--data-path", *argv] if first_flag > 0 else list(argv)
     config: InspectConfig
@@ -40,6 +44,12 @@ def main(argv: Sequence[str]) -> None:
     )
     if (config.tokenizer_type is None) != (config.tokenizer_model is None):
         raise UserError("--tokenizer-type and --tokenizer-model belong together: give both")
+    return config
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the command line and prints."""
+    config = parse_options(argv)
     tokenizer = None
     if config.tokenizer_type is not None and config.tokenizer_model is not None:
         tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model)

@@ -22,12 +22,22 @@ class MergeConfig:
     """Path of the output without .bin and .idx."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Reads the command line and does the work."""
+def parse_options(argv: Sequence[str]) -> MergeConfig:
+    """Reads the command line.
+
+    Raises:
+        UserError: a line for each mistake.
+    """
     config: MergeConfig
     (config,) = parse_command_line(
         [MergeConfig], argv, program="merge_datasets.py", description="Joins indexed data sets."
     )
+    return config
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the command line and does the work."""
+    config = parse_options(argv)
     if not config.output_prefix.name or not config.output_prefix.parent.is_dir():
         raise UserError(f"--output-prefix {config.output_prefix}: expected a name in a folder that exists")
     prefixes = find_inputs(config.input)

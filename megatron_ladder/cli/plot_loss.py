@@ -159,8 +159,12 @@ def _draw_loss(axis: "Axes", run: Run, color: str, smoothing: float) -> None:
         )
 
 
-def main(argv: Sequence[str]) -> None:
-    """Reads the command line and draws the picture."""
+def parse_options(argv: Sequence[str]) -> PlotLossConfig:
+    """Reads the command line.
+
+    Raises:
+        UserError: a line for each mistake.
+    """
     config: PlotLossConfig
     (config,) = parse_command_line(
         [PlotLossConfig], argv, program="plot_loss.py", description="Draws loss curves from TensorBoard files."
@@ -179,6 +183,13 @@ def main(argv: Sequence[str]) -> None:
         mistakes.append("matplotlib is not installed: pip install 'megatron-ladder[plot]'")
     if mistakes:
         raise UserError(*mistakes)
+    return config
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the command line and draws the picture."""
+    mistakes: list[str] = []
+    config = parse_options(argv)
     labels = config.labels or tuple(directory.resolve().name for directory in config.tensorboard_dir)
     runs = []
     for directory, label in zip(config.tensorboard_dir, labels, strict=True):

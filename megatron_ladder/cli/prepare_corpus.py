@@ -23,8 +23,12 @@ class PrepareCorpusConfig:
     """Use only about so much training text (default: all of it, about 12 MB)."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Reads the command line and does the work."""
+def parse_options(argv: Sequence[str]) -> PrepareCorpusConfig:
+    """Reads the command line.
+
+    Raises:
+        UserError: a line for each mistake.
+    """
     config: PrepareCorpusConfig
     (config,) = parse_command_line(
         [PrepareCorpusConfig],
@@ -39,6 +43,12 @@ def main(argv: Sequence[str]) -> None:
         mistakes.append(f"--max-megabytes {config.max_megabytes}: expected more than 0")
     if mistakes:
         raise UserError(*mistakes)
+    return config
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the command line and does the work."""
+    config = parse_options(argv)
     prepare_corpus(
         config.output_dir, config.vocab_size, config.max_megabytes, functools.partial(print, flush=True)
     )

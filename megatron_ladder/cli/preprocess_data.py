@@ -89,8 +89,12 @@ def config_mistakes(config: PreprocessConfig) -> list[str]:
     return mistakes
 
 
-def main(argv: Sequence[str]) -> None:
-    """Reads the command line and does the work."""
+def parse_options(argv: Sequence[str]) -> PreprocessConfig:
+    """Reads the command line.
+
+    Raises:
+        UserError: a line for each mistake.
+    """
     config: PreprocessConfig
     (config,) = parse_command_line(
         [PreprocessConfig], argv, program="preprocess_data.py", description="Tokenises text for pretraining."
@@ -98,6 +102,12 @@ def main(argv: Sequence[str]) -> None:
     mistakes = config_mistakes(config)
     if mistakes:
         raise UserError(*mistakes)
+    return config
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the command line and does the work."""
+    config = parse_options(argv)
     tokenizer = load_source(
         TokenizerSource(config.tokenizer_type, config.tokenizer_model, config.merge_file, config.vocab_size)
     )

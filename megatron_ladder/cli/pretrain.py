@@ -1,4 +1,4 @@
-"""Pretraining: the program behind `pretrain_ladder.py`."""
+"""Pretrains a Llama-family transformer with Ladder Residual: the program behind `pretrain_ladder.py`."""
 
 from collections.abc import Sequence
 from typing import NoReturn

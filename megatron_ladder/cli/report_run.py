@@ -175,15 +175,33 @@ def draw(events: Sequence[dict[str, Any]], summary: Summary) -> "Figure":
     return figure
 
 
-def main(argv: Sequence[str]) -> None:
-    """Reads the record, prints the report and draws the picture."""
+def parse_options(argv: Sequence[str], found: list[str] | None = None) -> ReportRunConfig:
+    """Reads the command line.
+
+    Args:
+        found: where to append mistakes instead of raising them, for a caller that looks for more.
+
+    Raises:
+        UserError: a line for each mistake.
+    """
+    mistakes: list[str] = []
     words = ["--run", *argv] if argv and not argv[0].startswith("-") else list(argv)
     config: ReportRunConfig
     (config,) = parse_command_line([ReportRunConfig], words, "report_run.py", (__doc__ or "").split("\n")[0])
+    if config.output is not None and config.output.suffix not in (".png", ".pdf", ".svg"):
+        mistakes.append(f"--output {config.output}: expected a name that ends in .png, .pdf or .svg")
+    if found is not None:
+        found.extend(mistakes)
+    elif mistakes:
+        raise UserError(*mistakes)
+    return config
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the record, prints the report and draws the picture."""
+    mistakes: list[str] = []
+    config = parse_options(argv, mistakes)
     output = config.output or config.run / "report.png"
-    mistakes = []
-    if output.suffix not in (".png", ".pdf", ".svg"):
-        mistakes.append(f"--output {output}: expected a name that ends in .png, .pdf or .svg")
     if importlib.util.find_spec("matplotlib") is None:
         mistakes.append("matplotlib is not installed: pip install 'megatron-ladder[plot]'")
     events: list[dict[str, Any]] = []

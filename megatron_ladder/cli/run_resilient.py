@@ -48,18 +48,27 @@ class ResilientConfig:
     """Minutes that the job may take to save after SIGTERM or SIGINT, before it is ended."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Runs the command until it is done, may not go on, or is asked to end.
+def parse_options(argv: Sequence[str]) -> tuple[ResilientConfig, list[str], Path]:
+    """Reads what stands before `--`; with it the command behind, and where that saves.
 
     Raises:
-        UserError: there is no command, or it does not save where it loads.
-        SystemExit: the command's last exit code, if it is not 0.
+        UserError: a flag is wrong, there is no command, or it does not save where it loads.
     """
     split = argv.index("--") if "--" in argv else len(argv)
     config: ResilientConfig
     (config,) = parse_command_line([ResilientConfig], argv[:split], "run_resilient.py", (__doc__ or "").split("\n")[0])
     command = list(argv[split + 1 :])
-    save = find_save_directory(command)
+    return config, command, find_save_directory(command)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the command until it is done, may not go on, or is asked to end.
+
+    Raises:
+        UserError: as of `parse_options`, or the command cannot be started.
+        SystemExit: the command's last exit code, if it is not 0.
+    """
+    config, command, save = parse_options(argv)
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

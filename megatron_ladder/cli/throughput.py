@@ -69,12 +69,14 @@ def option_mistakes(options: ThroughputOptions) -> list[str]:
     return mistakes
 
 
-def main(argv: Sequence[str]) -> None:
-    """Measures, prints a table and writes the rows.
+def parse_options(argv: Sequence[str], found: list[str] | None = None) -> ThroughputOptions:
+    """Reads the command line.
+
+    Args:
+        found: where to append mistakes instead of raising them, for a caller that looks for more.
 
     Raises:
         UserError: a line for each mistake.
-        BadNumbersError: the machine was too noisy to judge a ratio.
     """
     mistakes: list[str] = []
     options: ThroughputOptions
@@ -83,6 +85,22 @@ def main(argv: Sequence[str]) -> None:
         "Training throughput of one device, side by side with transformers.", found=mistakes,
     )  # fmt: skip
     mistakes += option_mistakes(options)
+    if found is not None:
+        found.extend(mistakes)
+    elif mistakes:
+        raise UserError(*mistakes)
+    return options
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures, prints a table and writes the rows.
+
+    Raises:
+        UserError: a line for each mistake.
+        BadNumbersError: the machine was too noisy to judge a ratio.
+    """
+    mistakes: list[str] = []
+    options = parse_options(argv, mistakes)
     for check in (_check_compiler, _check_transformers):
         try:
             check(options)

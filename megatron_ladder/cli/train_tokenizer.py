@@ -99,8 +99,12 @@ def _pieces(text: str) -> Iterator[str]:
         begin = end
 
 
-def main(argv: Sequence[str]) -> None:
-    """Reads the command line and does the work."""
+def parse_options(argv: Sequence[str]) -> TrainTokenizerConfig:
+    """Reads the command line.
+
+    Raises:
+        UserError: a line for each mistake.
+    """
     config: TrainTokenizerConfig
     (config,) = parse_command_line(
         [TrainTokenizerConfig],
@@ -115,6 +119,12 @@ def main(argv: Sequence[str]) -> None:
     ]
     if mistakes:
         raise UserError(*mistakes)
+    return config
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the command line and does the work."""
+    config = parse_options(argv)
     reading = Reading(config.json_keys)
     sources = find_sources(config.input, reading)
     is_sentencepiece = config.model_type == "sentencepiece"

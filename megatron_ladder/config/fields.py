@@ -142,43 +142,84 @@ def build_parser(config_classes: Sequence[type], program: str, description: str)
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for config_class in config_classes:
-        heading = inspect.cleandoc(config_class.__doc__ or config_class.__name__).split("\n")[0].rstrip(".")
-        group = parser.add_argument_group(heading)
-        documented = field_docstrings(config_class)
-        hints = typing.get_type_hints(config_class)
-        # What a class itself declares comes before what it inherits.
-        own_first = sorted(dataclasses.fields(config_class), key=lambda f: f.name not in config_class.__annotations__)
-        for field in own_first:
-            _add_flag(group, field, ValueType.of(hints[field.name]), documented[field.name])
+        group = parser.add_argument_group(section_title(config_class))
+        for one in section_flags(config_class):
+            _add_flag(group, one)
     return parser
 
 
-def _add_flag(
-    group: Any,
-    field: "dataclasses.Field[Any]",
-    value_type: ValueType,
-    documentation: str,
-) -> None:
-    spellings = [flag_name(field.name), *field.metadata.get("aliases", ())]
-    text = " ".join(documentation.split()).replace("%", "%%")
-    if value_type.scalar is bool:
-        if field.default is True:
-            spellings[0] = flag_name("no_" + field.name)
-        group.add_argument(
-            *spellings, dest=field.name, action="store_const", const="false" if field.default else "true", help=text
+def section_title(config_class: type) -> str:
+    """What stands above the flags of a dataclass: the first line of its docstring."""
+    return inspect.cleandoc(config_class.__doc__ or config_class.__name__).split("\n")[0].rstrip(".")
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag as `--help` and the reference pages tell of it."""
+
+    field_name: str
+    """Name of the dataclass's field."""
+    spellings: tuple[str, ...]
+    """The flag, and after it its aliases."""
+    placeholder: str
+    """What stands for a value; empty for a switch."""
+    many: bool
+    """Whether several values may follow."""
+    documentation: str
+    """In one line."""
+    default: str | None
+    """As it would be written; None for a switch, for a flag that is required, and if not given has a meaning of its
+    own."""
+    required: bool
+    """Whether there is nothing without it."""
+    turns_off: bool
+    """A switch for what is on without it."""
+
+
+def section_flags(config_class: type) -> list[Flag]:
+    """All flags of a dataclass; what it declares itself comes before what it inherits."""
+    documented = field_docstrings(config_class)
+    hints = typing.get_type_hints(config_class)
+    own_first = sorted(dataclasses.fields(config_class), key=lambda f: f.name not in config_class.__annotations__)
+    flags = []
+    for field in own_first:
+        value_type = ValueType.of(hints[field.name])
+        is_switch, turns_off = value_type.scalar is bool, field.default is True
+        default = None
+        if not is_switch and field.default not in (None, (), dataclasses.MISSING):
+            default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
+        first = flag_name("no_" + field.name if turns_off else field.name)
+        flags.append(
+            Flag(
+                field_name=field.name,
+                spellings=(first, *field.metadata.get("aliases", ())),
+                placeholder="" if is_switch else value_type.placeholder,
+                many=value_type.many,
+                documentation=" ".join(documented[field.name].split()),
+                default=default,
+                required=field.default is dataclasses.MISSING,
+                turns_off=turns_off,
+            )
         )
+    return flags
+
+
+def _add_flag(group: Any, one: Flag) -> None:
+    text = one.documentation.replace("%", "%%")
+    if not one.placeholder:
+        value = "false" if one.turns_off else "true"
+        group.add_argument(*one.spellings, dest=one.field_name, action="store_const", const=value, help=text)
         return
-    if field.default is dataclasses.MISSING:
+    if one.required:
         text += " (required)"
-    elif field.default not in (None, ()):
-        shown = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-        text += f" (default: {shown})"
+    elif one.default is not None:
+        text += f" (default: {one.default})"
     group.add_argument(
-        *spellings,
-        dest=field.name,
-        nargs="+" if value_type.many else None,
-        action="extend" if value_type.many else "store",
-        metavar=value_type.placeholder,
+        *one.spellings,
+        dest=one.field_name,
+        nargs="+" if one.many else None,
+        action="extend" if one.many else "store",
+        metavar=one.placeholder,
         help=text,
     )
 

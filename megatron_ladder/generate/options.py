@@ -130,6 +130,9 @@ class GenerateOptions:
     serve: ServeOptions
 
 
+SECTIONS = (ModelOptions, PromptOptions, SamplingOptions, OutputOptions, BenchOptions, ServeOptions)
+
+
 def parse_options(argv: Sequence[str]) -> GenerateOptions:
     """Reads the command line.
 
@@ -137,8 +140,7 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
         UserError: with a line for everything that is wrong before any file is opened.
     """
     mistakes: list[str] = []
-    sections = [ModelOptions, PromptOptions, SamplingOptions, OutputOptions, BenchOptions, ServeOptions]
-    options = GenerateOptions(*parse_command_line(sections, argv, PROGRAM, DESCRIPTION, found=mistakes))
+    options = GenerateOptions(*parse_command_line(SECTIONS, argv, PROGRAM, DESCRIPTION, found=mistakes))
     mistakes += option_mistakes(options)
     if mistakes:
         raise UserError(*mistakes)
