@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 MARK = re.compile(r"^<!-- (not run|run|prints)(?:: (.+?))? -->$")
 FENCE = re.compile(r"^( *)```(\w*)$")
-SESSION = re.compile(r'^([\w-]+)(?:, until "(.+)")?$')
+SESSION = re.compile(r'^([\w.-]+)(?:, until "(.+)")?$')
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def mark_mistakes(page: str, text: str) -> list[str]:
             mistakes.append(f"{fence.place}: say why it is not run: <!-- not run: reason -->")
         if fence.mark == "run" and not fence.session:
             mistakes.append(f'{fence.place}: expected <!-- run: session --> or <!-- run: session, until "text" -->')
-        if fence.mark in ("run", "not run") and fence.language != "bash":
-            mistakes.append(f"{fence.place}: commands stand in a bash fence, found '{fence.language}'")
+        if fence.mark in ("run", "not run") and fence.language not in ("bash", "python"):
+            mistakes.append(f"{fence.place}: what is run is bash or python, found '{fence.language}'")
     comments = re.findall(r"^ *<!-- *(.*?) *-->$", text, re.MULTILINE)
     marks = [comment for comment in comments if re.match(r"(not.?run|run|prints)\b", comment)]
     if len(marks) != sum(bool(fence.mark) for fence in found):

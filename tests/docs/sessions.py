@@ -1,0 +1,202 @@
+"""Fences that are run: one after another, as real processes, in a folder where what they start from is prepared."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tests.distributed.commands import clean_environment, free_port, kill_tree, run_command
+from tests.docs.pages import ROOT, Fence, fences
+
+CORPUS_BYTES = 3_000_000
+TIMEOUT = 900.0
+LATEST_ANSWER = 120.0
+"""Seconds until a command that goes on beside the others has said what it says when it is ready."""
+MODEL = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 512 --micro-batch-size 2 "
+    "--lr 1e-3 --data-path corpus_text_document --split 9,1,0 --eval-iters 1 "
+    "--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model"
+)
+
+
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+
+def write_corpus(folder: Path) -> None:
+    """`corpus.jsonl`: sources of Python's own standard library."""
+    texts, size = [], 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if "site-packages" not in path.parts and text.strip():
+            texts.append(json.dumps({"text": text}))
+            size += len(text)
+        if size > CORPUS_BYTES:
+            break
+    (folder / "corpus.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+
+
+def write_chat(folder: Path) -> None:
+    """`chat.jsonl`, and a tokenizer that has a template."""
+    _run(folder, "python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 500 --model-type bpe "
+         "--model-prefix TOKENIZER_DIRECTORY/tokenizer")  # fmt: skip
+    (folder / "TOKENIZER_DIRECTORY" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    (folder / "chat.jsonl").write_text(20 * (json.dumps({"messages": turns}) + "\n"), encoding="utf-8")
+
+
+def train_tokenizer(folder: Path) -> None:
+    """`tokenizer.model` and `tokenizer.json`."""
+    for kind in ("sentencepiece", "bpe"):
+        _run(folder, "python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 1000 --max-megabytes 1 "
+             f"--model-prefix tokenizer --model-type {kind}")  # fmt: skip
+
+
+def tokenize(folder: Path) -> None:
+    """`corpus_text_document`."""
+    _run(folder, "python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --append-eod "
+         "--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model")  # fmt: skip
+
+
+def tokenize_more(folder: Path) -> None:
+    """`parts/` and `more_text_document`, as tokenizing would write them."""
+    (folder / "parts").mkdir()
+    for path in folder.glob("corpus_text_document.*"):
+        shutil.copy(path, folder / "parts")
+        shutil.copy(path, folder / path.name.replace("corpus", "more"))
+
+
+def train(folder: Path) -> None:
+    """`checkpoints/`, `tensorboard/` and `traces/` of a run of two processes, and `keys` to serve it with."""
+    _run(folder, "torchrun --nproc-per-node 2 pretrain_ladder.py --tensor-model-parallel-size 2 --num-layers 2 "
+         "--residual-mode ladder --train-iters 12 --save checkpoints --load checkpoints --tensorboard-dir tensorboard "
+         f"--profile --profile-step-start 10 --profile-step-end 12 --profile-dir traces {MODEL}")  # fmt: skip
+    (folder / "keys").write_text("a line of the file keys\n", encoding="utf-8")
+
+
+def write_llama(folder: Path) -> None:
+    """`Llama-3.1-8B-Instruct/`: a tiny Llama of more than 16 layers, with a chat template."""
+    _run(folder, f"python pretrain_ladder.py --num-layers 18 --train-iters 1 --save untrained {MODEL}\n"
+         "python tools/convert_checkpoint.py export --load untrained --hf Llama-3.1-8B-Instruct")  # fmt: skip
+    (folder / "Llama-3.1-8B-Instruct" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+
+
+NEEDS: dict[str, tuple[Callable[[Path], None], ...]] = {
+    "text": (write_corpus,),
+    "preprocess": (write_corpus, train_tokenizer),
+    "data-sets": (write_corpus, train_tokenizer, tokenize, tokenize_more),
+    "chat": (write_corpus, write_chat),
+    "trained": (write_corpus, train_tokenizer, tokenize, train),
+    "llama": (write_corpus, train_tokenizer, tokenize, write_llama),
+    "models": (write_corpus, train_tokenizer, tokenize, train, write_llama),
+}
+"""Beginning of a session's name, up to a dot -> what is made in its folder before. Others begin with the scripts alone."""
+
+
+def sessions(page: str, text: str) -> dict[str, list[Fence]]:
+    """The fences of each session of a page, and after each the one that shows what it prints."""
+    found: dict[str, list[Fence]] = {}
+    current: list[Fence] | None = None
+    for fence in fences(page, text):
+        if fence.session:
+            current = found.setdefault(fence.session, [])
+            current.append(fence)
+        elif fence.mark == "prints" and current is not None:
+            current.append(fence)
+        else:
+            current = None
+    return found
+
+
+def run_session(name: str, steps: Sequence[Fence], folder: Path) -> None:
+    """Runs the fences of a session.
+
+    Raises:
+        AssertionError: a command fails, or does not print what the page shows.
+    """
+    prepare(name, folder)
+    with contextlib.ExitStack() as running:
+        printed = ""
+        for step in steps:
+            if step.mark == "prints":
+                missing = missing_line(step.text, printed)
+                assert missing is None, f"{step.place}: {missing!r} is not in what was printed:\n{printed}"
+            elif step.until is not None:
+                printed = running.enter_context(going_on(step, folder))
+            else:
+                printed = _run(folder, step.text, step.place, step.language)
+
+
+def prepare(name: str, folder: Path) -> None:
+    """The repository's scripts, and what the session needs."""
+    for entry in ("pretrain_ladder.py", "tools", "examples", "tests", "docs"):
+        (folder / entry).symlink_to(ROOT / entry)
+    for need in NEEDS.get(name.partition(".")[0], ()):
+        need(folder)
+
+
+def missing_line(shown: str, printed: str) -> str | None:
+    """The first line that the page shows and that was not printed behind those before it; `...` is anything."""
+    lines = iter([" ".join(line.split()) for line in printed.splitlines()])
+    for line in shown.splitlines():
+        words = " ".join(line.split())
+        if words in ("", "..."):
+            continue
+        pattern = ".*".join(re.escape(part) for part in words.split("..."))
+        if not any(re.fullmatch(pattern, candidate) for candidate in lines):
+            return line
+    return None
+
+
+def _run(folder: Path, text: str, place: str = "preparing", language: str = "bash") -> str:
+    """Output of a text of commands, stderr last; the first that fails ends it."""
+    argv = [sys.executable, "-c", text] if language == "python" else _shell(text)
+    done = run_command(argv, TIMEOUT, _environment(), folder)
+    assert done.returncode == 0, f"{place}: exit code {done.returncode} of\n{text}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def going_on(step: Fence, folder: Path) -> Iterator[str]:
+    """Starts a fence, waits until it says that it is ready, and asks it to end behind the others."""
+    told = folder / f".output{step.line}"
+    with told.open("w") as output:
+        process = subprocess.Popen(
+            _shell(step.text), stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True, cwd=folder,
+            env=clean_environment() | _environment(), start_new_session=True,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + LATEST_ANSWER
+        while (step.until or "") not in told.read_text(encoding="utf-8"):
+            said = told.read_text(encoding="utf-8")
+            assert process.poll() is None, f"{step.place}: exit code {process.returncode} of\n{step.text}\n{said}"
+            assert time.monotonic() < deadline, f"{step.place}: did not say {step.until!r}:\n{said}"
+            time.sleep(0.2)
+        yield told.read_text(encoding="utf-8")
+        assert process.poll() is None, f"{step.place}: ended before it was asked to"
+        # As Ctrl-C does, it goes to all processes of the terminal's group.
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) in (0, 130, -signal.SIGINT), f"{step.place}: exit code {process.returncode}"
+    finally:
+        kill_tree(process)
+
+
+def _shell(text: str) -> list[str]:
+    """A shell in which the launchers use a port of their own: other runs of this machine may use the usual one."""
+    port = free_port()
+    launchers = (
+        f'deepspeed() {{ command deepspeed --master_port {port} "$@"; }}\n'
+        f'torchrun() {{ command torchrun --master-port {port} "$@"; }}\n'
+    )
+    return ["bash", "-c", f"set -euo pipefail\n{launchers}{text}"]
+
+
+def _environment() -> dict[str, str]:
+    return {"HF_HUB_OFFLINE": "1", "TORCH_EXTENSIONS_DIR": os.environ["TORCH_EXTENSIONS_DIR"]}

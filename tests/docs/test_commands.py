@@ -1,0 +1,164 @@
+"""Every command of the pages is read by the parser of its program, and every flag among the words is one."""
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder.cli.programs import PROGRAMS
+from megatron_ladder.config.fields import flag_name, section_flags
+from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
+from tests.docs.pages import ROOT, code_spans, fences, indented_lines, mark_mistakes, page_paths, read_page
+from tests.docs.reading import read_command
+from tests.docs.shell import OPEN_END, commands
+
+OTHERS = {"--help", "--slow", "--nproc-per-node", "--num_gpus", "--node_rank"}
+"""Flags of other programs, of which the pages speak."""
+SCRIPTS = ("examples/multi_node.sh", "examples/adapt_llama/adapt.sh", "tests/chaos/run.py")
+"""Those whose flags no dataclass tells."""
+CALL = re.compile(r"^(python|deepspeed|torchrun|bash|sbatch|pip|tools/\w+\.py|pretrain_ladder\.py)\s")
+
+
+def flags_of_script(source: str) -> list[str]:
+    """Those that it names, and those that fields of its dataclasses make."""
+    fields = re.findall(r"^    ([a-z_]+): ", source, re.MULTILINE)
+    return re.findall(r"(?<![\w-])--[a-z][\w-]*", source) + [flag_name(field) for field in fields]
+
+
+@functools.cache
+def known_flags() -> set[str]:
+    ours = {
+        spelling
+        for program in PROGRAMS.values()
+        for command in program.commands
+        for section in command.sections
+        for one in section_flags(section)
+        for spelling in one.spellings
+    }
+    scripts = {
+        name
+        for script in SCRIPTS
+        for name in flags_of_script((ROOT / script).read_text(encoding="utf-8"))
+    }
+    return ours | scripts | ACCEPTED.keys() | REFUSED.keys() | OTHERS
+
+
+def page_mistakes(page: str, text: str) -> list[str]:
+    """What is wrong with the commands of a page, a line each with its place."""
+    mistakes = mark_mistakes(page, text)
+    for fence in fences(page, text):
+        for words in commands(fence.text) if fence.language == "bash" else ():
+            found = read_command(words)
+            if found is None and not fence.mark:
+                mistakes.append(
+                    f"{fence.place}: {words[0]} is no program of ours: mark the fence <!-- run: session --> or "
+                    "<!-- not run: reason -->"
+                )
+            mistakes += [f"{fence.place}: {mistake}" for mistake in found or ()]
+    for line, text_of_line in indented_lines(text):
+        if CALL.match(text_of_line):
+            mistakes.append(f"{page}:{line}: commands stand in a bash fence, found indented text")
+    return mistakes + span_mistakes(page, text)
+
+
+def span_mistakes(page: str, text: str) -> list[str]:
+    """What is wrong with commands and flags among the words, where commands may be given in part."""
+    mistakes, known = [], known_flags()
+    for span in code_spans(text):
+        if CALL.match(span):
+            whole = span if span.startswith(("python", "deepspeed", "torchrun", "bash", "pip")) else f"python {span}"
+            for words in commands(whole):
+                mistakes += [f"{page}: `{span}`: {mistake}" for mistake in read_command([*words, OPEN_END]) or ()]
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
+            if flag not in known:
+                mistakes.append(f"{page}: `{span}`: {flag} is no flag of any program")
+    return mistakes
+
+
+@pytest.mark.parametrize("page", page_paths())
+def test_commands_of_a_page_are_what_the_programs_take(page: str) -> None:
+    assert page_mistakes(page, read_page(page)) == []
+
+
+def fenced(command: str, mark: str = "") -> str:
+    return f"{mark}\n```bash\n{command}\n```\n"
+
+
+TRAINING = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 3 --lr 1e-3 "
+    "--data-path corpus_text_document --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (fenced("python tools/plan.py --gpu 8"), "--gpu is no flag of this program: did you mean --gpus?"),
+        (fenced("python tools/plan.py \\\n    --cluster h300"), "--cluster h300: expected one of"),
+        (fenced("A=1 python tools/generate.py --model m --prompt x --stop"), "--stop: expected at least one"),
+        (fenced("python tools/generate.py --model m --json --stream"), "--stream shows text as it comes"),
+        (fenced("python tools/missing.py --x"), "tools/missing.py: there is no such script"),
+        (fenced("cd x && python tools/inspect_data.py p --verfy", "<!-- not run: why -->"), "--verfy is no flag"),
+        (fenced("for s in 1 2; do\n  python tools/plan.py --seed $s\ndone"), "--seed is no flag"),
+        (fenced("python tools/convert_checkpoint.py export --load c"), "--hf is required"),
+        (fenced(f"deepspeed --num_gpus 8 pretrain_ladder.py {TRAINING} --ladder-layer 2"), "--ladder-layer is no"),
+        (fenced(f"deepspeed --num_gpus 8 pretrain_ladder.py {TRAINING} --tensor-model-parallel-size 3"), "the 8 launch"),
+        (fenced(f"torchrun --nproc-per-node 2 pretrain_ladder.py {TRAINING} --streaming x"), "exclude each other"),
+        (fenced("deepspeed --num_gpu_s 8 pretrain_ladder.py ..."), "deepspeed: "),
+        (fenced("deepspeed pretrain_ladder.py ... --zero-stage 4"), "'4' is not one of"),
+        (fenced("python tools/run_resilient.py -- deepspeed pretrain_ladder.py ... --save d"), "no --load"),
+        (fenced("python tools/run_resilient.py -- deepspeed pretrain_ladder.py ... --sve d --save d --load d"), "--sve"),
+        (fenced("bash examples/multi_node.sh --node-ranks N"), "examples/multi_node.sh knows no --node-ranks"),
+        (fenced("python tests/chaos/run.py --kill 3"), "tests/chaos/run.py knows no --kill"),
+        (fenced("bash tests/run.sh tests/units"), "tests/units: there is no such path"),
+        (fenced("megatron-ladder-plan --gpu 8"), "--gpu is no flag"),
+        (fenced("pip install x"), "pip is no program of ours"),
+        (fenced("ls", "<!-- not run -->"), "say why it is not run"),
+        (fenced("ls", "<!-- run: a b -->"), "expected <!-- run: session -->"),
+        ("<!-- not run: why -->\n\nwords\n" + fenced("python tools/plan.py"), "a mark stands directly above its fence"),
+        ("```bash\npython tools/plan.py\n", "a fence is not closed"),
+        ("words\n\n    python tools/plan.py\n", "a.md:3: commands stand in a bash fence"),
+        ("`tools/plan.py --gpu 8`", "--gpu is no flag of this program"),
+        ("`python tools/generate.py ...\n--stream --json`", "--stream shows text"),
+        ("and `--micro-batch-sise`", "--micro-batch-sise is no flag of any program"),
+    ],
+)
+def test_a_mistake_is_found(text: str, told: str) -> None:
+    mistakes = page_mistakes("a.md", text)
+    assert len(mistakes) >= 1 and told in mistakes[0], mistakes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        fenced("pip install x | tee y", "<!-- not run: needs a network -->"),
+        fenced("# words\npython tools/plan.py --gpus 8 > out.txt 2>&1   # more words"),
+        fenced("python tools/generate.py --model m \\\n    --prompt 'a; b && c # d' --seed \"$SEED\""),
+        fenced(f"deepspeed --num_gpus 8 pretrain_ladder.py {TRAINING} --tensor-model-parallel-size 4"),
+        fenced("python tools/convert_checkpoint.py export ... --dtype bf16"),
+        fenced("cat > keys << END\npython tools/plan.py --gpu\nEND", "<!-- run: a -->"),
+        "```python\nimport x\n```\n",
+        "`--micro-batch-size 4` and `python pretrain_ladder.py --help`",
+    ],
+)
+def test_what_is_right_passes(text: str) -> None:
+    assert page_mistakes("a.md", text) == []
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """Data, without --verify."""
+
+    data_path: tuple[Path, ...]
+    """Prefixes."""
+
+
+def test_a_flag_that_is_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = fenced("python tools/inspect_data.py p --verify")
+    assert page_mistakes("a.md", text) == []
+    monkeypatch.setattr(PROGRAMS["tools/inspect_data.py"].module, "InspectConfig", Smaller)
+    assert page_mistakes("a.md", text) == [
+        "a.md:2: tools/inspect_data.py: --verify is no flag of this program: see --help"
+    ]

@@ -1,0 +1,59 @@
+"""The sessions of the pages, run. Those of QUICK take seconds and run always."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import Fence, page_paths, read_page
+from tests.docs.sessions import missing_line, run_session, sessions
+
+FOUND = {(page, name): steps for page in page_paths() for name, steps in sessions(page, read_page(page)).items()}
+QUICK = ("plan",)
+
+
+def _cases() -> list[object]:
+    return [
+        pytest.param(*case, marks=() if case[1] in QUICK else pytest.mark.slow, id=f"{case[0]}-{case[1]}")
+        for case in FOUND
+    ]
+
+
+@pytest.mark.parametrize(("page", "name"), _cases())
+def test_a_session_does_what_its_page_says(page: str, name: str, tmp_path: Path) -> None:
+    run_session(name, FOUND[page, name], tmp_path)
+
+
+def _fence(text: str, mark: str = "run", about: str = "a") -> Fence:
+    return Fence("a.md", 7, "bash", text, mark, about)
+
+
+def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="a.md:7: exit code 2 of\nls nothing\ntrue"):
+        run_session("a", [_fence("ls nothing\ntrue")], tmp_path)
+
+
+def test_what_is_shown_is_held_against_what_is_printed(tmp_path: Path) -> None:
+    echo = _fence('echo "4 documents"; echo "took 3.2 s"')
+    run_session("a", [echo, _fence("4 documents\ntook ... s", "prints", "")], tmp_path)
+    with pytest.raises(AssertionError, match="'5 documents' is not in what was printed:\n4 documents"):
+        run_session("a", [echo, _fence("5 documents", "prints", "")], _new(tmp_path / "b"))
+
+
+def test_lines_come_in_their_order() -> None:
+    assert missing_line("a  1\n...\nc", "a 1\nb\nc\n") is None
+    assert missing_line("c\na 1", "a 1\nb\nc\n") == "a 1"
+    assert missing_line("a ...", "ab\n") == "a ..."
+
+
+def test_a_command_goes_on_beside_the_next_one(tmp_path: Path) -> None:
+    server = _fence("trap 'rm there; exit 0' INT; touch there; echo ready; while true; do sleep 0.1; done", "run",
+                    'a, until "ready"')  # fmt: skip
+    run_session("a", [server, _fence("test -e there")], tmp_path)
+    assert not (tmp_path / "there").exists()
+    with pytest.raises(AssertionError, match="a.md:7: exit code 3 of"):
+        run_session("a", [_fence("exit 3", "run", 'a, until "ready"')], _new(tmp_path / "b"))
+
+
+def _new(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
