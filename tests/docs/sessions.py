@@ -97,7 +97,7 @@ NEEDS: dict[str, tuple[Callable[[Path], None], ...]] = {
     "llama": (write_corpus, train_tokenizer, tokenize, write_llama),
     "models": (write_corpus, train_tokenizer, tokenize, train, write_llama),
 }
-"""Beginning of a session's name, up to a dot -> what is made in its folder before. Others begin with the scripts alone."""
+"""Beginning of a session's name, up to a dot -> what is made in its folder before; of others, nothing."""
 
 
 def sessions(page: str, text: str) -> dict[str, list[Fence]]:
@@ -189,13 +189,17 @@ def going_on(step: Fence, folder: Path) -> Iterator[str]:
 
 
 def _shell(text: str) -> list[str]:
-    """A shell in which the launchers use a port of their own: other runs of this machine may use the usual one."""
+    """A shell that knows what the fences before have exported.
+
+    The launchers use a port of their own in it, since other runs of this machine may use the usual one.
+    """
     port = free_port()
-    launchers = (
+    before = (
+        "set -euo pipefail\nexported=$PWD/.exported\n[ ! -f \"$exported\" ] || source \"$exported\"\n"
         f'deepspeed() {{ command deepspeed --master_port {port} "$@"; }}\n'
         f'torchrun() {{ command torchrun --master-port {port} "$@"; }}\n'
     )
-    return ["bash", "-c", f"set -euo pipefail\n{launchers}{text}"]
+    return ["bash", "-c", f"{before}{text}\nexport -p > \"$exported\""]
 
 
 def _environment() -> dict[str, str]:

@@ -14,8 +14,8 @@ from tests.docs.pages import ROOT, code_spans, fences, indented_lines, mark_mist
 from tests.docs.reading import read_command
 from tests.docs.shell import OPEN_END, commands
 
-OTHERS = {"--help", "--slow", "--nproc-per-node", "--num_gpus", "--node_rank"}
-"""Flags of other programs, of which the pages speak."""
+OTHERS = {"--help", "--slow", "--nproc-per-node", "--num_gpus", "--node_rank", "--shm-size", "--flag"}
+"""Flags of other programs, of which the pages speak, and what stands for any flag."""
 SCRIPTS = ("examples/multi_node.sh", "examples/adapt_llama/adapt.sh", "tests/chaos/run.py")
 """Those whose flags no dataclass tells."""
 CALL = re.compile(r"^(python|deepspeed|torchrun|bash|sbatch|pip|tools/\w+\.py|pretrain_ladder\.py)\s")
@@ -104,12 +104,12 @@ TRAINING = (
         (fenced("for s in 1 2; do\n  python tools/plan.py --seed $s\ndone"), "--seed is no flag"),
         (fenced("python tools/convert_checkpoint.py export --load c"), "--hf is required"),
         (fenced(f"deepspeed --num_gpus 8 pretrain_ladder.py {TRAINING} --ladder-layer 2"), "--ladder-layer is no"),
-        (fenced(f"deepspeed --num_gpus 8 pretrain_ladder.py {TRAINING} --tensor-model-parallel-size 3"), "the 8 launch"),
+        (fenced(f"deepspeed --num_gpus 8 pretrain_ladder.py {TRAINING} --tensor-model-parallel-size 3"), "the 8 la"),
         (fenced(f"torchrun --nproc-per-node 2 pretrain_ladder.py {TRAINING} --streaming x"), "exclude each other"),
         (fenced("deepspeed --num_gpu_s 8 pretrain_ladder.py ..."), "deepspeed: "),
         (fenced("deepspeed pretrain_ladder.py ... --zero-stage 4"), "'4' is not one of"),
         (fenced("python tools/run_resilient.py -- deepspeed pretrain_ladder.py ... --save d"), "no --load"),
-        (fenced("python tools/run_resilient.py -- deepspeed pretrain_ladder.py ... --sve d --save d --load d"), "--sve"),
+        (fenced("python tools/run_resilient.py -- deepspeed pretrain_ladder.py ... --sve --save d --load d"), "--sve"),
         (fenced("bash examples/multi_node.sh --node-ranks N"), "examples/multi_node.sh knows no --node-ranks"),
         (fenced("python tests/chaos/run.py --kill 3"), "tests/chaos/run.py knows no --kill"),
         (fenced("bash tests/run.sh tests/units"), "tests/units: there is no such path"),

@@ -32,6 +32,10 @@ def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
         run_session("a", [_fence("ls nothing\ntrue")], tmp_path)
 
 
+def test_what_is_exported_holds_for_the_next_fence(tmp_path: Path) -> None:
+    run_session("a", [_fence('export A="b  c"; mkdir d; cd d'), _fence('test "$A" = "b  c"; test -d d')], tmp_path)
+
+
 def test_what_is_shown_is_held_against_what_is_printed(tmp_path: Path) -> None:
     echo = _fence('echo "4 documents"; echo "took 3.2 s"')
     run_session("a", [echo, _fence("4 documents\ntook ... s", "prints", "")], tmp_path)
