@@ -60,5 +60,5 @@ def test_every_quoted_message_is_printed_by_the_package() -> None:
 
 def test_a_message_that_is_gone_is_found() -> None:
     pieces = {"does not divide the", "has no chat template (no", "must be above zero"}
-    told = ["--a 4 does not divide the 2 launched processes", "--chat: ... has no chat template", "does not share the 2"]
+    told = ["--a 4 does not divide the 2 launched processes", "--chat: ... has no chat template", "does not share 2"]
     assert foreign(told, pieces) == [told[2]]
