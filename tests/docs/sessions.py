@@ -115,13 +115,18 @@ def sessions(page: str, text: str) -> dict[str, list[Fence]]:
     return found
 
 
-def run_session(name: str, steps: Sequence[Fence], folder: Path) -> None:
+def run_session(name: str, steps: Sequence[Fence], shelf: Path, folder: Path) -> None:
     """Runs the fences of a session.
+
+    Args:
+        shelf: where what sessions need is made once for all of them.
+        folder: to be made, and to work in.
 
     Raises:
         AssertionError: a command fails, or does not print what the page shows.
     """
-    prepare(name, folder)
+    shutil.copytree(prepared(NEEDS.get(name.partition(".")[0], ()), shelf), folder, symlinks=True)
+    (folder / ".exported").unlink(missing_ok=True)
     with contextlib.ExitStack() as running:
         printed = ""
         for step in steps:
@@ -134,12 +139,21 @@ def run_session(name: str, steps: Sequence[Fence], folder: Path) -> None:
                 printed = _run(folder, step.text, step.place, step.language)
 
 
-def prepare(name: str, folder: Path) -> None:
-    """The repository's scripts, and what the session needs."""
-    for entry in ("pretrain_ladder.py", "tools", "examples", "tests", "docs"):
-        (folder / entry).symlink_to(ROOT / entry)
-    for need in NEEDS.get(name.partition(".")[0], ()):
-        need(folder)
+def prepared(needs: tuple[Callable[[Path], None], ...], shelf: Path) -> Path:
+    """A folder with the repository's scripts in which these were called in their order."""
+    made = shelf / "-".join(["scripts", *(need.__name__ for need in needs)])
+    if made.is_dir():
+        return made
+    making = made.with_suffix(".partial")
+    shutil.rmtree(making, ignore_errors=True)
+    if needs:
+        shutil.copytree(prepared(needs[:-1], shelf), making, symlinks=True)
+        needs[-1](making)
+    else:
+        making.mkdir()
+        for entry in ("pretrain_ladder.py", "tools", "examples", "tests", "docs"):
+            (making / entry).symlink_to(ROOT / entry)
+    return making.rename(made)
 
 
 def missing_line(shown: str, printed: str) -> str | None:
@@ -196,6 +210,7 @@ def _shell(text: str) -> list[str]:
     port = free_port()
     before = (
         "set -euo pipefail\nexported=$PWD/.exported\n[ ! -f \"$exported\" ] || source \"$exported\"\n"
+        'cd "${exported%/*}"\n'
         f'deepspeed() {{ command deepspeed --master_port {port} "$@"; }}\n'
         f'torchrun() {{ command torchrun --master-port {port} "$@"; }}\n'
     )

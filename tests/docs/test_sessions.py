@@ -18,29 +18,35 @@ def _cases() -> list[object]:
     ]
 
 
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shelf")
+
+
 @pytest.mark.parametrize(("page", "name"), _cases())
-def test_a_session_does_what_its_page_says(page: str, name: str, tmp_path: Path) -> None:
-    run_session(name, FOUND[page, name], tmp_path)
+def test_a_session_does_what_its_page_says(page: str, name: str, shelf: Path, tmp_path: Path) -> None:
+    run_session(name, FOUND[page, name], shelf, tmp_path / "session")
 
 
 def _fence(text: str, mark: str = "run", about: str = "a") -> Fence:
     return Fence("a.md", 7, "bash", text, mark, about)
 
 
-def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
+def test_a_command_that_fails_is_told(shelf: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="a.md:7: exit code 2 of\nls nothing\ntrue"):
-        run_session("a", [_fence("ls nothing\ntrue")], tmp_path)
+        run_session("a", [_fence("ls nothing\ntrue")], shelf, tmp_path / "b")
 
 
-def test_what_is_exported_holds_for_the_next_fence(tmp_path: Path) -> None:
-    run_session("a", [_fence('export A="b  c"; mkdir d; cd d'), _fence('test "$A" = "b  c"; test -d d')], tmp_path)
+def test_what_is_exported_holds_for_the_next_fence(shelf: Path, tmp_path: Path) -> None:
+    steps = [_fence('export A="b  c"; mkdir d; cd d'), _fence('test "$A" = "b  c"; test -d "$PWD/d"')]
+    run_session("a", steps, shelf, tmp_path / "b")
 
 
-def test_what_is_shown_is_held_against_what_is_printed(tmp_path: Path) -> None:
+def test_what_is_shown_is_held_against_what_is_printed(shelf: Path, tmp_path: Path) -> None:
     echo = _fence('echo "4 documents"; echo "took 3.2 s"')
-    run_session("a", [echo, _fence("4 documents\ntook ... s", "prints", "")], tmp_path)
+    run_session("a", [echo, _fence("4 documents\ntook ... s", "prints", "")], shelf, tmp_path / "b")
     with pytest.raises(AssertionError, match="'5 documents' is not in what was printed:\n4 documents"):
-        run_session("a", [echo, _fence("5 documents", "prints", "")], _new(tmp_path / "b"))
+        run_session("a", [echo, _fence("5 documents", "prints", "")], shelf, tmp_path / "c")
 
 
 def test_lines_come_in_their_order() -> None:
@@ -49,15 +55,11 @@ def test_lines_come_in_their_order() -> None:
     assert missing_line("a ...", "ab\n") == "a ..."
 
 
-def test_a_command_goes_on_beside_the_next_one(tmp_path: Path) -> None:
+def test_a_command_goes_on_beside_the_next_one(shelf: Path, tmp_path: Path) -> None:
     server = _fence("trap 'rm there; exit 0' INT; touch there; echo ready; while true; do sleep 0.1; done", "run",
                     'a, until "ready"')  # fmt: skip
-    run_session("a", [server, _fence("test -e there")], tmp_path)
-    assert not (tmp_path / "there").exists()
+    run_session("a", [server, _fence("test -e there")], shelf, tmp_path / "b")
+    assert not (tmp_path / "b" / "there").exists()
     with pytest.raises(AssertionError, match="a.md:7: exit code 3 of"):
-        run_session("a", [_fence("exit 3", "run", 'a, until "ready"')], _new(tmp_path / "b"))
+        run_session("a", [_fence("exit 3", "run", 'a, until "ready"')], shelf, tmp_path / "c")
 
-
-def _new(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
