@@ -5,7 +5,7 @@ from torch import nn
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.config.model import ModelConfig
-from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.parallel.layout import has_padding, parameter_sections
 
 
 def stored_model(checkpoint: Checkpoint) -> ModelConfig:
@@ -21,6 +21,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
         UserError: a tensor is missing or of another shape; the file and the tensor are named.
     """
     for parameter, sections in parameter_sections(model):
-        parameter.zero_()
+        if has_padding(parameter, sections):
+            parameter.zero_()
         for section in sections:
             checkpoint.read(section.name, "weight", section.offset, section.extent, out=section.view(parameter))

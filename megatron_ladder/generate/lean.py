@@ -5,7 +5,7 @@ there are. The functions compute what `model/` computes, up to rounding, without
 overwritten where nobody reads them any more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.mlp import MLP
 from megatron_ladder.model.norm import NormFunction, RMSNorm
 from megatron_ladder.model.rotary import RotaryTable
+from megatron_ladder.parallel.large_pages import empty_in_large_pages
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.panels import fits_panels, to_panels
 
@@ -25,6 +26,40 @@ def prepare_for_cpu(model: LanguageModel) -> None:
 
     The model can only generate then: it has no backward, and its parameters are no longer those of their sections.
     """
+    _use_lean_functions(model)
+    for module in _multiplied_in_panels(model):
+        _lay_out(module)
+
+
+def load_for_cpu(model: LanguageModel, fill: Callable[[nn.Module], None]) -> None:
+    """Reads the weights of a model that was made on the meta device, and prepares it as `prepare_for_cpu` does.
+
+    A matrix is laid out as soon as it is read, and the next one is read to where it was: fresh memory costs more time
+    than reading a file that the system has in its cache.
+
+    Args:
+        fill: reads the weights of a part of the model.
+    """
+    _use_lean_functions(model)
+    in_panels = set(_multiplied_in_panels(model))
+    largest = max((module.get_parameter("weight").numel() for module in in_panels), default=0)
+    passing = empty_in_large_pages((largest,), model.compute_dtype)
+    for module in model.modules():
+        if not isinstance(module, ParallelModule):
+            continue
+        for name, described in list(module.named_parameters(recurse=False)):
+            shape = described.shape
+            if name == "weight" and module in in_panels:
+                memory = passing[: described.numel()].view(shape)
+            else:
+                memory = empty_in_large_pages(shape, described.dtype)
+            module.register_parameter(name, nn.Parameter(memory, requires_grad=False))
+        fill(module)
+        if module in in_panels:
+            _lay_out(module)
+
+
+def _use_lean_functions(model: LanguageModel) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.function = rms_norm
@@ -35,11 +70,23 @@ def prepare_for_cpu(model: LanguageModel) -> None:
             module.attend = attend_few
         elif isinstance(module, MLP | AttentionMLP):
             module.swiglu = swiglu
-        if isinstance(module, ParallelModule) and not isinstance(module, RMSNorm):
-            is_table_alone = module is model.embedding and model.lm_head is not None
-            weight = module.get_parameter("weight")
-            if not is_table_alone and fits_panels(weight):
-                module.register_parameter("weight", nn.Parameter(to_panels(weight), requires_grad=False))
+
+
+def _multiplied_in_panels(model: LanguageModel) -> list[ParallelModule]:
+    table_alone = None if model.lm_head is None else model.embedding
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, ParallelModule)
+        and not isinstance(module, RMSNorm)
+        and module is not table_alone
+        and fits_panels(module.get_parameter("weight"))
+    ]
+
+
+def _lay_out(module: ParallelModule) -> None:
+    panels = to_panels(module.get_parameter("weight"))
+    module.register_parameter("weight", nn.Parameter(panels, requires_grad=False))
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

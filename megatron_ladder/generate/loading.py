@@ -22,7 +22,7 @@ from megatron_ladder.data.tokenizers import (
     load_tokenizer_from_directory,
 )
 from megatron_ladder.errors import UserError
-from megatron_ladder.generate.lean import prepare_for_cpu
+from megatron_ladder.generate.lean import load_for_cpu
 from megatron_ladder.generate.weights import load_hf_weights
 from megatron_ladder.model.compiled import compile_sub_blocks
 from megatron_ladder.model.language_model import LanguageModel
@@ -47,7 +47,7 @@ class StoredModel:
     prefix: tuple[int, ...]
     """Tokens that the directory's tokenizer puts before a text, such as a beginning of sequence."""
     fill: Callable[[nn.Module], None]
-    """Reads this rank's weights; raises UserError."""
+    """Reads this rank's weights of the model, or of a part of it; raises UserError."""
     warnings: tuple[str, ...] = ()
     """What was passed over, a line each."""
 
@@ -143,18 +143,21 @@ def load_model(
         UserError: on every rank, when any of them cannot read its share.
     """
     options = StackOptions(tp_overlap=overlap)
-    model = LanguageModel(stored.config, mesh, options, dtype=dtype, device=device).requires_grad_(False)
+    on_cpu = device.type == "cpu"
+    memory = torch.device("meta") if on_cpu else device
+    model = LanguageModel(stored.config, mesh, options, dtype=dtype, device=memory).requires_grad_(False)
     mistakes: tuple[str, ...] = ()
     try:
-        stored.fill(model)
+        if on_cpu:
+            load_for_cpu(model, stored.fill)
+        else:
+            stored.fill(model)
     except UserError as error:
         mistakes = error.mistakes
     found = mesh.world.broadcast_object(mesh.world.gather_objects(mistakes))
     everyones = dict.fromkeys(mistake for of_one_rank in found for mistake in of_one_rank)
     if everyones:
         raise UserError(*everyones)
-    if device.type == "cpu":
-        prepare_for_cpu(model)
     if compiled:
         compile_sub_blocks(model)
     return model

@@ -10,7 +10,7 @@ from megatron_ladder.checkpoint.boxes import Box, flat_range, row_major_strides
 from megatron_ladder.convert.hf_directory import HFDirectory
 from megatron_ladder.convert.sources import StoredBox
 from megatron_ladder.errors import UserError
-from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.parallel.layout import has_padding, parameter_sections
 
 
 @torch.no_grad()
@@ -22,7 +22,8 @@ def load_hf_weights(model: nn.Module, directory: HFDirectory) -> None:
     """
     files: dict[Path, mmap.mmap] = {}
     for parameter, sections in parameter_sections(model):
-        parameter.zero_()
+        if has_padding(parameter, sections):
+            parameter.zero_()
         for section in sections:
             source = directory.tensors[section.name]
             wanted = Box(section.offset, section.extent)

@@ -144,6 +144,11 @@ def parameter_sections(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[S
                 yield parameter, module.sections[attribute]
 
 
+def has_padding(parameter: Tensor, sections: Sequence[Section]) -> bool:
+    """Whether some elements of the local parameter belong to no section."""
+    return sum(math.prod(section.extent) for section in sections) < parameter.numel()
+
+
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     """The local parameter's shape, also while ZeRO-3 keeps only this rank's part of it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

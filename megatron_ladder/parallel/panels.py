@@ -12,6 +12,8 @@ dimensions is one in panels, wherever a layer multiplies.
 import torch
 from torch import Tensor
 
+from megatron_ladder.parallel.large_pages import empty_in_large_pages
+
 PANEL_WIDTHS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}
 """Output columns of a panel: one vector register of 512 bits in fp32, and what oneDNN's half-precision products take
 best."""
@@ -23,10 +25,15 @@ def fits_panels(weight: Tensor) -> bool:
     return weight.dim() == 2 and width is not None and weight.shape[0] % width == 0
 
 
+@torch.no_grad()
 def to_panels(weight: Tensor) -> Tensor:
     """[out, in] -> [out / width, in, width], a copy. The weight must fit, see `fits_panels`."""
     width = PANEL_WIDTHS[weight.dtype]
-    return weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+    panels = empty_in_large_pages((weight.shape[0] // width, weight.shape[1], width), weight.dtype)
+    # torch transposes a matrix in blocks, and a stack of them number by number, which rows of 4 KiB make very slow.
+    for panel, rows in zip(panels, weight.detach().split(width), strict=True):
+        panel.copy_(rows.t())
+    return panels
 
 
 def panel_product(x: Tensor, panels: Tensor) -> Tensor:

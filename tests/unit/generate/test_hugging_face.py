@@ -1,6 +1,7 @@
 """Directories as transformers writes them: the same tokens as transformers, and the rest of what they hold."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,20 @@ from transformers import AutoModelForCausalLM
 from megatron_ladder.cli.convert_checkpoint import main as convert
 from megatron_ladder.cli.generate import main
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.convert.remote_code import hf_config
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.lean import prepare_for_cpu
 from megatron_ladder.generate.loading import StoredModel, load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.panels import panel_rows
+from tests.reference import greedy_continuation
+from tests.unit.convert.hf_models import write_hf
 from tests.unit.convert.saved_models import MODELS as KINDS
 from tests.unit.convert.saved_models import save_model
-from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, write_checkpoint
+from tests.unit.generate.tiny_model import MODELS, PROMPTS, fill, reference_of, tiny_config, write_checkpoint
 
 NEW_TOKENS = 10
 CPU = torch.device("cpu")
@@ -74,6 +81,36 @@ def test_numbers_are_turned_into_the_dtype_that_is_asked_for(tmp_path: Path) -> 
     held = {name: tensor.bfloat16() for name, tensor in module.state_dict().items()}
     torch.save(held, tmp_path / "pytorch_model.bin")
     assert greedy_by_us(open_model(tmp_path, None, None)) == expected
+
+
+def test_what_is_loaded_matrix_by_matrix_is_what_is_loaded_at_once(tmp_path: Path) -> None:
+    """The padding of the vocabulary too, although larger matrices were read to the same memory before."""
+    save_model(tmp_path, intermediate_size=256)
+    stored = open_model(tmp_path, None, None)
+    at_once = LanguageModel(stored.config, ProcessMesh.single())
+    stored.fill(at_once)
+    prepare_for_cpu(at_once)
+    loaded = dict(load_model(stored, ProcessMesh.single(), torch.float32, CPU, overlap=True).named_parameters())
+    for name, parameter in at_once.named_parameters():
+        assert torch.equal(loaded.pop(name), parameter), name
+    assert not loaded
+    assert not panel_rows(torch.arange(301, 384), at_once.get_parameter("lm_head.weight")).any()
+
+
+def test_directories_of_the_papers_authors_are_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama with `ladder_layers`: so many of the last ones."""
+    config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2))
+    weights, reference = reference_of(config)
+    model = LanguageModel(config, ProcessMesh.single())
+    fill(model, weights)
+    write_hf(model, tmp_path)
+    found = hf_config(tiny_config(), dtype="float32") | {"model_type": "llamaLadder", "ladder_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    argv = ["--model", str(tmp_path), "--max-new-tokens", str(NEW_TOKENS), "--temperature", "0", "--json"]
+    main([*argv, "--tokens", *map(str, PROMPTS[2])])
+    ids = json.loads(capsys.readouterr().out)["ids"]
+    assert ids == greedy_continuation(weights, reference, PROMPTS[2], NEW_TOKENS)
+    assert ids != greedy_continuation(weights, replace(reference, ladder_layers=()), PROMPTS[2], NEW_TOKENS)
 
 
 TEMPLATE = (

@@ -1,0 +1,121 @@
+"""How near decoding and loading come to what the machine's memory allows. Figures are printed: run with `-s`."""
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.generate.lean import prepare_for_cpu
+from megatron_ladder.generate.loading import load_model, open_model
+from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.sampling import GREEDY
+from megatron_ladder.model.language_model import LanguageModel
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import mesh_of
+from tests.unit.convert.hf_models import write_hf
+from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_engine
+
+GIGABYTE = 1 << 30
+DECODE_ROUNDS, PROMPT_TOKENS, NEW_TOKENS = 15, 64, 64
+DECODE_SHARE = 0.80
+LOAD_ROUNDS = 9
+LOAD_FACTOR = 2.0
+CPU = torch.device("cpu")
+
+
+def spread(name: str, figures: list[float]) -> str:
+    return f"{name} {statistics.median(figures):.3f} ({min(figures):.3f} to {max(figures):.3f})"
+
+
+@pytest.mark.slow
+def test_decoding_takes_little_more_than_reading_the_weights_once() -> None:
+    """134 million parameters in fp32 on one thread. The limit is the bytes of the weights that a token needs, over the
+    rate of a product of a matrix of 1 GiB with a vector, taken before and after each round."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config = tiny_config(
+        num_layers=12, hidden_size=768, ffn_hidden_size=2048, num_attention_heads=12, num_key_value_heads=12,
+        head_dim=64, vocab_size=32_000, max_position_embeddings=512,
+    )  # fmt: skip
+    engine = tiny_engine(config, reference_of(config)[0])
+    prepare_for_cpu(engine.model)
+    weights = sum(weight.nbytes for name, weight in engine.model.named_parameters() if not name.startswith("embedding"))
+    matrix, vector = torch.randn(GIGABYTE // 4 // 16384, 16384), torch.randn(16384)
+    prompt = torch.randint(0, config.vocab_size, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(0))
+    request = GenerationRequest(tuple(prompt.tolist()), NEW_TOKENS + 1, GREEDY)
+
+    def limit() -> float:
+        """Seconds that reading the weights takes."""
+        begun = time.perf_counter()
+        torch.mv(matrix, vector)
+        return (time.perf_counter() - begun) * weights / matrix.nbytes
+
+    def token() -> float:
+        stream = engine.stream([request])
+        next(stream)
+        times = []
+        for _ in range(NEW_TOKENS):
+            begun = time.perf_counter()
+            next(stream)
+            times.append(time.perf_counter() - begun)
+        return statistics.median(times)
+
+    limit(), token()
+    rounds = [(limit(), token(), limit()) for _ in range(DECODE_ROUNDS)]
+    shares = [(before + after) / 2 / decoded for before, decoded, after in rounds]
+    print(f"\n{spread('ms a token', [1e3 * decoded for _, decoded, _ in rounds])}")
+    rates = [weights / seconds / 1e9 for before, _, after in rounds for seconds in (before, after)]
+    print(spread("GB/s of the product", rates))
+    print(spread("share of the memory's limit", shares))
+    torch.set_num_threads(threads)
+    assert statistics.median(shares) >= DECODE_SHARE
+
+
+def read_and_load(folder: Path) -> list[tuple[float, float, float]]:
+    """On each rank, at the same time: seconds to read its half of the bytes to fresh memory, the same to memory that is
+    used again and again, and to load the model."""
+    (file,) = folder.glob("*.safetensors")
+    count = file.stat().st_size // dist.get_world_size()
+
+    def read(size: int) -> None:
+        room = memoryview(torch.empty(size, dtype=torch.uint8).numpy())
+        remaining = count
+        with open(file, "rb", buffering=0) as opened:
+            opened.seek(dist.get_rank() * count)
+            while remaining > 0 and (found := opened.readinto(room[count - remaining :] if size == count else room)):
+                remaining -= found
+
+    def load() -> None:
+        load_model(open_model(folder, None, None), mesh_of(2, 1), torch.float32, CPU, overlap=True)
+
+    def timed(work: Callable[[], None]) -> float:
+        dist.barrier()
+        begun = time.perf_counter()
+        work()
+        dist.barrier()
+        return time.perf_counter() - begun
+
+    found = [tuple(map(timed, (lambda: read(count), lambda: read(1 << 20), load))) for _ in range(LOAD_ROUNDS + 1)]
+    return found[1:]
+
+
+@pytest.mark.slow
+def test_loading_takes_little_more_than_reading(tmp_path: Path, gloo_pools: GlooPools) -> None:
+    """A model of 1 GiB in fp32 on two ranks, its file in the system's cache; processes and groups have started."""
+    config = tiny_config(
+        num_layers=15, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16, num_key_value_heads=16,
+        head_dim=64, vocab_size=32_000, max_position_embeddings=512,
+    )  # fmt: skip
+    write_hf(LanguageModel(config, ProcessMesh.single(), seed=0), tmp_path / "hf")
+    rounds = gloo_pools(2).run_within(300, read_and_load, tmp_path / "hf")[0]
+    fresh, again, loads = (list(column) for column in zip(*rounds, strict=True))
+    print(f"\n{spread('s to read to fresh memory', fresh)}\n{spread('s to memory that is used again', again)}")
+    print(spread("s to load", loads))
+    ratios = [load / read for load, read in zip(loads, fresh, strict=True)]
+    print(spread("loading / reading", ratios))
+    assert statistics.median(ratios) <= LOAD_FACTOR

@@ -1,0 +1,44 @@
+"""Weights in panels, and the memory that they lie in."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ladder.parallel.large_pages import LARGE_PAGE, empty_in_large_pages
+from megatron_ladder.parallel.panels import PANEL_WIDTHS, panel_product, panel_rows, to_panels
+
+ALWAYS_OR_ON_REQUEST = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.parametrize("dtype", PANEL_WIDTHS)
+def test_panels_hold_the_weight_and_multiply_as_it_does(dtype: torch.dtype) -> None:
+    weight = torch.randn(192, 70).to(dtype)
+    panels = to_panels(weight)
+    assert torch.equal(panel_rows(torch.arange(192), panels), weight)
+    x = torch.randn(2, 3, 70).to(dtype)
+    expected = x.double() @ weight.double().t()
+    assert (panel_product(x, panels) - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
+
+
+def test_large_tensors_begin_with_a_page_and_keep_their_memory() -> None:
+    """Also the part of a page at the end is theirs alone."""
+    size = (LARGE_PAGE // 4 + 7, 3)
+    first, second = (empty_in_large_pages(size, torch.float32).fill_(number) for number in (1.0, 2.0))
+    part = first[-5:]
+    del first
+    assert second.data_ptr() % LARGE_PAGE == 0 and second.is_contiguous() and second.shape == size
+    assert part.eq(1.0).all() and second.eq(2.0).all()
+    assert empty_in_large_pages((0,), torch.float32).shape == (0,)
+    assert empty_in_large_pages((4, 5), torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(
+    not ALWAYS_OR_ON_REQUEST.exists() or "[never]" in ALWAYS_OR_ON_REQUEST.read_text(), reason="Linux without them"
+)
+def test_the_system_gives_large_pages() -> None:
+    held = empty_in_large_pages((4 * LARGE_PAGE,), torch.uint8).zero_()
+    areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    (area,) = (area for area in areas if f"{held.data_ptr():x}-" in area)
+    (large,) = (line for line in area.splitlines() if line.startswith("AnonHugePages:"))
+    assert int(large.split()[1]) > 0
