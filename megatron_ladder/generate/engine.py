@@ -119,7 +119,11 @@ def _generations(batch: SlotBatch, prefill_seconds: float, decode_seconds: float
         assert sample.finish_reason is not None
         text = None if sample.text_stream is None else "".join(sample.pieces)
         logprobs = tuple(sample.logprobs) if sample.request.sampling.logprobs else None
+        alternatives = tuple(sample.alternatives) or None
         generations.append(
-            Generation(sample.request.prompt_ids, tuple(sample.ids), text, sample.finish_reason, timings, logprobs)
-        )
+            Generation(
+                sample.request.prompt_ids, tuple(sample.ids), text, sample.finish_reason, timings, logprobs,
+                alternatives,
+            )
+        )  # fmt: skip
     return generations

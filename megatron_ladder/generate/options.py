@@ -12,6 +12,10 @@ from megatron_ladder.generate.serve.options import ServeOptions, serve_mistakes
 
 PROGRAM = "generate.py"
 DESCRIPTION = "Continues prompts with a trained model, tensor-parallel. Text goes to stdout, statistics to stderr."
+LARGEST_PENALTY = 2.0
+"""Of presence and frequency, up or down, as in OpenAI's API."""
+MOST_ALTERNATIVES = 20
+"""Likeliest tokens that are told at one place."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,10 @@ class SamplingOptions:
     repetition_penalty: float = 1.0
     """Above 1, makes tokens of the prompt and of the text so far less likely: divides positive logits, multiplies
     negative ones."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that were generated before."""
+    frequency_penalty: float = 0.0
+    """Taken from the logits of a token as often as it was generated before."""
     num_samples: int = 1
     """Continuations of each prompt, each drawn by a seed of its own."""
     seed: int = 1234
@@ -98,6 +106,8 @@ class OutputOptions:
     """Show text as it comes; with several prompts, the first one that is not finished."""
     logprobs: bool = False
     """With --json, the log-probability of each generated token by the model alone."""
+    top_logprobs: int = 0
+    """With --json and --logprobs, so many likeliest tokens at each place as well: pairs of id and log-probability."""
     score: bool = False
     """Instead of continuing the prompts, tell the log-likelihood and perplexity of each. With --logprobs, of each
     token."""
@@ -203,6 +213,9 @@ def _sampling_mistakes(sampling: SamplingOptions) -> list[str]:
         mistakes.append(f"--min-p {sampling.min_p}: expected a share from 0 to 1")
     if not 0 < sampling.repetition_penalty < float("inf"):
         mistakes.append(f"--repetition-penalty {sampling.repetition_penalty}: expected a number above 0; 1 is none")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -LARGEST_PENALTY <= (found := getattr(sampling, name)) <= LARGEST_PENALTY:
+            mistakes.append(f"{flag_name(name)} {found}: expected {-LARGEST_PENALTY} to {LARGEST_PENALTY}; 0 is none")
     if sampling.num_samples < 1:
         mistakes.append(f"--num-samples {sampling.num_samples}: expected 1 or more")
     if not 0 <= sampling.seed < 1 << 63:
@@ -218,6 +231,10 @@ def _output_mistakes(options: GenerateOptions) -> list[str]:
         mistakes.append("--stream shows text as it comes, and --json an object when all is there: give one of them")
     if output.logprobs and not (output.json or output.score):
         mistakes.append("--logprobs are a part of what --json and --score print: give one of these, or leave it out")
+    if not 0 <= output.top_logprobs <= MOST_ALTERNATIVES:
+        mistakes.append(f"--top-logprobs {output.top_logprobs}: expected 0 to {MOST_ALTERNATIVES}")
+    if output.top_logprobs and not (output.json and output.logprobs) or output.top_logprobs and output.score:
+        mistakes.append("--top-logprobs are a part of --logprobs with --json: give both, without --score")
     if output.score and (options.prompts.interactive or bench.bench):
         mistakes.append("--score tells of given texts: leave --interactive and --bench out")
     for name in ("bench_rounds", "bench_prompt", "bench_batch"):

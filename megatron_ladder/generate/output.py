@@ -87,6 +87,8 @@ def json_line(prompt: Prompt, generation: Generation) -> str:
     }
     if generation.logprobs is not None:
         values["logprobs"] = generation.logprobs
+    if generation.alternatives is not None:
+        values["top_logprobs"] = generation.alternatives
     return json.dumps(values) + "\n"
 
 

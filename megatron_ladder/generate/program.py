@@ -228,8 +228,11 @@ def _request(options: GenerateOptions, stored: StoredModel, prompt: Prompt, samp
         top_p=sampling.top_p,
         min_p=sampling.min_p,
         repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
         seed=request_seed(sampling.seed, prompt.ids, sample),
         logprobs=options.output.logprobs,
+        top_logprobs=options.output.top_logprobs,
     )
     eos_ids = frozenset[int]() if sampling.ignore_eos else stored.eos_ids
     stop = tuple(text.replace("\\n", "\n").replace("\\t", "\t") for text in sampling.stop)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_ladder.generate.sampling import SamplingParameters
+from megatron_ladder.generate.sampling import Alternatives, SamplingParameters
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -35,6 +35,8 @@ class NewToken(NamedTuple):
     """Why it is the sample's last token."""
     logprob: float | None = None
     """By the model alone; None if the request did not ask."""
+    alternatives: Alternatives | None = None
+    """The likeliest tokens at its place; None if the request did not ask."""
 
 
 class Timings(NamedTuple):
@@ -62,3 +64,5 @@ class Generation:
     timings: Timings
     logprobs: tuple[float, ...] | None = None
     """Of each token; None if the request did not ask."""
+    alternatives: tuple[Alternatives, ...] | None = None
+    """Of each place; None if the request did not ask."""

@@ -1,6 +1,6 @@
 """From logits to the next token, without any rank holding the logits of the whole vocabulary.
 
-    penalty for tokens that were seen  ->  logits / temperature  ->  the top_k most likely
+    penalties for tokens that were seen  ->  logits / temperature  ->  the top_k most likely
     ->  of those, the fewest that together have top_p  ->  of those, the ones with min_p of the likeliest  ->  draw
 
 The draw inverts the cumulative distribution in the order of the vocabulary: one uniform number a token, so a seed
@@ -52,10 +52,21 @@ class SamplingParameters:
     """A token may be drawn if it has this share of the likeliest one's probability."""
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens of the prompt and of the text so far, and multiplies negative ones."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that were generated before,"""
+    frequency_penalty: float = 0.0
+    """and this as often as they were."""
     seed: int = 1234
     """Of the request's own generator."""
     logprobs: bool = False
     """Whether to tell each token's log-probability, by the model alone."""
+    top_logprobs: int = 0
+    """With `logprobs`, so many likeliest tokens are told with theirs as well."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether it matters how often a token was generated."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def greedy(self) -> bool:
@@ -77,6 +88,10 @@ def request_seed(seed: int, prompt_ids: Sequence[int], sample: int = 0) -> int:
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "little")
 
 
+Alternatives = tuple[tuple[int, float], ...]
+"""The likeliest tokens with their log-probabilities, by the model alone, descending."""
+
+
 class Chosen(NamedTuple):
     """The next token of each row, alike on every rank."""
 
@@ -84,6 +99,8 @@ class Chosen(NamedTuple):
     """`NO_TOKEN` where the logits are not finite."""
     logprobs: list[float] | None
     """None if no row asks for them."""
+    alternatives: list[Alternatives] | None = None
+    """Of each row as many as it asks for; None if no row does."""
 
 
 class _Offers(NamedTuple):
@@ -118,14 +135,19 @@ class Sampler:
         # On the CPU, so that a seed means the same on every device.
         self._generators = [torch.Generator() for _ in range(slots)]
         self._seen: Tensor | None = None
+        self._counts: Tensor | None = None
 
     def place(self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int]) -> None:
         """Gives a slot to another request."""
         self._parameters[slot] = parameters
         self._generators[slot].manual_seed(parameters.seed)
+        shape = (len(self._parameters), self._vocab_size)
         if parameters.repetition_penalty != 1 and self._seen is None:
-            shape = (len(self._parameters), self._vocab_size)
             self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
+        if parameters.counted and self._counts is None:
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        if self._counts is not None:
+            self._counts[slot] = 0
         if self._seen is not None:
             self._seen[slot] = False
             self._seen[slot, list(prompt_ids)] = True
@@ -144,21 +166,34 @@ class Sampler:
             model_logits[:, valid:] = -math.inf
         logits = self._penalised(model_logits, ways, slots)
         tokens, offers = self._choose(logits, model_logits, ways, slots)
-        if self._seen is not None:
-            self._note(tokens, ways, slots)
+        self._note(tokens, slots)
         if not any(way.logprobs for way in ways):
             return Chosen(tokens.tolist(), None)
-        return Chosen(tokens.tolist(), self._logprobs(tokens, model_logits, offers))
+        log_total = _log_total(offers)
+        logprobs = self._logprobs(tokens, model_logits, log_total)
+        return Chosen(tokens.tolist(), logprobs, self._alternatives(model_logits, ways, log_total))
 
     def _penalised(self, logits: Tensor, ways: Sequence[SamplingParameters], slots: Sequence[int]) -> Tensor:
-        if self._seen is None or all(way.repetition_penalty == 1 for way in ways):
-            return logits
-        ends_at = min(self._vocab_size, self._start + logits.shape[1])
-        seen = torch.zeros_like(logits, dtype=torch.bool)
+        def column(numbers: Sequence[float]) -> Tensor:
+            return torch.tensor(numbers, device=self._device, dtype=logits.dtype).unsqueeze(1)
+
+        if self._seen is not None and any(way.repetition_penalty != 1 for way in ways):
+            seen = self._of_own_words(self._seen, slots, logits.shape[1])
+            penalty = column([way.repetition_penalty for way in ways])
+            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        if self._counts is not None and any(way.counted for way in ways):
+            counts = self._of_own_words(self._counts, slots, logits.shape[1])
+            logits = logits - column([way.frequency_penalty for way in ways]) * counts
+            logits = logits - column([way.presence_penalty for way in ways]) * (counts > 0)
+        return logits
+
+    def _of_own_words(self, table: Tensor, slots: Sequence[int], width: int) -> Tensor:
+        """Rows of a table [slots, V], and of them the words that this rank has logits of: [b, width], padded by 0."""
+        found = table.new_zeros(len(slots), width)
+        ends_at = min(self._vocab_size, self._start + width)
         if ends_at > self._start:
-            seen[:, : ends_at - self._start] = self._seen[list(slots), self._start : ends_at]
-        penalty = torch.tensor([[way.repetition_penalty] for way in ways], device=self._device, dtype=logits.dtype)
-        return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+            found[:, : ends_at - self._start] = table[list(slots), self._start : ends_at]
+        return found
 
     def _choose(
         self, logits: Tensor, model_logits: Tensor, ways: Sequence[SamplingParameters], slots: Sequence[int]
@@ -222,22 +257,50 @@ class Sampler:
         reduced = self._group.all_reduce(found.to(self._device), dist.ReduceOp.MAX)
         return reduced.cpu()
 
-    def _note(self, tokens: Tensor, ways: Sequence[SamplingParameters], slots: Sequence[int]) -> None:
-        assert self._seen is not None
+    def _note(self, tokens: Tensor, slots: Sequence[int]) -> None:
+        if self._seen is None and self._counts is None:
+            return
         for token, slot in zip(tokens.tolist(), slots, strict=True):
-            if token != NO_TOKEN:
+            if self._seen is not None and token != NO_TOKEN:
                 self._seen[slot, token] = True
+            if self._counts is not None and token != NO_TOKEN:
+                self._counts[slot, token] += 1
 
-    def _logprobs(self, tokens: Tensor, model_logits: Tensor, offers: _Offers) -> list[float]:
+    def _logprobs(self, tokens: Tensor, model_logits: Tensor, log_total: Tensor) -> list[float]:
         """Log-softmax of the chosen tokens' logits, before penalties and temperature."""
         local = tokens.to(self._device) - self._start
         elsewhere = (local < 0) | (local >= model_logits.shape[1])
         own = model_logits.gather(1, local.masked_fill(elsewhere, 0).unsqueeze(1)).squeeze(1).double()
         chosen = self._group.all_reduce(own.masked_fill(elsewhere, -math.inf), dist.ReduceOp.MAX).cpu()
-        highest = offers.model_highest.amax(1, keepdim=True)
-        total = (offers.model_mass * torch.exp(offers.model_highest - highest)).sum(1)
-        logprobs: list[float] = (chosen - highest.squeeze(1) - total.log()).tolist()
+        logprobs: list[float] = (chosen - log_total).tolist()
         return logprobs
+
+    def _alternatives(
+        self, model_logits: Tensor, ways: Sequence[SamplingParameters], log_total: Tensor
+    ) -> list[Alternatives] | None:
+        """Of each rank's likeliest tokens the likeliest of all; a collective if any row asks."""
+        wanted = [way.top_logprobs if way.logprobs else 0 for way in ways]
+        if not any(wanted):
+            return None
+        values, ids = model_logits.topk(min(max(wanted), model_logits.shape[1]), dim=-1)
+        own = torch.cat((values.double(), (ids + self._start).double()), 1)
+        told = own.unsqueeze(1) if self._group.size == 1 else self._group.all_gather(own.unsqueeze(1), dim=1)
+        values, ids = told.cpu().split(values.shape[1], dim=-1)
+        values, order = values.flatten(1).sort(dim=1, descending=True, stable=True)
+        ids = ids.flatten(1).gather(1, order).long()
+        rows = zip(ids.tolist(), (values - log_total.unsqueeze(1)).tolist(), wanted, strict=True)
+        # A rank may have fewer words than are asked for, and offer padding behind them.
+        return [
+            tuple(pair for pair in zip(of_row, logprobs, strict=True) if pair[0] < self._vocab_size)[:count]
+            for of_row, logprobs, count in rows
+        ]
+
+
+def _log_total(offers: _Offers) -> Tensor:
+    """Logarithm of the sum of exp(logit) over all words, by the model alone: [b]."""
+    highest = offers.model_highest.amax(1, keepdim=True)
+    total = (offers.model_mass * torch.exp(offers.model_highest - highest)).sum(1)
+    return highest.squeeze(1) + total.log()
 
 
 def decide(

@@ -21,7 +21,7 @@ from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.cache import StaticKeyValueCache
 from megatron_ladder.generate.graph import CapturedDecode, StepGraph
 from megatron_ladder.generate.requests import FinishReason, GenerationRequest, NewToken
-from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Sampler
+from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Alternatives, Sampler
 from megatron_ladder.generate.text import StopFinder, TextStream
 from megatron_ladder.model.attention import SequenceContext
 from megatron_ladder.model.language_model import LanguageModel
@@ -41,6 +41,7 @@ class Sample:
     ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    alternatives: list[Alternatives] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
@@ -195,6 +196,9 @@ class SlotBatch:
             logprob = chosen.logprobs[row] if chosen.logprobs and sample.request.sampling.logprobs else None
             if logprob is not None:
                 sample.logprobs.append(logprob)
+            alternatives = chosen.alternatives[row] if chosen.alternatives else ()
+            if alternatives:
+                sample.alternatives.append(alternatives)
             piece = sample.append(token)
-            told.append(NewToken(slot, token, piece, sample.finish_reason, logprob))
+            told.append(NewToken(slot, token, piece, sample.finish_reason, logprob, alternatives or None))
         return told

@@ -50,17 +50,21 @@ def sampled_requests(seed: int) -> list[GenerationRequest]:
         SamplingParameters(seed=seed + 1, top_k=10),
         SamplingParameters(seed=seed + 2, top_p=0.7),
         SamplingParameters(seed=seed, temperature=1.5, top_k=30, top_p=0.9, repetition_penalty=1.3),
-        SamplingParameters(seed=seed + 3, temperature=2.0, min_p=0.2, logprobs=True),
+        SamplingParameters(
+            seed=seed + 3, temperature=2.0, min_p=0.2, frequency_penalty=0.5, logprobs=True, top_logprobs=4
+        ),
     ]
     prompts = (*PROMPTS, PROMPTS[0])
     return [GenerationRequest(prompt, NEW_TOKENS, way) for prompt, way in zip(prompts, ways, strict=True)]
 
 
 def greedy_and_sampled(engine: GenerationEngine) -> tuple[Tokens, Tokens]:
-    """Only rank 0 draws by the seed that counts."""
+    """Only rank 0 draws by the seed that counts. The last of what is drawn are the likeliest tokens at each place."""
     greedy = engine.generate([GenerationRequest(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS])
     sampled = engine.generate(sampled_requests(seed=1 + 100 * engine.group.rank))
-    return [generation.ids for generation in greedy], [generation.ids for generation in sampled]
+    likeliest = tuple(token for place in sampled[-1].alternatives or () for token, _ in place)
+    assert len(likeliest) == 4 * NEW_TOKENS
+    return [generation.ids for generation in greedy], [*(generation.ids for generation in sampled), likeliest]
 
 
 def generate_here(

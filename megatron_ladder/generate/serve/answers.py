@@ -58,7 +58,7 @@ class AnswerWriter:
 
     def piece(self, index: int, token: NewToken) -> dict[str, Any] | None:
         """The piece of a stream with a sample's next token; None where it adds nothing that can be read."""
-        if not (token.text or token.finish_reason or self._question.logprobs):
+        if not (token.text or token.finish_reason or self._question.logprobs is not None):
             return None
         said: dict[str, Any] = {"text": token.text}
         if self._question.chat:
@@ -85,16 +85,34 @@ class AnswerWriter:
 
     def _choice(self, index: int, said: dict[str, Any], tokens: Sequence[NewToken]) -> dict[str, Any]:
         reason = FINISH_REASONS[tokens[-1].finish_reason] if tokens else None
-        logprobs = self._logprobs(tokens) if self._question.logprobs and tokens else None
+        logprobs = self._logprobs(tokens) if self._question.logprobs is not None and tokens else None
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[NewToken]) -> dict[str, Any]:
         texts = [self._tokenizer.decode([token.id]) for token in tokens]
         values = [token.logprob for token in tokens]
+        likeliest = [
+            [(self._tokenizer.decode([other]), logprob) for other, logprob in token.alternatives or ()]
+            for token in tokens
+        ]
         if not self._question.chat:
-            return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
-        content = []
-        for text, value in zip(texts, values, strict=True):
-            whole = None if INCOMPLETE in text else list(text.encode())
-            content.append({"token": text, "logprob": value, "bytes": whole, "top_logprobs": []})
+            named = [_by_text(others) for others in likeliest] if self._question.logprobs else None
+            return {"tokens": texts, "token_logprobs": values, "top_logprobs": named, "text_offset": None}
+        content = [
+            _chat_token(text, value) | {"top_logprobs": [_chat_token(*other) for other in others]}
+            for text, value, others in zip(texts, values, likeliest, strict=True)
+        ]
         return {"content": content, "refusal": None}
+
+
+def _by_text(alternatives: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Descending; of several tokens that read alike, the likeliest."""
+    named: dict[str, float] = {}
+    for text, logprob in alternatives:
+        named.setdefault(text, logprob)
+    return named
+
+
+def _chat_token(text: str, logprob: float | None) -> dict[str, Any]:
+    whole = None if INCOMPLETE in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": whole}

@@ -9,11 +9,12 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from megatron_ladder.data.chat_template import ChatTemplate, Message, NotRendered
+from megatron_ladder.generate.options import LARGEST_PENALTY, MOST_ALTERNATIVES
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 
@@ -25,14 +26,15 @@ MOST_STOPS, LONGEST_STOP = 16, 256
 LABELS = frozenset({"user", "safety_identifier", "metadata"})
 """Parameters that have no part in the answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "echo": (False,), "suffix": ("",),
-    "best_of": (1,), "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"),
+    "logit_bias": ({},), "echo": (False,), "suffix": ("",),
+    "best_of": (1,), "tools": ([],), "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
     "store": (False,), "service_tier": ("auto", "default"),
 }  # fmt: skip
 """Parameters that are not supported, and the values of them that change nothing."""
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)]
 Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -76,13 +78,15 @@ class CommonBody:
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     ignore_eos: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionBody(CommonBody):
     prompt: str | list[str | int | list[int]]
-    logprobs: Literal[0] | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_ALTERNATIVES)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,7 @@ class ChatBody(CommonBody):
     messages: list[dict[str, Any]]
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_ALTERNATIVES)] = 0
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,8 @@ class Question:
     """Whether the answer comes piece by piece,"""
     include_usage: bool
     """and ends with the numbers of tokens."""
-    logprobs: bool
-    """Whether the answer has each token's log-probability."""
+    logprobs: int | None
+    """None if the answer has no log-probabilities; else of how many likeliest tokens beside the chosen one."""
     prompt_tokens: int
     """Of all prompts, each counted once."""
 
@@ -137,7 +142,7 @@ def read_completion(body: bytes, rules: Rules) -> Question:
     asked = _read(body, CompletionBody, rules)
     prompts = _prompts(asked.prompt, rules)
     limit = asked.max_tokens or COMPLETION_TOKENS
-    return _question(asked, prompts, [limit] * len(prompts), asked.logprobs is not None, "prompt", rules)
+    return _question(asked, prompts, [limit] * len(prompts), asked.logprobs, "prompt", rules)
 
 
 def read_chat(body: bytes, rules: Rules) -> Question:
@@ -153,7 +158,10 @@ def read_chat(body: bytes, rules: Rules) -> Question:
     if len(limits) > 1:
         raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", "max_completion_tokens")
     limit = next(iter(limits), None) or max(1, rules.positions - len(prompt))
-    return _question(asked, [prompt], [limit], asked.logprobs, "messages", rules)
+    if asked.top_logprobs and not asked.logprobs:
+        raise ApiError(400, "top_logprobs are a part of logprobs: give logprobs: true as well", "top_logprobs")
+    logprobs = asked.top_logprobs if asked.logprobs else None
+    return _question(asked, [prompt], [limit], logprobs, "messages", rules)
 
 
 def _read(body: bytes, kind: type[B], rules: Rules) -> B:
@@ -218,7 +226,7 @@ def _message(given: Mapping[str, Any]) -> Message:
 
 
 def _question(
-    asked: CommonBody, prompts: Sequence[tuple[int, ...]], limits: Sequence[int], logprobs: bool, param: str,
+    asked: CommonBody, prompts: Sequence[tuple[int, ...]], limits: Sequence[int], logprobs: int | None, param: str,
     rules: Rules,
 ) -> Question:  # fmt: skip
     count = len(prompts) * asked.n
@@ -255,13 +263,16 @@ def _check_prompt(ids: Sequence[int], limit: int, param: str, rules: Rules) -> N
         )  # fmt: skip
 
 
-def _sampling(asked: CommonBody, seed: int, logprobs: bool) -> SamplingParameters:
+def _sampling(asked: CommonBody, seed: int, logprobs: int | None) -> SamplingParameters:
     return SamplingParameters(
         temperature=asked.temperature,
         top_k=asked.top_k,
         top_p=asked.top_p,
         min_p=asked.min_p,
         repetition_penalty=asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
         seed=seed,
-        logprobs=logprobs,
+        logprobs=logprobs is not None,
+        top_logprobs=logprobs or 0,
     )

@@ -82,6 +82,9 @@ def test_nobody_who_sits_at_a_terminal_is_waited_for(monkeypatch: pytest.MonkeyP
         ("--prompt a --stop=", "--stop: an empty text would end everything"),
         ("--prompt a --min-p 1.5", "--min-p 1.5: "),
         ("--prompt a --repetition-penalty 0", "--repetition-penalty 0.0: "),
+        ("--prompt a --presence-penalty 3", "--presence-penalty 3.0: "),
+        ("--prompt a --json --logprobs --top-logprobs 21", "--top-logprobs 21: "),
+        ("--prompt a --json --top-logprobs 2", "--top-logprobs are a part of --logprobs"),
         ("--prompt a --num-samples 0", "--num-samples 0: "),
         ("--prompt a --logprobs", "--logprobs are a part of what --json and --score print"),
         ("--prompt a --interactive", "--interactive reads prompts of its own"),
@@ -291,11 +294,13 @@ def test_samples_of_a_prompt_differ_and_the_first_is_that_of_one(
 ) -> None:
     argv = ["--model", str(run_folder), "--prompt", "def", "class", "--max-new-tokens", "6", "--temperature", "3"]
     alone = [line["ids"] for line in lines_of(argv, capsys)]
-    three = lines_of([*argv, "--num-samples", "3", "--logprobs"], capsys)
+    three = lines_of([*argv, "--num-samples", "3", "--logprobs", "--top-logprobs", "2"], capsys)
     assert [line["prompt"] for line in three] == ["def"] * 3 + ["class"] * 3
     assert [three[0]["ids"], three[3]["ids"]] == alone
     assert len({tuple(line["ids"]) for line in three}) == 6
     assert all(len(line["logprobs"]) == len(line["ids"]) and max(line["logprobs"]) < 0 for line in three)
+    assert all(len(line["top_logprobs"]) == len(line["ids"]) for line in three)
+    assert all(pair[0][1] >= pair[1][1] for line in three for pair in line["top_logprobs"])
 
 
 def test_a_stop_string_ends_a_text(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

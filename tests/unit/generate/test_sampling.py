@@ -95,6 +95,41 @@ def test_seen_tokens_are_penalised_in_their_own_slot() -> None:
     assert tokens_of(choose, torch.tensor([[-1.2, -1.0, -9.0]] * 2)) == [0, 1]
 
 
+def test_tokens_that_were_generated_before_are_penalised_by_number_and_by_presence() -> None:
+    """By the definition, in its own slot: 0.5 less for having come, 0.2 less for each time."""
+    way = SamplingParameters(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2)
+    choose = Sampler(2, 3, 0, CommGroup.alone(), CPU)
+    choose.place(0, way, (0, 0, 0))
+    choose.place(1, SamplingParameters(temperature=0.0), ())
+    logits = torch.tensor([[2.0, 1.1, 0.0, 9.0]] * 2)[:, :3]
+    # Token 0 sinks from 2.0 to 1.3, 1.1 and 0.9; what the prompt holds does not count.
+    found = [tokens_of(choose, logits - torch.tensor([[0.0, 0.05, 0.0]])) for _ in range(5)]
+    assert found == [[0, 0], [0, 0], [0, 0], [1, 0], [0, 0]]
+    choose.place(0, way, ())
+    assert tokens_of(choose, logits) == [0, 0]
+    choose.place(0, SamplingParameters(temperature=0.0, presence_penalty=-2.0), ())
+    assert tokens_of(choose, torch.tensor([[0.0, 1.0, 0.0]] * 2)) == [1, 1]
+    assert tokens_of(choose, torch.tensor([[2.5, 1.0, 0.0]] * 2)) == [1, 0]
+
+
+def test_likeliest_tokens_are_told_beside_the_chosen_one() -> None:
+    """As many as each row asks for, by the model alone; padding is none of them."""
+    ways = [
+        SamplingParameters(temperature=2.0, frequency_penalty=1.0, logprobs=True, top_logprobs=3),
+        SamplingParameters(logprobs=True), SamplingParameters(logprobs=True, top_logprobs=20),
+    ]  # fmt: skip
+    choose = sampler(*ways, vocab_size=6)
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)) + torch.tensor([0.0] * 6 + [9.0] * 2)
+    expected = logits[:, :6].log_softmax(-1).sort(-1, descending=True)
+    for _ in range(3):
+        found = choose(logits, (0, 1, 2)).alternatives
+        assert found is not None and [len(row) for row in found] == [3, 0, 6]
+        for row, alternatives in enumerate(found):
+            assert [token for token, _ in alternatives] == expected.indices[row, : len(alternatives)].tolist()
+            values = expected.values[row, : len(alternatives)].tolist()
+            assert [logprob for _, logprob in alternatives] == pytest.approx(values, abs=1e-6)
+
+
 def test_logprobs_are_the_models_own() -> None:
     ways = [SamplingParameters(temperature=0.3, top_k=2, logprobs=True), SamplingParameters(repetition_penalty=2.0)]
     choose = sampler(*ways, vocab_size=4)

@@ -53,14 +53,16 @@ def test_greedy_answers_are_the_references_whatever_else_is_under_way(served: Se
 
 def test_a_seed_draws_what_the_engine_draws_by_it(served: Served) -> None:
     way = {"temperature": 1.3, "top_p": 0.95}
+    way |= {"presence_penalty": 0.3, "frequency_penalty": -0.2}
     more = {"top_k": 90, "min_p": 0.01, "repetition_penalty": 1.2}
+    told = {"logprobs": True, "top_logprobs": 2}
     answer = served.client().completions.create(
-        model="tiny", prompt=[5, 9, 1], max_tokens=12, n=2, seed=7, extra_body=more, logprobs=0, **way
+        model="tiny", prompt=[5, 9, 1], max_tokens=12, n=2, seed=7, extra_body=more, logprobs=2, **way
     )
     requests = [
         GenerationRequest(
             (5, 9, 1), 12,
-            SamplingParameters(**way, **more, seed=request_seed(7, (5, 9, 1), sample), logprobs=True), frozenset({EOS}),
+            SamplingParameters(**way, **more, **told, seed=request_seed(7, (5, 9, 1), sample)), frozenset({EOS}),
         )
         for sample in range(2)
     ]  # fmt: skip
@@ -70,6 +72,10 @@ def test_a_seed_draws_what_the_engine_draws_by_it(served: Served) -> None:
     for choice, generation in zip(answer.choices, generations, strict=True):
         assert choice.logprobs is not None
         assert choice.logprobs.token_logprobs == pytest.approx(generation.logprobs, abs=1e-4)
+        assert choice.logprobs.top_logprobs is not None and generation.alternatives is not None
+        for named, alternatives in zip(choice.logprobs.top_logprobs, generation.alternatives, strict=True):
+            assert [ids_of(text) for text in named] == [[token] for token, _ in alternatives]
+            assert list(named.values()) == pytest.approx([logprob for _, logprob in alternatives], abs=1e-4)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == sum(len(generation.ids) for generation in generations)
     unseeded = [
@@ -118,13 +124,18 @@ def test_a_chat_is_what_its_template_writes(served: Served) -> None:
     client = served.client()
     extra = {"ignore_eos": True}
     answer = client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=6, temperature=0, logprobs=True, extra_body=extra
+        model="tiny", messages=messages, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3,
+        extra_body=extra,
     )
     assert answer.choices[0].message.role == "assistant"
     assert ids_of(answer.choices[0].message.content or "") == expected
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
     assert len(logprobs.content) == 6 and all(-6 < entry.logprob < 0 for entry in logprobs.content)
+    for entry in logprobs.content:
+        likeliest = entry.top_logprobs[0]
+        assert (likeliest.token, likeliest.logprob, likeliest.bytes) == (entry.token, entry.logprob, entry.bytes)
+        assert len(entry.top_logprobs) == 3 and entry.top_logprobs[1].logprob <= entry.logprob
     stream = client.chat.completions.create(
         model="tiny", messages=messages, max_completion_tokens=6, temperature=0, stream=True, extra_body=extra
     )
@@ -177,8 +188,11 @@ def chat(**changes: Any) -> bytes:
         (body(n=10**9), 400, "n"),
         (body(stop=""), 400, "stop"),
         (body(stop=["a"] * 17), 400, "stop"),
-        (body(logprobs=5), 400, "logprobs"),
-        (body(presence_penalty=0.5), 400, "presence_penalty"),
+        (body(logprobs=21), 400, "logprobs"),
+        (body(presence_penalty=2.5), 400, "presence_penalty"),
+        (body(frequency_penalty=-2.5), 400, "frequency_penalty"),
+        (body(logit_bias={"5": 1}), 400, "logit_bias"),
+        (chat(top_logprobs=2), 400, "top_logprobs"),
         (body(echo=True), 400, "echo"),
         (body(stream_options={"include_usage": True}), 400, "stream_options"),
         (body(max_token=5), 400, "max_token"),
