@@ -21,7 +21,7 @@ from megatron_ladder.generate.loading import check_tensor_parallel, load_model, 
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.stack import StackOptions
-from tests.distributed.commands import REPOSITORY_ROOT, run_command
+from tests.distributed.commands import REPOSITORY_ROOT, free_port, run_command
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import build, mesh_of
 from tests.distributed.test_stack import recorded_model
@@ -176,6 +176,20 @@ def test_a_hugging_face_directory_at_any_size(tensor_parallel: int, tmp_path: Pa
         for prompt in PROMPTS
     ]  # fmt: skip
     assert gloo_pools(tensor_parallel).run(from_hugging_face, tmp_path) == [expected] * tensor_parallel
+
+
+@pytest.mark.slow
+def test_under_the_deepspeed_launcher(tmp_path: Path) -> None:
+    module = save_model(tmp_path, "llama")
+    prompt = torch.tensor([PROMPTS[2]])
+    expected = module.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[0].tolist()
+    launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port()), PROGRAM]
+    flags = ["--max-new-tokens", str(NEW_TOKENS), "--temperature", "0", "--ignore-eos", "--json"]
+    argv = [*launcher, "--model", tmp_path, *flags, "--tokens", *map(str, PROMPTS[2])]
+    done = run_command(argv, timeout=120, env={"DS_ACCELERATOR": "cpu"})
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    assert [*PROMPTS[2], *json.loads(line)["ids"]] == expected
 
 
 def scores_here(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[float]:
