@@ -23,6 +23,7 @@ from megatron_ladder.cli import (
     pretrain,
     report_run,
     run_resilient,
+    study,
     throughput,
     train_tokenizer,
     write_reference,
@@ -31,6 +32,8 @@ from megatron_ladder.config import run
 from megatron_ladder.convert import options as convert_options
 from megatron_ladder.generate import options as generate_options
 from megatron_ladder.plan import options as plan_options
+from megatron_ladder.study import command_line as study_command_line
+from megatron_ladder.study import options as study_options
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,14 @@ def _plain(module: ModuleType, *sections: type) -> Program:
 
 _CONVERSIONS = tuple(Command(verb, text, (kind,)) for verb, (kind, text) in convert_options.KINDS.items())
 _INSPECTION = Command("inspect DIR", "Says what a directory is, and what it lacks. It has no flags.", ())
+_STUDY_SECTIONS: Mapping[study_command_line.Command, tuple[type, ...]] = {
+    "run": (study_options.RunOptions,),
+    "adapt": (study_options.RunOptions, study_options.AdaptOptions),
+    "report": (study_options.ReportOptions,),
+}
+_STUDIES = tuple(
+    Command(verb, study_command_line.DESCRIPTIONS[verb], sections) for verb, sections in _STUDY_SECTIONS.items()
+)
 _PLANS = tuple(Command(verb, plan_options.DESCRIPTIONS[verb], (kind,)) for verb, kind in plan_options.KINDS.items())
 
 PROGRAMS: Mapping[str, Program] = {
@@ -78,6 +89,7 @@ PROGRAMS: Mapping[str, Program] = {
     "tools/preprocess_data.py": _plain(preprocess_data, preprocess_data.PreprocessConfig),
     "tools/report_run.py": _plain(report_run, report_run.ReportRunConfig),
     "tools/run_resilient.py": _plain(run_resilient, run_resilient.ResilientConfig),
+    "tools/study.py": Program(study, _STUDIES),
     "tools/throughput.py": _plain(throughput, throughput.ThroughputOptions),
     "tools/train_tokenizer.py": _plain(train_tokenizer, train_tokenizer.TrainTokenizerConfig),
     "tools/write_reference.py": _plain(write_reference, write_reference.WriteReferenceConfig),

@@ -20,6 +20,8 @@ VOCABULARY = 32000
 """Ids of a tokenizer that is not there."""
 LEFT_OUT = (" is required", ": expected one directory")
 """Ends of what programs say of words that a page leaves out."""
+NOT_HERE = "is no program that can be started"
+"""End of what programs say of another one that this machine has not got."""
 
 
 def read_command(words: Sequence[str]) -> list[str] | None:
@@ -110,7 +112,7 @@ def _read_ours(script: str, words: Sequence[str], processes: int | None) -> list
         assert end.code == 0, words
     if OPEN_END in words:
         mistakes = [mistake for mistake in mistakes if not mistake.endswith(LEFT_OUT)]
-    return [f"{script}: {mistake}" for mistake in mistakes]
+    return [f"{script}: {mistake}" for mistake in mistakes if not mistake.endswith(NOT_HERE)]
 
 
 def _read_tool(script: str, words: Sequence[str]) -> list[str]:

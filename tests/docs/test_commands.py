@@ -14,9 +14,15 @@ from tests.docs.pages import ROOT, code_spans, fences, indented_lines, mark_mist
 from tests.docs.reading import read_command
 from tests.docs.shell import OPEN_END, commands
 
-OTHERS = {"--help", "--slow", "--nproc-per-node", "--num_gpus", "--node_rank", "--shm-size", "--flag"}
+OTHERS = {
+    "--help", "--slow", "--nproc-per-node", "--num_gpus", "--node_rank", "--master_addr", "--local-dir", "--logdir",
+    "--shm-size", "--flag",
+}  # fmt: skip
 """Flags of other programs, of which the pages speak, and what stands for any flag."""
-SCRIPTS = ("examples/multi_node.sh", "examples/adapt_llama/adapt.sh", "tests/chaos/run.py")
+SCRIPTS = (
+    "examples/multi_node.sh", "examples/adapt_llama/adapt.sh", "examples/paper/train.sh", "examples/paper/check.py",
+    "tests/chaos/run.py",
+)  # fmt: skip
 """Those whose flags no dataclass tells."""
 CALL = re.compile(r"^(python|deepspeed|torchrun|bash|sbatch|pip|tools/\w+\.py|pretrain_ladder\.py)\s")
 
