@@ -30,7 +30,7 @@ class RunOptions:
     tools/benchmark.py. The corpus that is made here has the vocabulary of the size."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Trials of one seed have the same initial weights and the same order of data."""
-    iterations: int = 800
+    iterations: int = 700
     """Steps at equal tokens, and of standard at equal time."""
     seq_length: int = 256
     """Tokens of a sample."""
@@ -38,10 +38,10 @@ class RunOptions:
     """Samples that a process computes at once; also those of a timed step."""
     global_batch_size: int = 8
     """Samples of a step."""
-    learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3)
+    learning_rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
     """Highest learning rates to try for every wiring. The one with the lowest final validation loss is taken; a single
     one is taken untried."""
-    tuning_iterations: int = 200
+    tuning_iterations: int = 150
     """Steps of a trial that tries a learning rate."""
     tuning_seed: int = 100
     """Seed of those trials, not one of --seeds."""
@@ -49,7 +49,7 @@ class RunOptions:
     """Share of a trial's steps in which its learning rate rises."""
     last_rate_share: float = 0.1
     """Lowest learning rate, at the end of the cosine, as a share of the highest."""
-    evaluations: int = 8
+    evaluations: int = 7
     """Evaluations of a trial, evenly spaced; the last one is of the finished model."""
     eval_iters: int = 24
     """Steps' worth of samples in one evaluation."""
