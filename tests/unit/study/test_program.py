@@ -153,6 +153,7 @@ def test_a_signal_stops_it_and_it_goes_on_afterwards(stand: Stand, monkeypatch: 
     stand.run()
     told = capfd.readouterr().out
     assert "0 of about 6 trials are done" in told and "goes on from here" in told
+    assert told.count(": stopped") == 2 and "failed" not in told
     assert stand.reports == [] and not list(stand.options.output_dir.rglob("result.json"))
     stand.behaviour = usual
     monkeypatch.undo()
