@@ -94,7 +94,7 @@ DESCRIPTIONS: dict[Command, str] = {
     "calibrate": "Measures what the predictions need on this machine.",
     "paper": "Predicts runs of the paper's program from others.",
 }
-KINDS = {"layouts": LayoutOptions, "calibrate": CalibrateOptions, "paper": PaperOptions}
+KINDS: dict[Command, type] = {"layouts": LayoutOptions, "calibrate": CalibrateOptions, "paper": PaperOptions}
 
 
 def parse_options(argv: Sequence[str]) -> LayoutOptions | CalibrateOptions | PaperOptions:
