@@ -11,16 +11,32 @@ source examples/environment.sh
 prepare_environment test
 
 scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
+one=""
+trap '[ -z "$one" ] || kill "$one" 2>/dev/null || true; rm -rf "$scratch"' EXIT
 
 # The variable also tells the processes of this run from all others, whoever their parent is by now.
 processes_left() {
     grep -lzs "^TORCH_EXTENSIONS_DIR=$scratch" /proc/[0-9]*/environ | cut -d/ -f3 || true
 }
 
+# run_pytest NAME ARGUMENTS...
+run_pytest() {
+    TORCH_EXTENSIONS_DIR=$scratch/torch_extensions OMP_NUM_THREADS=1 \
+        "$ENVIRONMENT/bin/python" -m pytest --basetemp "$scratch/pytest-$1" "${@:2}"
+}
+
 status=0
-TORCH_EXTENSIONS_DIR=$scratch/torch_extensions OMP_NUM_THREADS=1 \
-    "$ENVIRONMENT/bin/python" -m pytest --basetemp "$scratch/pytest" "$@" || status=$?
+if [ "$*" = "" ] || [ "$*" = --slow ]; then
+    # Tests of one process leave a core idle, and those of several wait for one another: they run side by side.
+    run_pytest one tests/unit tests/docs "$@" >"$scratch/one.txt" 2>&1 &
+    one=$!
+    run_pytest several --ignore tests/unit --ignore tests/docs "$@" || status=$?
+    wait "$one" || status=$?
+    one=""
+    cat "$scratch/one.txt"
+else
+    run_pytest all "$@" || status=$?
+fi
 
 for _ in {1..20}; do
     left=$(processes_left)
