@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.distributed.commands import clean_environment, free_port, kill_tree, run_command
 from tests.docs.pages import ROOT, Fence, fences
 
-CORPUS_BYTES = 3_000_000
+CORPUS_BYTES, LARGE_CORPUS_BYTES = 3_000_000, 10_000_000
 TIMEOUT = 900.0
 LATEST_ANSWER = 120.0
 """Seconds until a command that goes on beside the others has said what it says when it is ready."""
@@ -30,7 +30,7 @@ MODEL = (
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 
-def write_corpus(folder: Path) -> None:
+def write_corpus(folder: Path, most_bytes: int = CORPUS_BYTES) -> None:
     """`corpus.jsonl`: sources of Python's own standard library."""
     texts, size = [], 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
@@ -38,9 +38,14 @@ def write_corpus(folder: Path) -> None:
         if "site-packages" not in path.parts and text.strip():
             texts.append(json.dumps({"text": text}))
             size += len(text)
-        if size > CORPUS_BYTES:
+        if size > most_bytes:
             break
     (folder / "corpus.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+
+
+def write_large_corpus(folder: Path) -> None:
+    """`corpus.jsonl` that a vocabulary of 32,000 can be learnt from."""
+    write_corpus(folder, LARGE_CORPUS_BYTES)
 
 
 def write_chat(folder: Path) -> None:
@@ -78,7 +83,7 @@ def train(folder: Path) -> None:
     _run(folder, "torchrun --nproc-per-node 2 pretrain_ladder.py --tensor-model-parallel-size 2 --num-layers 2 "
          "--residual-mode ladder --train-iters 12 --save checkpoints --load checkpoints --tensorboard-dir tensorboard "
          f"--profile --profile-step-start 10 --profile-step-end 12 --profile-dir traces {MODEL}")  # fmt: skip
-    (folder / "keys").write_text("a line of the file keys\n", encoding="utf-8")
+    (folder / "keys").write_text("a-secret\n", encoding="utf-8")
 
 
 def write_llama(folder: Path) -> None:
@@ -89,7 +94,7 @@ def write_llama(folder: Path) -> None:
 
 
 NEEDS: dict[str, tuple[Callable[[Path], None], ...]] = {
-    "text": (write_corpus,),
+    "text": (write_large_corpus,),
     "preprocess": (write_corpus, train_tokenizer),
     "data-sets": (write_corpus, train_tokenizer, tokenize, tokenize_more),
     "chat": (write_corpus, write_chat),
