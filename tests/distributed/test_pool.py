@@ -186,6 +186,28 @@ def test_dead_rank_is_named_with_its_output(pool: GlooPool) -> None:
     assert "last words" in str(failure.value)
 
 
+@pytest.mark.parametrize(("failures", "message", "starts"), [(2, "connectFullMesh failed", 3), (1, "no module", 1)])
+def test_ranks_whose_connections_fail_are_started_anew(
+    monkeypatch: pytest.MonkeyPatch, failures: int, message: str, starts: int
+) -> None:
+    begun: list[int] = []
+
+    def start(self: GlooPool) -> None:
+        begun.append(len(begun))
+        if len(begun) <= failures:
+            raise AssertionError(f"rank 1 of 2: {message}")
+
+    monkeypatch.setattr(GlooPool, "_start", start)
+    monkeypatch.setattr(GlooPool, "_exchange", lambda self, call, timeout: ["done"])
+    pool = GlooPool(1)
+    if starts > failures:
+        assert pool.run(_draw) == ["done"]
+    else:
+        with pytest.raises(AssertionError, match=message):
+            pool.run(_draw)
+    assert len(begun) == starts
+
+
 def test_hanging_ranks_are_shown_and_all_processes_end(pool: GlooPool) -> None:
     pool.run(_draw)
     process_ids = pool.process_ids
