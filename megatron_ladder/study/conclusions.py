@@ -78,7 +78,8 @@ def limits(gathered: Gathered) -> list[str]:
         )
     rows.append(
         f"{len(study.seeds)} seed{'s' if len(study.seeds) != 1 else ''}, one text, one validation set: the spread is "
-        "that of initial weights and order of samples, and of nothing else."
+        "that of initial weights, of the order of samples and of the validation samples that the seed draws, and of "
+        "nothing else. Runs that are paired share all three."
     )
     tried = ", ".join(f"{rate:g}" for rate in study.learning_rates)
     rows.append(
