@@ -11,8 +11,8 @@ source examples/environment.sh
 prepare_environment test
 
 scratch=$(mktemp -d)
-one=""
-trap '[ -z "$one" ] || kill "$one" 2>/dev/null || true; rm -rf "$scratch"' EXIT
+others=""
+trap '[ -z "$others" ] || kill "$others" 2>/dev/null || true; rm -rf "$scratch"' EXIT
 
 # The variable also tells the processes of this run from all others, whoever their parent is by now.
 processes_left() {
@@ -27,13 +27,16 @@ run_pytest() {
 
 status=0
 if [ "$*" = "" ] || [ "$*" = --slow ]; then
-    # Tests of one process leave a core idle, and those of several wait for one another: they run side by side.
-    run_pytest one tests/unit tests/docs "$@" >"$scratch/one.txt" 2>&1 &
-    one=$!
-    run_pytest several --ignore tests/unit --ignore tests/docs "$@" || status=$?
-    wait "$one" || status=$?
-    one=""
-    cat "$scratch/one.txt"
+    # Cases of the pool wait for one another, and other tests leave a core idle: they run side by side. Job control, as
+    # a shell without it starts what is in the background deaf to SIGINT, of which some tests are.
+    set -m
+    run_pytest others --ignore tests/distributed "$@" >"$scratch/others.txt" 2>&1 &
+    others=$!
+    set +m
+    run_pytest pool tests/distributed "$@" || status=$?
+    wait "$others" || status=$?
+    others=""
+    cat "$scratch/others.txt"
 else
     run_pytest all "$@" || status=$?
 fi
