@@ -11,8 +11,8 @@ source examples/environment.sh
 prepare_environment test
 
 scratch=$(mktemp -d)
-others=""
-trap '[ -z "$others" ] || kill "$others" 2>/dev/null || true; rm -rf "$scratch"' EXIT
+unit=""
+trap '[ -z "$unit" ] || kill "$unit" 2>/dev/null || true; rm -rf "$scratch"' EXIT
 
 # The variable also tells the processes of this run from all others, whoever their parent is by now.
 processes_left() {
@@ -27,16 +27,18 @@ run_pytest() {
 
 status=0
 if [ "$*" = "" ] || [ "$*" = --slow ]; then
-    # Cases of the pool wait for one another, and other tests leave a core idle: they run side by side. Job control, as
-    # a shell without it starts what is in the background deaf to SIGINT, of which some tests are.
+    # What runs in this process, beside whole commands, which mostly wait; cases of the pool, some of which emulate an
+    # interconnect's time, come after both. Job control, as a shell without it starts what is in the background deaf to
+    # SIGINT, of which some tests are.
     set -m
-    run_pytest others --ignore tests/distributed "$@" >"$scratch/others.txt" 2>&1 &
-    others=$!
+    run_pytest unit tests/unit tests/docs "$@" >"$scratch/unit.txt" 2>&1 &
+    unit=$!
     set +m
+    run_pytest commands --ignore tests/unit --ignore tests/docs --ignore tests/distributed "$@" || status=$?
+    wait "$unit" || status=$?
+    unit=""
+    cat "$scratch/unit.txt"
     run_pytest pool tests/distributed "$@" || status=$?
-    wait "$others" || status=$?
-    others=""
-    cat "$scratch/others.txt"
 else
     run_pytest all "$@" || status=$?
 fi
