@@ -77,9 +77,8 @@ class AdaptRun(StudyRun):
         tuning = [trial for trial in tuning_trials(self.study) if (trial.wiring, trial.size) == (STANDARD, size)]
         rates = sorted(self.study.learning_rates)
         self._expect(tuning, self._plan_with(size, rates[len(rates) // 2]))
-        self._train(tuning)
-        losses = {result.trial: result.final_loss for result in self.results.values()}
-        chosen = {**choose_learning_rates(self.study, losses), **self.study.chosen}
+        self._tune(tuning)
+        chosen = {**choose_learning_rates(self.study, self._losses()), **self.study.chosen}
         rate = chosen.get(key_of(size, STANDARD))
         if rate is None:
             self.failures.append(f"{key_of(size, STANDARD)}: no learning rate could be chosen")

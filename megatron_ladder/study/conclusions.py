@@ -83,8 +83,9 @@ def limits(gathered: Gathered) -> list[str]:
     )
     tried = ", ".join(f"{rate:g}" for rate in study.learning_rates)
     rows.append(
-        f"Learning rates were chosen from {tried} with one seed and {study.tuning_iterations:,} iterations; all other "
-        "hyper-parameters are the same for every wiring, and were tuned for none of them."
+        f"Learning rates were chosen from {tried}, and from further ones where the best was at the edge, with one seed "
+        f"and {study.tuning_iterations:,} iterations; all other hyper-parameters are the same for every wiring, and "
+        "were tuned for none of them."
     )
     if study.step_times:
         rows.append(

@@ -1,6 +1,7 @@
 """Which trainings a study consists of, and in which order.
 
-1. tuning: every learning rate for every wiring, shorter, with a seed of its own; the lowest validation loss wins.
+1. tuning: every learning rate for every wiring, shorter, with a seed of its own; the lowest validation loss wins. Where
+   that is at the edge of those tried, further ones beyond it are tried, by the same rule for every wiring.
 2. tokens: every wiring with every seed, for the same number of steps.
 3. time: some wirings again, for as many steps as they take in the time of standard's.
 
@@ -13,6 +14,9 @@ from collections.abc import Mapping
 from megatron_ladder.study.description import Study
 from megatron_ladder.study.trial import Trial
 from megatron_ladder.study.wirings import STANDARD
+
+MOST_FURTHER = 3
+"""Learning rates that a wiring may try beyond those that were asked for."""
 
 
 def key_of(size: str, wiring: str) -> str:
@@ -80,21 +84,58 @@ def choose_learning_rates(study: Study, losses: Mapping[Trial, float]) -> dict[s
         return {key_of(*pair): study.learning_rates[0] for pair in pairs}
     chosen = {}
     for size, wiring in pairs:
-        trials = [trial for trial in tuning_trials(study) if (trial.size, trial.wiring) == (size, wiring)]
-        if any(trial not in losses for trial in trials):
+        tried = tried_rates(study, losses, size, wiring)
+        if any(rate not in tried for rate in study.learning_rates):
             continue
-        best = min(trials, key=lambda trial: losses[trial])
-        if math.isfinite(losses[best]):
-            chosen[key_of(size, wiring)] = best.learning_rate
+        best = min(tried, key=lambda rate: tried[rate])
+        if math.isfinite(tried[best]):
+            chosen[key_of(size, wiring)] = best
     return chosen
 
 
-def at_the_edge(study: Study) -> list[str]:
+def tried_rates(study: Study, losses: Mapping[Trial, float], size: str, wiring: str) -> dict[float, float]:
+    """Learning rate -> final loss of the tuning trials of a wiring that are done, ascending."""
+    asked = ("tuning", wiring, size, study.tuning_seed, study.tuning_iterations)
+    return dict(
+        sorted(
+            (trial.learning_rate, loss)
+            for trial, loss in losses.items()
+            if (trial.kind, trial.wiring, trial.size, trial.seed, trial.iterations) == asked
+        )
+    )
+
+
+def further_trials(study: Study, losses: Mapping[Trial, float]) -> list[Trial]:
+    """The next learning rate for each wiring whose best one is the lowest or the highest that it has tried so far.
+
+    It is as far from the best one, as a factor, as that is from its neighbour. A wiring whose rate is chosen gets none,
+    nor does one that has tried `MOST_FURTHER`.
+    """
+    trials = []
+    for size, wiring in [(size, wiring) for size in study.sizes for wiring in study.wirings]:
+        tried = tried_rates(study, losses, size, wiring)
+        rates = list(tried)
+        whole = all(rate in tried for rate in study.learning_rates)
+        room = 1 < len(rates) < len(study.learning_rates) + MOST_FURTHER
+        if key_of(size, wiring) in study.chosen or not whole or not room:
+            continue
+        best = min(rates, key=lambda rate: tried[rate])
+        neighbours = {rates[0]: rates[1], rates[-1]: rates[-2]}
+        if best in neighbours and math.isfinite(tried[best]):
+            # As it is written in names and command lines.
+            rate = float(f"{best * best / neighbours[best]:g}")
+            trials.append(Trial("tuning", wiring, size, study.tuning_seed, rate, study.tuning_iterations))
+    return trials
+
+
+def at_the_edge(study: Study, losses: Mapping[Trial, float]) -> list[str]:
     """Keys of `chosen` whose learning rate is the highest or lowest that was tried: one beyond it may be better."""
-    rates = study.learning_rates
-    if len(rates) == 1:
-        return []
-    return [key for key, rate in study.chosen.items() if rate in (min(rates), max(rates))]
+    found = []
+    for size, wiring in [(size, wiring) for size in study.sizes for wiring in study.wirings]:
+        rates = list(tried_rates(study, losses, size, wiring))
+        if len(rates) > 1 and study.chosen.get(key_of(size, wiring)) in (rates[0], rates[-1]):
+            found.append(key_of(size, wiring))
+    return found
 
 
 def expected_trials(study: Study) -> list[Trial]:

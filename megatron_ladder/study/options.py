@@ -39,8 +39,8 @@ class RunOptions:
     global_batch_size: int = 8
     """Samples of a step."""
     learning_rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
-    """Highest learning rates to try for every wiring. The one with the lowest final validation loss is taken; a single
-    one is taken untried."""
+    """Highest learning rates to try for every wiring, and up to three further ones where the best is at the edge. The
+    one with the lowest final validation loss is taken; a single one is taken untried."""
     tuning_iterations: int = 150
     """Steps of a trial that tries a learning rate."""
     tuning_seed: int = 100

@@ -26,6 +26,7 @@ from megatron_ladder.study.grid import (
     at_the_edge,
     choose_learning_rates,
     expected_trials,
+    further_trials,
     key_of,
     time_trials,
     token_trials,
@@ -199,6 +200,7 @@ class StudyRun:
         self._pool = Pool(self.options.jobs, received)
         self._received = received
         self._resolved: dict[tuple[str, str], RunConfig] = {}
+        self._further: list[Trial] = []
         parallel = read_training_flags(request.training_flags, []).parallel
         self._processes = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         self._tensor_parallel = parallel.tensor_model_parallel_size
@@ -210,7 +212,7 @@ class StudyRun:
             Stopped: a signal has come.
         """
         self._update(self.study)
-        self._train(tuning_trials(self.study))
+        self._tune(tuning_trials(self.study))
         self._choose()
         if self.options.link != OWN_LINK:
             for size in self.study.sizes:
@@ -228,11 +230,21 @@ class StudyRun:
         if study is not self.study:
             write_study(self.options.output_dir, study)
         self.study = study
-        self.progress.expected = expected_trials(study)
+        self.progress.expected = [*expected_trials(study), *self._further]
+
+    def _tune(self, trials: Sequence[Trial]) -> None:
+        """Trains those that choose learning rates, and further ones where the best one is at the edge."""
+        self._train(trials)
+        while not self.failures and (further := further_trials(self.study, self._losses())):
+            self._further += further
+            self.progress.expected = [*self.progress.expected, *further]
+            self._train(further)
+
+    def _losses(self) -> dict[Trial, float]:
+        return {result.trial: result.final_loss for result in self.results.values()}
 
     def _choose(self) -> None:
-        study = self.study
-        losses = {result.trial: result.final_loss for result in self.results.values()}
+        study, losses = self.study, self._losses()
         # What was chosen stays: trials were trained with it.
         chosen = {**choose_learning_rates(study, losses), **study.chosen}
         self._update(replace(study, chosen=chosen))
@@ -242,8 +254,8 @@ class StudyRun:
         if len(study.learning_rates) > 1:
             told = ", ".join(f"{key} {rate:g}" for key, rate in chosen.items())
             self.progress.say(f"learning rates: {told}")
-            for key in at_the_edge(self.study):
-                self.progress.say(f"*** {key}: {chosen[key]:g} is at the edge of --learning-rates: try more ***")
+            for key in at_the_edge(self.study, losses):
+                self.progress.say(f"*** {key}: {chosen[key]:g} is at the edge of the rates tried ***")
 
     def _train(self, trials: Sequence[Trial]) -> None:
         by_name = {trial.name: trial for trial in trials}

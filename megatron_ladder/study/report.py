@@ -146,7 +146,8 @@ def _learning_rates(gathered: Gathered, size: str) -> str:
         return f"{study.learning_rates[0]:g} for every wiring: none was tuned."
     told = (
         f"Final validation loss of one run of {study.tuning_iterations:,} iterations (seed {study.tuning_seed}) for "
-        "each rate; the rate of the lowest one was taken for all other runs of the wiring."
+        "each rate, and for further ones where the best was at the edge; the rate of the lowest one was taken for all "
+        "other runs of the wiring."
     )
     edges = _bullets(conclusions.edges(gathered, size))
     return "\n\n".join(filter(None, [told, tables.learning_rates(gathered, size), edges]))

@@ -6,17 +6,19 @@ from dataclasses import replace
 import pytest
 
 from megatron_ladder.config.model import parse_layers
-from megatron_ladder.study.description import read_study
+from megatron_ladder.study.description import Study, read_study
 from megatron_ladder.study.grid import (
     at_the_edge,
     choose_learning_rates,
     expected_trials,
+    further_trials,
     time_trials,
     timed_iterations,
     token_trials,
     tuning_trials,
 )
 from megatron_ladder.study.program import write_study
+from megatron_ladder.study.trial import Trial
 from megatron_ladder.study.wirings import ALL_WIRINGS, TIMED_WIRINGS, find_wiring
 from tests.unit.study.standing_in import SIZE, step_times, study_of
 
@@ -69,9 +71,48 @@ def test_the_lowest_loss_wins_and_a_diverged_trial_never_does() -> None:
     chosen = choose_learning_rates(study, losses)
     # parallel diverges always, and hybrid has not been tried.
     assert chosen == {f"{SIZE}/standard": 2e-3, f"{SIZE}/ladder": 1e-3}
-    assert at_the_edge(replace(study, chosen=chosen)) == [f"{SIZE}/ladder"]
+    assert at_the_edge(replace(study, chosen=chosen), losses) == [f"{SIZE}/ladder"]
     assert choose_learning_rates(study_of(learning_rates=(5e-3,)), {})[f"{SIZE}/hybrid"] == 5e-3
-    assert at_the_edge(study_of(learning_rates=(5e-3,), chosen=CHOSEN)) == []
+    assert at_the_edge(study_of(learning_rates=(5e-3,), chosen=CHOSEN), {}) == []
+
+
+def losses_of(study: Study, **tables: dict[float, float]) -> dict[Trial, float]:
+    """Of tuning trials: wiring -> learning rate -> loss."""
+    return {
+        Trial("tuning", wiring, SIZE, study.tuning_seed, rate, study.tuning_iterations): loss
+        for wiring, table in tables.items()
+        for rate, loss in table.items()
+    }
+
+
+def test_rates_beyond_the_best_are_tried_until_it_is_inside() -> None:
+    study = study_of(wirings=("standard", "ladder", "parallel", "hybrid"))
+    losses = losses_of(
+        study,
+        standard={1e-3: 3.0, 2e-3: 3.1, 4e-3: 3.2},
+        ladder={1e-3: 3.2, 2e-3: 3.1, 4e-3: 3.0},
+        parallel={1e-3: 3.2, 2e-3: 3.1, 4e-3: 3.2},
+        hybrid={1e-3: 3.0, 2e-3: 3.1},
+    )
+    # parallel's best is inside, and hybrid's trials are not all done.
+    assert [(one.wiring, one.learning_rate) for one in further_trials(study, losses)] == [
+        ("standard", 5e-4), ("ladder", 8e-3),
+    ]  # fmt: skip
+    losses |= losses_of(study, standard={5e-4: 3.1}, ladder={8e-3: 2.9})
+    assert [(one.wiring, one.learning_rate) for one in further_trials(study, losses)] == [("ladder", 16e-3)]
+    assert further_trials(replace(study, chosen={f"{SIZE}/ladder": 8e-3}), losses) == []
+    losses |= losses_of(study, ladder={16e-3: 2.8, 32e-3: 2.7})
+    assert further_trials(study, losses) == [], "three further ones are the most"
+    chosen = choose_learning_rates(study, losses)
+    assert chosen == {f"{SIZE}/standard": 1e-3, f"{SIZE}/ladder": 32e-3, f"{SIZE}/parallel": 2e-3}
+    assert at_the_edge(replace(study, chosen=chosen), losses) == [f"{SIZE}/ladder"]
+
+
+def test_nothing_is_tried_beyond_rates_that_all_diverge() -> None:
+    study = study_of(wirings=("ladder",))
+    assert further_trials(study, losses_of(study, ladder=dict.fromkeys((1e-3, 2e-3, 4e-3), math.inf))) == []
+    diverged = losses_of(study, ladder={1e-3: 3.0, 2e-3: math.inf, 4e-3: math.inf})
+    assert [one.learning_rate for one in further_trials(study, diverged)] == [5e-4]
 
 
 def test_all_trials_are_counted_before_they_are_settled() -> None:
