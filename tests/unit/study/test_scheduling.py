@@ -50,14 +50,15 @@ def test_jobs_start_in_order_in_as_many_slots_as_there_are(tmp_path: Path) -> No
 
 
 def test_two_jobs_run_side_by_side(tmp_path: Path) -> None:
-    most = 0
-
-    def tick(running: object) -> None:
-        nonlocal most
-        most = max(most, len(running))  # type: ignore[arg-type]
-
-    jobs = [job(tmp_path, name, SLEEPER.format(0.3)) for name in "abc"]
-    assert Pool(2, []).run(jobs, lambda ended, code: None, tick) and most == 2
+    meeting = (
+        "import os, sys, time\nopen({0!r}, 'w').close(); deadline = time.monotonic() + 20\n"
+        "while not os.path.exists({1!r}): time.sleep(0.01) if time.monotonic() < deadline else sys.exit(1)\n"
+    )
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    codes: dict[str, int] = {}
+    jobs = [job(tmp_path, "a", meeting.format(here, there)), job(tmp_path, "b", meeting.format(there, here))]
+    assert Pool(2, []).run(jobs, lambda ended, code: codes.update({ended.name: code}))
+    assert codes == {"a": 0, "b": 0}, "each waits for the other"
 
 
 def test_a_failure_is_told_and_the_others_go_on(tmp_path: Path) -> None:
