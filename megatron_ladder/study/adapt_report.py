@@ -39,7 +39,7 @@ def write_adaptation(folder: Path, output: Path) -> Path | None:
     if adaptation is None or study is None:
         return None
     require_matplotlib()
-    trials = [*map(adaptation.standard, adaptation.seeds), *(trial for _, _, trial in adaptation.trials())]
+    trials = [trial for _, _, trial in adaptation.trials()]
     found = {trial: read_result(folder / TRIALS_NAME / trial.name) for trial in trials}
     adapted = Adapted.of(adaptation, {trial: result for trial, result in found.items() if result is not None})
     output.mkdir(parents=True, exist_ok=True)
@@ -70,8 +70,9 @@ def adaptation_report(adapted: Adapted) -> str:
             f"the rewired weights with a new AdamW, learning rate {plan.learning_rate:g} "
             f"({plan.learning_rate / plan.standard_learning_rate:g} of the standard training's) and a schedule of the "
             "same form as before, as long as the run. The data are those of the training before, in the order of "
-            f"another seed (the model's + {SEED_OFFSET}), so that samples come again. The row of 0 layers is the "
-            "control: the standard model, trained on in the same way, with the same samples.",
+            f"another seed (the model's + {SEED_OFFSET}), so that samples come again; all losses are of "
+            "the validation samples that this seed draws. The row of 0 layers is the control: the standard model, "
+            "trained on in the same way, with the same samples.",
             "",
             f"Validation loss in nats a token: mean and standard deviation over {len(plan.seeds)} seeds.",
             "",

@@ -19,7 +19,8 @@ ADAPTATION_NAME = "adaptation.json"
 CONTROL = 0
 """Rewired layers of the model that stays what it is."""
 SEED_OFFSET = 1000
-"""Healing's order of samples is another one than that of the training before it, of the same data."""
+"""Healing's order of samples is another one than that of the training before it, of the same data. The seed draws the
+validation samples too, so that all losses that are compared are taken with it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Adaptation:
         return max(1, round(self.standard_iterations * percent / 100)) if percent else 0
 
     def trial(self, upper: int, percent: int, seed: int) -> Trial:
-        """An adapted model, healed for so long; 0 percent is the evaluation right after the rewiring."""
+        """An adapted model, healed for so long; 0 percent is the evaluation right after the rewiring, or before any."""
         wiring = "standard" if upper == CONTROL else "ladder"
         detail = f"upper{upper}-{percent}pct-of-{self.standard_iterations}"
         rate = self.learning_rate if percent else self.standard_learning_rate
@@ -62,8 +63,7 @@ class Adaptation:
         for percent in (0, *self.percents):
             for seed in self.seeds:
                 for upper in self.upper:
-                    if (upper, percent) != (CONTROL, 0):
-                        yield upper, percent, self.trial(upper, percent, seed)
+                    yield upper, percent, self.trial(upper, percent, seed)
 
     def write(self, folder: Path) -> None:
         """Keeps it beside the study, so that the report knows what belongs together."""
@@ -116,24 +116,24 @@ class Adapted:
     """What an adaptation gave so far. Losses are validation losses in nats a token, by seed."""
 
     adaptation: Adaptation
-    before: Mapping[int, float]
-    """Of the standard models."""
     losses: Mapping[tuple[int, int], Mapping[int, float]]
     """(upper layers, percent) -> those of the adapted models; the control without healing is the standard model."""
 
     @staticmethod
     def of(adaptation: Adaptation, results: Mapping[Trial, Result]) -> "Adapted":
         """Picks what belongs to it from any results of a study."""
-        standard = {seed: adaptation.standard(seed) for seed in adaptation.seeds}
-        before = {seed: results[trial].final_loss for seed, trial in standard.items() if trial in results}
         losses: dict[tuple[int, int], dict[int, float]] = {
             (upper, percent): {} for percent in (0, *adaptation.percents) for upper in adaptation.upper
         }
         for upper, percent, trial in adaptation.trials():
             if trial in results:
                 losses[upper, percent][trial.seed] = results[trial].final_loss
-        losses[CONTROL, 0] = before
-        return Adapted(adaptation, before, losses)
+        return Adapted(adaptation, losses)
+
+    @property
+    def before(self) -> Mapping[int, float]:
+        """Losses of the standard models, on the samples that adapted ones are validated on."""
+        return self.losses[CONTROL, 0]
 
     @property
     def rewired(self) -> tuple[int, ...]:

@@ -180,9 +180,8 @@ class AdaptRun(StudyRun):
 def case_flags(upper: int, percent: int, trial: Trial, source: Path, save: Path) -> list[str]:
     """What an adapted model's run is told behind the flags of a trial, and otherwise than in them."""
     layers = ["--ladder-layers", str(upper)] if upper != CONTROL else []
-    begin = ["--load", str(source), "--save", str(save), "--finetune"]
+    begin = ["--load", str(source), "--save", str(save), "--finetune", "--seed", str(trial.seed + SEED_OFFSET)]
     if percent == 0:
         return [*layers, *begin, "--skip-train"]
     once = str(trial.iterations)
-    seed = str(trial.seed + SEED_OFFSET)
-    return [*layers, *begin, "--seed", seed, "--eval-interval", once, "--save-interval", once]
+    return [*layers, *begin, "--eval-interval", once, "--save-interval", once]

@@ -41,7 +41,7 @@ class Pretended(AdaptRun):
             if not self._collect(trial):
                 command = self._command(trial)
                 self.told[trial] = run_of(command)
-                loss = 3.0 + len(self._cases.get(trial, ""))
+                loss = 3.0 if self._cases.get(trial, (0, 0)) == (0, 0) else 5.0
                 result = Result(trial, 9, 64, (), ((trial.iterations, loss),), 0.0, 0.0, 1, command, {})
                 folder_of(self.options, trial).mkdir(parents=True)
                 write_result(folder_of(self.options, trial), result)
@@ -92,8 +92,8 @@ def test_what_an_adaptation_runs(done: Done) -> None:
     run = done.run
     cases = {key: [trial for trial in run.told if (trial.kind, trial.iterations) == key] for key in
              (("tokens", 200), ("adapt", 0), ("adapt", 20))}  # fmt: skip
-    assert [len(trials) for trials in cases.values()] == [2, 4, 6] and not run.failures
-    assert len(run.progress.done) == len(run.progress.expected) == 12
+    assert [len(trials) for trials in cases.values()] == [2, 6, 6] and not run.failures
+    assert len(run.progress.done) == len(run.progress.expected) == 14
     for trial, told in run.told.items():
         upper = int(trial.detail[5]) if trial.detail else 0
         assert told.model.ladder_layers == {0: (), 1: (1,), 2: (0, 1)}[upper] and told.training.bf16
@@ -102,6 +102,8 @@ def test_what_an_adaptation_runs(done: Done) -> None:
         assert told.checkpoint.finetune == (trial.kind == "adapt")
     for trial in cases["tokens", 200]:
         assert run.told[trial].training.seed == trial.seed
+    # The seed draws the validation samples too: losses that are compared share it.
+    assert all(run.told[trial].training.seed == trial.seed + 1000 for trial in cases["adapt", 0])
     for trial in cases["adapt", 20]:
         told = run.told[trial]
         assert (told.optimizer.lr, told.optimizer.lr_warmup_iters, told.training.train_iters) == (3e-3, 2, 20)
