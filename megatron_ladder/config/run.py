@@ -102,7 +102,11 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: lis
     training, parallel = flags.training, flags.parallel
     tensor_parallel, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, mistakes)
-    _check_sizes(flags, model, mistakes)
+    _check_numbers(flags, mistakes)
+    _check_schedule(flags, mistakes)
+    _check_cuts(flags, model, mistakes)
+    mistakes += engine_mistakes(training, flags.optimizer, parallel)
+    _check_recomputation(training, model, mistakes)
     mistakes += checkpoint_mistakes(flags.checkpoint)
     mistakes += profile_mistakes(flags.profile, training.train_iters, world_size, flags.logging.tensorboard_dir)
     mistakes += reliability_mistakes(flags.reliability)
@@ -141,7 +145,8 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: lis
     )
 
 
-def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> None:
+def _check_numbers(flags: RunFlags, mistakes: list[str]) -> None:
+    """What every number must be by itself."""
     training, optimizer, parallel, logging = flags.training, flags.optimizer, flags.parallel, flags.logging
     above_zero = {
         "--train-iters": training.train_iters,
@@ -180,6 +185,11 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
     for name, beta in (("--adam-beta1", optimizer.adam_beta1), ("--adam-beta2", optimizer.adam_beta2)):
         if not 0 <= beta < 1:
             mistakes.append(f"{name} {beta} must lie in [0, 1)")
+
+
+def _check_schedule(flags: RunFlags, mistakes: list[str]) -> None:
+    """The learning rate's phases and heights, beside one another."""
+    training, optimizer = flags.training, flags.optimizer
     if optimizer.min_lr > optimizer.lr:
         mistakes.append(f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}")
     decay_iters = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
@@ -192,6 +202,11 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
         mistakes.append(
             f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves no step of the {decay_iters} decay iterations"
         )
+
+
+def _check_cuts(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> None:
+    """The sequence's length beside the model's, and what is cut into parts."""
+    training, parallel = flags.training, flags.parallel
     if training.seq_length > model.max_position_embeddings:
         mistakes.append(
             f"--seq-length {training.seq_length} is longer than --max-position-embeddings "
@@ -214,11 +229,14 @@ def _check_sizes(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> No
             f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is above --num-layers "
             f"{model.num_layers}: a stage holds at least one layer"
         )
+
+
+def _check_recomputation(training: TrainingConfig, model: ModelConfig, mistakes: list[str]) -> None:
+    """What a sub-block's pass is compiled to, and what of it is done again."""
     if training.compile_sub_blocks and training.norm_implementation == "apex":
         mistakes.append(
             "--compile-sub-blocks compiles torch's norm: leave --norm-implementation apex out, or --compile-sub-blocks"
         )
-    mistakes.extend(engine_mistakes(training, optimizer, parallel))
     if training.recompute_granularity == "selective":
         mistakes.append(
             "--recompute-granularity selective recomputes the score matrix, which the attention used here never "
