@@ -105,7 +105,7 @@ def draw_curves(gathered: Gathered, size: str) -> "Figure":
     _limit(panels[1][0], shown_range(differences, fall))
     panels[0][0].set_ylabel("validation loss (nats per token)")
     panels[1][0].set_ylabel(f"less {STANDARD}'s, paired (nats)")
-    figure.suptitle(f"{size}: mean over seeds, band from least to greatest; the first {SHOWN_FROM:.0%} not shown")
+    figure.suptitle(f"{size}: mean over seeds\nband from least to greatest; the first {SHOWN_FROM:.0%} not shown")
     columns_of_legend = min(len(lines), 4)
     figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns_of_legend, frameon=False)
     return figure
