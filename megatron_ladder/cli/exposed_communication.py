@@ -166,7 +166,7 @@ def parse_options(argv: Sequence[str]) -> ExposedCommunicationConfig:
     if config.plot is not None and config.plot.suffix not in (".png", ".pdf", ".svg"):
         mistakes.append(f"--plot {config.plot}: expected a name that ends in .png, .pdf or .svg")
     if config.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        mistakes.append("--plot: matplotlib is not installed: pip install 'megatron-ladder[plot]'")
+        mistakes.append("--plot: matplotlib is not installed: pip install matplotlib")
     if mistakes:
         raise UserError(*mistakes)
     return config

@@ -180,7 +180,7 @@ def parse_options(argv: Sequence[str]) -> PlotLossConfig:
     if config.output.suffix not in (".png", ".pdf", ".svg"):
         mistakes.append(f"--output {config.output}: expected a name that ends in .png, .pdf or .svg")
     if importlib.util.find_spec("matplotlib") is None:
-        mistakes.append("matplotlib is not installed: pip install 'megatron-ladder[plot]'")
+        mistakes.append("matplotlib is not installed: pip install matplotlib")
     if mistakes:
         raise UserError(*mistakes)
     return config

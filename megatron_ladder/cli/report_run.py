@@ -203,7 +203,7 @@ def main(argv: Sequence[str]) -> None:
     config = parse_options(argv, mistakes)
     output = config.output or config.run / "report.png"
     if importlib.util.find_spec("matplotlib") is None:
-        mistakes.append("matplotlib is not installed: pip install 'megatron-ladder[plot]'")
+        mistakes.append("matplotlib is not installed: pip install matplotlib")
     events: list[dict[str, Any]] = []
     try:
         events = read_record(config.run)

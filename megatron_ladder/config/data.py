@@ -31,7 +31,7 @@ class DataConfig:
     """Folder in which the order of samples is kept: the processes of a machine then build it once and share its
     memory. Worth it from about a million documents on."""
     megatron_order: bool = False
-    """Read training samples in the order of Megatron-LM core, which hangs on the length of the run."""
+    """Read training samples in the order of Megatron-LM core, which depends on the length of the run."""
     allow_data_change: bool = False
     """Continue a checkpoint with other data, or another order of it, than it was trained on."""
     tokenizer_type: str | None = None

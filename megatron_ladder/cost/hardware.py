@@ -103,15 +103,15 @@ _SHARED = {
     "flops_share": f"0.58: {_FIT}, prefill of 1024 tokens",
     "node_base_seconds": f"4.1 us: {_FIT}",
     "node_rank_seconds": (
-        f"2.12 us: {_FIT}; to compare: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB (sgl-project/sglang PR 22734)"
+        f"2.12 us: {_FIT}; to compare: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB (sgl-project/sglang#22734)"
     ),
     "node_root_seconds": f"14 us for 1 MB: {_FIT}",
     "node_bytes_per_second": (
-        f"282 GB/s: {_FIT}; to compare: bus 365-370 GB/s by ring, 480 GB/s by NVLS (NVIDIA/nccl issue 1455)"
+        f"282 GB/s: {_FIT}; to compare: bus 365-370 GB/s by ring, 480 GB/s by NVLS (NVIDIA/nccl#1455)"
     ),
     "network_seconds": (
         "20 us: two nodes 44 us at 32 KB, fit to runs of the same authors; to compare: 46-48 us at 1 KB and less "
-        "(NVIDIA/nccl issue 1244)"
+        "(NVIDIA/nccl#1244)"
     ),
     "network_bytes_per_second": f"50 GB/s: {_NVIDIA_NETWORK}",
     "contention": f"0.57: {_FIT}; about 0.2 if the collective's multiprocessors are bounded",

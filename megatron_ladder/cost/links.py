@@ -86,7 +86,7 @@ _FIT = (
 )
 _NVLINK_CHECKS = (
     "to compare: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB, 20.9 us at 512 KB, 27.0 us at 1 MB "
-    "(sgl-project/sglang PR 22734)"
+    "(sgl-project/sglang#22734)"
 )
 PRESETS: Mapping[str, LinkPreset] = {
     preset.name: preset
@@ -97,7 +97,7 @@ PRESETS: Mapping[str, LinkPreset] = {
             {
                 "4.1 us + 2.12 us n": f"{_FIT}; {_NVLINK_CHECKS}",
                 "14 us sqrt(S / MB)": _FIT,
-                "282 GB/s": f"{_FIT}; to compare: bus 365-370 GB/s by ring (NVIDIA/nccl issue 1455)",
+                "282 GB/s": f"{_FIT}; to compare: bus 365-370 GB/s by ring (NVIDIA/nccl#1455)",
             },
         ),
         LinkPreset(
@@ -111,7 +111,7 @@ PRESETS: Mapping[str, LinkPreset] = {
                 ),
                 "n = 2: 8 us, 89 us sqrt(S / MB), 15.5 GB/s": (
                     f"{_FIT}, those with NCCL_P2P_DISABLE=1: staged through the host, since NVLS takes more than 2 "
-                    "GPUs (vllm issue 9699); to compare: copies 37 GB/s (NVIDIA/nccl issue 1264)"
+                    "GPUs (vllm-project/vllm#9699); to compare: copies 37 GB/s (NVIDIA/nccl#1264)"
                 ),
             },
         ),
@@ -121,10 +121,10 @@ PRESETS: Mapping[str, LinkPreset] = {
             {
                 "44 us at 32 KB, 66 us at 512 KB": (
                     "fit of the same authors' runs on 2 x 8 GPUs; to compare: 46-48 us at 1 KB and less "
-                    "(NVIDIA/nccl issue 1244)"
+                    "(NVIDIA/nccl#1244)"
                 ),
                 "sqrt(S) between and beyond": "assumed: the form that fits NVLink; only two sizes are known",
-                "310 GB/s": "bus of two nodes of 8 GPUs (NVIDIA/nccl issue 1031)",
+                "310 GB/s": "bus of two nodes of 8 GPUs (NVIDIA/nccl#1031)",
             },
         ),
     )

@@ -6,7 +6,7 @@ from megatron_ladder.data.fingerprint import differences
 from megatron_ladder.data.loader import Source
 
 EARLIER_NAMES = ("train_documents", "train_tokens", "tokenizer_sha256")
-"""All that checkpoints of the first release tell of their data."""
+"""All that the oldest checkpoints tell of their data."""
 
 
 def describe_training(source: Source, tokenizer_sha256: str | None) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def data_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """What the data or its order differ in, a line each that names the data set or the flag.
 
     Args:
-        stored: what describe_training said when the checkpoint was written; one of the first release has less.
+        stored: what describe_training said when the checkpoint was written; the oldest have less.
         found: what it says now.
     """
     if "stream" in stored or "stream" in found:

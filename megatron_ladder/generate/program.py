@@ -73,7 +73,7 @@ def generate(options: GenerateOptions) -> None:
 def _serve(place: Place, options: GenerateOptions, stored: StoredModel) -> None:
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"--serve: {' and '.join(missing)} not installed: install megatron-ladder[serve]")
+        raise UserError(f"--serve: {' and '.join(missing)} not installed: pip install {' '.join(missing)}")
     from megatron_ladder.generate.serve.program import prepare, serve
 
     prepared = prepare(place, options.serve, stored, options.model.model)

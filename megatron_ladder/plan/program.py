@@ -43,7 +43,7 @@ def print_layouts(options: LayoutOptions) -> None:
         UserError: nothing fits, the calibration cannot be used, or a file cannot be written.
     """
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot: matplotlib is not installed: pip install 'megatron-ladder[plot]'")
+        raise UserError("--plot: matplotlib is not installed: pip install matplotlib")
     question = Question(
         model=find_size(options.model),
         cluster=cluster_of(options),

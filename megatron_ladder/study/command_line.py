@@ -66,7 +66,7 @@ def parse_request(argv: Sequence[str], command: Command = "run") -> Request:
     request = Request(options, behind, *adapt)
     mistakes += _grid_mistakes(options) + _number_mistakes(options) + _launcher_mistakes(options.launcher)
     if importlib.util.find_spec("matplotlib") is None:
-        mistakes.append("matplotlib is not installed, which the report needs: pip install 'megatron-ladder[plot]'")
+        mistakes.append("matplotlib is not installed, which the report needs: pip install matplotlib")
     behind_mistakes = training_flag_mistakes(behind)
     if not mistakes and not behind_mistakes:
         # The trainer's own checks: of what it has been told by now, every number can be.

@@ -35,7 +35,7 @@ AXIS: Mapping[Terms, str] = {"tokens": "tokens (millions)", "time": f"time (step
 def require_matplotlib() -> None:
     """Raises UserError if the extra that draws is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("the report's pictures: matplotlib is not installed: pip install 'megatron-ladder[plot]'")
+        raise UserError("the report's pictures: matplotlib is not installed: pip install matplotlib")
 
 
 def styles(gathered: Gathered) -> dict[str, tuple[str, str]]:
