@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from megatron_ladder.data.files import write_atomically
 from megatron_ladder.study.adaptation import CONTROL, SEED_OFFSET, Adapted, read_adaptation
 from megatron_ladder.study.description import TRIALS_NAME, read_study
 from megatron_ladder.study.figures import require_matplotlib, write_png
-from megatron_ladder.study.statistics import Paired, deviation, mean
+from megatron_ladder.study.statistics import Paired, Verdict, deviation, mean
 from megatron_ladder.study.trial import read_result
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ def adaptation_report(adapted: Adapted) -> str:
             "the validation samples that this seed draws. The row of 0 layers is the control: the standard model, "
             "trained on in the same way, with the same samples.",
             "",
-            f"Validation loss in nats a token: mean and standard deviation over {len(plan.seeds)} seeds.",
+            *_missing(adapted),
+            f"Validation loss in nats a token: mean and standard deviation over {len(plan.seeds)} seeds; where runs "
+            "are missing, how many there are.",
             "",
             *_losses(adapted),
             "",
@@ -96,59 +98,80 @@ def verdict(adapted: Adapted) -> list[str]:
     control = _sentence(
         adapted,
         "the standard model trained on for as long",
-        lambda upper, percent: adapted.is_back(adapted.to_control(upper, percent), adapted.losses[CONTROL, percent]),
+        lambda upper, percent: (adapted.to_control(upper, percent), adapted.losses[CONTROL, percent]),
     )
     before = _sentence(
         adapted,
         "the standard model as it was before",
-        lambda upper, percent: adapted.is_back(adapted.to_before(upper, percent), adapted.before),
+        lambda upper, percent: (adapted.to_before(upper, percent), adapted.before),
     )
     return [
         "*Back* means here: the mean difference is at most the standard deviation of the standard model's loss over "
-        "seeds. That is a spread of few numbers, and a difference within it may still be one.",
+        "seeds, to which the validation samples that each seed draws contribute. A difference within it may still be "
+        "one: where the 95 % interval of the paired differences lies above zero, that is said.",
         "",
         f"* {control}",
         f"* {before}",
     ]
 
 
-def _sentence(adapted: Adapted, what: str, is_back: Callable[[int, int], bool | None]) -> str:
-    """What holds against one of the standard models."""
+def _sentence(
+    adapted: Adapted, what: str, against: Callable[[int, int], tuple[Paired, Mapping[int, float]]]
+) -> str:
+    """What holds against one of the standard models.
+
+    Args:
+        against: upper layers and percent -> the paired differences, and the standard model's losses by seed.
+    """
     layers, percents = adapted.rewired, adapted.adaptation.percents
-    found = {(upper, percent): is_back(upper, percent) for upper in layers for percent in percents}
+    cases = {(upper, percent): against(upper, percent) for upper in layers for percent in percents}
+    found = {case: adapted.is_back(*compared) for case, compared in cases.items()}
     if len(adapted.adaptation.seeds) < 2:
         return f"Against {what}: one seed has no spread, so nothing can be said."
     if None in found.values():
         return f"Against {what}: runs are missing, so nothing is said yet."
     back = {
-        upper: [percent for percent in percents if found[upper, percent]]
+        upper: [
+            f"{percent} %" + " (though told apart as worse)" * (cases[upper, percent][0].verdict is Verdict.WORSE)
+            for percent in percents
+            if found[upper, percent]
+        ]
         for upper in layers
         if any(found[upper, percent] for percent in percents)
     }
     if not back:
         return f"Against {what}: **no** hybrid is back within the spread over seeds, at no length of healing."
-    told = "; ".join(f"upper {upper} after {_numbers(healed)} %" for upper, healed in back.items())
+    told = "; ".join(f"upper {upper} after {', '.join(healed)}" for upper, healed in back.items())
     others = [upper for upper in layers if upper not in back]
     rest = f" Not back after any length: upper {_numbers(others)}." if others else ""
     return f"Against {what}, back within the spread over seeds: **{told}**.{rest}"
 
 
+def _missing(adapted: Adapted) -> list[str]:
+    seeds = len(adapted.adaptation.seeds)
+    missing = sum(seeds - len(found) for found in adapted.losses.values())
+    told = f"**This adaptation is not finished**: {missing} of {seeds * len(adapted.losses)} runs are missing."
+    return [told, ""] if missing else []
+
+
 def _losses(adapted: Adapted) -> list[str]:
     plan = adapted.adaptation
+    seeds = len(plan.seeds)
     rows = [["upper layers", "standard, before", "zero-shot", *(f"healed {percent} %" for percent in plan.percents)]]
     for upper in plan.upper:
-        cells = [_spread([*adapted.losses[upper, percent].values()]) for percent in (0, *plan.percents)]
+        cells = [_spread([*adapted.losses[upper, percent].values()], seeds) for percent in (0, *plan.percents)]
         if upper == CONTROL:
             cells[0] = MISSING
-        rows.append([_name(upper), _spread([*adapted.before.values()]), *cells])
+        rows.append([_name(upper), _spread([*adapted.before.values()], seeds), *cells])
     return _table(rows)
 
 
 def _differences(adapted: Adapted) -> list[str]:
     plan = adapted.adaptation
+    columns = (0, *plan.percents)
     rows = [["upper layers", "zero-shot", *(f"healed {percent} %" for percent in plan.percents)]]
     rows += [
-        [_name(upper), *(_difference(adapted.to_control(upper, percent)) for percent in (0, *plan.percents))]
+        [_name(upper), *(_difference(adapted.to_control(upper, percent), len(plan.seeds)) for percent in columns)]
         for upper in adapted.rewired
     ]
     return _table(rows)
@@ -167,20 +190,21 @@ def _numbers(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _spread(losses: Sequence[float]) -> str:
-    return _with_deviation(mean(losses), deviation(losses), "")
+def _spread(losses: Sequence[float], seeds: int) -> str:
+    return _with_deviation(losses, seeds, "")
 
 
-def _difference(difference: Paired) -> str:
-    return _with_deviation(difference.mean, deviation(difference.differences), "+")
+def _difference(difference: Paired, seeds: int) -> str:
+    return _with_deviation(difference.differences, seeds, "+")
 
 
-def _with_deviation(value: float, spread: float, sign: str) -> str:
-    """`+0.0123 ± 0.0045`; without what cannot be said."""
-    if math.isnan(value):
+def _with_deviation(values: Sequence[float], seeds: int, sign: str) -> str:
+    """`+0.0123 ± 0.0045`; without what cannot be said, and with ` (2 of 3)` where some are missing."""
+    if not values:
         return MISSING
-    text = format(value, f"{sign}.4f")
-    return text if math.isnan(spread) else f"{text} ± {spread:.4f}"
+    spread = deviation(values)
+    text = format(mean(values), f"{sign}.4f") + ("" if math.isnan(spread) else f" ± {spread:.4f}")
+    return text if len(values) == seeds else f"{text} ({len(values)} of {seeds})"
 
 
 def draw_adaptation(adapted: Adapted) -> "Figure":

@@ -78,6 +78,8 @@ class AdaptRun(StudyRun):
         rates = sorted(self.study.learning_rates)
         self._expect(tuning, self._plan_with(size, rates[len(rates) // 2]))
         self._tune(tuning)
+        if self.failures:
+            return
         chosen = {**choose_learning_rates(self.study, self._losses()), **self.study.chosen}
         rate = chosen.get(key_of(size, STANDARD))
         if rate is None:

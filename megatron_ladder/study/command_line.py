@@ -80,10 +80,12 @@ def parse_request(argv: Sequence[str], command: Command = "run") -> Request:
 
 
 def timed_wirings(options: RunOptions) -> tuple[str, ...]:
-    """Those that are trained at equal time as well."""
+    """Those that are trained at equal time as well; standard, whose time it is, is always one of them."""
     if not options.timed_wirings:
-        return tuple(name for name in options.wirings if name in TIMED_WIRINGS) if STANDARD in options.wirings else ()
-    return () if options.timed_wirings == (NONE,) else options.timed_wirings
+        return tuple(name for name in options.wirings if name in TIMED_WIRINGS)
+    if options.timed_wirings == (NONE,):
+        return ()
+    return (*[STANDARD] * (STANDARD not in options.timed_wirings), *options.timed_wirings)
 
 
 def _grid_mistakes(options: RunOptions) -> list[str]:
@@ -99,9 +101,8 @@ def _grid_mistakes(options: RunOptions) -> list[str]:
             f"--timed-wirings {' '.join(beyond)}: expected some of --wirings that are timed, {', '.join(known)}; "
             f"or {NONE}"
         )
-    if timed and STANDARD not in options.wirings:
-        mistakes.append(f"--wirings {' '.join(options.wirings)}: equal time is {STANDARD}'s: add it, or give "
-                        f"--timed-wirings {NONE}")  # fmt: skip
+    if STANDARD not in options.wirings:
+        mistakes.append(f"--wirings {' '.join(options.wirings)}: all are compared with {STANDARD}: add it")
     for size in options.sizes:
         try:
             shape = find_size(size)

@@ -4,7 +4,7 @@ import math
 
 from megatron_ladder.study.gathered import Comparison, Gathered, Terms
 from megatron_ladder.study.grid import key_of
-from megatron_ladder.study.statistics import Verdict, t_quantile
+from megatron_ladder.study.statistics import Verdict, deviation, t_quantile
 from megatron_ladder.study.tables import number
 from megatron_ladder.study.wirings import STANDARD
 
@@ -61,6 +61,23 @@ def edges(gathered: Gathered, size: str) -> list[str]:
         if diverged:
             sentences.append(f"{wiring} diverged at {', '.join(diverged)}.")
     return sentences
+
+
+def close_calls(gathered: Gathered, size: str) -> list[str]:
+    """Says which learning rates were chosen by less than what runs of one wiring differ by from seed to seed."""
+    spread = deviation([*gathered.final_losses("tokens", size, STANDARD).values()])
+    near = []
+    for wiring in gathered.study.wirings:
+        losses = sorted((loss, rate) for rate, loss in gathered.tuning(size, wiring).items())
+        if len(losses) > 1 and losses[1][0] - losses[0][0] < spread:
+            near.append(f"{wiring} ({losses[1][1]:g}, {number(losses[1][0] - losses[0][0])} above)")
+    if not near:
+        return []
+    return [
+        f"Chosen by less than the {number(spread)} nats that finished runs of {STANDARD} differ by from seed to seed, "
+        f"the second-best rate in brackets: {', '.join(near)}. Another tuning seed may have chosen otherwise, and all "
+        "comparisons are of the rates that were chosen."
+    ]
 
 
 def limits(gathered: Gathered) -> list[str]:

@@ -28,7 +28,7 @@ class Gathered:
 
     study: Study
     results: tuple[Result, ...]
-    """In the order of their folders' names."""
+    """But for an adaptation's; in the order of their folders' names."""
 
     def tuning(self, size: str, wiring: str) -> dict[float, float]:
         """Learning rate -> final validation loss of its short run, ascending."""
@@ -156,7 +156,8 @@ def gather(folder: Path) -> Gathered:
         except UserError as error:
             mistakes += error.mistakes
         else:
-            results += [] if result is None else [result]
+            # Those of an adaptation have a report of their own.
+            results += [] if result is None or result.trial.kind == "adapt" else [result]
     if mistakes:
         raise UserError(*mistakes)
     return Gathered(study, tuple(results))

@@ -47,6 +47,7 @@ from megatron_ladder.study.reproduction import compare_studies
 from megatron_ladder.study.scheduling import Job, Pool, noting_signals
 from megatron_ladder.study.timing import read_step_times, times_of_trials, timing_command
 from megatron_ladder.study.trial import Result, Trial, read_result
+from megatron_ladder.study.wirings import STANDARD
 from megatron_ladder.train.lock import SaveLock
 
 FREE_TO_CHANGE = ("machine", "command", "chosen", "step_times")
@@ -107,10 +108,14 @@ def run_study(
 
 def report_study(options: ReportOptions) -> None:
     """Writes the report of what is there."""
-    if read_study(options.output_dir) is None:
+    study = read_study(options.output_dir)
+    if study is None:
         raise UserError(f"--output-dir {options.output_dir}: holds no {STUDY_NAME}: give the folder of a study")
-    for report in (write_report, write_adaptation):
-        tell_report(report(options.output_dir, options.report_dir or options.output_dir))
+    output = options.report_dir or options.output_dir
+    adaptation = write_adaptation(options.output_dir, output)
+    if adaptation is None or study.wirings != (STANDARD,):
+        tell_report(write_report(options.output_dir, output))
+    tell_report(adaptation)
     if options.compare_with is not None:
         print(compare_studies(options.output_dir, options.compare_with), flush=True)
 
@@ -213,6 +218,9 @@ class StudyRun:
         """
         self._update(self.study)
         self._tune(tuning_trials(self.study))
+        if self.failures:
+            # Chosen now, some wirings would have been tried at fewer rates than others.
+            return
         self._choose()
         if self.options.link != OWN_LINK:
             for size in self.study.sizes:
@@ -220,9 +228,7 @@ class StudyRun:
         self._train(token_trials(self.study))
         if self.options.link == OWN_LINK and self.study.timed_wirings:
             for size in self.study.sizes:
-                times = times_of_trials(list(self.results.values()), self.study, size, self._tensor_parallel)
-                if times is not None:
-                    self._update(replace(self.study, step_times={**self.study.step_times, size: times}))
+                self._take_own_times(size)
         self._train(time_trials(self.study))
 
     def _update(self, study: Study) -> None:
@@ -246,7 +252,8 @@ class StudyRun:
     def _choose(self) -> None:
         study, losses = self.study, self._losses()
         # What was chosen stays: trials were trained with it.
-        chosen = {**choose_learning_rates(study, losses), **study.chosen}
+        before = study.chosen
+        chosen = {**choose_learning_rates(study, losses), **before}
         self._update(replace(study, chosen=chosen))
         keys = [key_of(size, wiring) for size in study.sizes for wiring in study.wirings]
         lacking = [key for key in keys if key not in chosen]
@@ -254,7 +261,7 @@ class StudyRun:
         if len(study.learning_rates) > 1:
             told = ", ".join(f"{key} {rate:g}" for key, rate in chosen.items())
             self.progress.say(f"learning rates: {told}")
-            for key in at_the_edge(self.study, losses):
+            for key in set(at_the_edge(self.study, losses)) - set(before):
                 self.progress.say(f"*** {key}: {chosen[key]:g} is at the edge of the rates tried ***")
 
     def _train(self, trials: Sequence[Trial]) -> None:
@@ -305,9 +312,10 @@ class StudyRun:
             result = result_of(trial, course, parameters, run.tokens_per_step, self._command(trial))
             if result is None:
                 return False
+            # First, and only now: a later start may have another --keep-checkpoints.
+            if trial.kind == "tuning" or not self.options.keep_checkpoints:
+                remove_checkpoints(folder)
             write_result(folder, result)
-        if trial.kind == "tuning" or not self.options.keep_checkpoints:
-            remove_checkpoints(folder)
         self.results[trial.name] = result
         self.progress.done.add(trial.name)
         return True
@@ -353,6 +361,19 @@ class StudyRun:
         told = ", ".join(f"{wiring} {ratio:.3f}" for wiring, ratio in times.speedup.items())
         self.progress.say(f"{job.name}: {times.interconnect}: standard over it: {told}")
         self._update(replace(self.study, step_times={**self.study.step_times, size: times}))
+
+    def _take_own_times(self, size: str) -> None:
+        """From the trials at equal tokens, once all of them are there: what is trained by it must not change."""
+        timed = [
+            trial
+            for trial in token_trials(self.study)
+            if trial.size == size and trial.wiring in self.study.timed_wirings
+        ]
+        if size in self.study.step_times or any(trial.name not in self.results for trial in timed):
+            return
+        times = times_of_trials(list(self.results.values()), self.study, size, self._tensor_parallel)
+        if times is not None:
+            self._update(replace(self.study, step_times={**self.study.step_times, size: times}))
 
     def _cost(self, trial: Trial) -> float:
         run = self._run_of(trial)

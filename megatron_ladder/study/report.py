@@ -72,7 +72,9 @@ def _summary(gathered: Gathered) -> str:
         parts.append(f"{prefix} equal tokens, by 95 % intervals of the paired difference of final validation losses:")
         parts.append(_bullets(conclusions.findings(gathered, "tokens", size)))
         if len(gathered.wirings("time")) > 1:
-            parts.append(f"{prefix} equal time under the stated interconnect:")
+            parts.append(
+                f"{prefix} equal time under the stated interconnect, the measured ratios of step times taken as exact:"
+            )
             parts.append(_bullets(conclusions.findings(gathered, "time", size)))
         losses = list(gathered.final_losses("tokens", size, STANDARD).values())
         if not math.isnan(deviation(losses)):
@@ -149,8 +151,8 @@ def _learning_rates(gathered: Gathered, size: str) -> str:
         "each rate, and for further ones where the best was at the edge; the rate of the lowest one was taken for all "
         "other runs of the wiring."
     )
-    edges = _bullets(conclusions.edges(gathered, size))
-    return "\n\n".join(filter(None, [told, tables.learning_rates(gathered, size), edges]))
+    doubts = _bullets([*conclusions.edges(gathered, size), *conclusions.close_calls(gathered, size)])
+    return "\n\n".join(filter(None, [told, tables.learning_rates(gathered, size), doubts]))
 
 
 def _equal_tokens(gathered: Gathered, size: str) -> str:
@@ -187,8 +189,8 @@ def _equal_time(gathered: Gathered, size: str) -> str:
         f"{STANDARD} takes for {study.iterations:,}, with a learning-rate schedule of that length."
     )
     ratios = (
-        "A step's forward and backward, wirings in turn in every round: the median, the median of the rounds' paired "
-        "ratios, and the distance of their quartiles."
+        "A step's forward and backward, without the optimizer's update and in fp32 on CPUs, wirings in turn in every "
+        "round: the median, the median of the rounds' paired ratios, and the distance of their quartiles."
         if times.command
         else "A step of the runs at equal tokens: the median, the median of the ratios of runs with the same seed, and "
         "the distance of their quartiles."

@@ -8,15 +8,15 @@ from megatron_ladder.study import tables
 from megatron_ladder.study.gathered import Gathered, Terms, gather
 from megatron_ladder.study.statistics import deviation, mean
 
-FREE_TO_DIFFER = ("command", "machine", "step_times")
-"""Of two runs of one study: where it ran, and what is measured there."""
+FREE_TO_DIFFER = ("command", "machine", "step_times", "chosen")
+"""Of two runs of one study: where it ran, and what is measured there. Other learning rates are told by themselves."""
 
 
 def compare_studies(first: Path, second: Path) -> str:
     """A table in Markdown: each wiring's mean final loss in both, and whether they lie within the first one's spread.
 
-    The spread is the sample standard deviation over the first one's seeds. Runs at equal time differ in their length
-    when the step times, measured anew, differ.
+    Means are over the seeds that both have. The spread is the sample standard deviation over all of the first one's
+    seeds. Runs at equal time differ in their length when the step times, measured anew, differ.
 
     Args:
         first: folder of a study.
@@ -32,7 +32,10 @@ def compare_studies(first: Path, second: Path) -> str:
         if one.name not in FREE_TO_DIFFER and getattr(before.study, one.name) != getattr(again.study, one.name)
     ]
     warning = f"These are not two runs of one study: {', '.join(changed)} differ." if changed else ""
-    heads = ["wiring", "size", "at equal", "first", "second", "second less first", "within the spread"]
+    if before.study.chosen != again.study.chosen:
+        warning = "\n\n".join(filter(None, [warning, _other_rates(before, again)]))
+    heads = ["wiring", "size", "at equal", "iterations", "seeds", "first", "second", "second less first"]
+    heads.append("within the spread")
     both: tuple[Terms, Terms] = ("tokens", "time")
     rows = [
         [wiring, size, terms, *_row(before, again, terms, size, wiring)]
@@ -43,10 +46,24 @@ def compare_studies(first: Path, second: Path) -> str:
     return "\n\n".join(filter(None, [warning, tables.markdown_table(heads, rows)]))
 
 
+def _other_rates(before: Gathered, again: Gathered) -> str:
+    first, second = before.study.chosen, again.study.chosen
+    told = [
+        f"{key} ({first[key]:g}, then {second[key]:g})"
+        for key in first
+        if key in second and first[key] != second[key]
+    ]
+    return f"Other learning rates were chosen: {', '.join(told) or 'one of the two has not chosen all of them yet'}."
+
+
 def _row(before: Gathered, again: Gathered, terms: Terms, size: str, wiring: str) -> list[str]:
-    """Means with their deviations, their difference, and what it is held against."""
-    first, second = (list(one.final_losses(terms, size, wiring).values()) for one in (before, again))
-    apart, spread = mean(second) - mean(first), deviation(first)
+    """Lengths, pairs, means with their deviations, their difference, and what it is held against."""
+    first, second = (one.final_losses(terms, size, wiring) for one in (before, again))
+    seeds = [seed for seed in first if seed in second]
+    pairs = [[losses[seed] for seed in seeds] for losses in (first, second)]
+    apart, spread = mean(pairs[1]) - mean(pairs[0]), deviation([*first.values()])
     within = "yes" if abs(apart) <= spread else "**no**"
     judged = within if math.isfinite(apart) and math.isfinite(spread) else tables.NOTHING
-    return [tables.mean_and_deviation(first), tables.mean_and_deviation(second), tables.number(apart, "+.4f"), judged]
+    lengths = dict.fromkeys(str(one.iterations(terms, size, wiring) or tables.NOTHING) for one in (before, again))
+    means = [tables.mean_and_deviation(losses) for losses in pairs]
+    return [", ".join(lengths), str(len(seeds)), *means, tables.number(apart, "+.4f"), judged]

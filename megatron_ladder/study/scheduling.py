@@ -37,13 +37,17 @@ class Job:
 
 @contextmanager
 def noting_signals() -> Iterator[list[int]]:
-    """Inside it, signals that end a process are noted in the list, and nothing else comes of them."""
+    """Inside it, signals that end a process are noted in the list, and nothing else comes of them.
+
+    One that the parent has set to be ignored, as nohup does, stays so.
+    """
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.signal(number, note) for number in ENDING_SIGNALS}
+    heard = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heard}
     try:
         yield received
     finally:

@@ -81,11 +81,6 @@ class Result:
         """Validation loss of the finished model, in nats a token."""
         return self.validation[-1][1]
 
-    @property
-    def tokens(self) -> int:
-        """Trained on."""
-        return self.tokens_per_step * self.trial.iterations
-
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; the inverse of `from_dict`."""
         return asdict(self)

@@ -69,9 +69,6 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     for result in results.values():
         assert [step for step, _ in result["validation"]] == [20, 40]
         assert [step for step, _ in result["training"]] == list(range(1, 41))
-    # One seed: the same weights and samples, of which the wirings make nearly the same before they have learned.
-    first = [result["training"][0][1] for result in results.values()]
-    assert max(first) - min(first) < 0.05
     assert (folder / "report.md").is_file() and list(folder.glob("*.png"))
     assert not list(folder.glob("trials/*/checkpoints/iter_*"))
 

@@ -41,6 +41,13 @@ def test_small_has_other_defaults_and_the_same_flags() -> None:
     assert small.iterations < full.iterations and small.micro_batch_size == full.micro_batch_size
 
 
+def test_standard_is_timed_without_being_asked_for() -> None:
+    """It is what the others' times are ratios to."""
+    assert timed_wirings(request_of("--timed-wirings ladder parallel").options) == ("standard", "ladder", "parallel")
+    assert timed_wirings(request_of("--timed-wirings ladder standard").options) == ("ladder", "standard")
+    assert timed_wirings(request_of("--timed-wirings none").options) == ()
+
+
 def test_the_report_alone() -> None:
     options = parse_options("report --output-dir out".split())
     assert isinstance(options, ReportOptions) and options.output_dir == Path("out")
@@ -52,7 +59,7 @@ def test_the_report_alone() -> None:
     ("words", "mistake"),
     [
         ("--wirings standard gated", "--wirings gated: expected some of standard, parallel"),
-        ("--wirings ladder --timed-wirings ladder", "--wirings ladder: equal time is standard's"),
+        ("--wirings ladder parallel", "--wirings ladder parallel: all are compared with standard"),
         ("--timed-wirings standard hybrid", "--timed-wirings hybrid: expected some of --wirings that are timed"),
         ("--sizes 8x3", "--sizes 8x3: expected one of small"),
         ("--seeds 1 100", "--tuning-seed 100: is one of --seeds"),
@@ -81,7 +88,7 @@ def test_mistakes_name_the_flag(words: str, mistake: str) -> None:
 
 
 def test_mistakes_come_together_and_once() -> None:
-    assert len(mistakes_of("--wirings a --sizes b --link c --jobs 0 -- --seed 1")) == 5
+    assert len(mistakes_of("--wirings standard a --sizes b --link c --jobs 0 -- --seed 1")) == 5
     # All seven wirings have it.
     assert len(mistakes_of("--global-batch-size 9")) == 1
 

@@ -3,6 +3,7 @@
 import io
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from megatron_ladder.study.material import Material
 from megatron_ladder.study.options import Request, RunOptions
 from megatron_ladder.study.progress import GridProgress, Position
 from megatron_ladder.study.trial import Trial, read_result
-from tests.unit.study.standing_in import SIZE, step_times, study_of, trainer, write_record
+from tests.unit.study.standing_in import SIZE, study_of, trainer, write_record
 
 BASE = {"standard": 3.0, "ladder": 3.1}
 
@@ -26,6 +27,29 @@ BASE = {"standard": 3.0, "ladder": 3.1}
 def usual(trial: Trial) -> dict[str, Any]:
     """The higher learning rate of the two that are asked for is the best one."""
     return {"loss": BASE[trial.wiring] + abs(trial.learning_rate - 2e-3)}
+
+
+BENCHMARK = """
+import json, os, sys
+output, timings = sys.argv[1], json.loads(sys.argv[2])
+runs = os.path.dirname(output) + "/runs"
+with open(runs, "a") as file:
+    file.write(".")
+rows = timings[min(os.path.getsize(runs), len(timings)) - 1]
+if not rows:
+    sys.exit(5)
+with open(output, "w") as file:
+    json.dump(rows, file)
+"""
+"""Leaves the rows of its next run in a file."""
+
+
+def benchmark_row(wiring: str, ratio: float) -> dict[str, Any]:
+    """Of the benchmark's JSON; a ratio above 9 is one that it doubts."""
+    return {
+        "wiring": wiring, "ratio_to_standard": ratio, "spread": 0.01, "median_seconds": 0.3 / ratio, "alpha": "1.2c",
+        "verdict": "sound" if ratio < 9 else "too noisy to judge", "interconnect": "a wire", "alpha_seconds": 0.001,
+    }  # fmt: skip
 
 
 class Stand:
@@ -44,7 +68,9 @@ class Stand:
         monkeypatch.setattr(program, "prepare_material", lambda request: Material((), "words"))
         monkeypatch.setattr(program, "write_report", lambda folder, output: self.reports.append(output))
         monkeypatch.setattr(program, "training_command", self._command)
-        monkeypatch.setattr(program.StudyRun, "_time_steps", self._time_steps)
+        self.timings: list[dict[str, float]] = [{"standard": 1.0, "ladder": 1.5}]
+        """Ratios that the benchmark measures, one after the other, the last one again and again; none: it fails."""
+        monkeypatch.setattr(program, "timing_command", self._timing_command)
         original = program.StudyRun._job
 
         def job(run: Any, trial: Trial) -> Any:
@@ -57,11 +83,16 @@ class Stand:
         save = self.options.output_dir / "trials" / trial.name / "checkpoints"
         return trainer(save, trial.iterations, **self.behaviour(trial))
 
-    @staticmethod
-    def _time_steps(run: Any, size: str) -> None:
-        if size not in run.study.step_times:
-            times = step_times(standard=1.0, ladder=1.5)
-            run._update(replace(run.study, step_times={size: times}))
+    def _timing_command(self, options: Any, study: Any, size: str, output: Path) -> tuple[str, ...]:
+        """A benchmark that takes no time."""
+        rows = [[benchmark_row(*ratio) for ratio in ratios.items()] for ratios in self.timings]
+        return (sys.executable, "-I", "-S", "-c", BENCHMARK, str(output), json.dumps(rows), "--tp", "2")
+
+    @property
+    def timed(self) -> int:
+        """Runs of the benchmark."""
+        found = list(self.options.output_dir.glob("timing/*/runs"))
+        return len(found[0].read_text()) if found else 0
 
     def run(self) -> None:
         self.started = []
@@ -123,6 +154,87 @@ def test_a_failed_trial_is_told_and_the_others_go_on(stand: Stand, capfd: pytest
     stand.behaviour = usual
     stand.run()
     assert len(stand.started) == 1
+
+
+def test_nothing_is_chosen_before_every_rate_is_tried(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
+    """Or a wiring whose tuning failed would be tried at more rates, later, than the others were."""
+    stand.behaviour = lambda trial: {
+        **usual(trial), "code": 7 if trial.wiring == "ladder" and trial.learning_rate < 2e-3 else 0
+    }  # fmt: skip
+    with pytest.raises(SystemExit):
+        stand.run()
+    study = read_study(stand.options.output_dir)
+    assert study is not None and study.chosen == {} and len(stand.started) == 4
+    stand.behaviour = usual
+    stand.run()
+    # The one that failed, the further ones of both, and all the others.
+    assert [name.split("-lr")[1] for name in stand.started[:3]] == ["0.001-it4", "0.004-it4", "0.004-it4"]
+    assert len(stand.started) == 3 + 4 + 2
+    capfd.readouterr()
+    stand.run()
+    assert stand.started == [] and "at the edge" not in capfd.readouterr().out
+
+
+def test_checkpoints_that_were_kept_stay(stand: Stand) -> None:
+    """Whatever a later start is told: an adaptation may want them."""
+    stand.options = replace(stand.options, learning_rates=(2e-3,), keep_checkpoints=True)
+    stand.run()
+    trials = stand.options.output_dir / "trials"
+    for trial in trials.iterdir():
+        (trial / "checkpoints" / "iter_0000010").mkdir()
+    stand.options = replace(stand.options, keep_checkpoints=False)
+    (redone,) = trials.glob("tokens-*-ladder-seed2-*")
+    (redone / "result.json").unlink()
+    stand.run()
+    kept = {trial.name for trial in trials.iterdir() if (trial / "checkpoints" / "iter_0000010").is_dir()}
+    assert kept == {trial.name for trial in trials.iterdir()} - {redone.name}
+
+
+def test_doubtful_step_times_are_measured_again(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
+    stand.options = replace(stand.options, learning_rates=(2e-3,))
+    stand.timings = [{"standard": 1.0, "ladder": 9.5}, {"standard": 1.0, "ladder": 1.4}]
+    stand.run()
+    study = read_study(stand.options.output_dir)
+    assert study is not None and stand.timed == 2
+    times = study.step_times[SIZE]
+    assert times.speedup == {"standard": 1.0, "ladder": 1.4} and "doubt" not in times.interconnect
+    assert stand.result(f"time-{SIZE}-ladder-seed1").trial.iterations == 14
+    assert "***" not in capfd.readouterr().out
+
+
+def test_what_stays_doubtful_is_told(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
+    stand.options = replace(stand.options, learning_rates=(2e-3,))
+    stand.timings = [{"standard": 1.0, "ladder": 9.5}]
+    # Its runs take as long as the others, so that the study has an end.
+    stand.run()
+    study = read_study(stand.options.output_dir)
+    assert study is not None and "in doubt" in study.step_times[SIZE].interconnect
+    assert "too noisy to judge, in 3 attempts ***" in capfd.readouterr().out
+
+
+def test_without_step_times_there_is_no_equal_time(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
+    stand.options = replace(stand.options, learning_rates=(2e-3,))
+    stand.timings = [{}]
+    with pytest.raises(SystemExit):
+        stand.run()
+    assert "exit code 5" in capfd.readouterr().err and len(stand.started) == 4
+    stand.timings = [{"standard": 1.0, "ladder": 1.5}]
+    stand.run()
+    assert [name.split("-")[0] for name in stand.started] == ["time"] * 2
+
+
+def test_own_step_times_are_taken_once_from_all_trials(stand: Stand) -> None:
+    """The stand-ins all do 15 tokens a second in the median, so what is at equal time is what is at equal tokens."""
+    stand.options = replace(stand.options, learning_rates=(2e-3,), link="own")
+    stand.behaviour = lambda trial: {**usual(trial), "code": 7 if trial.seed == 2 and trial.wiring == "ladder" else 0}
+    with pytest.raises(SystemExit):
+        stand.run()
+    study = read_study(stand.options.output_dir)
+    assert study is not None and study.step_times == {} and stand.timed == 0
+    stand.behaviour = usual
+    stand.run()
+    study = read_study(stand.options.output_dir)
+    assert study is not None and study.step_times[SIZE].speedup == {"standard": 1.0, "ladder": 1.0}
 
 
 def test_a_learning_rate_that_diverges_loses_and_is_no_failure(stand: Stand) -> None:

@@ -131,6 +131,17 @@ def test_a_learning_rate_at_the_edge_is_said_plainly(tmp_path: Path) -> None:
     assert rows(text, "Learning rates")["ladder"] == ["4.0000", "4.0000", "**3.0000**", "0.004"]
 
 
+def test_a_rate_chosen_by_less_than_the_noise_is_said(tmp_path: Path) -> None:
+    """Finished runs of standard deviate by 0.1: 0.0999 is less, and 0.1001 is not."""
+    write_study(tmp_path, made_up_study())
+    for wiring, apart in (("standard", 0.0999), ("ladder", 0.1001)):
+        for rate, loss in ((1e-3, 4 + apart), (2e-3, 4.0), (4e-3, 9.0)):
+            write_run(tmp_path, "tuning", wiring, 9, loss, iterations=40, rate=rate)
+    for seed in (1, 2, 3):
+        write_run(tmp_path, "tokens", "standard", seed, 3 + 0.1 * seed)
+    assert "the second-best rate in brackets: standard (0.001, 0.0999 above). Another" in page(tmp_path)
+
+
 def test_sizes_have_sections_of_their_own_and_parameters_by_wiring(tmp_path: Path) -> None:
     study = made_up_study(sizes={"tiny": {"num_layers": 8}, "less": {"num_layers": 9}}, step_times={})
     write_study(tmp_path, study)
@@ -144,10 +155,10 @@ def test_sizes_have_sections_of_their_own_and_parameters_by_wiring(tmp_path: Pat
     assert shapes["less"] == ["9", "–"]
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_study(tmp_path, made_up_study())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'megatron-ladder\[plot\]'"):
+    with pytest.raises(UserError, match=r"pip install matplotlib"):
         write_report(tmp_path, tmp_path / "page")
     assert not (tmp_path / "page").exists()
 

@@ -99,6 +99,18 @@ def test_a_job_that_does_not_end_is_ended(tmp_path: Path, signals: int) -> None:
     assert codes == [-signal.SIGKILL] and time.monotonic() - began < 30
 
 
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    """As SIGHUP under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with noting_signals() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert received == []
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_signals_are_noted_and_then_left_to_others_again() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with noting_signals() as received:

@@ -1,0 +1,31 @@
+"""Trials of one seed are pairs also where a wiring needs two ranks."""
+
+from pathlib import Path
+
+from megatron_ladder.config.model import key_value_replicas
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.study.commands import resolve_trial
+from megatron_ladder.study.options import Request, RunOptions
+from megatron_ladder.study.trial import Trial
+from tests.distributed.pool import GlooPools
+from tests.distributed.sharded import Pieces, assert_pieces, mesh_of
+from tests.unit.study.test_pairs import SIZE, matrices
+
+
+def initial_matrices(wiring: str, seed: int) -> Pieces:
+    """On each rank: its parts of all initial weights but the norms'."""
+    request = Request(RunOptions(Path("out"), sizes=(SIZE,)), ())
+    run = resolve_trial(request, (), Trial("tokens", wiring, SIZE, seed, 1e-3, 10), [])
+    ranks = run.parallel.tensor_model_parallel_size
+    model = LanguageModel(run.model, mesh_of(ranks, key_value_replicas(run.model, ranks)), seed=run.training.seed)
+    return [
+        (section.name, section.offset, section.view(parameter).detach().clone())
+        for parameter, sections in parameter_sections(model)
+        for section in sections
+        if parameter.dim() == 2 and "norm" not in section.name
+    ]
+
+
+def test_desync_starts_from_the_weights_of_standard(gloo_pools: GlooPools) -> None:
+    assert_pieces(gloo_pools(2).run(initial_matrices, "desync-2x", 3), matrices("standard", 3), 0.0)
