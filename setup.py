@@ -29,7 +29,7 @@ PROGRAMS = {
 """megatron-ladder-<key> runs entry_point of megatron_ladder.cli.<value>."""
 
 REQUIRED = [
-    "torch>=2.11,<3",
+    "torch>=2.13,<3",
     # The state of its optimizers is read from their attributes, so a new minor release is a decision.
     "deepspeed>=0.19.8,<0.20",
     "msgspec>=0.19,<1",

@@ -92,6 +92,9 @@ class EngineState(ABC):
         state = self.base.state[span.flat_master]
         if which not in state:
             state[which] = torch.zeros_like(span.flat_master, memory_format=torch.preserve_format).detach()
+            if type(self.base) is torch.optim.AdamW:
+                # It takes a state that has anything for one that has everything.
+                state.setdefault("step", self._step_count(span.flat_master, 0))
         moment: Tensor = state[which]
         return moment.view(-1).narrow(0, span.offset, span.length)
 
@@ -112,9 +115,12 @@ class EngineState(ABC):
                 group["step"] = steps
             return
         for flat_master in self._flat_masters():
-            # AdamW reads the count from a tensor; its fused kernel wants it on the device.
-            device = flat_master.device if self.base.defaults["fused"] else torch.device("cpu")
-            self.base.state[flat_master]["step"] = torch.tensor(float(steps), device=device)
+            self.base.state[flat_master]["step"] = self._step_count(flat_master, steps)
+
+    def _step_count(self, flat_master: Tensor, steps: int) -> Tensor:
+        """As AdamW reads it: a tensor, which its fused kernel wants on the device."""
+        device = flat_master.device if self.base.defaults["fused"] else torch.device("cpu")
+        return torch.tensor(float(steps), device=device)
 
     def _flat_masters(self) -> list[Tensor]:
         """The tensors that the optimizer updates; ZeRO-3 shows them to it only within a step."""

@@ -156,7 +156,7 @@ def _merge(
         elif value == "auto":
             if path not in FLAGS:
                 mistakes.append(f'{source}: {path} is "auto", and no flag decides it: give a value or leave it out')
-        elif path in FLAGS and value != derived[key]:
+        elif path in FLAGS and key in derived and value != derived[key]:
             mistakes.append(
                 f"{source}: {path} is {value}, and the command line says {derived[key]} ({FLAGS[path]}): "
                 'change one of them, or write "auto"'

@@ -55,7 +55,9 @@ def select_norm(
     """
     if implementation == "torch" or (implementation == "auto" and device.type != "cuda"):
         return torch_rms_norm, "torch"
-    fused, reason = find_in_apex("apex.normalization.fused_layer_norm", "fused_rms_norm_affine", device)
+    fused, reason = find_in_apex(
+        "apex.normalization.fused_layer_norm", "fused_rms_norm_affine", "fused_layer_norm_cuda", device
+    )
     if fused is None:
         if implementation == "apex":
             raise UserError(f"--norm-implementation apex: {reason}; use --norm-implementation torch")

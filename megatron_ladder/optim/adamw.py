@@ -38,7 +38,7 @@ def build_adamw(
         return torch.optim.AdamW(list(groups), fused=True, **settings), "torch, on the host"
     if wanted == "torch" or (wanted == "auto" and not (fused and apex_counts_steps)):
         return torch.optim.AdamW(list(groups), fused=fused, **settings), "torch"
-    fused_adam, reason = find_in_apex("apex.optimizers", "FusedAdam", device)
+    fused_adam, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", device)
     if fused_adam is not None:
         return fused_adam(list(groups), adam_w_mode=True, **settings), "apex FusedAdam"
     if wanted == "apex":

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 
 
-def find_in_apex(module: str, attribute: str, device: torch.device) -> tuple[Any | None, str]:
-    """`attribute` of `module`, or None and the reason why it cannot be used here."""
+def find_in_apex(module: str, attribute: str, extension: str, device: torch.device) -> tuple[Any | None, str]:
+    """`attribute` of `module`, or None and the reason why it cannot be used here.
+
+    Args:
+        extension: the compiled module that it calls; an apex that was installed without its kernels lacks that, and
+            says so only when it is used.
+    """
     if device.type != "cuda":
         return None, "apex's kernels need a CUDA device"
     try:
@@ -21,4 +26,8 @@ def find_in_apex(module: str, attribute: str, device: torch.device) -> tuple[Any
     found = getattr(imported, attribute, None)
     if found is None:
         return None, f"the installed apex has no {module}.{attribute}: it is not NVIDIA's, or too old"
+    try:
+        importlib.import_module(extension)
+    except ImportError as error:
+        return None, f"the installed apex cannot load its kernels ({error}): it has to be built with --cuda_ext"
     return found, ""

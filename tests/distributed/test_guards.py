@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from megatron_ladder.checkpoint.engine_state import MOMENTS
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
@@ -54,6 +55,9 @@ def steps_around(
         if iteration == bad:
             with spoiled_gradient(trainer, rank, SPOILED):
                 result = train_step(trainer, own_batches(trainer, batch), iteration)
+            # As a save does; before the first update there are none yet.
+            moments = [trainer.state.moment(span, which) for span in trainer.state.spans() for which in MOMENTS]
+            assert iteration > 1 or not any(moment.any() for moment in moments)
         else:
             result = train_step(trainer, own_batches(trainer, batch), iteration)
             losses.append(result.loss)

@@ -103,6 +103,13 @@ def test_the_optimizer_goes_to_the_host_by_flag(tmp_path: Path) -> None:
     assert "offload_optimizer" not in deepspeed_json(read("--zero-stage 2")[0], [])["zero_optimization"]
 
 
+def test_numbers_of_a_section_that_is_off_mean_nothing(tmp_path: Path) -> None:
+    """As in many a configuration that names both precisions."""
+    given = {"fp16": {"enabled": False, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": "auto"}}
+    config, mistakes = merged(tmp_path, "--bf16", given)
+    assert mistakes == [] and config["fp16"] == {"enabled": False, "loss_scale": 0, "loss_scale_window": 1000}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

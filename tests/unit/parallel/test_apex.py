@@ -24,12 +24,12 @@ def unrelated_apex(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_apex_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", None)
-    found, reason = find_in_apex("apex.optimizers", "FusedAdam", CUDA)
+    found, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", CUDA)
     assert found is None and "not installed" in reason and "unrelated" in reason
 
 
 def test_the_unrelated_package_is_told(unrelated_apex: None) -> None:
-    found, reason = find_in_apex("apex.optimizers", "FusedAdam", CUDA)
+    found, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", CUDA)
     assert found is None and "it is not NVIDIA's" in reason
     with pytest.raises(UserError, match="--norm-implementation apex: .* not NVIDIA's.*use --norm-implementation torch"):
         select_norm("apex", CUDA)
@@ -41,6 +41,10 @@ def test_nvidias_package_is_used(unrelated_apex: None, monkeypatch: pytest.Monke
     calls: list[tuple[object, ...]] = []
     module = sys.modules["apex.normalization.fused_layer_norm"]
     monkeypatch.setattr(module, "fused_rms_norm_affine", lambda *given: calls.append(given) or given[0], raising=False)
+    # It imports without its kernels too.
+    function, description = select_norm("auto", CUDA)
+    assert function is torch_rms_norm and "fused_layer_norm_cuda" in description and "--cuda_ext" in description
+    monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", ModuleType("fused_layer_norm_cuda"))
     function, description = select_norm("auto", CUDA)
     x, weight = torch.randn(2, 3), torch.ones(3)
     assert function(x, weight, 1e-5) is x and description == "apex FusedRMSNorm"
