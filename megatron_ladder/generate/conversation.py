@@ -1,5 +1,6 @@
 """One line of standard input after another: `--interactive`."""
 
+import io
 import sys
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ from megatron_ladder.data.chat_template import Message
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.output import write_stdout
-from megatron_ladder.generate.prompts import Prompt, PromptWriter, prompt_mistakes
+from megatron_ladder.generate.prompts import Prompt, PromptWriter, check_characters, prompt_mistakes
 from megatron_ladder.generate.requests import GenerationRequest
 
 MARK = "> "
@@ -27,6 +28,9 @@ def converse(
     and forgotten.
     """
     earlier: list[Message] = []
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # A line that is not UTF-8 is told of as a line, and not as an error of reading.
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         prompt: Prompt | None = None
         if engine.group.rank == 0:
@@ -61,6 +65,7 @@ def _next_prompt(
         if not text:
             continue
         try:
+            check_characters("this line", text)
             prompt = Prompt("this line", text, writer.ids(text, earlier))
             mistakes = prompt_mistakes([prompt], config, max_new_tokens)
         except UserError as error:

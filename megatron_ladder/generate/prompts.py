@@ -67,6 +67,16 @@ class PromptWriter:
         return tuple(self._tokenizer.encode(rendered))
 
 
+def check_characters(source: str, text: str) -> None:
+    """Raises UserError for a text that no tokenizer takes, as a command line's is that was not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{source}: {ascii(text[error.start])} at character {error.start + 1} is no character: give text in UTF-8"
+        ) from None
+
+
 def read_prompts(options: PromptOptions, writer: PromptWriter | None, standard_input: str | None) -> list[Prompt]:
     """All prompts in order: --prompt, --prompt-file, --tokens, standard input.
 
@@ -75,7 +85,7 @@ def read_prompts(options: PromptOptions, writer: PromptWriter | None, standard_i
         standard_input: what was read there, if that is a prompt.
 
     Raises:
-        UserError: a file cannot be read, or there is a text and no tokenizer.
+        UserError: a file cannot be read, a text is none, or there is one and no tokenizer.
     """
     texts = [(f"--prompt {_shortened(text)}", text) for text in options.prompt]
     for path in options.prompt_file:
@@ -89,7 +99,9 @@ def read_prompts(options: PromptOptions, writer: PromptWriter | None, standard_i
         )
     prompts = []
     if writer is not None:
-        prompts = [Prompt(source, text, writer.ids(text)) for source, text in texts]
+        for source, text in texts:
+            check_characters(source, text)
+            prompts.append(Prompt(source, text, writer.ids(text)))
     if options.tokens:
         prompts.append(Prompt("--tokens", None, token_ids(options.tokens)))
     return prompts

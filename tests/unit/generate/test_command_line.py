@@ -200,6 +200,13 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert prompts[3].source == f"--prompt-file {lines}:3"
 
 
+def test_a_text_that_is_not_utf8_is_a_mistake(run_folder: Path) -> None:
+    """As Python hands on a command line's bytes that it cannot decode."""
+    (mistake,) = mistakes_of(["--model", str(run_folder), "--prompt", b"caf\xe9".decode(errors="surrogateescape")])
+    assert mistake.startswith("--prompt 'caf") and "'\\udce9' at character 4 is no character" in mistake
+    assert mistake.isascii()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [

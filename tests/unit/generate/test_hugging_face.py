@@ -1,5 +1,6 @@
 """Directories as transformers writes them: the same tokens as transformers, and the rest of what they hold."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -165,13 +166,14 @@ def test_a_conversation_remembers_what_was_said(
         return generate(self, requests, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(GenerationEngine, "generate", noting)
-    lines = "hello\n\n" + "you " * 200 + "\nyou"
+    lines = b"hello\n\ncaf\xe9\n" + b"you " * 200 + b"\nyou"
     for flags in (["--chat"], []):
         spoken.clear()
-        monkeypatch.setattr("sys.stdin", _Lines(lines))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
         main([*argv, "--interactive", *flags])
         captured = capsys.readouterr()
-        assert captured.err.splitlines()[-1].startswith("this line: ")
+        foreign, long = captured.err.splitlines()[-2:]
+        assert foreign.startswith("this line: '\\udce9' at character 4") and long.startswith("this line: ")
         assert len(spoken) == 2
         if flags:
             assert spoken[0] == (3, 7, 6)
@@ -179,19 +181,6 @@ def test_a_conversation_remembers_what_was_said(
         else:
             assert spoken == [(1, 7), (1, 8)]
             assert captured.out.startswith("hello")
-
-
-class _Lines:
-    """Standard input of somebody who does not sit at a terminal."""
-
-    def __init__(self, text: str) -> None:
-        self._lines = iter([*text.splitlines(keepends=True), ""])
-
-    def readline(self) -> str:
-        return next(self._lines)
-
-    def isatty(self) -> bool:
-        return False
 
 
 def mistake_of(folder: Path) -> str:
