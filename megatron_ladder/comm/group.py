@@ -5,6 +5,7 @@ interconnect (one that is recorded, or emulated) is another class with the same 
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -82,6 +83,16 @@ class CommGroup:
         parts = [torch.empty_like(tensor) for _ in self.ranks]
         dist.all_gather(parts, tensor.contiguous(), group=self.process_group)
         return torch.cat(parts, dim)
+
+    def over_gloo(self, timeout: timedelta) -> "CommGroup":
+        """The same ranks, with messages of their own, for which a rank sleeps while it waits, on every device.
+
+        All processes there are must call it, and be in this group.
+        """
+        if self.size == 1:
+            return self
+        process_group = dist.new_group(list(self.ranks), timeout=timeout, backend="gloo")
+        return CommGroup(self.ranks, self.rank, process_group)
 
     def gather_objects(self, value: object) -> list[Any]:
         """Small picklable values of all ranks, in rank order, on the group's rank 0; empty on the others."""

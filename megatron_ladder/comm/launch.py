@@ -70,6 +70,19 @@ def find_place() -> Place:
     return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
 
 
+def check_device(place: Place) -> None:
+    """Raises UserError where this process has no GPU of its own among those of its host, or CUDA would not start."""
+    if not torch.cuda.is_available():
+        return
+    if place.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {place.rank} is process {place.local_rank + 1} of its host, which has {torch.cuda.device_count()} "
+            "GPUs: launch one process for each GPU (--num_gpus, or slots in the hostfile), or find out which GPU is "
+            "missing"
+        )
+    explain_connections(os.environ)
+
+
 def start_process_group(
     place: Place,
     timeout_minutes: float,

@@ -3,6 +3,7 @@
 import io
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 
 from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.data.chat_template import Message
@@ -12,6 +13,8 @@ from megatron_ladder.generate.output import write_stdout
 from megatron_ladder.generate.prompts import Prompt, PromptWriter, check_characters, prompt_mistakes
 from megatron_ladder.generate.requests import GenerationRequest
 
+AWAY = timedelta(days=30)
+"""How long somebody may think about a line; a process that ends is noticed at once."""
 MARK = "> "
 """Shown where a line is awaited, if somebody sits there."""
 
@@ -28,6 +31,7 @@ def converse(
     and forgotten.
     """
     earlier: list[Message] = []
+    lines = engine.group.over_gloo(AWAY)
     if isinstance(sys.stdin, io.TextIOWrapper):
         # A line that is not UTF-8 is told of as a line, and not as an error of reading.
         sys.stdin.reconfigure(errors="surrogateescape")
@@ -35,7 +39,7 @@ def converse(
         prompt: Prompt | None = None
         if engine.group.rank == 0:
             prompt = _next_prompt(writer, earlier, engine.model.config, max_new_tokens)
-        prompt = engine.group.broadcast_object(prompt)
+        prompt = lines.broadcast_object(prompt)
         if prompt is None:
             return
         request = new_request(prompt)

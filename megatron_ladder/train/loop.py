@@ -9,7 +9,13 @@ from typing import NamedTuple
 import torch
 
 from megatron_ladder.comm.agreement import Peers
-from megatron_ladder.comm.launch import find_place, naming_lost_peers, stop_process_group, telling_mistakes
+from megatron_ladder.comm.launch import (
+    check_device,
+    find_place,
+    naming_lost_peers,
+    stop_process_group,
+    telling_mistakes,
+)
 from megatron_ladder.comm.watch import HangWatch
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.events import describe_start, note_finding, record_loss_of, recording_failures
@@ -50,6 +56,7 @@ def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
     with ExitStack() as until_the_end:
         with telling_mistakes(place):
             inputs = read_inputs(argv, place)
+            check_device(place)
             folder = inputs.run.checkpoint.save
             if folder is not None and place.rank == 0:
                 until_the_end.enter_context(SaveLock(folder))

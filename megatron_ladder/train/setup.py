@@ -1,8 +1,13 @@
 """Builds what a run computes with: process mesh, model, optimizer, DeepSpeed engine."""
 
 import os
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,12 +15,14 @@ from torch import nn
 
 from megatron_ladder.checkpoint.engine_state import EngineState, engine_state
 from megatron_ladder.comm.agreement import Peers
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import Place, start_deepspeed, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.mpu import DeepSpeedMpu
 from megatron_ladder.config.model import key_value_replicas
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.cost.flops import parameter_count
+from megatron_ladder.errors import UserError
 from megatron_ladder.model.compiled import compile_sub_blocks
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import select_norm
@@ -59,7 +66,8 @@ def build_trainer(inputs: RunInputs, place: Place, peers: Peers) -> Trainer:
     The hosts of all ranks are noted in `peers` as soon as they are known.
 
     Raises:
-        UserError: ranks were not started alike, or another one has found a mistake.
+        UserError: ranks were not started alike, or another one has found a mistake; --save is not the same for all;
+            DeepSpeed does not take its configuration.
     """
     run = inputs.run
     if run.training.deterministic_mode:
@@ -70,9 +78,12 @@ def build_trainer(inputs: RunInputs, place: Place, peers: Peers) -> Trainer:
     device = start_process_group(place, timeout_minutes, shared_settings(inputs, place), peers)
     start_deepspeed(place, device)
     mesh = build_mesh(run)
+    if run.checkpoint.save is not None:
+        check_shared(run.checkpoint.save, mesh.world)
     model, norm = build_model(run, mesh, device)
     optimizer, adamw = build_optimizer(run, model, device)
-    engine = build_engine(model, optimizer, inputs.deepspeed, mesh)
+    with naming_config(run.parallel.deepspeed_config):
+        engine = build_engine(model, optimizer, inputs.deepspeed, mesh)
     return Trainer(
         run=run,
         mesh=mesh,
@@ -86,6 +97,47 @@ def build_trainer(inputs: RunInputs, place: Place, peers: Peers) -> Trainer:
         eod_id=inputs.eod_id,
         guard=Guard(run.reliability),
     )
+
+
+def check_shared(save: Path, world: CommGroup) -> None:
+    """Finds out whether all ranks see one another's files in the directory of checkpoints; all must call it.
+
+    Raises:
+        UserError: on every rank, with those that do not.
+    """
+    mark = save / f".{uuid.uuid4().hex}.tmp"
+    if world.rank == 0:
+        mark.touch()
+    name = world.broadcast_object(mark.name)
+    seen = world.gather_objects((socket.gethostname(), (save / name).exists()))
+    if world.rank == 0:
+        mark.unlink()
+    apart = world.broadcast_object(list(dict.fromkeys(host for host, sees in seen if not sees)))
+    if apart:
+        raise UserError(
+            f"--save {save}: {', '.join(apart)} and the host of rank 0 do not see the same directory: give one on a "
+            "file system that all hosts share"
+        )
+
+
+@contextmanager
+def naming_config(path: Path | None) -> Iterator[None]:
+    """Turns what DeepSpeed refuses in its configuration into a UserError that names the file it came from."""
+    # Not above: DeepSpeed is imported once it has its process group; pydantic comes with it.
+    import pydantic
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    try:
+        yield
+    except pydantic.ValidationError as error:
+        if path is None:
+            raise
+        found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise UserError(f"--deepspeed_config {path}: {error.title}: {'; '.join(found)}") from error
+    except DeepSpeedConfigError as error:
+        if path is None:
+            raise
+        raise UserError(f"--deepspeed_config {path}: {error}") from error
 
 
 def build_mesh(run: RunConfig) -> ProcessMesh:

@@ -12,7 +12,7 @@ from megatron_ladder.cli.generate import main
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters
-from megatron_ladder.generate.serve.plans import Plan, PlanChannel, plan_group
+from megatron_ladder.generate.serve.plans import PLAN_TIMEOUT, Plan, PlanChannel
 from megatron_ladder.generate.serve.worker import carry_out_plans
 from megatron_ladder.model.stack import StackOptions
 from tests.distributed.pool import GlooPools
@@ -34,7 +34,7 @@ PLANS = [
 def shared_plans() -> list[Plan]:
     """What each rank hears of rank 0."""
     mesh = mesh_of(2)
-    channel = PlanChannel(plan_group(mesh.tensor))
+    channel = PlanChannel(mesh.tensor.over_gloo(PLAN_TIMEOUT))
     return [channel.share(plan if mesh.tensor.rank == 0 else None) for plan in PLANS]
 
 
@@ -65,7 +65,7 @@ def served_tokens() -> dict[tuple[int, ...], list[int]]:
             found.setdefault(sample.request.prompt_ids, []).append(token.id)
 
     carry_out_plans(
-        batch, PlanChannel(plan_group(mesh.tensor)), plans.__next__ if mesh.tensor.rank == 0 else None, tell
+        batch, PlanChannel(mesh.tensor.over_gloo(PLAN_TIMEOUT)), plans.__next__ if mesh.tensor.rank == 0 else None, tell
     )
     assert batch.free_slots() == [0, 1]
     return found

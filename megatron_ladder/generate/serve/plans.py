@@ -13,7 +13,6 @@ from datetime import timedelta
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.generate.requests import GenerationRequest
@@ -36,14 +35,6 @@ class Plan:
     """New requests by slot."""
     stop: bool = False
     """Whether this is the last plan."""
-
-
-def plan_group(tensor: CommGroup) -> CommGroup:
-    """The same ranks as the tensor-parallel group, which are all there are, with messages of their own."""
-    if tensor.size == 1:
-        return tensor
-    process_group = dist.new_group(list(tensor.ranks), timeout=PLAN_TIMEOUT, backend="gloo")
-    return CommGroup(tensor.ranks, tensor.rank, process_group)
 
 
 class PlanChannel:

@@ -22,7 +22,7 @@ from megatron_ladder.generate.loading import StoredModel
 from megatron_ladder.generate.prompts import PromptWriter
 from megatron_ladder.generate.serve.app import build_app
 from megatron_ladder.generate.serve.options import ServeOptions
-from megatron_ladder.generate.serve.plans import PlanChannel, plan_group
+from megatron_ladder.generate.serve.plans import PLAN_TIMEOUT, PlanChannel
 from megatron_ladder.generate.serve.questions import Rules
 from megatron_ladder.generate.serve.scheduler import Event, Scheduler, Ticket
 from megatron_ladder.generate.serve.service import Limits, Service
@@ -121,7 +121,7 @@ def serve(engine: GenerationEngine, stored: StoredModel, prepared: Preparation) 
     """
     options = prepared.options
     batch = engine.new_batch(options.max_concurrent, prepared.positions)
-    channel = PlanChannel(plan_group(engine.group))
+    channel = PlanChannel(engine.group.over_gloo(PLAN_TIMEOUT))
     if prepared.listener is None:
         # Launchers send signals to all ranks. This one ends when rank 0 says so, or is gone.
         with handling_signals(signal.SIG_IGN):

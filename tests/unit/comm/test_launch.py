@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from megatron_ladder.comm.agreement import Host
 from megatron_ladder.comm.launch import (
     LAUNCHER_VARIABLES,
     Place,
     address_towards,
+    check_device,
     choose_interface,
     find_host,
     find_place,
@@ -40,6 +42,19 @@ def test_half_a_launcher_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="has WORLD_SIZE but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
         find_place()
+
+
+def test_a_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_device(Place(15, 16, 7))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_device(Place(14, 16, 6))
+    with pytest.raises(UserError, match="rank 15 is process 8 of its host, which has 7 GPUs"):
+        check_device(Place(15, 16, 7))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "64")
+    with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS=64: expected 1 to 32"):
+        check_device(Place(14, 16, 6))
 
 
 def test_lost_peers_are_told_from_other_faults() -> None:
