@@ -1,11 +1,13 @@
 """Generation over several ranks: the same tokens as plain arithmetic gives in one, and the command as users call it."""
 
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,10 +16,13 @@ from torch import Tensor, nn
 
 from megatron_ladder.cli.generate import main
 from megatron_ladder.config.model import ModelConfig, key_value_replicas
+from megatron_ladder.data.tokenizers.plain import NullTokenizer
 from megatron_ladder.errors import UserError
+from megatron_ladder.generate.conversation import converse
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.lean import prepare_for_cpu
 from megatron_ladder.generate.loading import check_tensor_parallel, load_model, open_model
+from megatron_ladder.generate.prompts import Prompt, PromptWriter
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.stack import StackOptions
@@ -41,6 +46,29 @@ Tokens = list[tuple[int, ...]]
 NEW_TOKENS = 8
 GREEDY = SamplingParameters(temperature=0.0)
 PROGRAM = REPOSITORY_ROOT / "tools" / "generate.py"
+
+
+def continued_lines() -> list[tuple[int, ...]]:
+    """On each rank: the prompts of a conversation of two lines, of which rank 0 alone reads them."""
+    config = tiny_config()
+    tokenizer = NullTokenizer(config.vocab_size - 1)
+    mesh = mesh_of(2)
+    engine = GenerationEngine(build(config, reference_of(config)[0], 2, StackOptions()), mesh, tokenizer)
+    found: list[tuple[int, ...]] = []
+
+    def new_request(prompt: Prompt) -> GenerationRequest:
+        found.append(prompt.ids)
+        return GenerationRequest(prompt.ids, 3, GREEDY)
+
+    writer = PromptWriter(tokenizer, (), chat=False, system=None)
+    lines = io.StringIO("5 9 3\n\n17\n" if mesh.tensor.rank == 0 else "")
+    with patch("sys.stdin", lines), patch("megatron_ladder.generate.conversation.write_stdout"):
+        converse(engine, writer, new_request, 3)
+    return found
+
+
+def test_every_rank_hears_what_is_said_to_the_first(gloo_pools: GlooPools) -> None:
+    assert gloo_pools(2).run(continued_lines) == [[(5, 9, 3), (17,)]] * 2
 
 
 def sampled_requests(seed: int) -> list[GenerationRequest]:
