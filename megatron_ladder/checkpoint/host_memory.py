@@ -1,5 +1,6 @@
 """A copy of tensors in host memory, taken at the speed of the memory or of the bus, and written at leisure."""
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +32,7 @@ class HostMemory:
         if self._buffer is None or self._buffer.numel() < end:
             self.free()
             self._buffer = torch.empty(end, dtype=torch.uint8)
-            self._pinned = bool(devices) and _pin(self._buffer)
+            self._pinned = bool(devices) and _pin(self._buffer, next(iter(devices)))
         taken = []
         for tensor, offset in zip(tensors, offsets, strict=True):
             place = self._buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -48,13 +49,16 @@ class HostMemory:
         self._buffer, self._pinned = None, False
 
 
-def _pin(buffer: Tensor) -> bool:
-    """Locks a buffer's pages, so that a GPU copies into them directly; False if the system does not let it.
+def _pin(buffer: Tensor, device: torch.device) -> bool:
+    """Locks a buffer's pages, so that GPUs copy into them directly; False if the system does not let it.
 
     torch's own pinned memory comes in powers of two, which may be twice as much as is needed.
     """
     try:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE)))
     except torch.cuda.CudaError:
+        # CUDA keeps the error until the next launch asks for it: that of a kernel that nobody needs.
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=device).zero_()
         return False
     return True

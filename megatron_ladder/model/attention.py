@@ -69,9 +69,14 @@ def split_heads(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Queries [b, heads/t, s, d] over keys and values [b, kv_heads/t, positions, d] -> [b, heads/t, s, d]; see
-    `SequenceContext.mask`."""
+    `SequenceContext.mask`, which for a single query is alike for all heads: [b, 1, 1, positions]."""
     # torch aligns a causal mask at the first key, which would hide the cache from a single query.
     causal = mask is None and q.shape[2] > 1
+    if mask is not None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
+        # CUDA's fused kernels take a mask, or fewer heads of keys than of queries, and not both. The one query of
+        # each head becomes a row of the head of keys that it shares.
+        grouped = q.reshape(*k.shape[:2], -1, q.shape[3])
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )

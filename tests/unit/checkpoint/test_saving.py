@@ -300,7 +300,7 @@ def test_pinning_asks_cuda_for_the_buffer_and_may_fail(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "CudaError", type("CudaError", (RuntimeError,), {}))
     buffer = torch.empty(1000, dtype=torch.uint8)
     status = [0]
-    assert host_memory_module._pin(buffer)
+    assert host_memory_module._pin(buffer, torch.device("cpu"))
     assert asked == [(buffer.data_ptr(), 1000, 1)]
     status[0] = 2
-    assert not host_memory_module._pin(buffer)
+    assert not host_memory_module._pin(buffer, torch.device("cpu"))
