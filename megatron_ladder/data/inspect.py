@@ -8,7 +8,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import COPIED_TOKENS, IndexedDataset, bin_path, loss_mask_path
-from megatron_ladder.data.sidecar import check_index, read_sidecar, sidecar_path
+from megatron_ladder.data.sidecar import Sidecar, check_index, missing_loss_mask, read_sidecar, sidecar_path
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 
@@ -28,6 +28,9 @@ def summary(dataset: IndexedDataset) -> Iterator[str]:
         learnt = int(np.count_nonzero(dataset.loss_mask))
         yield f"  loss mask: {learnt:,} tokens count ({100 * learnt / tokens:.1f}%)"
     sidecar = read_sidecar(dataset.prefix)
+    missing = missing_loss_mask(dataset, sidecar)
+    if missing is not None:
+        yield f"  {missing}: training asks for it"
     if sidecar is None:
         yield f"  no {sidecar_path(dataset.prefix).name}: which tokenizer made it is not known"
     else:
@@ -87,7 +90,7 @@ def verify(prefix: Path) -> list[str]:
 
     Raises:
         UserError: with a line for each contradiction: of the two files (see IndexedDataset), of a sidecar's counts and
-            checksums with them, of token ids with the vocabulary, of a loss mask that is not 0 and 1.
+            checksums with them, of token ids with the vocabulary, of a loss mask that is missing or not 0 and 1.
     """
     dataset = IndexedDataset(prefix)
     sidecar = check_index(dataset)
@@ -111,13 +114,33 @@ def verify(prefix: Path) -> list[str]:
             f"{bin_path(prefix)}: largest token id is {largest}, {sidecar.largest_id} expected by "
             f"{sidecar_path(prefix)}"
         )
-    if dataset.loss_mask is not None and int(dataset.loss_mask.max()) > 1:
-        mistakes.append(f"{loss_mask_path(prefix)}: holds {int(dataset.loss_mask.max())}, expected 0 and 1")
+    mistakes.extend(_loss_mask_mistakes(dataset, sidecar))
     if mistakes:
         raise UserError(*mistakes)
     checked = ["sizes, lengths, offsets and documents of .idx and the size of .bin agree"]
     checked.append(f"token ids are 0 to {largest:,}")
-    for ending, known in (("idx", sidecar and sidecar.idx_checksum), ("bin", sidecar and sidecar.bin_checksum)):
+    sums = {".idx": sidecar and sidecar.idx_checksum, ".bin": sidecar and sidecar.bin_checksum}
+    if dataset.loss_mask is not None:
+        sums["the loss mask"] = sidecar and sidecar.loss_mask_checksum
+    for name, known in sums.items():
         what = "is that of the sidecar" if known else "is not known: a change that keeps the file well-formed may stay"
-        checked.append(f"checksum of .{ending} {what}")
+        checked.append(f"checksum of {name} {what}")
     return [f"verified: {line}" for line in checked]
+
+
+def _loss_mask_mistakes(dataset: IndexedDataset, sidecar: Sidecar | None) -> list[str]:
+    """A line for each thing that is wrong with the loss mask; reads all of it."""
+    path, mask = loss_mask_path(dataset.prefix), dataset.loss_mask
+    if mask is None:
+        missing = missing_loss_mask(dataset, sidecar)
+        return [] if missing is None else [f"{missing}: copy it as well, or preprocess the data again"]
+    mistakes = []
+    expected, found = sidecar and sidecar.loss_mask_checksum, f"xxh3_128:{xxhash.xxh3_128_hexdigest(mask.data)}"
+    if expected not in (None, found):
+        mistakes.append(
+            f"{path}: checksum {found} found, {expected} expected by {sidecar_path(dataset.prefix)}: the loss mask is "
+            "damaged: copy or preprocess the data again"
+        )
+    if int(mask.max()) > 1:
+        mistakes.append(f"{path}: holds {int(mask.max())}, expected 0 and 1")
+    return mistakes

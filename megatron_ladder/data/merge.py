@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from megatron_ladder.data.files import publish, temporary_beside
 from megatron_ladder.data.indexed import (
@@ -19,7 +20,7 @@ from megatron_ladder.data.indexed import (
     idx_path,
     loss_mask_path,
 )
-from megatron_ladder.data.sidecar import Sidecar, check_index, sidecar_path, write_sidecar
+from megatron_ladder.data.sidecar import Sidecar, check_index, missing_loss_mask, sidecar_path, write_sidecar
 from megatron_ladder.errors import UserError
 
 PROGRESS_SECONDS = 1.0
@@ -89,11 +90,11 @@ def merge_datasets(prefixes: Sequence[Path], output_prefix: Path, report: Callab
                     f"{bin_path(dataset.prefix)}: checksum {checksum} found, {sidecar.bin_checksum} expected by its "
                     "sidecar: the tokens are damaged: copy or preprocess the data again"
                 )
-        _merge_loss_masks(datasets, output_prefix)
+        mask_checksum = _merge_loss_masks(datasets, sidecars, output_prefix)
         checksums = writer.publish()
     known = [sidecar for sidecar in sidecars if sidecar is not None]
     if len(known) == len(datasets):
-        write_sidecar(output_prefix, _combine(known, checksums))
+        write_sidecar(output_prefix, _combine(known, checksums, mask_checksum))
     else:
         report(f"{output_prefix}: without .json, since {len(datasets) - len(known)} of the parts have none")
     progress.show()
@@ -113,8 +114,12 @@ def _open_all(
     for prefix in prefixes:
         try:
             dataset = IndexedDataset(prefix)
-            sidecars.append(check_index(dataset))
+            sidecar = check_index(dataset)
+            missing = missing_loss_mask(dataset, sidecar)
+            if missing is not None:
+                raise UserError(f"--input {missing}: copy it as well: without it every token would count")
             datasets.append(dataset)
+            sidecars.append(sidecar)
         except UserError as error:
             mistakes.extend(error.mistakes)
     mistakes += [
@@ -142,30 +147,53 @@ def _agreeing() -> list[str]:
     return [name for name in names if name not in COMBINED and not name.endswith("_checksum")]
 
 
-def _combine(sidecars: Sequence[Sidecar], checksums: Checksums) -> Sidecar:
+def _combine(sidecars: Sequence[Sidecar], checksums: Checksums, mask_checksum: str | None) -> Sidecar:
     names = [field.name for field in dataclasses.fields(Sidecar) if field.name in COMBINED]
     combined = {name: COMBINED[name]([getattr(sidecar, name) for sidecar in sidecars]) for name in names}
-    return dataclasses.replace(sidecars[0], bin_checksum=checksums.bin, idx_checksum=checksums.idx, **combined)
+    return dataclasses.replace(
+        sidecars[0],
+        bin_checksum=checksums.bin,
+        idx_checksum=checksums.idx,
+        loss_mask_checksum=mask_checksum,
+        **combined,
+    )
 
 
-def _merge_loss_masks(datasets: Sequence[IndexedDataset], output_prefix: Path) -> None:
-    """Publishes the joined masks, before there is an index that they could belong to; in a part without all count."""
+def _merge_loss_masks(
+    datasets: Sequence[IndexedDataset], sidecars: Sequence[Sidecar | None], output_prefix: Path
+) -> str | None:
+    """Publishes the joined masks, before there is an index that they could belong to; in a part without all count.
+
+    Returns:
+        Their checksum; None where no part has one.
+    """
     if all(dataset.loss_mask is None for dataset in datasets):
-        return
+        return None
     path = loss_mask_path(output_prefix)
     temporary = temporary_beside(path)
+    whole = xxhash.xxh3_128()
     try:
         with open(temporary, "xb") as file:
-            for dataset in datasets:
+            for dataset, sidecar in zip(datasets, sidecars, strict=True):
+                mask, own = dataset.loss_mask, xxhash.xxh3_128()
                 for begin in range(0, len(dataset.tokens), MASK_BLOCK):
                     size = min(MASK_BLOCK, len(dataset.tokens) - begin)
-                    mask = dataset.loss_mask
-                    file.write(np.ones(size, np.uint8).data if mask is None else mask[begin : begin + size].data)
+                    block = np.ones(size, np.uint8) if mask is None else mask[begin : begin + size]
+                    file.write(block.data)
+                    whole.update(block.data)
+                    own.update(block.data)
+                found, expected = f"xxh3_128:{own.hexdigest()}", sidecar and sidecar.loss_mask_checksum
+                if expected not in (None, found):
+                    raise UserError(
+                        f"{loss_mask_path(dataset.prefix)}: checksum {found} found, {expected} expected by its "
+                        "sidecar: the loss mask is damaged: copy or preprocess the data again"
+                    )
             file.flush()
             os.fsync(file.fileno())
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    return f"xxh3_128:{whole.hexdigest()}"
 
 
 class _Progress:

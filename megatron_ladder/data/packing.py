@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_ladder.data.fingerprint import content_of
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.samples import SAMPLES, SampleRows, SampleSource, permutation, rows_to_fill
-from megatron_ladder.data.sidecar import read_sidecar
+from megatron_ladder.data.sidecar import missing_loss_mask, read_sidecar
 from megatron_ladder.errors import UserError
 
 PACKED_ORDER = "packed conversations"
@@ -198,6 +198,22 @@ class PackedSource:
             begins[place, end : end + 1] = True
 
 
+def choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
+    """Which tokens of a data set count as labels: as asked, else those of the assistant where the data tells them.
+
+    Raises:
+        UserError: the data set lacks the loss mask that this needs.
+    """
+    if loss_on == "all" or dataset.loss_mask is not None:
+        return loss_on or "assistant"
+    missing = missing_loss_mask(dataset, read_sidecar(dataset.prefix))
+    if missing is not None:
+        raise UserError(f"{missing}: copy it as well, or give --loss-on all to train on every token")
+    if loss_on == "assistant":
+        raise UserError(no_loss_mask(dataset))
+    return "all"
+
+
 def open_source(
     dataset: IndexedDataset,
     documents: range,
@@ -215,16 +231,14 @@ def open_source(
         cache: folder in which the orders of texts are kept.
 
     Raises:
-        UserError: as the two sources do, or `assistant` and a data set without a loss mask.
+        UserError: as the two sources do, and as `choose_labels`.
     """
     sidecar = read_sidecar(dataset.prefix)
-    loss_on = loss_on or ("all" if dataset.loss_mask is None else "assistant")
+    loss_on = choose_labels(dataset, loss_on)
     if sidecar is not None and sidecar.conversations:
         return PackedSource(
             dataset, documents, seq_length, seed, shuffle, part, loss_on=loss_on, pad_id=sidecar.eod_id
         )
-    if loss_on == "assistant" and dataset.loss_mask is None:
-        raise UserError(no_loss_mask(dataset))
     if loss_on == "all":
         dataset.loss_mask = None
     return SampleSource(dataset, documents, seq_length, seed, shuffle, part, cache)

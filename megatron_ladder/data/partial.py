@@ -140,6 +140,12 @@ class PartialDataset:
         """Of the tokens."""
         return self._files[".bin"].checksum
 
+    @property
+    def loss_mask_checksum(self) -> str | None:
+        """Of the loss mask; None if there is none."""
+        mask = self._files.get("_loss_mask.bin")
+        return None if mask is None else mask.checksum
+
     def write_index(self) -> str:
         """Writes the index file from the lengths, some at a time, and returns its checksum."""
         code = next(code for code, name in TOKEN_DTYPES.items() if np.dtype(name) == self._dtype)

@@ -234,6 +234,7 @@ def _sidecar_of(dataset: PartialDataset, tokenizer: Tokenizer, task: Task, place
         tokens=dataset.tokens,
         bin_checksum=dataset.bin_checksum,
         idx_checksum=dataset.write_index(),
+        loss_mask_checksum=dataset.loss_mask_checksum,
         conversations=task.conversations,
         skipped=len(place.skipped),
     )

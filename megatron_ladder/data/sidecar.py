@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.data.files import write_atomically
-from megatron_ladder.data.indexed import IndexedDataset, idx_path
+from megatron_ladder.data.indexed import IndexedDataset, idx_path, loss_mask_path
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 
 FORMAT_VERSION = 1
-OPTIONAL = ("bin_checksum", "idx_checksum", "conversations", "skipped")
+OPTIONAL = ("bin_checksum", "idx_checksum", "loss_mask_checksum", "conversations", "skipped")
 """What data sets of earlier releases lack."""
 
 
@@ -43,10 +43,17 @@ class Sidecar:
     """Of the tokens' file: `xxh3_128:` and 32 hexadecimal digits."""
     idx_checksum: str | None = None
     """Of the index file, likewise."""
+    loss_mask_checksum: str | None = None
+    """Of the loss mask, likewise; None where there is none, or an earlier release wrote it."""
     conversations: bool = False
     """Whether each document is one conversation, which training packs whole."""
     skipped: int = 0
     """Lines that could not be read and were passed over."""
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether a loss mask belongs to the data set: to conversations always, whichever release wrote them."""
+        return self.conversations or self.loss_mask_checksum is not None
 
 
 def sidecar_path(prefix: Path) -> Path:
@@ -110,6 +117,13 @@ def check_index(dataset: IndexedDataset) -> Sidecar | None:
             f"{path}: the index is damaged, or of other data: copy or preprocess the data again"
         )
     return sidecar
+
+
+def missing_loss_mask(dataset: IndexedDataset, sidecar: Sidecar | None) -> str | None:
+    """What is wrong, up to a colon, where the loss mask that belongs to a data set is not there; else None."""
+    if dataset.loss_mask is not None or sidecar is None or not sidecar.has_loss_mask:
+        return None
+    return f"{loss_mask_path(dataset.prefix)}: no such file, and it belongs to {sidecar_path(dataset.prefix)}"
 
 
 def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:

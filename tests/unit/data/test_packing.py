@@ -1,5 +1,6 @@
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,6 +110,20 @@ def test_the_sidecar_says_that_a_data_set_is_conversations(dataset: IndexedDatas
         assert isinstance(packed, PackedSource) and (packed.loss_on, packed.pad_id) == (expected, 5)
     loss_mask_path(dataset.prefix).unlink()
     bare = IndexedDataset(dataset.prefix)
-    assert open_source(bare, documents, SEQ_LENGTH, 1, True, "train").samples(np.arange(2)).begins is not None
+    assert open_source(bare, documents, SEQ_LENGTH, 1, True, "train", "all").samples(np.arange(2)).begins is not None
+    for asked in (None, "assistant"):
+        with pytest.raises(UserError, match=r"numbers_loss_mask\.bin: no such file, .*numbers\.json: .*--loss-on all"):
+            open_source(bare, documents, SEQ_LENGTH, 1, True, "train", asked)
+
+
+def test_texts_whose_mask_was_left_behind(dataset: IndexedDataset) -> None:
+    sidecar = Sidecar("HuggingFaceTokenizer", "ab", 100, 5, False, 52, 10, sum(LENGTHS), loss_mask_checksum="x")
+    write_sidecar(dataset.prefix, sidecar)
+    loss_mask_path(dataset.prefix).unlink()
+    bare, documents = IndexedDataset(dataset.prefix), range(len(LENGTHS))
+    with pytest.raises(UserError, match=r"numbers_loss_mask\.bin: no such file"):
+        open_source(bare, documents, SEQ_LENGTH, 1, True, "train")
+    assert isinstance(open_source(bare, documents, SEQ_LENGTH, 1, True, "train", "all"), SampleSource)
+    write_sidecar(dataset.prefix, replace(sidecar, loss_mask_checksum=None))
     with pytest.raises(UserError, match="--loss-on assistant: .*numbers does not tell"):
         open_source(bare, documents, SEQ_LENGTH, 1, True, "train", "assistant")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from megatron_ladder.cli.inspect_data import main as inspect_data
 from megatron_ladder.cli.merge_datasets import main as merge_datasets
@@ -114,9 +115,44 @@ def test_merged_data_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     parts = [read_sidecar(prefix) for prefix in (a, b, other)]
     assert merged is not None and (merged.documents, merged.tokens, merged.append_eod) == (6, 19, False)
     assert merged.largest_id == max(part.largest_id for part in parts if part is not None)
-    assert verify(tmp_path / "out")[-1] == "verified: checksum of .bin is that of the sidecar"
+    assert verify(tmp_path / "out")[-2:] == [
+        f"verified: checksum of {name} is that of the sidecar" for name in (".bin", "the loss mask")
+    ]
     said = capsys.readouterr().out
     assert "copied 0.0 of 0.0 MB" in said and said.endswith("out: 6 documents, 19 tokens, of 3 data sets\n")
+
+
+def test_a_changed_or_missing_loss_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "d", [4, 9], conversations=True)
+    other = write(tmp_path / "e", [3], conversations=True)
+    merge = ["--input", str(other), str(prefix), "--output-prefix", str(tmp_path / "out")]
+    path, before = loss_mask_path(prefix), bytes([0, 1] * 6 + [1])
+    loss_mask_path(other).write_bytes(bytes(3))
+
+    def refused(said: str) -> None:
+        with pytest.raises(UserError, match=said):
+            verify(prefix)
+        with pytest.raises(UserError, match=said):
+            merge_datasets(merge)
+        assert not list(tmp_path.glob("*out*"))
+
+    # Of an earlier release: the mask must be there, its bytes are not known.
+    refused(r"d_loss_mask\.bin: no such file, and it belongs to .*d\.json: copy it as well")
+    path.write_bytes(before)
+    assert "checksum of the loss mask is not known" in verify(prefix)[-1]
+    sidecar = read_sidecar(prefix)
+    assert sidecar is not None
+    write_sidecar(prefix, replace(sidecar, loss_mask_checksum=f"xxh3_128:{xxhash.xxh3_128_hexdigest(before)}"))
+    assert verify(prefix)[-1] == "verified: checksum of the loss mask is that of the sidecar"
+    path.write_bytes(bytes([1]) + before[1:])
+    refused(r"d_loss_mask\.bin: checksum xxh3_128:\w+ found, xxh3_128:\w+ expected .*the loss mask is damaged")
+    path.unlink()
+    inspect_data([str(prefix)])
+    assert "d_loss_mask.bin: no such file" in capsys.readouterr().out
+    path.write_bytes(before)
+    merge_datasets(merge)
+    assert verify(tmp_path / "out")[-1] == "verified: checksum of the loss mask is that of the sidecar"
+    assert loss_mask_path(tmp_path / "out").read_bytes() == bytes(3) + before
 
 
 def test_documents_of_several_sequences_stay(tmp_path: Path) -> None:
