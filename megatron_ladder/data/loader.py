@@ -10,7 +10,7 @@ import numpy as np
 from megatron_ladder.data.blending import Blend, BlendedSource, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.megatron_order import megatron_source, split_sequences
-from megatron_ladder.data.packing import LossOn, PackedSource, open_source
+from megatron_ladder.data.packing import LossOn, PackedSource, choose_labels, open_source
 from megatron_ladder.data.paths import PARTS, DataWords
 from megatron_ladder.data.samples import SampleSource, parse_split, split_documents
 from megatron_ladder.data.sidecar import check_index, check_sidecar, read_sidecar
@@ -123,6 +123,7 @@ def _open_part(
     if part == "train" and order.megatron_samples is not None:
         try:
             refuse_conversations(datasets)
+            apply_loss_on(datasets, order.loss_on)
             return megatron_source(
                 datasets, weights, shares, order.seq_length, order.seed, order.megatron_samples, order.cache
             )
@@ -162,6 +163,23 @@ def refuse_conversations(datasets: Iterable[IndexedDataset]) -> None:
         raise UserError(
             f"--megatron-order: {' '.join(packed)} holds conversations, which are packed whole: leave the flag out"
         )
+
+
+def apply_loss_on(datasets: Iterable[IndexedDataset], loss_on: LossOn | None) -> None:
+    """Drops the loss masks of texts where every token counts.
+
+    Raises:
+        UserError: data sets that lack the loss mask that is asked for.
+    """
+    mistakes: list[str] = []
+    for dataset in datasets:
+        try:
+            if choose_labels(dataset, loss_on) == "all":
+                dataset.loss_mask = None
+        except UserError as error:
+            mistakes.extend(error.mistakes)
+    if mistakes:
+        raise UserError(*mistakes)
 
 
 def _documents_of(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
 from megatron_ladder.data.loader import OrderOptions, open_sources
 from megatron_ladder.data.megatron_order import MegatronSource, greedy_turns, split_sequences
 from megatron_ladder.data.paths import DataWords
@@ -159,3 +159,20 @@ def test_sequences_are_its_documents(tmp_path: Path) -> None:
     assert (sources.train.documents, sources.valid.documents) == (range(2), range(1, 2))
     other = write_sequences(tmp_path / "t", [0, 1, 4])
     assert open_sources(shared(other), "0,1,1", order, ["valid"]).valid.documents == range(1)
+
+
+def test_the_tokens_that_count_are_chosen_as_in_the_other_order(make_dataset: MakeDataset) -> None:
+    masked, bare = make_dataset([40], "masked").prefix, make_dataset([40], "bare").prefix
+    loss_mask_path(masked).write_bytes(bytes(40))
+    both = shared(1, masked, 1, bare)
+    for loss_on, prefixes, has_mask in (
+        (None, both, True), ("all", both, False), ("assistant", shared(masked), True), (None, shared(bare), False),
+    ):  # fmt: skip
+        for megatron_samples in (8, None):
+            order = OrderOptions(SEQ_LENGTH, SEED, None, megatron_samples, loss_on)
+            train = open_sources(prefixes, "1", order, ["train"]).train
+            rows = train.samples(np.arange(8))
+            assert train.has_loss_mask == (rows.loss_mask is not None) == has_mask
+            order = OrderOptions(SEQ_LENGTH, SEED, None, megatron_samples, "assistant")
+            with pytest.raises(UserError, match="--loss-on assistant: .*bare does not tell whose tokens are whose"):
+                open_sources(both, "1", order, ["train"])
