@@ -160,7 +160,7 @@ class ChatTask:
             "--chat-keys": list(self.reading.keys),
             "--append-eod": self.append_eod,
             "--max-document-megabytes": self.reading.most_bytes >> 20,
-        }
+        } | ({"end-of-document token": self.eod_id} if self.append_eod else {})
 
     def prepare(self, parsed: Parsed) -> Parsed:
         """One column of rendered conversations; what cannot be rendered is a bad record."""

@@ -98,7 +98,7 @@ class TextTask:
             "--json-keys": list(self.reading.keys),
             "--append-eod": self.append_eod,
             "--max-document-megabytes": self.reading.most_bytes >> 20,
-        }
+        } | ({"end-of-document token": self.eod_id} if self.append_eod else {})
 
     def prepare(self, parsed: Parsed) -> Parsed:
         """As it is."""

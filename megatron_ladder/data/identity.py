@@ -52,10 +52,14 @@ def _stream_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
     words = {
         "streams": "--streaming-shards: the number of streams",
         "window_documents": "--streaming-shuffle-buffer: documents that a stream puts in a new order",
+        "eod_id": "--tokenizer-model: the token that ends a document",
         "shards": "--streaming: the number of shards that the input is cut into",
     }
+    # What an earlier release did not write down says nothing.
     lines = [
-        f"{said} is {now[name]}, was {was.get(name)}" for name, said in words.items() if was.get(name) != now[name]
+        f"{said} is {now[name]}, was {was[name]}"
+        for name, said in words.items()
+        if was.get(name, now[name]) != now[name]
     ]
     if not lines and was.get("shards_sha256") != now["shards_sha256"]:
         lines.append("--streaming: names or sizes of files are others than they were")

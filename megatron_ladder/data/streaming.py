@@ -85,6 +85,7 @@ class StreamPlan:
         return {
             "streams": self.streams,
             "window_documents": self.window_documents,
+            "eod_id": self.eod_id,
             "shards": len(self.shards),
             "shards_sha256": hashlib.sha256("\n".join(shard.name for shard in self.shards).encode()).hexdigest(),
         }

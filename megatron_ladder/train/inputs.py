@@ -16,7 +16,7 @@ from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.identity import data_changes, describe_training
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
 from megatron_ladder.data.paths import find_data
-from megatron_ladder.data.sidecar import read_sidecar
+from megatron_ladder.data.sidecar import read_sidecar, sidecar_path
 from megatron_ladder.data.streaming import StreamPlan
 from megatron_ladder.data.tokenizers import WITHOUT_FILES, NullTokenizer, Tokenizer, TokenizerSource, load_source
 from megatron_ladder.errors import UserError
@@ -92,16 +92,34 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
 def find_eod(
     data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, mistakes: list[str]
 ) -> int | None:
-    """The end-of-document token, None if nothing tells; a line in `mistakes` if a flag has need of it.
+    """The end-of-document token, None if nothing tells.
 
     A data set of conversations has marks of its own where they begin.
+
+    Args:
+        mistakes: gets a line if a flag has need of the token and nothing tells it, and for each data set that has
+            another one in its documents, or lacks it.
     """
     flags = [flag_name(name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
              if getattr(data, name)]  # fmt: skip
     prefixes = sorted(dataset.prefix for dataset in sources.datasets)
-    sidecars = {prefix: read_sidecar(prefix) for prefix in prefixes}
-    known = [sidecar.eod_id for sidecar in sidecars.values() if sidecar is not None]
-    eod_id = tokenizer.eod_id if tokenizer is not None else known[0] if known else None
+    known = {prefix: sidecar for prefix in prefixes if (sidecar := read_sidecar(prefix)) is not None}
+    # Where no document ends with the token and no flag looks for it, it does not matter which one that is.
+    matters = {
+        prefix: sidecar.eod_id for prefix, sidecar in known.items() if sidecar.append_eod or data.eod_mask_loss
+    }
+    told = [*matters.items(), *((prefix, sidecar.eod_id) for prefix, sidecar in known.items())]
+    name, eod_id = (str(told[0][0]), told[0][1]) if told else ("", None)
+    if tokenizer is not None:
+        name = f"--tokenizer-model {tokenizer.files[0]}" if tokenizer.files else f"--tokenizer-type {tokenizer.kind}"
+        eod_id = tokenizer.eod_id
+    mistakes.extend(
+        f"{prefix}: the end-of-document token is {other} by {sidecar_path(prefix)}, and {eod_id} by {name}: give the "
+        "tokenizer as it was when the data was made (tokenizer_config.json beside it may name the token), or "
+        "preprocess the data again"
+        for prefix, other in matters.items()
+        if other != eod_id
+    )
     if flags and eod_id is None:
         mistakes.append(
             f"{' '.join(flags)}: which token ends a document is not known: give --tokenizer-type and --tokenizer-model"
@@ -109,8 +127,8 @@ def find_eod(
     mistakes.extend(
         f"{' '.join(flags)}: the documents of {prefix} do not end with a token of their own: preprocess it with "
         "--append-eod"
-        for prefix, sidecar in sidecars.items()
-        if flags and sidecar is not None and not (sidecar.append_eod or sidecar.conversations)
+        for prefix, sidecar in known.items()
+        if flags and not (sidecar.append_eod or sidecar.conversations)
     )
     return eod_id
 

@@ -1,5 +1,6 @@
 """Conversations against transformers' own templates and masks."""
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -13,10 +14,11 @@ import tokenizers
 import transformers
 
 from megatron_ladder.cli import preprocess_data
-from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages
+from megatron_ladder.data.chat import Conversation, ConversationEncoder, chat_task, read_messages
 from megatron_ladder.data.chat_template import ChatTemplate, NotRendered
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.inspect import verify
+from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from megatron_ladder.errors import UserError
@@ -233,6 +235,14 @@ def test_preprocessing_conversations(folder: Path, tmp_path: Path) -> None:
     assert verify(prefix)[-1] == "verified: checksum of the loss mask is that of the sidecar"
     preprocess_data.main([*command, "--append-eod"])
     assert documents_of(prefix) == [([*ids, 3], [*mask, 0]) for ids, mask in expected]
+
+
+def test_the_end_that_is_appended_is_part_of_what_decides_the_tokens(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "template").write_text(MARKED)
+    for append_eod in (True, False):
+        task = chat_task(HuggingFaceTokenizer(folder), tmp_path / "template", Reading(("messages",)), append_eod)
+        other = dataclasses.replace(task, eod_id=task.eod_id + 1)
+        assert (other.identity() != task.identity()) == append_eod
 
 
 def test_a_conversation_that_the_template_does_not_take_is_named(

@@ -132,7 +132,7 @@ def begin(tmp_path: Path, interrupt: list[int], append_eod: bool = False) -> Pat
 def test_what_changed_in_between_is_named(tmp_path: Path, interrupt: list[int]) -> None:
     begin(tmp_path, interrupt)
     told = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
-    assert "begun before with other --append-eod: starting anew" in told
+    assert "begun before with other --append-eod, end-of-document token: starting anew" in told
     begin(tmp_path, interrupt, append_eod=True)
     os.utime(tmp_path / "a.jsonl", (1, 1))
     texts = write_lines(tmp_path / "a.jsonl", 7000)
@@ -150,6 +150,21 @@ def test_another_tokenizer_starts_anew(
     options = PreprocessOptions(report=told.append)
     preprocess([tmp_path / "a.jsonl"], tmp_path / "out", sentencepiece_tokenizer, options=options)
     assert "begun before with other tokenizer: starting anew" in told
+
+
+def test_another_end_of_a_document_starts_anew(
+    tmp_path: Path, interrupt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the tokenizer's directory names another token, which is no part of its checksum."""
+    begin(tmp_path, interrupt, append_eod=True)
+    monkeypatch.setattr(ByteTokenizer, "eod_id", 9)
+    told = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
+    assert "begun before with other end-of-document token: starting anew" in told
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert {int(dataset.document(number)[-1]) for number in range(len(dataset))} == {9}
+    begin(tmp_path, interrupt)
+    monkeypatch.setattr(ByteTokenizer, "eod_id", 8)
+    assert any("of an earlier run" in line for line in run([tmp_path / "a.jsonl"], tmp_path / "out"))
 
 
 @pytest.mark.parametrize("damage", ["text.bin", "text.lengths"])

@@ -14,6 +14,7 @@ from megatron_ladder.data.batches import BatchShape
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.streaming import StreamPlan, StreamReader, choose_streams, positions_of
 from megatron_ladder.errors import UserError
+from megatron_ladder.train.reading import TextStreams
 from megatron_ladder.train.stream_inputs import streaming_mistakes
 
 EOD, SEQ_LENGTH, STREAMS = 0, 7, 4
@@ -242,12 +243,26 @@ def test_a_resumed_run_knows_its_input() -> None:
         (plan_of(streams=2), "--streaming-shards: the number of streams is 2, was 4"),
         (dataclasses.replace(plan_of(), shards=make_shards()[:8]), "--streaming: the number of shards .* is 8, was 11"),
         (other, "--streaming: names or sizes of files are others"),
+        (dataclasses.replace(plan_of(), eod_id=5), "--tokenizer-model: the token that ends a document is 5, was 0"),
     ):
         (line,) = data_changes(found, found | {"stream": changed.describe()})
         assert re.search(said, line)
+    earlier = {name: value for name, value in found["stream"].items() if name != "eod_id"}
+    assert data_changes(found | {"stream": earlier}, found) == []
     assert "--tokenizer-model: sha256 is cd, was ab" in data_changes(found, found | {"tokenizer_sha256": "cd"})
     assert "texts are streamed" in data_changes({"train": {}}, found)[0]
     assert "token files are read" in data_changes(found, {"train": {}})[0]
+
+
+def test_a_state_that_tells_less_is_taken() -> None:
+    """Those of an earlier release lack the end-of-document token."""
+    plan = plan_of()
+    told = plan.describe()
+    earlier = {name: value for name, value in told.items() if name != "eod_id"}
+    for state, taken in ((told, True), (earlier, True), (told | {"eod_id": 5}, False), (earlier | {"new": 1}, False)):
+        streams = TextStreams(None, None, plan)  # type: ignore[arg-type]
+        streams.load_state_dict([{"plan": state, "positions": {"2": [1, 2, 3, 4, 5]}}])
+        assert bool(streams._positions) == taken
 
 
 def test_flags_that_contradict_streaming() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from megatron_ladder.checkpoint.manifest import decode_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.comm.launch import Place
-from megatron_ladder.data.indexed import IndexedDatasetWriter
+from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
+from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import describe_data, read_inputs
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
@@ -171,3 +173,50 @@ def test_changed_data_is_refused_or_said_loudly(tmp_path: Path, capsys: pytest.C
     assert about_data([*words, *load, "--allow-data-change"]) == []
     said = capsys.readouterr().out
     assert f"*** --allow-data-change: {prefix}: checksum" in said and "of the new order ***" in said
+
+
+def test_documents_end_with_the_token_that_is_looked_for(tmp_path: Path) -> None:
+    """Which token that is stands in tokenizer_config.json, so that the checksum of tokenizer.json does not tell."""
+    tokenizer = ByteTokenizer()
+    made = Sidecar(
+        tokenizer.kind, tokenizer.sha256, 257, eod_id=7, append_eod=True, largest_id=39, documents=1, tokens=40
+    )
+    for name in "ab":
+        with IndexedDatasetWriter(tmp_path / name, np.dtype(np.uint16)) as writer:
+            writer.add_document(np.arange(40))
+            writer.publish()
+    a, b = tmp_path / "a", tmp_path / "b"
+
+    def mistakes(words: str, of_a: Sidecar, of_b: Sidecar) -> list[str]:
+        write_sidecar(a, of_a)
+        write_sidecar(b, of_b)
+        data = f"--vocab-size 300 --data-path {a} {b} --split 1 --eval-iters 0 {words}"
+        try:
+            read_inputs([*SIZES, *data.split()], Place(0, 1, 0))
+        except UserError as error:
+            return [line.split(": give")[0] for line in error.mistakes]
+        return []
+
+    nine, byte, both = replace(made, eod_id=9), "--tokenizer-type ByteTokenizer", replace(made, eod_id=256)
+    by_tokenizer = [
+        f"{path}: the end-of-document token is {eod_id} by {path}.json, and 256 by --tokenizer-type ByteTokenizer"
+        for path, eod_id in ((a, 7), (b, 9))
+    ]
+    by_a = [f"{b}: the end-of-document token is 9 by {b}.json, and 7 by {a}"]
+    without = {"append_eod": False, "conversations": True}
+    for path in (a, b):
+        loss_mask_path(path).write_bytes(bytes(40))
+    talk, other_talk = replace(made, **without), replace(nine, **without)
+    for words, of_a, of_b, expected in (
+        (byte, both, both, []),
+        (byte, made, nine, by_tokenizer),
+        ("", made, made, []),
+        ("", made, nine, by_a),
+        ("--reset-attention-mask", made, made, []),
+        ("--reset-attention-mask", talk, other_talk, []),
+        ("--eod-mask-loss", talk, other_talk, by_a),
+        (f"{byte} --reset-attention-mask", talk, other_talk, []),
+        (f"{byte} --eod-mask-loss", talk, other_talk, by_tokenizer),
+        (byte, replace(made, append_eod=False), replace(nine, append_eod=False), []),
+    ):
+        assert mistakes(words, of_a, of_b) == expected
