@@ -1,7 +1,7 @@
 """From values to tokens: what a worker does with the columns of a block, apart from how they were read."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,9 @@ from megatron_ladder.data.indexed import token_dtype
 from megatron_ladder.data.reading.protocol import Parsed, Reading
 from megatron_ladder.data.tokenizers import TokenizerSource, load_source
 from megatron_ladder.errors import UserError
+
+BLOCK_TOKENS = 1 << 16
+"""Tokens that are joined, checked and cast at once."""
 
 
 class KeyTokens(NamedTuple):
@@ -120,22 +123,42 @@ def encoder_of(source: TokenizerSource, sha256: str, library: str) -> Encoder:
     return make_encoder(tokenizer, library)
 
 
-def join(documents: Sequence[NDArray[Any]], end: int | None, dtype: "np.dtype[Any]") -> KeyTokens:
+def join(documents: Iterable[NDArray[Any]], end: int | None, dtype: "np.dtype[Any]") -> KeyTokens:
     """Documents one after the other, empty ones left out, each followed by `end` if there is one.
 
     Raises:
         ValueError: an id does not fit the type.
     """
-    documents = [ids for ids in documents if len(ids)]
-    if not documents:
-        return KeyTokens(np.empty(0, dtype), np.empty(0, np.int32), -1)
-    lengths = np.fromiter(map(len, documents), np.int32, len(documents))
-    if end is not None:
-        closing = np.array([end], np.uint32)
-        documents = [part for ids in documents for part in (ids, closing)]
-        lengths += 1
-    token_ids = np.concatenate(documents)
-    largest = int(token_ids.max())
-    if largest > np.iinfo(dtype).max:
-        raise ValueError(f"token id {largest} does not fit {dtype}")
-    return KeyTokens(token_ids.astype(dtype), lengths, largest)
+    lengths, parts, largest = list[int](), list[NDArray[Any]](), -1
+    for block in _blocks(documents, end, lengths):
+        largest = max(largest, int(block.max()))
+        if largest > np.iinfo(dtype).max:
+            raise ValueError(f"token id {largest} does not fit {dtype}")
+        parts.append(block.astype(dtype))
+    token_ids = np.concatenate(parts) if parts else np.empty(0, dtype)
+    return KeyTokens(token_ids, np.array(lengths, np.int32), largest)
+
+
+def _blocks(documents: Iterable[NDArray[Any]], end: int | None, lengths: list[int]) -> Iterator[NDArray[np.uint32]]:
+    """The joined tokens, up to BLOCK_TOKENS at a time, always in the same array; lengths of documents to `lengths`.
+
+    A document is copied as soon as an encoder gives it, and can be freed: its ids, and the array, are in the
+    processor's cache still.
+    """
+    block, filled = np.empty(BLOCK_TOKENS, np.uint32), 0
+    for ids in documents:
+        if not len(ids):
+            continue
+        lengths.append(len(ids) + (end is not None))
+        # What is left is shorter than the room, so that the end has a place.
+        while len(ids) >= (room := BLOCK_TOKENS - filled):
+            block[filled:] = ids[:room]
+            yield block
+            ids, filled = ids[room:], 0
+        block[filled : filled + len(ids)] = ids
+        filled += len(ids)
+        if end is not None:
+            block[filled] = end
+            filled += 1
+    if filled:
+        yield block[:filled]

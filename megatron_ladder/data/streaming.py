@@ -17,7 +17,7 @@ used: five numbers for each stream. A resumed run reads that window again, and n
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -33,7 +33,7 @@ SHARDS, WINDOWS = 2, 3
 MOST_STREAMS = 64
 """What is chosen at most where nothing is said."""
 
-Encode = Callable[[Sequence[str]], Sequence[Sequence[int] | NDArray[Any]]]
+Encode = Callable[[Sequence[str]], Iterable[Sequence[int] | NDArray[Any]]]
 """Texts -> their ids, without an end-of-document token."""
 
 

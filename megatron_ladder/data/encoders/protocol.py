@@ -1,7 +1,7 @@
 """What tokenises many texts, and the encoder that every tokenizer has: itself."""
 
 import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +16,8 @@ class Encoder(Protocol):
     library: str
     """What does the work."""
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Ids [tokens of the text] of each text, unsigned whole numbers."""
+    def encode(self, texts: Sequence[str]) -> Iterator[NDArray[Any]]:
+        """Ids [tokens of the text] of each text, unsigned whole numbers of 32 bits at most, as they are asked for."""
 
 
 class NotExpressible(Exception):
@@ -31,8 +31,8 @@ class ReferenceEncoder:
         self.library = library
         self._tokenizer = tokenizer
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+    def encode(self, texts: Sequence[str]) -> Iterator[NDArray[Any]]:
         """Ids of each text."""
         # Twice as fast as np.array, which asks every number for its type.
         arrays = (array.array("I", ids) for ids in self._tokenizer.encode_batch(texts))
-        return [np.frombuffer(ids, np.uintc) if ids else np.empty(0, np.uintc) for ids in arrays]
+        return (np.frombuffer(ids, np.uintc) if ids else np.empty(0, np.uintc) for ids in arrays)

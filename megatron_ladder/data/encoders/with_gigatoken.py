@@ -1,7 +1,7 @@
 """Byte-pair tokenizers on gigatoken, which keeps the ids of every word that it has met."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -48,15 +48,14 @@ class GigatokenEncoder:
         self._begun_with = self._process.memory_info().rss
         self._unchecked = 0
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+    def encode(self, texts: Sequence[str]) -> Iterator[NDArray[Any]]:
         """Ids of each text."""
         self._unchecked += sum(map(len, texts))
         if self._unchecked > CHECK_CHARACTERS:
             self._unchecked = 0
             if self._process.memory_info().rss - self._begun_with > CACHE_BYTES:
                 self._begin_anew()
-        encode = self._backend.encode
-        return [encode(text) for text in texts]
+        return map(self._backend.encode, texts)
 
 
 def _sentencepiece_json(tokenizer: SentencePieceTokenizer) -> str:

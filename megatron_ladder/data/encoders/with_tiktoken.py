@@ -1,6 +1,6 @@
 """Byte-level byte-pair tokenizers on tiktoken."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ class TiktokenEncoder:
         except Exception as error:  # Of a pattern that its regular expressions do not have; it raises nothing narrower.
             raise NotExpressible(f"refuses it ({error})") from None
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+    def encode(self, texts: Sequence[str]) -> Iterator[NDArray[Any]]:
         """Ids of each text."""
         encode = self._encoding.encode_to_numpy
-        return [encode(text, allowed_special="all", disallowed_special=()) for text in texts]
+        return (encode(text, allowed_special="all", disallowed_special=()) for text in texts)

@@ -1,7 +1,8 @@
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import sentencepiece
 import tokenizers
 from numpy.typing import NDArray
 
+from megatron_ladder.data import encoding
 from megatron_ladder.data.encoders import choose, with_gigatoken
 from megatron_ladder.data.encoders.byte_pairs import byte_alphabet, read_byte_pairs
 from megatron_ladder.data.encoders.choose import HARD_TEXTS, choose_encoder, make_encoder
@@ -187,11 +189,11 @@ def test_the_memory_of_words_is_bounded(
 
     monkeypatch.setattr(encoder, "_process", Memory())
     begin()
-    expected = encoder.encode(["word " * 300])[0].tolist()
+    expected = next(encoder.encode(["word " * 300])).tolist()
     assert not loads
     resident[0] = with_gigatoken.CACHE_BYTES + 1
-    assert encoder.encode(["word " * 300])[0].tolist() == expected and len(loads) == 1
-    assert encoder.encode(["word " * 300])[0].tolist() == expected and len(loads) == 1
+    assert next(encoder.encode(["word " * 300])).tolist() == expected and len(loads) == 1
+    assert next(encoder.encode(["word " * 300])).tolist() == expected and len(loads) == 1
 
 
 def test_documents_are_joined_with_their_ends() -> None:
@@ -203,3 +205,50 @@ def test_documents_are_joined_with_their_ends() -> None:
     assert join(documents[1:2], 9, np.dtype("<u2")).lengths.tolist() == []
     with pytest.raises(ValueError, match="token id 70000 does not fit uint16"):
         join([np.array([70_000], np.uint32)], None, np.dtype("<u2"))
+
+
+@pytest.mark.parametrize("end", [None, 9])
+@pytest.mark.parametrize("dtype", ["<u2", "<i4"])
+@pytest.mark.parametrize("last", [0, 7, 8, 9])
+def test_documents_are_joined_in_blocks(
+    monkeypatch: pytest.MonkeyPatch, end: int | None, dtype: str, last: int
+) -> None:
+    """With lengths from nothing to several blocks, that end in a block, at its border and one behind."""
+    monkeypatch.setattr(encoding, "BLOCK_TOKENS", 8)
+    lengths = [3, 4, 0, 7, 1, 8, 6, 30, 16, 1, 1, 1, 1, 1, last]
+    whole = np.random.default_rng(last).integers(0, 60_000, sum(lengths), np.uint32)
+    documents = np.split(whole, np.cumsum(lengths)[:-1])
+    expected = [token for ids in documents if len(ids) for token in (*ids.tolist(), *([] if end is None else [end]))]
+    joined = join(iter(documents), end, np.dtype(dtype))
+    assert joined.token_ids.tolist() == expected and joined.token_ids.dtype == np.dtype(dtype)
+    assert joined.lengths.tolist() == [length + (end is not None) for length in lengths if length]
+    assert joined.lengths.dtype == np.int32 and joined.largest_id == max(expected)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("<u2", (1 << 16) - 1), ("<i4", (1 << 31) - 1)])
+def test_the_largest_id_of_a_type_fits_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, most: int
+) -> None:
+    monkeypatch.setattr(encoding, "BLOCK_TOKENS", 8)
+    for place in (0, 7, 8, 20):
+        ids = np.arange(21, dtype=np.uint32)
+        ids[place] = most
+        joined = join([ids], None, np.dtype(dtype))
+        assert joined.token_ids.tolist() == ids.tolist() and joined.largest_id == most
+        ids[place] += 1
+        with pytest.raises(ValueError, match=f"token id {most + 1} does not fit"):
+            join([ids], None, np.dtype(dtype))
+
+
+def test_ids_are_freed_document_by_document() -> None:
+    alive = [weakref.ref(np.empty(0))]
+
+    def encoded() -> Iterator[NDArray[np.uint32]]:
+        for size in range(1, 9):
+            ids = np.arange(size, dtype=np.uint32)
+            alive.append(weakref.ref(ids))
+            yield ids
+            del ids
+            assert sum(ref() is not None for ref in alive) <= 1
+
+    assert join(encoded(), None, np.dtype("<u2")).lengths.tolist() == list(range(1, 9))
