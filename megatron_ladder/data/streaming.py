@@ -132,31 +132,53 @@ class TextStream:
         return row
 
     def _read_window(self) -> _Window:
+        """The next one that holds a token; others are passed over.
+
+        Raises:
+            UserError: every shard was read from beginning to end since the last token.
+        """
+        entered, without_token = self._next, set[int]()
+        while True:
+            begins = self._next
+            tokens = self._tokens_of(self._read_texts(), begins.window)
+            if len(tokens):
+                return _Window(begins, tokens)
+            read_whole = begins.epoch > entered.epoch or (entered.shard, entered.block) == (0, 0)
+            if self._next.epoch > begins.epoch and read_whole:
+                # One epoch says nothing of the input: in each the stream has other shards.
+                without_token.update(self._own_shards(begins.epoch))
+            if len(without_token) == len(self._plan.shards):
+                raise UserError("--streaming: the input has no text")
+
+    def _read_texts(self) -> list[str]:
+        """Documents of the next window. Where the epoch had none left there are none, and the window has no number."""
         begins, texts = self._next, list[str]()
-        for epochs in range(len(self._plan.shards) + 2):
-            for found, after in self._blocks:
-                texts += found
-                self._next = after._replace(window=begins.window + 1)
-                if len(texts) >= self._plan.window_documents or after.epoch > begins.epoch + epochs:
-                    break
-            if texts:
+        for found, after in self._blocks:
+            texts += found
+            self._next = after._replace(window=begins.window + bool(texts))
+            if len(texts) >= self._plan.window_documents or after.epoch > begins.epoch:
                 break
-        order = permutation(len(texts), self._plan.seed, begins.window, WINDOWS + self._number)
-        documents = self._encode([texts[place] for place in order.tolist()])
+        return texts
+
+    def _tokens_of(self, texts: Sequence[str], window: int) -> NDArray[np.int32]:
+        """The documents in the window's order, joined; nothing where none has a token."""
+        order = permutation(len(texts), self._plan.seed, window, WINDOWS + self._number)
+        documents = self._encode([texts[place] for place in order.tolist()]) if texts else []
         end = np.array([self._plan.eod_id], np.int32)
         pieces = [piece for ids in documents if len(ids) for piece in (np.asarray(ids, np.int32), end)]
-        if not pieces:
-            raise UserError("--streaming: the input has no text")
-        return _Window(begins, np.concatenate(pieces))
+        return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+
+    def _own_shards(self, epoch: int) -> list[int]:
+        order = permutation(len(self._plan.shards), self._plan.seed, epoch, SHARDS)
+        return [int(place) for place in order[self._number :: self._plan.streams]]
 
     def _blocks_from(self, position: Position) -> Iterator[tuple[list[str], Position]]:
         """Documents from there on, each time with where those after them begin; none at the end of an epoch."""
         epoch, shard, block = position.epoch, position.shard, position.block
         while True:
-            order = permutation(len(self._plan.shards), self._plan.seed, epoch, SHARDS)
-            own = [self._plan.shards[place] for place in order[self._number :: self._plan.streams].tolist()]
+            own = self._own_shards(epoch)
             for place in range(shard, len(own)):
-                for number, texts in enumerate(own[place].blocks(block), start=block + 1):
+                for number, texts in enumerate(self._plan.shards[own[place]].blocks(block), start=block + 1):
                     yield texts, Position(epoch, place, number)
                 block = 0
             epoch, shard = epoch + 1, 0

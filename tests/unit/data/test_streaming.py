@@ -212,6 +212,55 @@ def test_input_without_text() -> None:
         reader_of(plan).read()
 
 
+class Texts:
+    """A shard of given texts, a block each."""
+
+    def __init__(self, name: str, texts: Sequence[str]) -> None:
+        self.name, self._texts = name, texts
+
+    def blocks(self, first: int) -> Iterator[list[str]]:
+        yield from ([text] for text in self._texts[first:])
+
+
+def encode_marked(texts: Sequence[str]) -> list[list[int]]:
+    """An empty text has no token."""
+    return [[int(text)] * 3 if text else [] for text in texts]
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_windows_without_a_token_are_passed_over(window: int) -> None:
+    """Rows of "" at the end of a shard are windows of their own; another shard has nothing else."""
+    filled = [Texts(f"filled {n}", [str(10 * n + 1), "", str(10 * n + 2), *[""] * 7]) for n in range(2)]
+
+    def plan() -> StreamPlan:
+        return StreamPlan((*filled, Texts("empty", [""] * 6)), 2, SEQ_LENGTH, 1, window, EOD)
+
+    def reader(consumed: int, states: Sequence[Any]) -> StreamReader:
+        shape = BatchShape(SEQ_LENGTH, 2, 1)
+        return StreamReader(plan(), encode_marked, shape, 0, consumed, positions_of(states), 2000)
+
+    whole = reader(0, [])
+    rows, states = [], [whole.state()]
+    for _ in range(40):
+        rows.append(whole.read().tokens.tolist())
+        states.append(json.loads(json.dumps(whole.state())))
+    assert {token for step in rows for row in step for token in row} == {EOD, 1, 2, 11, 12}
+    for stop in range(40):
+        resumed = reader(2 * stop, [states[stop]])
+        assert [resumed.read().tokens.tolist() for _ in range(stop, min(stop + 5, 40))] == rows[stop : stop + 5]
+
+
+def test_one_shard_with_text_among_many_without_is_found() -> None:
+    """A stream has one of 16 shards an epoch, and goes on until it was given each of them."""
+    shards = (*(Texts(f"empty {n}", [""]) for n in range(15)), Texts("filled", ["7", "8"]))
+    plan = StreamPlan(shards, 16, SEQ_LENGTH, 1, 10, EOD)
+    reader = StreamReader(plan, encode_marked, BatchShape(SEQ_LENGTH, 16, 1), 0, 0, {}, 2000)
+    assert set(reader.read().tokens.ravel().tolist()) == {EOD, 7, 8}
+    nothing = dataclasses.replace(plan, shards=shards[:-1] + (Texts("none", ["", ""]),))
+    with pytest.raises(UserError, match="--streaming: the input has no text"):
+        StreamReader(nothing, encode_marked, BatchShape(SEQ_LENGTH, 16, 1), 0, 0, {}, 2000).read()
+
+
 def test_ids_that_the_model_lacks() -> None:
     reader = StreamReader(plan_of(), encode, BatchShape(SEQ_LENGTH, 8, 1), 0, 0, {}, 10)
     with pytest.raises(UserError, match="--tokenizer-model: gives token id .*, the model has ids 0 to 9"):
