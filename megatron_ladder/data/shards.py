@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
-from megatron_ladder.data.reading.files import JsonLinesFile, LineSpan
+from megatron_ladder.data.reading.files import HugeLine, JsonLinesFile, LineSpan, end_of_line
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.hub import HubShard, HubSource
 from megatron_ladder.data.reading.parquet import ParquetFile, RowGroup
@@ -62,20 +61,20 @@ class LinesShard:
 
     def _spans(self) -> Iterator[Block]:
         with open(self.path, "rb") as file:
-            begin, end = self._line_from(file, self.begin), self._line_from(file, self.end)
+            # The line before may be larger than the shard.
+            begin = end_of_line(file, self.begin - 1, self.end) if self.begin else 0
+            end = end_of_line(file, self.end - 1) if begin < self.end else begin
             while begin < end:
-                following = min(self._line_from(file, begin + SPAN_BYTES), end)
-                yield LineSpan(self.path, begin, following)
+                following = min(end_of_line(file, begin + SPAN_BYTES - 1), end)
+                if following - begin <= SPAN_BYTES + self.reading.most_bytes:
+                    yield LineSpan(self.path, begin, following)
+                else:
+                    file.seek(begin)
+                    last = begin + file.read(SPAN_BYTES).rfind(b"\n") + 1
+                    if last > begin:
+                        yield LineSpan(self.path, begin, last)
+                    yield HugeLine(following - last, following - last)
                 begin = following
-
-    @staticmethod
-    def _line_from(file: BinaryIO, place: int) -> int:
-        """Where the first line begins that begins there or later."""
-        if place == 0:
-            return 0
-        file.seek(place - 1)
-        file.readline()
-        return file.tell()
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Files that can be entered anywhere: JSON lines in spans of whole lines, and plain text, a document a file."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,14 +99,19 @@ class JsonLinesFile:
                     start = begin + file.read(SPAN_BYTES).rfind(b"\n") + 1
                     if start > begin:
                         yield LineSpan(self.path, begin, start)
-                    end = _end_of_line(file, start)
+                    end = end_of_line(file, start)
                     yield HugeLine(end - start, end - start)
                 begin = end
 
 
-def _end_of_line(file: BinaryIO, start: int) -> int:
+def end_of_line(file: BinaryIO, start: int, limit: float = math.inf) -> int:
+    """Where the line ends that goes on at `start`, its line feed included. No more than a piece of it is held.
+
+    Args:
+        limit: where it is enough to know that the line does not end before; some place from there on is told then.
+    """
     file.seek(start)
-    while (piece := file.readline(SPAN_BYTES)) and not piece.endswith(b"\n"):
+    while (piece := file.readline(SPAN_BYTES)) and not piece.endswith(b"\n") and file.tell() < limit:
         pass
     return file.tell()
 

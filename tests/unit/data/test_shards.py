@@ -1,4 +1,6 @@
+import dataclasses
 import gzip
+import io
 import json
 from pathlib import Path
 
@@ -7,6 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from megatron_ladder.data import shards as shards_module
+from megatron_ladder.data.reading import files as files_module
+from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.shards import find_shards
 from megatron_ladder.errors import UserError
 
@@ -47,6 +51,43 @@ def test_blocks_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         blocks = list(shard.blocks(0))
         assert len(blocks) > 3 and all(blocks)
         assert all(list(shard.blocks(first)) == blocks[first:] for first in range(len(blocks) + 2))
+
+
+class Counted(io.BufferedReader):
+    """A file that keeps what was read of it at once, at most, and how much in all."""
+
+    most = total = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return self._count(super().read(size))
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        return self._count(super().readline(size))
+
+    def _count(self, content: bytes) -> bytes:
+        Counted.most, Counted.total = max(Counted.most, len(content)), Counted.total + len(content)
+        return content
+
+
+def test_a_huge_line_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is passed over in pieces by the shard in which it begins; those inside of it read no further than their end."""
+    for module in (shards_module, files_module):
+        monkeypatch.setattr(module, "SPAN_BYTES", 1000)
+        monkeypatch.setattr(module, "open", lambda path, mode: Counted(io.FileIO(path)), raising=False)
+    monkeypatch.setattr(shards_module, "LEAST_BYTES", 20_000)
+    path, huge = tmp_path / "a.jsonl", "y" * 300_000
+    write_lines(path, [*TEXTS[:30], huge, *TEXTS[30:60]])
+    monkeypatch.setattr(Counted, "most", 0)
+    reading = Reading(most_bytes=2000)
+    shards = [dataclasses.replace(shard, reading=reading) for shard in find_shards([str(path)], "text")]  # type: ignore[type-var]
+    blocks = [(number, block) for number, shard in enumerate(shards) for block in shard._spans()]  # type: ignore[attr-defined]
+    (bad,) = [(number, bad) for number, block in blocks for bad in block.read(reading).bad]
+    assert bad[0] == 0 and "300,0" in bad[1].reason and "are more than a document may have" in bad[1].reason
+    texts = [text for _, block in blocks for text in block.read(reading).columns[0]]
+    assert texts == TEXTS[:60]
+    assert Counted.most <= 3000
+    monkeypatch.setattr(Counted, "total", 0)
+    assert list(shards[5]._spans()) == [] and Counted.total <= 21_001  # type: ignore[attr-defined]
 
 
 def test_every_format(tmp_path: Path) -> None:
