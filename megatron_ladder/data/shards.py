@@ -38,7 +38,11 @@ class SourceShard:
 
     def blocks(self, first: int) -> Iterator[list[str]]:
         """See Shard."""
-        return _texts(self.source.name, islice(self.source.blocks(self.reading), first, None), first, self.reading)
+        if isinstance(self.source, HubShard):
+            blocks = self.source.blocks_from(first, self.reading)
+        else:
+            blocks = islice(self.source.blocks(self.reading), first, None)
+        return _texts(self.source.name, blocks, first, self.reading)
 
 
 @dataclass(frozen=True)

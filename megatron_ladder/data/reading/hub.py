@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ladder.data.reading.hub_middle import without_first
 from megatron_ladder.data.reading.parquet import check_rows
 from megatron_ladder.data.reading.protocol import Block, Parsed, Reading
 from megatron_ladder.errors import UserError
@@ -111,6 +112,17 @@ class HubSource:
         """One of so many parts, as the library's data set."""
         return self._open().shard(num_shards=count, index=number)
 
+    def data_files(self) -> list[str]:
+        """Paths or addresses of the split's files in their order; none where the library does not tell."""
+        import datasets
+
+        if Path(self.path).is_file():
+            return [self.path]
+        files = datasets.load_dataset_builder(self.path, self.config).config.data_files or {}
+        splits = {str(split): list(members) for split, members in files.items()}
+        # What is no name of a split is a part of one, or of several.
+        return splits.get(self.split, [file for members in splits.values() for file in members])
+
     def _open(self) -> Any:
         try:
             import datasets
@@ -156,4 +168,13 @@ class HubShard:
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
         """Rows as they are streamed."""
-        return self.whole.blocks_of(self.whole.shard(self.number, self.count), reading)
+        return self.blocks_from(0, reading)
+
+    def blocks_from(self, first: int, reading: Reading) -> Iterator[Block]:
+        """Without the first blocks, of which no more is read than the library must."""
+        dataset = self.whole.shard(self.number, self.count)
+        if first:
+            files = self.whole.data_files()
+            file = files[self.number] if len(files) == self.count else None
+            dataset = without_first(dataset, first * BATCH_ROWS, file)
+        yield from self.whole.blocks_of(dataset, reading)

@@ -2,7 +2,9 @@ import dataclasses
 import gzip
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -105,6 +107,61 @@ def test_every_format(tmp_path: Path) -> None:
     assert all(list(shard.blocks(1)) == [] for shard in find_shards([str(tmp_path / "b.parquet")], "text"))
     names = [shard.name for shard in find_shards([str(tmp_path / "b.parquet"), f"hf://{hub}"], "text")]
     assert len(set(names)) == len(names) and not any(str(tmp_path) in name for name in names[:4])
+
+
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows that `datasets` made texts of, a number each time."""
+    from datasets.formatting.formatting import PythonFormatter
+
+    made: list[int] = []
+
+    def format_batch(self: Any, table: Any) -> Any:
+        made.append(len(table))
+        return original(self, table)
+
+    original = PythonFormatter.format_batch
+    monkeypatch.setattr(PythonFormatter, "format_batch", format_batch)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz"])
+def test_a_part_of_a_hub_set_is_entered_in_its_middle(tmp_path: Path, converted: list[int], kind: str) -> None:
+    """Parts of 1000 rows are four blocks; of Parquet, row groups before the place are not even read."""
+    texts = [[f"{part} {number}" for number in range(1000)] for part in range(2)]
+    for part in range(2):
+        path = tmp_path / f"{part}.{kind}"
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"id": [0] * 1000, "text": texts[part]}), path, row_group_size=150)
+        else:
+            write_lines(path, texts[part])
+    for part, shard in enumerate(find_shards([f"hf://{tmp_path}"], "text")):
+        whole = list(shard.blocks(0))
+        assert whole == [texts[part][begin : begin + 256] for begin in range(0, 1000, 256)]
+        for first in (1, 2, 3, 4, 5):
+            converted.clear()
+            assert list(shard.blocks(first)) == whole[first:]
+            assert sum(converted) == max(0, 1000 - 256 * first)
+
+
+def test_row_groups_before_the_place_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS * 2}), tmp_path / "a.parquet", row_group_size=100)
+    for word in (f"hf://{tmp_path}", f"hf://{tmp_path}/a.parquet"):
+        (shard,) = find_shards([word], "text")
+        read: list[int] = []
+
+        def tables(self: Any, *args: Any, read: list[int] = read, **kwargs: Any) -> Iterator[Any]:
+            for key, table in original(self, *args, **kwargs):
+                read.append(len(table))
+                yield key, table
+
+        original = Parquet._generate_tables
+        with monkeypatch.context() as patch:
+            patch.setattr(Parquet, "_generate_tables", tables)
+            assert next(shard.blocks(2)) == (TEXTS * 2)[512:768]
+        assert read == [100, 100, 100]
 
 
 def test_many_files_are_a_shard_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
