@@ -4,6 +4,7 @@ from typing import Any
 
 from megatron_ladder.data.fingerprint import differences
 from megatron_ladder.data.loader import Source
+from megatron_ladder.data.stream_contents import source_changes
 
 EARLIER_NAMES = ("train_documents", "train_tokens", "tokenizer_sha256")
 """All that the oldest checkpoints tell of their data."""
@@ -56,13 +57,16 @@ def _stream_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
         "shards": "--streaming: the number of shards that the input is cut into",
     }
     # What an earlier release did not write down says nothing.
-    lines = [
+    lines = source_changes(was["sources"], now["sources"]) if "sources" in was else []
+    if lines:
+        del words["shards"]
+    elif was.get("shards_sha256") != now["shards_sha256"] and was.get("shards") == now["shards"]:
+        lines.append("--streaming: names or sizes of files are others than they were")
+    lines += [
         f"{said} is {now[name]}, was {was[name]}"
         for name, said in words.items()
         if was.get(name, now[name]) != now[name]
     ]
-    if not lines and was.get("shards_sha256") != now["shards_sha256"]:
-        lines.append("--streaming: names or sizes of files are others than they were")
     if stored.get("tokenizer_sha256") != found["tokenizer_sha256"]:
         lines.append(
             f"--tokenizer-model: sha256 is {found['tokenizer_sha256']}, was {stored.get('tokenizer_sha256')}"

@@ -231,11 +231,11 @@ class IndexedDataset:
         return self.tokens[self.document_bounds[number] : self.document_bounds[number + 1]]
 
 
-def sampled_checksum(array: NDArray[Any]) -> str:
+def sampled_checksum(array: NDArray[Any], blocks: int = SAMPLED_BLOCKS) -> str:
     """Checksum of 64 blocks, 4096 bytes each, from all over a mapped file, so that other tokens under an equal index
     are told without reading everything: `xxh3_128:` and 32 hexadecimal digits."""
     content = array.view(np.uint8)
-    begins = np.linspace(0, max(len(content) - SAMPLED_BYTES, 0), SAMPLED_BLOCKS).astype(np.int64)
+    begins = np.linspace(0, max(len(content) - SAMPLED_BYTES, 0), blocks).astype(np.int64)
     hasher = xxhash.xxh3_128()
     for begin in np.unique(begins).tolist():
         hasher.update(content[begin : begin + SAMPLED_BYTES].tobytes())

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron_ladder.data.reading.files import HugeLine, JsonLinesFile, LineSpan, end_of_line
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.hub import HubShard, HubSource
 from megatron_ladder.data.reading.parquet import ParquetFile, RowGroup
 from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Parsed, Reading, Source
+from megatron_ladder.data.stream_contents import describe_sources
 from megatron_ladder.data.streaming import Shard
 from megatron_ladder.errors import UserError
 
@@ -108,8 +110,16 @@ def _texts(place: str, blocks: Iterator[Block], first: int, reading: Reading) ->
         yield parsed.columns[0]
 
 
-def find_shards(inputs: Sequence[str], key: str) -> tuple[Shard, ...]:
-    """The shards behind words as those of preprocess_data.py's --input.
+class StreamInput(NamedTuple):
+    """What is streamed."""
+
+    shards: tuple[Shard, ...]
+    sources: tuple[dict[str, Any], ...]
+    """What each source holds, as stream_contents.py tells it."""
+
+
+def find_input(inputs: Sequence[str], key: str) -> StreamInput:
+    """The input behind words as those of preprocess_data.py's --input.
 
     Raises:
         UserError: there is nothing that can be read behind a word, or it can be read only once.
@@ -124,10 +134,12 @@ def find_shards(inputs: Sequence[str], key: str) -> tuple[Shard, ...]:
     if any(source.name == "-" for source in sources):
         raise UserError("--streaming -: standard input cannot be read again by a resumed run: give files")
     if len(sources) >= ENOUGH_SHARDS:
-        return tuple(SourceShard(source, reading) for source in sources)
-    total = sum(source.total_bytes or 0 for source in sources)
-    part = max(LEAST_BYTES, total // ENOUGH_SHARDS)
-    return tuple(shard for source in sources for shard in _cut(source, reading, part))
+        shards: tuple[Shard, ...] = tuple(SourceShard(source, reading) for source in sources)
+    else:
+        total = sum(source.total_bytes or 0 for source in sources)
+        part = max(LEAST_BYTES, total // ENOUGH_SHARDS)
+        shards = tuple(shard for source in sources for shard in _cut(source, reading, part))
+    return StreamInput(shards, describe_sources(sources))
 
 
 def _renamed(mistake: str, before: Sequence[str], after: Sequence[str]) -> str:

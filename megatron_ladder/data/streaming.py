@@ -79,9 +79,15 @@ class StreamPlan:
     window_documents: int
     """Of one stream, at least; a window ends with a block."""
     eod_id: int
+    sources: tuple[dict[str, Any], ...] = ()
+    """What the input holds, as stream_contents.py tells it."""
 
     def describe(self) -> dict[str, Any]:
         """For a checkpoint: what a resumed run must have alike."""
+        return self.cut() | {"sources": list(self.sources)}
+
+    def cut(self) -> dict[str, Any]:
+        """How the input is cut, which says what positions mean."""
         return {
             "streams": self.streams,
             "window_documents": self.window_documents,

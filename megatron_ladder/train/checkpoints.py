@@ -139,8 +139,8 @@ class CheckpointSaver:
         if self._trainer.run.logging.skip_train:
             say(f"evaluates {checkpoint.directory}: {checkpoint.iteration} steps done", rank)
             return checkpoint.iteration, checkpoint.consumed_samples
-        if self._streams is not None and "data_streams" in checkpoint.manifest:
-            self._streams.load_state_dict(checkpoint.manifest["data_streams"])
+        if self._streams is not None:
+            self._streams.resume(checkpoint.manifest)
         self._trainer.guard.set_state(checkpoint.manifest.get("guard", {}))
         say(f"continues from {checkpoint.directory}: {checkpoint.iteration} steps done", rank)
         if note := schedule_note(self._trainer.run, checkpoint):

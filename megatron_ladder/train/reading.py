@@ -1,5 +1,6 @@
 """Which rank reads what, and what the others get from it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -12,11 +13,12 @@ from megatron_ladder.data.batches import (
     UnreadBatches,
 )
 from megatron_ladder.data.encoders.choose import choose_encoder
+from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.data.samples import Samples
 from megatron_ladder.data.streaming import Position, StreamPlan, StreamReader, positions_of
-from megatron_ladder.train.inputs import RunInputs
+from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import say
 from megatron_ladder.train.setup import Trainer
 
@@ -86,14 +88,20 @@ class TextStreams:
         """Where this data-parallel rank's streams are, behind the last batch that was given out; on its reader."""
         if self._batches is None or self._trainer.mesh.model.rank > 0:
             return None
-        return {"plan": self._plan.describe(), "positions": self._batches.reader_state}
+        return {"plan": self._plan.cut(), "positions": self._batches.reader_state}
 
     def load_state_dict(self, states: list[Any]) -> None:
-        """Takes the states of any number of ranks; those of another input are passed over, and it begins anew."""
-        plan = self._plan.describe()
+        """Takes the states of any number of ranks; those of an input that is cut otherwise are passed over."""
+        plan = self._plan.cut()
         # Plans of an earlier release say less.
         if all(plan | state["plan"] == plan for state in states):
             self._positions = positions_of([state["positions"] for state in states])
+
+    def resume(self, manifest: Mapping[str, Any]) -> None:
+        """Takes the states of a checkpoint. Of other data, which was allowed then, positions mean nothing."""
+        found = describe_data(self._inputs.sources, self._inputs.tokenizer, self._plan)
+        if "data_streams" in manifest and not data_changes(manifest.get("data", {}), found):
+            self.load_state_dict(manifest["data_streams"])
 
     def begin(self, consumed_samples: int) -> GlobalBatchLoader:
         """This rank's batches."""

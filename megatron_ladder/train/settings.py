@@ -1,6 +1,7 @@
 """What every process of a run must have alike, by the names that a user knows it under."""
 
 import dataclasses
+import hashlib
 import json
 import platform
 from collections.abc import Mapping
@@ -30,6 +31,10 @@ def shared_settings(inputs: RunInputs, place: Place) -> dict[str, Any]:
     settings = {flag_names().get(name, name): value for name, value in fields.items() if name not in DIFFERS}
     settings |= deepspeed_file(run.parallel)
     data = describe_data(inputs.sources, inputs.tokenizer, inputs.stream)
+    if inputs.stream is not None:
+        # There may be many sources, and this travels.
+        sources = json.dumps(inputs.stream.sources, sort_keys=True).encode()
+        data["stream"] = inputs.stream.cut() | {"sources_sha256": hashlib.sha256(sources).hexdigest()}
     settings |= {f"data: {name}": value for name, value in data.items()}
     return settings | {
         "--load: newest checkpoint": None if inputs.checkpoint is None else inputs.checkpoint.directory.name,

@@ -3,7 +3,7 @@
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.data.shards import find_shards
+from megatron_ladder.data.shards import find_input
 from megatron_ladder.data.streaming import StreamPlan, choose_streams
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
@@ -50,7 +50,7 @@ def open_stream(
     data = run.data
     stored = {} if checkpoint is None else checkpoint.manifest.get("data", {}).get("stream", {})
     try:
-        shards = find_shards(data.streaming, data.streaming_key)
+        shards, sources = find_input(data.streaming, data.streaming_key)
         asked = stored.get("streams") if data.streaming_shards is None else data.streaming_shards
         streams = choose_streams(asked, len(shards), run.data_parallel_size)
     except UserError as error:
@@ -58,4 +58,4 @@ def open_stream(
         return None
     assert tokenizer is not None
     window = max(1, data.streaming_shuffle_buffer // streams)
-    return StreamPlan(shards, streams, run.training.seq_length, run.training.seed, window, tokenizer.eod_id)
+    return StreamPlan(shards, streams, run.training.seq_length, run.training.seed, window, tokenizer.eod_id, sources)

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.data.loader import Sources
-from megatron_ladder.data.shards import find_shards
+from megatron_ladder.data.shards import find_input
 from megatron_ladder.data.streaming import StreamPlan
 from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.train.inputs import RunInputs
@@ -24,7 +24,7 @@ def rows_of(batches: list[MicroBatch]) -> list[list[int]]:
 def read(argv: list[str], path: str, steps: int, consumed: int, states: list[Any]) -> tuple[list[Any], Any]:
     """On each rank: its rows of every step, and its state behind them."""
     trainer, tokenizer = build_trainer_here([*RECIPE, *argv]), NullTokenizer(100)
-    plan = StreamPlan(find_shards([path], "text"), 4, trainer.run.training.seq_length, 1, 20, tokenizer.eod_id)
+    plan = StreamPlan(find_input([path], "text").shards, 4, trainer.run.training.seq_length, 1, 20, tokenizer.eod_id)
     data = TrainingData(
         trainer, RunInputs(trainer.run, {}, tokenizer, Sources(None, None, None), None, tokenizer.eod_id, plan)
     )

@@ -13,7 +13,7 @@ import pytest
 from megatron_ladder.data import shards as shards_module
 from megatron_ladder.data.reading import files as files_module
 from megatron_ladder.data.reading.protocol import Reading
-from megatron_ladder.data.shards import find_shards
+from megatron_ladder.data.shards import find_input
 from megatron_ladder.errors import UserError
 
 
@@ -25,7 +25,7 @@ def write_lines(path: Path, texts: list[str]) -> Path:
 
 def texts_of(inputs: list[Path | str], first: int = 0) -> list[list[str]]:
     """Of each shard."""
-    shards = find_shards(list(map(str, inputs)), "text")
+    shards = find_input(list(map(str, inputs)), "text").shards
     return [[text for block in shard.blocks(first) for text in block] for shard in shards]
 
 
@@ -49,7 +49,7 @@ def test_blocks_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(shards_module, "SPAN_BYTES", 1000)
     monkeypatch.setattr(shards_module, "LEAST_BYTES", 20_000)
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
-    for shard in find_shards([str(path)], "text"):
+    for shard in find_input([str(path)], "text").shards:
         blocks = list(shard.blocks(0))
         assert len(blocks) > 3 and all(blocks)
         assert all(list(shard.blocks(first)) == blocks[first:] for first in range(len(blocks) + 2))
@@ -81,7 +81,7 @@ def test_a_huge_line_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write_lines(path, [*TEXTS[:30], huge, *TEXTS[30:60]])
     monkeypatch.setattr(Counted, "most", 0)
     reading = Reading(most_bytes=2000)
-    shards = [dataclasses.replace(shard, reading=reading) for shard in find_shards([str(path)], "text")]  # type: ignore[type-var]
+    shards = [dataclasses.replace(shard, reading=reading) for shard in find_input([str(path)], "text").shards]  # type: ignore[type-var]
     blocks = [(number, block) for number, shard in enumerate(shards) for block in shard._spans()]  # type: ignore[attr-defined]
     (bad,) = [(number, bad) for number, block in blocks for bad in block.read(reading).bad]
     assert bad[0] == 0 and "300,0" in bad[1].reason and "are more than a document may have" in bad[1].reason
@@ -104,8 +104,8 @@ def test_every_format(tmp_path: Path) -> None:
     found = texts_of([str(tmp_path / "b.par*"), tmp_path / "c.jsonl.gz", tmp_path / "d.txt", f"hf://{hub}"])
     assert [len(part) for part in found] == [30, 30, 30, 10, 100, 1, 10, 10, 10]
     assert [text for part in found for text in part] == [*TEXTS[:200], "a\nb", *TEXTS[200:230]]
-    assert all(list(shard.blocks(1)) == [] for shard in find_shards([str(tmp_path / "b.parquet")], "text"))
-    names = [shard.name for shard in find_shards([str(tmp_path / "b.parquet"), f"hf://{hub}"], "text")]
+    assert all(list(shard.blocks(1)) == [] for shard in find_input([str(tmp_path / "b.parquet")], "text").shards)
+    names = [shard.name for shard in find_input([str(tmp_path / "b.parquet"), f"hf://{hub}"], "text").shards]
     assert len(set(names)) == len(names) and not any(str(tmp_path) in name for name in names[:4])
 
 
@@ -135,7 +135,7 @@ def test_a_part_of_a_hub_set_is_entered_in_its_middle(tmp_path: Path, converted:
             pyarrow.parquet.write_table(pyarrow.table({"id": [0] * 1000, "text": texts[part]}), path, row_group_size=150)
         else:
             write_lines(path, texts[part])
-    for part, shard in enumerate(find_shards([f"hf://{tmp_path}"], "text")):
+    for part, shard in enumerate(find_input([f"hf://{tmp_path}"], "text").shards):
         whole = list(shard.blocks(0))
         assert whole == [texts[part][begin : begin + 256] for begin in range(0, 1000, 256)]
         for first in (1, 2, 3, 4, 5):
@@ -149,7 +149,7 @@ def test_row_groups_before_the_place_are_not_read(tmp_path: Path, monkeypatch: p
 
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS * 2}), tmp_path / "a.parquet", row_group_size=100)
     for word in (f"hf://{tmp_path}", f"hf://{tmp_path}/a.parquet"):
-        (shard,) = find_shards([word], "text")
+        (shard,) = find_input([word], "text").shards
         read: list[int] = []
 
         def tables(self: Any, *args: Any, read: list[int] = read, **kwargs: Any) -> Iterator[Any]:
@@ -177,9 +177,9 @@ def test_what_cannot_be_streamed(tmp_path: Path) -> None:
         (str(tmp_path / "none.jsonl"), "--streaming .*none.jsonl: no such file"),
     ):
         with pytest.raises(UserError, match=said):
-            find_shards([word], "text")
+            find_input([word], "text").shards
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "a"}\n{"text": 1}\n')
-    (shard,) = find_shards([str(path)], "text")
+    (shard,) = find_input([str(path)], "text").shards
     with pytest.raises(UserError, match=r"--streaming .*/bad.jsonl from byte 0: record 1 of its block 0: a text"):
         list(shard.blocks(0))

@@ -1,0 +1,149 @@
+"""A resumed run of streamed texts notices, by the name of the source, that its input is another."""
+
+import dataclasses
+import gzip
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_ladder.data import stream_contents
+from megatron_ladder.data.identity import data_changes
+from megatron_ladder.data.reading.hub import HubSource
+from megatron_ladder.data.shards import find_input
+from megatron_ladder.data.stream_contents import describe_sources
+from megatron_ladder.data.streaming import StreamPlan
+
+LINES = [json.dumps({"text": f"text {number} " + "x" * (number * 37 % 400)}) for number in range(200)]
+
+
+def write(path: Path, seed: int) -> None:
+    """The same lines in the order of the seed; as Parquet in row groups."""
+    lines = random.Random(seed).sample(LINES, len(LINES))
+    if path.suffix == ".parquet":
+        table = pyarrow.table({"text": [json.loads(line)["text"] for line in lines]})
+        pyarrow.parquet.write_table(table, path, row_group_size=200, compression="none", use_dictionary=False,
+                                      write_statistics=False)  # fmt: skip
+        return
+    content = "".join(line + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(content, 0, mtime=0) if path.suffix == ".gz" else content)
+
+
+def described(*words: object) -> dict[str, Any]:
+    """What a checkpoint would keep."""
+    shards, sources = find_input(list(map(str, words)), "text")
+    plan = StreamPlan(shards, 1, 7, 1, 10, 0, sources)
+    kept: dict[str, Any] = json.loads(json.dumps({"tokenizer_sha256": None, "stream": plan.describe()}))
+    return kept
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("is_hub", [False, True])
+def test_the_same_lines_in_another_order_are_noticed(tmp_path: Path, kind: str, is_hub: bool) -> None:
+    """Sizes are equal, and the other files are as they were."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "abc":
+        write(folder / f"{name}.{kind}", 1)
+    words = [f"hf://{folder}"] if is_hub else sorted(folder.iterdir())
+    before, size = described(*words), (folder / f"b.{kind}").stat().st_size
+    assert data_changes(before, described(*words)) == []
+    write(folder / f"b.{kind}", 2)
+    assert (folder / f"b.{kind}").stat().st_size == size
+    (line,) = data_changes(before, described(*words))
+    name = "texts" if is_hub else f"b.{kind}"
+    assert re.fullmatch(rf"--streaming {re.escape(name)}: checksum of blocks is xxh3_128:\w+, was xxh3_128:\w+", line)
+
+
+def test_files_that_moved_are_no_change(tmp_path: Path) -> None:
+    (tmp_path / "set" / "more").mkdir(parents=True)
+    write(tmp_path / "set" / "a.jsonl", 1)
+    write(tmp_path / "set" / "more" / "b.jsonl", 2)
+    write(tmp_path / "c.jsonl", 3)
+    before = described(tmp_path / "c.jsonl", f"hf://{tmp_path}/set")
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    shutil.copytree(tmp_path / "set", moved / "set")
+    shutil.copyfile(tmp_path / "c.jsonl", moved / "c.jsonl")
+    assert data_changes(before, described(moved / "c.jsonl", f"hf://{moved}/set")) == []
+    (moved / "set" / "README.md").write_text("no data")
+    assert data_changes(before, described(moved / "c.jsonl", f"hf://{moved}/set")) == []
+
+
+def test_sizes_names_and_numbers_of_sources(tmp_path: Path) -> None:
+    for name in "abcd":
+        write(tmp_path / f"{name}.jsonl", 1)
+    a, b, c, d = (tmp_path / f"{name}.jsonl" for name in "abcd")
+    before = described(a, b, c)
+    swapped = data_changes(before, described(b, a, c))
+    assert swapped == [
+        "--streaming: source 1 is b.jsonl, was a.jsonl",
+        "--streaming: source 2 is a.jsonl, was b.jsonl",
+    ]
+    assert data_changes(before, described(a, b, c, d)) == ["--streaming: the number of sources is 4, was 3"]
+    a.write_text(a.read_text() * 2)
+    (line,) = data_changes(before, described(a, b, c))
+    assert line.startswith(f"--streaming a.jsonl: size in bytes is {a.stat().st_size}, was {b.stat().st_size}, checksum")
+
+
+def test_checkpoints_that_tell_less_are_compared_by_what_they_tell(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", 1)
+    found = described(tmp_path / "a.jsonl")
+    early = found | {"stream": {name: value for name, value in found["stream"].items() if name != "sources"}}
+    assert data_changes(early, found) == []
+    other = early | {"stream": early["stream"] | {"shards_sha256": "ab"}}
+    assert data_changes(other, found) == ["--streaming: names or sizes of files are others than they were"]
+    (source,) = found["stream"]["sources"]
+    del source["sample"]
+    write(tmp_path / "a.jsonl", 2)
+    assert data_changes(found, described(tmp_path / "a.jsonl")) == []
+
+
+def test_many_changed_sources_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_contents, "BLOCKS_IN_ALL", 40)
+    for number in range(20):
+        write(tmp_path / f"{number:02}.jsonl", 1)
+    before = described(tmp_path / "*.jsonl")
+    for number in range(20):
+        write(tmp_path / f"{number:02}.jsonl", 2)
+    lines = data_changes(before, described(tmp_path / "*.jsonl"))
+    assert len(lines) == 9 and lines[-1] == "--streaming: 12 more sources changed"
+
+
+def test_of_the_hub_contents_count_and_commits_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = {"a.parquet": "1a", "b.parquet": "2b"}
+
+    class Hub:
+        def info(self, path: str) -> dict[str, Any]:
+            return {"size": 7, "blob_id": contents[path.rpartition("/")[2]], "last_commit": None}
+
+    source = HubSource.parse("hf://somebody/texts:en")
+
+    def at(commit: str) -> list[dict[str, Any]]:
+        files = [f"hf://datasets/somebody/texts@{commit}/en/{name}" for name in contents]
+        monkeypatch.setattr(HubSource, "data_files", lambda self: files)
+        return list(describe_sources([source]))
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda address: (Hub(), address))
+    first = at("c0ffee")
+    assert first[0]["name"] == "texts:en" and first[0]["files"] == 2 and first[0]["bytes"] == 14
+    assert at("beef") == first
+    contents["b.parquet"] = "3c"
+    assert at("beef")[0]["sample"] != first[0]["sample"]
+
+
+def test_positions_are_kept_beside_how_the_input_is_cut(tmp_path: Path) -> None:
+    """What each rank keeps does not grow with the number of files."""
+    write(tmp_path / "a.jsonl", 1)
+    shards, sources = find_input([str(tmp_path / "a.jsonl")], "text")
+    plan = StreamPlan(shards, 1, 7, 1, 10, 0, sources)
+    assert plan.describe() == plan.cut() | {"sources": list(sources)}
+    assert plan.cut() == dataclasses.replace(plan, sources=()).cut()
+    assert set(plan.cut()) == {"streams", "window_documents", "shards", "shards_sha256"}
