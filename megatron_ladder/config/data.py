@@ -58,3 +58,6 @@ class DataConfig:
     streaming_shards: int | None = None
     """Streams that --streaming cuts its input into. They are dealt to the data-parallel processes, whose number may be
     any that divides this one; 64 if not given, or fewer if there is less input."""
+    streaming_skip_bad_lines: int = 0
+    """Lines of --streaming that may be passed over because they are malformed, not UTF-8, or too large; they are
+    listed. One more of them ends the run."""

@@ -12,7 +12,8 @@ stream (seed, w, WINDOWS + v); joins the tokens of all documents, each with its 
 the next window. A sample is seq_length + 1 of the joined tokens, the first of them the last of the sample before.
 
 What is kept for a resumed run is where the window began in which the next sample begins, and how many tokens of it are
-used: five numbers for each stream. A resumed run reads that window again, and no more.
+used: five numbers for each stream. A resumed run reads that window again, and no more. Records that were passed over
+are kept beside that.
 """
 
 import hashlib
@@ -25,7 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.batches import BatchShape
+from megatron_ladder.data.reading.protocol import BadRecord
 from megatron_ladder.data.samples import SampleRows, permutation
+from megatron_ladder.data.skipped import SkippedRecords
 from megatron_ladder.errors import UserError
 
 SHARDS, WINDOWS = 2, 3
@@ -37,6 +40,14 @@ Encode = Callable[[Sequence[str]], Iterable[Sequence[int] | NDArray[Any]]]
 """Texts -> their ids, without an end-of-document token."""
 
 
+class Documents(NamedTuple):
+    """What a block of a shard holds."""
+
+    texts: list[str]
+    bad: tuple[BadRecord, ...] = ()
+    """Records that cannot be read."""
+
+
 class Shard(Protocol):
     """A part of the input that is read in order."""
 
@@ -45,12 +56,16 @@ class Shard(Protocol):
         """What tells it from others, and from a changed one; not in which folder it is."""
         ...
 
-    def blocks(self, first: int) -> Iterator[list[str]]:
+    def blocks(self, first: int) -> Iterator[Documents]:
         """Its documents, some at a time; always the same ones.
 
         Args:
             first: blocks to leave out.
         """
+        ...
+
+    def place(self, block: int, record: int) -> str:
+        """Where a record of a block is found, both counted from 0: `file:line` for a file of lines."""
         ...
 
 
@@ -81,6 +96,8 @@ class StreamPlan:
     eod_id: int
     sources: tuple[dict[str, Any], ...] = ()
     """What the input holds, as stream_contents.py tells it."""
+    most_bad: int = 0
+    """Records that may be passed over because they cannot be read."""
 
     def describe(self) -> dict[str, Any]:
         """For a checkpoint: what a resumed run must have alike."""
@@ -106,8 +123,10 @@ class _Window(NamedTuple):
 class TextStream:
     """One of the streams."""
 
-    def __init__(self, plan: StreamPlan, number: int, encode: Encode, position: Position) -> None:
-        self._plan, self._number, self._encode = plan, number, encode
+    def __init__(
+        self, plan: StreamPlan, number: int, encode: Encode, position: Position, skipped: SkippedRecords
+    ) -> None:
+        self._plan, self._number, self._encode, self._skipped = plan, number, encode, skipped
         self._next, self._used = position._replace(used=0), position.used
         self._windows: deque[_Window] = deque()
         self._blocks = self._blocks_from(position)
@@ -122,7 +141,7 @@ class TextStream:
         """The next sample, [seq_length + 1].
 
         Raises:
-            UserError: the input has no text, or cannot be read.
+            UserError: the input has no text, or cannot be read, or more of its records cannot than may be passed over.
         """
         length = self._plan.seq_length + 1
         while sum(len(window.tokens) for window in self._windows) - self._used < length:
@@ -184,8 +203,11 @@ class TextStream:
         while True:
             own = self._own_shards(epoch)
             for place in range(shard, len(own)):
-                for number, texts in enumerate(self._plan.shards[own[place]].blocks(block), start=block + 1):
-                    yield texts, Position(epoch, place, number)
+                source = self._plan.shards[own[place]]
+                for number, documents in enumerate(source.blocks(block), start=block):
+                    if documents.bad:
+                        self._skipped.take(own[place], number, documents.bad, source.place)
+                    yield documents.texts, Position(epoch, place, number + 1)
                 block = 0
             epoch, shard = epoch + 1, 0
             yield [], Position(epoch)
@@ -203,11 +225,13 @@ class StreamReader:
         consumed_samples: int,
         positions: Mapping[int, Position],
         vocab_size: int,
+        skipped: SkippedRecords | None = None,
     ) -> None:
         """
         Args:
             consumed_samples: samples that all ranks together have read before.
             positions: of streams that were read before, this rank's at least; others are at their beginnings.
+            skipped: records that were passed over before; none if not given.
 
         Raises:
             UserError: the data-parallel size does not divide the number of streams.
@@ -218,8 +242,10 @@ class StreamReader:
                 "data-parallel ranks: start with a data-parallel size that divides them"
             )
         own = range(data_parallel_rank, plan.streams, shape.data_parallel_size)
+        self._skipped = skipped or SkippedRecords(plan.most_bad)
         self._streams = {
-            number: TextStream(plan, number, encode, positions.get(number, Position())) for number in own
+            number: TextStream(plan, number, encode, positions.get(number, Position()), self._skipped)
+            for number in own
         }
         self._plan, self._shape, self._rank = plan, shape, data_parallel_rank
         self._vocab_size = vocab_size
@@ -239,13 +265,19 @@ class StreamReader:
         return SampleRows(rows, None)
 
     def state(self) -> dict[str, Any]:
-        """Positions of this rank's streams by their numbers."""
-        return {str(number): list(stream.position) for number, stream in self._streams.items()}
+        """Positions of this rank's streams by their numbers, and records that were passed over."""
+        positions = {str(number): list(stream.position) for number, stream in self._streams.items()}
+        return {"positions": positions, "skipped": self._skipped.state()}
 
 
-def positions_of(states: Sequence[Mapping[str, Sequence[int]]]) -> dict[int, Position]:
+def positions_of(states: Sequence[Mapping[str, Any]]) -> dict[int, Position]:
     """Of the states that all ranks had, whatever their number: where each stream was."""
-    return {int(number): Position(*place) for state in states for number, place in state.items()}
+    return {int(number): Position(*place) for state in states for number, place in state["positions"].items()}
+
+
+def skipped_of(states: Sequence[Mapping[str, Any]]) -> list[Sequence[int]]:
+    """Of the states that all ranks had: records that were passed over. Early states do not tell, and had none."""
+    return [found for state in states for found in state.get("skipped", ())]
 
 
 def choose_streams(asked: int | None, shards: int, data_parallel_size: int) -> int:

@@ -1,6 +1,7 @@
 """Which rank reads what, and what the others get from it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -17,7 +18,8 @@ from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.data.samples import Samples
-from megatron_ladder.data.streaming import Position, StreamPlan, StreamReader, positions_of
+from megatron_ladder.data.skipped import SkippedRecords
+from megatron_ladder.data.streaming import Documents, Position, StreamPlan, StreamReader, positions_of, skipped_of
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import say
 from megatron_ladder.train.setup import Trainer
@@ -82,20 +84,21 @@ class TextStreams:
     def __init__(self, trainer: Trainer, inputs: RunInputs, plan: StreamPlan) -> None:
         self._trainer, self._inputs, self._plan = trainer, inputs, plan
         self._positions: dict[int, Position] = {}
+        self._skipped: list[Sequence[int]] = []
         self._batches: GlobalBatchLoader | None = None
 
     def state_dict(self) -> dict[str, Any] | None:
         """Where this data-parallel rank's streams are, behind the last batch that was given out; on its reader."""
         if self._batches is None or self._trainer.mesh.model.rank > 0:
             return None
-        return {"plan": self._plan.cut(), "positions": self._batches.reader_state}
+        return {"plan": self._plan.cut()} | self._batches.reader_state
 
     def load_state_dict(self, states: list[Any]) -> None:
         """Takes the states of any number of ranks; those of an input that is cut otherwise are passed over."""
         plan = self._plan.cut()
         # Plans of an earlier release say less.
         if all(plan | state["plan"] == plan for state in states):
-            self._positions = positions_of([state["positions"] for state in states])
+            self._positions, self._skipped = positions_of(states), skipped_of(states)
 
     def resume(self, manifest: Mapping[str, Any]) -> None:
         """Takes the states of a checkpoint. Of other data, which was allowed then, positions mean nothing."""
@@ -109,16 +112,22 @@ class TextStreams:
         mesh, run, shape = trainer.mesh, trainer.run, batch_shape(trainer.run)
         assert tokenizer is not None
         if mesh.model.rank == 0:
-            texts = next(self._plan.shards[0].blocks(0), [])
+            texts = next(self._plan.shards[0].blocks(0), Documents([])).texts
             choice = choose_encoder(tokenizer, "auto", texts)
             say(f"--streaming: {choice.sentence}", mesh.world.rank)
+            skipped = SkippedRecords(self._plan.most_bad, partial(_tell_of, mesh.world.rank), self._skipped)
             reader = StreamReader(
                 self._plan, choice.encoder.encode, shape, mesh.data.rank, consumed_samples, self._positions,
-                run.model.vocab_size,
+                run.model.vocab_size, skipped,
             )  # fmt: skip
         rules = document_rules(run, trainer.eod_id)
         self._batches = GlobalBatchLoader(reader, shape, rules, consumed_samples, mesh.model, trainer.device)
         return self._batches
+
+
+def _tell_of(rank: int, text: str) -> None:
+    """Prints on any rank: each reads streams of its own."""
+    print(f"rank {rank}: {text}", flush=True)
 
 
 def packing_notes(sources: Sources) -> list[str]:

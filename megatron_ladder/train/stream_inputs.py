@@ -18,6 +18,7 @@ def streaming_mistakes(data: DataConfig) -> list[str]:
                 ("--streaming-key", data.streaming_key, "text"),
                 ("--streaming-shuffle-buffer", data.streaming_shuffle_buffer, 10000),
                 ("--streaming-shards", data.streaming_shards, None),
+                ("--streaming-skip-bad-lines", data.streaming_skip_bad_lines, 0),
             )
             if value != default
         ]
@@ -37,6 +38,8 @@ def streaming_mistakes(data: DataConfig) -> list[str]:
     ):
         if number < 1:
             mistakes.append(f"{name} {number}: expected 1 or more")
+    if data.streaming_skip_bad_lines < 0:
+        mistakes.append(f"--streaming-skip-bad-lines {data.streaming_skip_bad_lines}: expected 0 or more")
     return mistakes
 
 
@@ -50,7 +53,7 @@ def open_stream(
     data = run.data
     stored = {} if checkpoint is None else checkpoint.manifest.get("data", {}).get("stream", {})
     try:
-        shards, sources = find_input(data.streaming, data.streaming_key)
+        shards, sources = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
         asked = stored.get("streams") if data.streaming_shards is None else data.streaming_shards
         streams = choose_streams(asked, len(shards), run.data_parallel_size)
     except UserError as error:
@@ -58,4 +61,7 @@ def open_stream(
         return None
     assert tokenizer is not None
     window = max(1, data.streaming_shuffle_buffer // streams)
-    return StreamPlan(shards, streams, run.training.seq_length, run.training.seed, window, tokenizer.eod_id, sources)
+    training, most_bad = run.training, data.streaming_skip_bad_lines
+    return StreamPlan(
+        shards, streams, training.seq_length, training.seed, window, tokenizer.eod_id, sources, most_bad
+    )  # fmt: skip

@@ -2,6 +2,7 @@ import dataclasses
 import gzip
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from megatron_ladder.data import shards as shards_module
 from megatron_ladder.data.reading import files as files_module
+from megatron_ladder.data.reading import streams as streams_module
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.shards import find_input
 from megatron_ladder.errors import UserError
@@ -26,7 +28,7 @@ def write_lines(path: Path, texts: list[str]) -> Path:
 def texts_of(inputs: list[Path | str], first: int = 0) -> list[list[str]]:
     """Of each shard."""
     shards = find_input(list(map(str, inputs)), "text").shards
-    return [[text for block in shard.blocks(first) for text in block] for shard in shards]
+    return [[text for block in shard.blocks(first) for text in block.texts] for shard in shards]
 
 
 TEXTS = [f"text {number} " + "x" * (number * 37 % 400) for number in range(500)]
@@ -51,7 +53,7 @@ def test_blocks_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
     for shard in find_input([str(path)], "text").shards:
         blocks = list(shard.blocks(0))
-        assert len(blocks) > 3 and all(blocks)
+        assert len(blocks) > 3 and all(block.texts for block in blocks)
         assert all(list(shard.blocks(first)) == blocks[first:] for first in range(len(blocks) + 2))
 
 
@@ -72,7 +74,7 @@ class Counted(io.BufferedReader):
 
 
 def test_a_huge_line_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is passed over in pieces by the shard in which it begins; those inside of it read no further than their end."""
+    """It is passed over in pieces by the shard in which it begins; those inside of it read to their end at most."""
     for module in (shards_module, files_module):
         monkeypatch.setattr(module, "SPAN_BYTES", 1000)
         monkeypatch.setattr(module, "open", lambda path, mode: Counted(io.FileIO(path)), raising=False)
@@ -82,7 +84,7 @@ def test_a_huge_line_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Counted, "most", 0)
     reading = Reading(most_bytes=2000)
     shards = [dataclasses.replace(shard, reading=reading) for shard in find_input([str(path)], "text").shards]  # type: ignore[type-var]
-    blocks = [(number, block) for number, shard in enumerate(shards) for block in shard._spans()]  # type: ignore[attr-defined]
+    blocks = [(number, block) for number, shard in enumerate(shards) for _, block in shard._spans()]  # type: ignore[attr-defined]
     (bad,) = [(number, bad) for number, block in blocks for bad in block.read(reading).bad]
     assert bad[0] == 0 and "300,0" in bad[1].reason and "are more than a document may have" in bad[1].reason
     texts = [text for _, block in blocks for text in block.read(reading).columns[0]]
@@ -132,36 +134,36 @@ def test_a_part_of_a_hub_set_is_entered_in_its_middle(tmp_path: Path, converted:
     for part in range(2):
         path = tmp_path / f"{part}.{kind}"
         if kind == "parquet":
-            pyarrow.parquet.write_table(pyarrow.table({"id": [0] * 1000, "text": texts[part]}), path, row_group_size=150)
+            table = pyarrow.table({"id": [0] * 1000, "text": texts[part]})
+            pyarrow.parquet.write_table(table, path, row_group_size=150)
         else:
             write_lines(path, texts[part])
     for part, shard in enumerate(find_input([f"hf://{tmp_path}"], "text").shards):
         whole = list(shard.blocks(0))
-        assert whole == [texts[part][begin : begin + 256] for begin in range(0, 1000, 256)]
+        assert [block.texts for block in whole] == [texts[part][begin : begin + 256] for begin in range(0, 1000, 256)]
         for first in (1, 2, 3, 4, 5):
             converted.clear()
             assert list(shard.blocks(first)) == whole[first:]
             assert sum(converted) == max(0, 1000 - 256 * first)
 
 
-def test_row_groups_before_the_place_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("word", ["hf://{}", "hf://{}/a.parquet"])
+def test_row_groups_before_the_place_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     from datasets.packaged_modules.parquet.parquet import Parquet
 
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS * 2}), tmp_path / "a.parquet", row_group_size=100)
-    for word in (f"hf://{tmp_path}", f"hf://{tmp_path}/a.parquet"):
-        (shard,) = find_input([word], "text").shards
-        read: list[int] = []
+    (shard,) = find_input([word.format(tmp_path)], "text").shards
+    read: list[int] = []
 
-        def tables(self: Any, *args: Any, read: list[int] = read, **kwargs: Any) -> Iterator[Any]:
-            for key, table in original(self, *args, **kwargs):
-                read.append(len(table))
-                yield key, table
+    def tables(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        for key, table in original(self, *args, **kwargs):
+            read.append(len(table))
+            yield key, table
 
-        original = Parquet._generate_tables
-        with monkeypatch.context() as patch:
-            patch.setattr(Parquet, "_generate_tables", tables)
-            assert next(shard.blocks(2)) == (TEXTS * 2)[512:768]
-        assert read == [100, 100, 100]
+    original = Parquet._generate_tables
+    monkeypatch.setattr(Parquet, "_generate_tables", tables)
+    assert next(shard.blocks(2)).texts == (TEXTS * 2)[512:768]
+    assert read == [100, 100, 100]
 
 
 def test_many_files_are_a_shard_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +179,44 @@ def test_what_cannot_be_streamed(tmp_path: Path) -> None:
         (str(tmp_path / "none.jsonl"), "--streaming .*none.jsonl: no such file"),
     ):
         with pytest.raises(UserError, match=said):
-            find_input([word], "text").shards
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"text": "a"}\n{"text": 1}\n')
-    (shard,) = find_input([str(path)], "text").shards
-    with pytest.raises(UserError, match=r"--streaming .*/bad.jsonl from byte 0: record 1 of its block 0: a text"):
-        list(shard.blocks(0))
+            find_input([word], "text")
+
+
+def bad_places(inputs: list[Path | str], first: int = 0) -> list[str]:
+    """Places and reasons of all bad records."""
+    return [
+        f"{shard.place(block, bad.number)}: {bad.reason}"
+        for shard in find_input(list(map(str, inputs)), "text", 9).shards
+        for block, documents in enumerate(shard.blocks(first), start=first)
+        for bad in documents.bad
+    ]
+
+
+def test_bad_records_are_told_by_their_place_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (shards_module, streams_module):
+        monkeypatch.setattr(module, "SPAN_BYTES", 1000)
+    monkeypatch.setattr(shards_module, "LEAST_BYTES", 20_000)
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    lines[3], lines[250], lines[499] = '{"text": 1}', "{", '{"body": ""}'
+    content = "".join(f"{line}\n" for line in lines).encode()
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        found = bad_places([tmp_path / name])
+        assert [place.partition(" ")[0] for place in found] == [f"{tmp_path}/{name}:{line}:" for line in (4, 251, 500)]
+        assert "a text expected" in found[0] and "not JSON" in found[1] and "--streaming-key" in found[2]
+    assert bad_places([tmp_path / "b.jsonl.gz"], first=5) == bad_places([tmp_path / "b.jsonl.gz"])[1:]
+    monkeypatch.setattr(shards_module, "LINES_COUNTED_BYTES", 0)
+    (_, far, _) = bad_places([tmp_path / "a.jsonl"])
+    found_at = re.match(r".*/a\.jsonl: line (\d+) from byte (\d+) on: not JSON", far)
+    assert found_at and content[int(found_at[2]) :].split(b"\n")[int(found_at[1]) - 1] == b"{"
+
+    table = pyarrow.table({"text": [None if number in (5, 71) else text for number, text in enumerate(TEXTS)]})
+    (tmp_path / "set").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "set" / "c.parquet", row_group_size=30)
+    for word in (tmp_path / "set" / "c.parquet", f"hf://{tmp_path}/set"):
+        found = bad_places([word])
+        assert [re.findall(r"row (\d+): a text expected", place) for place in found] == [["5"], ["71"]]
+    assert bad_places([f"hf://{tmp_path}/set"], first=1) == []
+    (tmp_path / "d.txt").write_bytes(b"a\n\xff")
+    assert bad_places([tmp_path / "d.txt"])[0].startswith(f"{tmp_path}/d.txt:2: byte 0xff")

@@ -12,7 +12,16 @@ import pytest
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.batches import BatchShape
 from megatron_ladder.data.identity import data_changes
-from megatron_ladder.data.streaming import StreamPlan, StreamReader, choose_streams, positions_of
+from megatron_ladder.data.reading.protocol import BadRecord
+from megatron_ladder.data.skipped import SkippedRecords
+from megatron_ladder.data.streaming import (
+    Documents,
+    StreamPlan,
+    StreamReader,
+    choose_streams,
+    positions_of,
+    skipped_of,
+)
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.reading import TextStreams
 from megatron_ladder.train.stream_inputs import streaming_mistakes
@@ -29,10 +38,13 @@ class Numbers:
         self._blocks = [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
         self.read = 0
 
-    def blocks(self, first: int) -> Iterator[list[str]]:
+    def blocks(self, first: int) -> Iterator[Documents]:
         for block in self._blocks[first:]:
             self.read += 1
-            yield [str(number) for number in block]
+            yield Documents([str(number) for number in block])
+
+    def place(self, block: int, record: int) -> str:
+        return f"{self.name}:{block}:{record}"
 
 
 def make_shards() -> tuple[Numbers, ...]:
@@ -199,7 +211,8 @@ def test_a_state_is_five_numbers_a_stream() -> None:
     reader = reader_of(plan_of(), rank=1, size=2)
     rows_of([reader], 100)
     state = reader.state()
-    assert set(state) == {"1", "3"} and all(len(place) == 5 for place in state.values())
+    assert set(state["positions"]) == {"1", "3"} and all(len(place) == 5 for place in state["positions"].values())
+    assert state["skipped"] == [] == skipped_of([{"positions": state["positions"]}])
 
 
 def test_seeds_differ() -> None:
@@ -213,13 +226,17 @@ def test_input_without_text() -> None:
 
 
 class Texts:
-    """A shard of given texts, a block each."""
+    """A shard of given texts, a block each; None is a record that cannot be read."""
 
-    def __init__(self, name: str, texts: Sequence[str]) -> None:
+    def __init__(self, name: str, texts: Sequence[str | None]) -> None:
         self.name, self._texts = name, texts
 
-    def blocks(self, first: int) -> Iterator[list[str]]:
-        yield from ([text] for text in self._texts[first:])
+    def blocks(self, first: int) -> Iterator[Documents]:
+        for text in self._texts[first:]:
+            yield Documents([], (BadRecord(0, "not JSON"),)) if text is None else Documents([text])
+
+    def place(self, block: int, record: int) -> str:
+        return f"{self.name}:{block + record + 1}"
 
 
 def encode_marked(texts: Sequence[str]) -> list[list[int]]:
@@ -259,6 +276,67 @@ def test_one_shard_with_text_among_many_without_is_found() -> None:
     nothing = dataclasses.replace(plan, shards=shards[:-1] + (Texts("none", ["", ""]),))
     with pytest.raises(UserError, match="--streaming: the input has no text"):
         StreamReader(nothing, encode_marked, BatchShape(SEQ_LENGTH, 16, 1), 0, 0, {}, 2000).read()
+
+
+def spoiled_plan(most_bad: int) -> StreamPlan:
+    """Three shards, of which the second and the third hold bad records: three in all."""
+    texts: list[list[str | None]] = [["1", "2"], ["3", None, "4"], [None, "5", None, "6"]]
+    shards = tuple(Texts(f"{name}.jsonl", members) for name, members in zip("abc", texts, strict=True))
+    return StreamPlan(shards, 2, SEQ_LENGTH, 1, 2, EOD, most_bad=most_bad)
+
+
+def spoiled_reader(most_bad: int, told: list[str], rank: int = 0, size: int = 1, states: Sequence[Any] = (),
+                   consumed: int = 0) -> StreamReader:  # fmt: skip
+    plan, states = spoiled_plan(most_bad), json.loads(json.dumps(states))
+    skipped = SkippedRecords(most_bad, told.append, skipped_of(states))
+    shape = BatchShape(SEQ_LENGTH, 2, 1, size)
+    return StreamReader(plan, encode_marked, shape, rank, consumed, positions_of(states), 2000, skipped)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_records_are_passed_over_and_told_once_by_each_rank(size: int) -> None:
+    """Over many epochs, and whichever rank meets them."""
+    places = ["b.jsonl:2", "c.jsonl:1", "c.jsonl:3"]
+    for rank in range(size):
+        told: list[str] = []
+        reader = spoiled_reader(3, told, rank, size)
+        tokens = {token for _ in range(60) for token in reader.read().tokens.ravel().tolist()}
+        assert tokens == {EOD, 1, 2, 3, 4, 5, 6}
+        assert sorted(told) == [f"skipped: --streaming {place}: not JSON" for place in places]
+        assert reader.state()["skipped"] == [[1, 1, 0], [2, 0, 0], [2, 2, 0]]
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2, 3, 4])
+def test_a_resumed_run_goes_on_counting(stop: int) -> None:
+    """Those known of are neither told nor counted again; the third is one too many, before the stop or behind it."""
+    whole, told = spoiled_reader(3, []), list[str]()
+    expected = [whole.read().tokens.tolist() for _ in range(30)]
+    begun = spoiled_reader(3, told)
+    assert [begun.read().tokens.tolist() for _ in range(stop)] == expected[:stop]
+    resumed = spoiled_reader(3, told, states=[begun.state()], consumed=2 * stop)
+    assert [resumed.read().tokens.tolist() for _ in range(stop, 30)] == expected[stop:]
+    assert len(told) == len(set(told)) == 3
+
+    fewer = spoiled_reader(2, [], states=[begun.state()], consumed=2 * stop)
+    if len(begun.state()["skipped"]) < 3:
+        with pytest.raises(UserError, match=r"jsonl:\d: not JSON \(2 before it were skipped: --streaming-skip-bad-lin"):
+            for _ in range(30):
+                fewer.read()
+
+
+def test_one_bad_record_ends_a_run_that_may_pass_over_none() -> None:
+    with pytest.raises(UserError, match=r"--streaming [bc]\.jsonl:\d: not JSON$"):
+        for _ in range(10):
+            spoiled_reader(0, []).read()
+
+
+def test_a_block_that_was_not_read_to_its_end_is_no_block(tmp_path: Path) -> None:
+    """Its parser stops at one bad record too many, even if a checkpoint knows of all of them."""
+    skipped = SkippedRecords(1, known=[[0, 0, 3], [0, 0, 4]])
+    bad = (BadRecord(3, "torn"), BadRecord(4, "torn"))
+    with pytest.raises(UserError, match="a:3: torn .2 before it were skipped"):
+        skipped.take(0, 0, bad, lambda block, record: f"a:{record}")
+    skipped.take(0, 0, bad[:1], lambda block, record: f"a:{record}")
 
 
 def test_ids_that_the_model_lacks() -> None:
@@ -326,6 +404,8 @@ def test_flags_that_contradict_streaming() -> None:
         ({"tokenizer_type": None}, "--streaming tokenises: give --tokenizer-type"),
         ({"streaming_shards": 0}, "--streaming-shards 0: expected 1 or more"),
         ({"streaming_shuffle_buffer": 0}, "--streaming-shuffle-buffer 0: expected 1 or more"),
+        ({"streaming_skip_bad_lines": -1}, "--streaming-skip-bad-lines -1: expected 0 or more"),
+        ({"streaming": (), "streaming_skip_bad_lines": 2}, "--streaming-skip-bad-lines: no meaning without"),
     ):
         (line,) = streaming_mistakes(dataclasses.replace(right, **changes))  # type: ignore[arg-type]
         assert re.search(said, line)

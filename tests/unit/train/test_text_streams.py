@@ -25,13 +25,13 @@ def test_positions_of_other_data_are_not_gone_on_from(tmp_path: Path) -> None:
     shards, sources = find_input([str(path)], "text")
     plan = StreamPlan(shards, 1, 7, 1, 10, 100, sources)
     streams, inputs = streams_of(plan)
-    state = {"plan": plan.cut(), "positions": {"0": [3, 0, 0, 3, 5]}}
+    state = {"plan": plan.cut(), "positions": {"0": [3, 0, 0, 3, 5]}, "skipped": [[0, 1, 2]]}
     manifest = {
         "data": describe_data(inputs.sources, inputs.tokenizer, plan), "data_streams": [state]
     }  # fmt: skip
     manifest = json.loads(json.dumps(manifest))
     streams.resume(manifest)
-    assert streams._positions == {0: Position(3, 0, 0, 3, 5)}
+    assert streams._positions == {0: Position(3, 0, 0, 3, 5)} and streams._skipped == [[0, 1, 2]]
 
     path.write_text('{"text": "3 4"}\n{"text": "1 2"}\n')
     other, _ = streams_of(dataclasses.replace(plan, sources=find_input([str(path)], "text").sources))
