@@ -407,5 +407,5 @@ def test_flags_that_contradict_streaming() -> None:
         ({"streaming_skip_bad_lines": -1}, "--streaming-skip-bad-lines -1: expected 0 or more"),
         ({"streaming": (), "streaming_skip_bad_lines": 2}, "--streaming-skip-bad-lines: no meaning without"),
     ):
-        (line,) = streaming_mistakes(dataclasses.replace(right, **changes))  # type: ignore[arg-type]
+        (line,) = streaming_mistakes(dataclasses.replace(right, **changes))
         assert re.search(said, line)
