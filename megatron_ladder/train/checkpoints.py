@@ -7,6 +7,7 @@ the run end with an error.
 """
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -53,8 +54,12 @@ class DataStreams(Protocol):
     def state_dict(self) -> Any:
         """This data-parallel rank's state, JSON-able and small; None on ranks that leave it to another one."""
 
-    def load_state_dict(self, states: list[Any]) -> None:
-        """Takes the states of all data-parallel ranks that saved, in their order; there may have been more or fewer."""
+    def resume(self, manifest: Mapping[str, Any]) -> None:
+        """Takes the states of all data-parallel ranks that saved, in their order; there may have been more or fewer.
+
+        Args:
+            manifest: of the checkpoint; the earliest have no `data_streams`.
+        """
 
 
 class _Begun(NamedTuple):

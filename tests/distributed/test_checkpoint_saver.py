@@ -1,5 +1,6 @@
 """The checkpoints of a run with real trainers: in the background, one at a time, failing, and continued."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,8 +37,8 @@ class CountingStream:
     def state_dict(self) -> Any:
         return {"place": self.place}
 
-    def load_state_dict(self, states: list[Any]) -> None:
-        self.loaded = states
+    def resume(self, manifest: Mapping[str, Any]) -> None:
+        self.loaded = manifest["data_streams"]
 
 
 def saver_of(argv: list[str], checkpoint: Checkpoint | None = None) -> tuple[Trainer, CheckpointSaver, Events]:
