@@ -53,12 +53,18 @@ def load_or_build(
     found = read_order(path, key)
     if found is not None:
         return found
-    with _locked(path.with_suffix(".lock")):
+    with _locked(path.with_suffix(".lock")) as alone:
         found = read_order(path, key)
         if found is not None:
             return found
         arrays = tuple(build())
+        # Without a lock another process may have been faster, and others map its file by now.
+        found = None if alone else read_order(path, key)
+        if found is not None:
+            return found
         try:
+            if alone:
+                _remove_abandoned(path)
             _write_order(path, key, arrays)
         except OSError as error:
             warnings.warn(f"--data-cache-path {folder}: the order of samples is not kept: {error}", stacklevel=2)
@@ -67,19 +73,21 @@ def load_or_build(
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock, where the file system has any."""
+def _locked(path: Path) -> Iterator[bool]:
+    """Holds an exclusive lock, where the file system has any; whether it does."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError:
-        yield
+        yield False
         return
     try:
+        alone = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
+            alone = False
             warnings.warn(f"{path}: cannot be locked ({error}): every process builds for itself", stacklevel=4)
-        yield
+        yield alone
     finally:
         os.close(file)
 
@@ -106,10 +114,14 @@ def read_order(path: Path, key: bytes) -> Arrays | None:
     return tuple(arrays)
 
 
-def _write_order(path: Path, key: bytes, arrays: Arrays) -> None:
-    """Publishes a file whole, and removes what a killed process left of an earlier attempt."""
+def _remove_abandoned(path: Path) -> None:
+    """Removes what killed processes left of earlier attempts; only for who holds the lock, since others may write."""
     for abandoned in path.parent.glob(f"{path.name}.*.partial"):
         abandoned.unlink(missing_ok=True)
+
+
+def _write_order(path: Path, key: bytes, arrays: Arrays) -> None:
+    """Publishes a file whole."""
     parts = [np.array([len(array) for array in arrays], "<u8"), *(np.ascontiguousarray(a, "<i8") for a in arrays)]
     hasher = xxhash.xxh3_128()
     for part in parts:

@@ -1,5 +1,7 @@
 """Orders of samples that processes share on disk."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -134,3 +136,26 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="the order of samples is not kept"):
         arrays = load_or_build(tmp_path / "gone", {"a": 1}, lambda: [np.arange(3)])
     assert arrays[0].tolist() == [0, 1, 2]
+
+
+def test_without_locks_what_another_process_published_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def build_while_another_publishes() -> list[np.ndarray]:
+        load_or_build(tmp_path, {"a": 1}, lambda: [np.arange(3)])
+        (path,) = orders(tmp_path)
+        of_another.append(path.stat().st_ino)
+        path.with_name(f"{path.name}.0a1b2c3d.partial").write_bytes(b"of a third process")
+        return [np.arange(3)]
+
+    of_another: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match="cannot be locked"):
+        (array,) = load_or_build(tmp_path, {"a": 1}, build_while_another_publishes)
+    (path,) = orders(tmp_path)
+    assert array.tolist() == [0, 1, 2] and [path.stat().st_ino] == of_another
+    with pytest.warns(UserWarning, match="cannot be locked"):
+        path.unlink()
+        load_or_build(tmp_path, {"a": 1}, lambda: [np.arange(3)])
+    assert len(list(tmp_path.glob("*.partial"))) == 1
