@@ -1,10 +1,11 @@
 """A data set that is not finished: files beside the output under a hidden name, and a journal of what is sure.
 
 `.<prefix>.partial/` holds for each output the tokens (`.bin`), the lengths of its documents, and a loss mask if there
-is one. `journal` holds a JSON object a line: first what decides the output (inputs, tokenizer, flags), then every few
-seconds how far it is: sizes and checksums of the files, which are on the disk by then, and the place in the input.
-A run that finds such a folder cuts the files back to the last line, compares their checksums, and goes on from there.
-The last line of a finished run holds the sidecars; after it there is only publishing left, which can be done again.
+is one; `skipped` has a line for each record that was passed over. `journal` holds a JSON object a line: first what
+decides the output (inputs, tokenizer, flags), then every few seconds how far it is: sizes and checksums of the files,
+which are on the disk by then, and the place in the input. A run that finds such a folder cuts the files back to the
+last line, compares their checksums, and goes on from there. The last line of a finished run holds the sidecars; after
+it there is only publishing left, which can be done again.
 """
 
 import fcntl
@@ -24,11 +25,14 @@ from numpy.typing import NDArray
 from megatron_ladder.data.encoding import KeyTokens, Task
 from megatron_ladder.data.files import publish, sync_folder
 from megatron_ladder.data.indexed import HEADER, MAGIC, TOKEN_DTYPES, VERSION, bin_path, idx_path, loss_mask_path
+from megatron_ladder.data.reading.protocol import WrongInputError
 from megatron_ladder.data.sidecar import Sidecar, sidecar_path, sidecar_values, write_sidecar
 from megatron_ladder.errors import UserError
 
-FORMAT = 2
+FORMAT = 3
 """Of the journal; it counts groups, so that another size of them is another format."""
+SKIPPED = "skipped"
+"""Name of the file of what was passed over."""
 READ_BYTES = 1 << 20
 INDEX_DOCUMENTS = 1 << 20
 """Documents whose offsets are written at once."""
@@ -197,8 +201,8 @@ def publish_dataset(folder: Path, name: str, prefix: Path, sidecar: Sidecar) -> 
 class Partial:
     """The folder of an unfinished run; a context manager.
 
-    Leaving it by a UserError deletes the folder: the input is wrong. Leaving it by anything else keeps it, and what was
-    done until then.
+    Leaving it by a WrongInputError deletes the folder, and so does a mistake of the user before anything was done.
+    Leaving it by anything else keeps it, and what was done until then.
     """
 
     def __init__(self, output_prefix: Path, task: Task, inputs: list[dict[str, Any]], can_resume: bool = True) -> None:
@@ -206,6 +210,7 @@ class Partial:
 
         Attributes:
             found: a sentence about what was found, or None.
+            unlocked: a sentence about why nobody else is kept away, or None.
             place: what the last `commit` was given, {} at a beginning.
             sidecars: those of a run that had only to publish, else None.
 
@@ -215,14 +220,20 @@ class Partial:
         self.folder = output_prefix.with_name(f".{output_prefix.name}.partial")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._journal = open(self.folder / "journal", "a+b")  # noqa: SIM115 - closed by __exit__
+        self.unlocked: str | None = None
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._journal.close()
             raise UserError(
                 f"--output-prefix {output_prefix}: another process is writing there ({self.folder}): wait for it, or "
                 "give another prefix"
             ) from None
+        except OSError as error:
+            self.unlocked = (
+                f"{self.folder}: this file system does not lock ({error.strerror}): see to it that no other process "
+                "writes there"
+            )
         self._prefixes = [dataset_prefix(output_prefix, name) for name in task.outputs]
         self._task = task
         self._header = {"format": FORMAT, "inputs": inputs, "has_loss_mask": task.has_loss_mask} | task.identity()
@@ -230,6 +241,8 @@ class Partial:
         self.place: dict[str, Any] = {}
         self.sidecars: list[Sidecar] | None = None
         self._committed_at = time.monotonic()
+        self._has_progress = False
+        self._skipped: PartialFile | None
         lines = self._read_journal()
         if not (lines and can_resume and self._resume(lines)):
             self._begin_anew()
@@ -242,7 +255,8 @@ class Partial:
             return False
         if "sidecars" in last:
             self.sidecars = [Sidecar(**values) for values in last["sidecars"]]
-            self.datasets = []
+            self.datasets, self._skipped = [], None
+            self._has_progress = True
             return True
         if len(lines) == 1:
             return False
@@ -251,12 +265,13 @@ class Partial:
             for name, recorded in zip(self._task.outputs, last["outputs"], strict=True)
         ]
         self.datasets = [dataset for dataset in reopened if dataset is not None]
-        if len(self.datasets) < len(reopened):
-            for dataset in self.datasets:
-                dataset.close()
+        self._skipped = PartialFile.reopen(self.folder / SKIPPED, *last["skipped"])
+        if len(self.datasets) < len(reopened) or self._skipped is None:
+            self._close()
             self.found = f"{self.folder}: what was begun before is damaged: starting anew"
             return False
         self.place = last["place"]
+        self._has_progress = True
         return True
 
     def _begin_anew(self) -> None:
@@ -267,6 +282,7 @@ class Partial:
         self.datasets = [
             PartialDataset(self.folder, name, self._task.dtype, self._task.has_loss_mask) for name in self._task.outputs
         ]
+        self._skipped = PartialFile(self.folder / SKIPPED)
         self._write(self._header)
 
     def _read_journal(self) -> list[dict[str, Any]]:
@@ -287,17 +303,37 @@ class Partial:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for dataset in self.datasets:
-            dataset.close()
-        if isinstance(error, UserError):
+        self._close()
+        if error is not None and not self.is_kept_after(error):
             shutil.rmtree(self.folder, ignore_errors=True)
         self._journal.close()
+
+    def _close(self) -> None:
+        for file in (*self.datasets, self._skipped):
+            if file is not None:
+                file.close()
+
+    def is_kept_after(self, error: BaseException) -> bool:
+        """Whether a run that ends by this error leaves the folder, for the next one to go on from."""
+        if isinstance(error, WrongInputError):
+            return False
+        return self._has_progress or not isinstance(error, UserError)
+
+    def skip(self, line: str) -> None:
+        """Notes a record that was passed over: its place, and the reason."""
+        assert self._skipped is not None
+        self._skipped.append(f"{line}\n".encode(errors="backslashreplace"))
 
     def commit(self, place: dict[str, Any], at_least_seconds: float = 0.0) -> None:
         """Makes what was added durable, with the place in the input behind it; not if the last time is too near."""
         if time.monotonic() - self._committed_at >= at_least_seconds:
-            self._write({"place": place, "outputs": [dataset.record() for dataset in self.datasets]})
+            assert self._skipped is not None
+            self._skipped.sync()
+            skipped = [self._skipped.size, self._skipped.checksum]
+            outputs = [dataset.record() for dataset in self.datasets]
+            self._write({"place": place, "skipped": skipped, "outputs": outputs})
             self._committed_at = time.monotonic()
+            self._has_progress = True
 
     def publish(self, sidecars: Sequence[Sidecar]) -> None:
         """Makes everything appear under its name, and the folder disappear."""

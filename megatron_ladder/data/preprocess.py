@@ -1,7 +1,7 @@
 """Documents to token files: blocks of the input are read and tokenised by worker processes, and written in order.
 
-Nothing appears under its final name before the whole input is read. A run that was interrupted goes on where it was;
-an input that is wrong leaves nothing.
+Nothing appears under its final name before the whole input is read. A run that was interrupted, by the network or the
+file system too, goes on where it was; an input that is wrong leaves nothing.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from megatron_ladder.data.encoding import KeyTokens, Task, TextTask
 from megatron_ladder.data.partial import Partial, PartialDataset, dataset_prefix
 from megatron_ladder.data.progress import Progress
 from megatron_ladder.data.reading.find import PlacedBlock, find_sources, group_blocks
-from megatron_ladder.data.reading.protocol import GROUP_BYTES, BadRecord, Reading, Source, first_texts
+from megatron_ladder.data.reading.first import Begun, first_texts
+from megatron_ladder.data.reading.protocol import GROUP_BYTES, BadRecord, Reading, Source, WrongInputError
 from megatron_ladder.data.sidecar import Sidecar
 from megatron_ladder.data.tokenizers import Tokenizer, source_of
 from megatron_ladder.errors import UserError
@@ -86,29 +87,30 @@ class Place:
     """Of that source, that are read."""
     file_bytes: int = 0
     """Of all sources, that are read."""
-    skipped: list[str] = field(default_factory=list)
-    """Places and reasons of the records passed over."""
+    skipped: int = 0
+    """Records passed over."""
 
     def take(self, group: TokenizedGroup, sources: Sequence[Source], most_bad: int) -> list[str]:
         """Counts a group; new lines about records passed over.
 
         Raises:
-            UserError: more than `most_bad` could not be read.
+            WrongInputError: more than `most_bad` could not be read.
         """
-        before = len(self.skipped)
+        lines = list[str]()
         for block in group.blocks:
             if block.source != self.source:
                 self.source, self.records = block.source, 0
             for bad in block.bad:
                 where = f"{sources[block.source].place(self.records + bad.number)}: {bad.reason}"
-                if len(self.skipped) >= most_bad:
-                    already = f" ({len(self.skipped)} before it were skipped: --skip-bad-lines {most_bad})"
-                    raise UserError(where + (already if most_bad else ""))
-                self.skipped.append(where)
+                if self.skipped >= most_bad:
+                    already = f" ({self.skipped} before it were skipped: --skip-bad-lines {most_bad})"
+                    raise WrongInputError(where + (already if most_bad else ""))
+                lines.append(where)
+                self.skipped += 1
             self.records += block.records
         self.groups += 1
         self.file_bytes += group.file_bytes
-        return self.skipped[before:]
+        return lines
 
 
 def preprocess(
@@ -129,10 +131,12 @@ def preprocess(
 
     Raises:
         UserError: an input that is missing or malformed (`file:line`), or none with a text; no file is left then. Or
-            the output cannot be written; what was done until then is kept.
+            the output cannot be written at all.
+        RuntimeError, OSError: a file or the network failed on the way; what was done until then is kept.
     """
     reading, options = reading or Reading(), options or PreprocessOptions()
-    sources = find_sources(inputs, reading)
+    found = find_sources(inputs, reading)
+    sources = [source if source.can_be_read_again else Begun(source) for source in found]
     task = text_task(tokenizer, sources, reading, append_eod, options)
     return run_task(sources, output_prefix, tokenizer, task, options)
 
@@ -140,11 +144,14 @@ def preprocess(
 def text_task(
     tokenizer: Tokenizer, sources: Sequence[Source], reading: Reading, append_eod: bool, options: PreprocessOptions
 ) -> TextTask:
-    """A task whose library was compared with the tokenizer's own on some of the input."""
+    """A task whose library was compared with the tokenizer's own on some of the input.
+
+    Args:
+        sources: that can be read again, or are Begun.
+    """
     library = options.library
-    again = [source for source in sources if source.can_be_read_again]
-    step = max(1, len(again) // SAMPLED_SOURCES)
-    texts = [first_texts(source, reading) for source in again[::step][:SAMPLED_SOURCES]]
+    step = max(1, len(sources) // SAMPLED_SOURCES)
+    texts = [first_texts(source, reading) for source in sources[::step][:SAMPLED_SOURCES]]
     # One of each in turn, so that no source fills the sample alone.
     sample = [text for row in itertools.zip_longest(*texts) for text in row if text is not None]
     choice = choose_encoder(tokenizer, library, sample)
@@ -169,8 +176,9 @@ def run_task(
     total = None if None in sizes else sum(size or 0 for size in sizes)
     progress = Progress(total, options.log_interval, options.show_progress or options.report)
     with _begin(sources, output_prefix, task) as partial:
-        if partial.found is not None:
-            options.report(partial.found)
+        for line in (partial.unlocked, partial.found):
+            if line is not None:
+                options.report(line)
         if partial.sidecars is not None:
             options.report("finished before, but not published: publishing")
             sidecars = partial.sidecars
@@ -209,6 +217,7 @@ def _read_on(
             for group in tokenized:
                 for line in place.take(group, sources, task.reading.most_bad):
                     options.report(f"skipped {line}")
+                    partial.skip(line)
                 for dataset, part in zip(partial.datasets, group.keys, strict=True):
                     dataset.add(part)
                 progress.advance(group.text_bytes, group.file_bytes, group.documents)
@@ -216,9 +225,13 @@ def _read_on(
     except KeyboardInterrupt:
         options.report(f"interrupted: the same command goes on; what is in {partial.folder} is kept")
         raise
-    except OSError as error:
-        options.report(f"stopped: the same command goes on; what is in {partial.folder} is kept")
-        raise RuntimeError(f"{error.filename or partial.folder}: {error.strerror}") from error
+    except (OSError, UserError) as error:
+        if partial.is_kept_after(error):
+            options.report(f"stopped: the same command goes on; what is in {partial.folder} is kept")
+        if isinstance(error, OSError) and error.errno:
+            where = error.filename or f"{partial.folder} or the input"
+            raise RuntimeError(f"{where}: {error.strerror}") from error
+        raise
     return place
 
 
@@ -236,7 +249,7 @@ def _sidecar_of(dataset: PartialDataset, tokenizer: Tokenizer, task: Task, place
         idx_checksum=dataset.write_index(),
         loss_mask_checksum=dataset.loss_mask_checksum,
         conversations=task.conversations,
-        skipped=len(place.skipped),
+        skipped=place.skipped,
     )
 
 
@@ -244,7 +257,7 @@ def _check_texts(sources: Sequence[Source], task: Task, sidecars: Sequence[Sidec
     for name, sidecar in zip(task.outputs, sidecars, strict=True):
         if sidecar.documents == 0:
             shown = " ".join(source.name for source in sources[:3]) + (" ..." if len(sources) > 3 else "")
-            raise UserError(f"--input {shown}: no document with a {name!r} that is not empty: nothing is written")
+            raise WrongInputError(f"--input {shown}: no document with a {name!r} that is not empty: nothing is written")
 
 
 def _tokenize_all(

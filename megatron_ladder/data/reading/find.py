@@ -40,7 +40,9 @@ def _sources_of(word: str, reading: Reading) -> list[Source]:
     if word == "-":
         return [StandardInput()]
     if word.startswith(PREFIX):
-        return [HubSource.parse(word)]
+        source = HubSource.parse(word)
+        source.check()
+        return [source]
     if not os.path.lexists(word) and glob.has_magic(word):
         files = [Path(name) for name in sorted(glob.glob(word, recursive=True)) if os.path.isfile(name)]
         if not files:

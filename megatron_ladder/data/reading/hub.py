@@ -5,7 +5,10 @@
     hf:///data/my_texts@validation   the same with an absolute path
 """
 
+import functools
+import importlib.util
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +16,19 @@ from typing import Any
 
 from megatron_ladder.data.reading.hub_middle import without_first
 from megatron_ladder.data.reading.parquet import check_rows
-from megatron_ladder.data.reading.protocol import Block, Parsed, Reading
+from megatron_ladder.data.reading.protocol import Block, Parsed, Reading, WrongInputError
 from megatron_ladder.errors import UserError
 
 PREFIX = "hf://"
 BATCH_ROWS = 256
 BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow"}
 """Suffix of a single file -> what reads it; any other is JSON."""
+NETWORK_MODULES = ("aiohttp", "h11", "http.client", "httpcore", "httpx", "huggingface_hub", "requests", "urllib3")
+"""Beginnings of the modules whose errors are the network's, or the hub's."""
+ASK_AGAIN = (408, 425, 429)
+"""Status codes below 500 that do not say that the request was wrong."""
+OF_THE_CONTENT = (ValueError, LookupError, TypeError, EOFError, zlib.error)
+"""What readers raise for content that they cannot read."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +38,49 @@ class Rows:
     columns: tuple[list[Any], ...]
     file_bytes: int = 0
 
-    @property
+    @functools.cached_property
     def text_bytes(self) -> int:
-        """Characters of the texts."""
-        return sum(len(value) for column in self.columns for value in column if isinstance(value, str))
+        """About the characters of the values as JSON."""
+        return sum(json_characters(value) for column in self.columns for value in column)
 
     def read(self, reading: Reading) -> Parsed:
         """Leaves out rows without a text."""
         return check_rows(self.columns, reading)
+
+
+def json_characters(value: object) -> int:
+    """About how long a value is as JSON; a number counts as much as a text of a few characters."""
+    if isinstance(value, str | bytes):
+        return len(value) + 2
+    if isinstance(value, dict):
+        return 2 + sum(len(str(key)) + 4 + json_characters(inner) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return 2 + sum(2 + json_characters(inner) for inner in value)
+    return 8
+
+
+def is_of_the_network(error: BaseException) -> bool:
+    """Whether the network, the hub or this machine failed, by an error of the `datasets` library.
+
+    It wraps what it meets, so the errors before it are asked too.
+    """
+    before: BaseException | None = error
+    while before is not None:
+        if _is_of_the_network(before):
+            return True
+        before = before.__cause__ or before.__context__
+    return False
+
+
+def _is_of_the_network(error: BaseException) -> bool:
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    if isinstance(error, OSError) and error.errno:
+        return not isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
+    if isinstance(error, ValueError) or not type(error).__module__.startswith(NETWORK_MODULES):
+        return False
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return not 400 <= status < 500 or status in ASK_AGAIN
 
 
 @dataclass(frozen=True)
@@ -79,7 +123,8 @@ class HubSource:
         """Rows as they are streamed.
 
         Raises:
-            UserError: the library is missing, or finds no such data set, split or column.
+            UserError: the library finds no such data set, split or column, or cannot read what it finds.
+            ConnectionError: the hub cannot be reached, or no longer.
         """
         yield from self.blocks_of(self._open(), reading)
 
@@ -100,9 +145,10 @@ class HubSource:
         try:
             return next(batches, None)
         except Exception as error:  # Of the network, and of readers of many formats: they have no common ancestor.
-            reason = str(error).strip().split("\n")[0]
-            kind = type(error).__name__
-            raise UserError(f"--input {self.name}: datasets cannot read it ({kind}: {reason})") from None
+            what = f"--input {self.name}: datasets cannot read it ({_in_a_line(error)})"
+            if is_of_the_network(error):
+                raise ConnectionError(f"{what}: start the same command again, which goes on") from error
+            raise (WrongInputError if isinstance(error, OF_THE_CONTENT) else UserError)(what) from None
 
     def count_shards(self) -> int:
         """Into how many parts the library can cut it."""
@@ -123,11 +169,14 @@ class HubSource:
         # What is no name of a split is a part of one, or of several.
         return splits.get(self.split, [file for members in splits.values() for file in members])
 
+    def check(self) -> None:
+        """Raises UserError when the library is missing, without loading it."""
+        if importlib.util.find_spec("datasets") is None:
+            raise UserError(f"--input {self.name}: needs the datasets library: pip install datasets")
+
     def _open(self) -> Any:
-        try:
-            import datasets
-        except ImportError:
-            raise UserError(f"--input {self.name}: needs the datasets library: pip install datasets") from None
+        import datasets
+
         local = Path(self.path)
         try:
             if local.is_file():
@@ -136,11 +185,16 @@ class HubSource:
                 return datasets.load_dataset(builder, data_files=files, split=self.split, streaming=True)
             return datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
         except Exception as error:  # Of the hub, the network, files of many kinds: they have no common ancestor.
-            reason = str(error).strip().split("\n")[0]
-            raise UserError(
-                f"--input {self.name}: datasets cannot open it ({type(error).__name__}: {reason}): without a network "
-                "give a directory of data files, hf:///PATH"
-            ) from None
+            what = f"--input {self.name}: datasets cannot open it ({_in_a_line(error)})"
+            where = "without a network give a directory of data files, hf:///PATH"
+            if is_of_the_network(error):
+                raise ConnectionError(f"{what}: start the same command again, which goes on; {where}") from error
+            raise UserError(f"{what}: {where}") from None
+
+
+def _in_a_line(error: Exception) -> str:
+    reason = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {reason}"
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from megatron_ladder.errors import UserError
+
 SPAN_BYTES = 1 << 20
 """About how much is read at once: what is parsed should be in the processor's cache still."""
 
 GROUP_BYTES = 4 << 20
 """About how much is tokenised at once: parsing drives a library's words out of the processor's cache, so it should not
 take turns with it too often; small enough for a lively progress line and little memory."""
+
+
+class WrongInputError(UserError):
+    """The input itself is wrong: reading it once more would come to the same."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +102,3 @@ def too_large(size: int, reading: Reading) -> str:
         f"{size:,} bytes are more than a document may have: allow them by --max-document-megabytes, "
         f"now {reading.most_bytes >> 20}"
     )
-
-
-def first_texts(source: Source, reading: Reading) -> list[str]:
-    """Texts from the beginning of a source that can be read again; none where its first block holds none."""
-    block = next(source.blocks(reading), None)
-    parsed = Parsed((), 0) if block is None else block.read(reading)
-    return [value for column in parsed.columns for value in column if isinstance(value, str)]

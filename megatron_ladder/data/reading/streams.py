@@ -12,8 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 from megatron_ladder.data.reading.files import HugeLine, file_identity
 from megatron_ladder.data.reading.formats import BYTE_ORDER_MARK, COMPRESSIONS
 from megatron_ladder.data.reading.json_lines import parse_lines
-from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Parsed, Reading
-from megatron_ladder.errors import UserError
+from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Parsed, Reading, WrongInputError
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,7 @@ class CompressedLines:
 
         Raises:
             UserError: the file is damaged, or cut off.
+            OSError: it cannot be read on.
         """
         with open(self.path, "rb") as file, _decompressed(file, self.path) as stream:
             before = 0
@@ -108,8 +108,11 @@ class CompressedLines:
                     share, before = file.tell() - before, file.tell()
                     yield HugeLine(cut.passed_over, share) if cut.passed_over else Lines(cut.content, share)
             except (EOFError, OSError, zlib.error, _zstd_error()) as error:
+                # What the system reports has a number, what decompressors object to has none.
+                if isinstance(error, OSError) and error.errno:
+                    raise OSError(error.errno, error.strerror, str(self.path)) from error
                 what = COMPRESSIONS[self.path.suffix.lower()]
-                raise UserError(
+                raise WrongInputError(
                     f"{self.path}: damaged, or not {what} ({error}), near byte {file.tell():,} of {self.total_bytes:,}"
                 ) from None
 

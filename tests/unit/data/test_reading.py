@@ -1,3 +1,4 @@
+import errno
 import gzip
 import io
 import json
@@ -7,15 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub.errors
 import pyarrow
 import pyarrow.parquet
 import pytest
+import requests
 from backports import zstd
 
 from megatron_ladder.data.reading.files import HugeLine
 from megatron_ladder.data.reading.find import find_sources, group_blocks
+from megatron_ladder.data.reading.first import first_texts
+from megatron_ladder.data.reading.hub import is_of_the_network
 from megatron_ladder.data.reading.json_lines import parse_lines
-from megatron_ladder.data.reading.protocol import Reading
+from megatron_ladder.data.reading.parquet import ParquetFile, RowGroup
+from megatron_ladder.data.reading.protocol import Block, Reading, WrongInputError
 from megatron_ladder.data.reading.streams import cut_lines
 from megatron_ladder.errors import UserError
 
@@ -81,10 +87,68 @@ def test_a_name_on_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="hf://nobody/nothing:en@train: datasets cannot open it .*hf:///PATH"):
+    with pytest.raises(ConnectionError, match="hf://nobody/nothing:en@train: datasets cannot open it .*hf:///PATH"):
         read_all(["hf://nobody/nothing:en@train"])
     with pytest.raises(UserError, match=r"expected hf://NAME\[:CONFIG\]\[@SPLIT\]"):
         find_sources(["hf://"], Reading())
+
+
+class Timeout(Exception):
+    """As of a library for HTTP, which derives from nothing that is known."""
+
+    __module__ = "httpx2._exceptions"
+
+
+def answered(status: int) -> Exception:
+    response = requests.Response()
+    response.status_code = status
+    return requests.HTTPError(response=response)
+
+
+def caused_by(error: Exception) -> Exception:
+    """As a library raises it that hides what it met."""
+    try:
+        try:
+            raise error
+        except Exception:
+            raise ValueError("torn") from None
+    except ValueError as wrapped:
+        return wrapped
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConnectionResetError(errno.ECONNRESET, "reset"), True),
+        (OSError(errno.ESTALE, "stale"), True),
+        (TimeoutError(), True),
+        (requests.ConnectionError(), True),
+        (huggingface_hub.errors.LocalEntryNotFoundError("cannot locate"), True),
+        (Timeout(), True),
+        (answered(503), True),
+        (answered(429), True),
+        (answered(404), False),
+        (huggingface_hub.errors.HFValidationError("a/b/c"), False),
+        (FileNotFoundError(errno.ENOENT, "none"), False),
+        (OSError("a reader's word for damage"), False),
+        (EOFError(), False),
+    ],
+)
+def test_errors_of_the_network_are_told_from_those_of_the_content(error: Exception, expected: bool) -> None:
+    assert is_of_the_network(error) == is_of_the_network(caused_by(error)) == expected
+
+
+def test_structured_values_fill_groups(tmp_path: Path, small_spans: None) -> None:
+    messages = [[{"role": "user", "content": text}, {"role": "assistant", "content": "ja"}] for text in TEXTS]
+    lines = "".join(json.dumps({"messages": value}) + "\n" for value in messages)
+    (tmp_path / "a.jsonl").write_text(lines * 4)
+    reading = Reading(("messages",), texts_only=False)
+    word = f"hf://{tmp_path}/a.jsonl"
+    assert read_all([word], reading) == [messages * 4]
+    blocks = [block for group in group_blocks(find_sources([word], reading), reading) for _, block in group]
+    assert len(list(group_blocks(find_sources([word], reading), reading))) == len(blocks) > 5
+    size = len("".join(json.dumps(value, ensure_ascii=False) for value in messages)) * 4
+    assert sum(block.text_bytes for block in blocks) == pytest.approx(size, rel=0.1)
 
 
 def test_patterns_are_sorted_and_expanded(folder: Path) -> None:
@@ -118,6 +182,131 @@ def test_a_damaged_file_is_named(folder: Path, name: str, side_by_side: int) -> 
         (folder / name).write_bytes(content)
         with pytest.raises(UserError, match=rf"{name}: damaged, or not (gzip|Zstandard)"):
             read_all([folder / name], side_by_side=side_by_side)
+
+
+def test_a_file_that_the_system_cannot_read_on_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(gzip.GzipFile, "read", fail)
+    with pytest.raises(OSError, match=r"Input/output error: '.*b\.jsonl\.gz'"):
+        read_all([folder / "b.jsonl.gz"])
+
+
+def cut_parquet(path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[RowGroup]:
+    """The blocks of a file of two row groups, in parts of about 1000 bytes."""
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, path, row_group_size=-(-len(texts) // 2), use_dictionary=False)
+    monkeypatch.setattr("megatron_ladder.data.reading.parquet.GROUP_BYTES", 1000)
+    blocks = list(ParquetFile(path).blocks(Reading()))
+    assert all(isinstance(block, RowGroup) for block in blocks)
+    return blocks  # type: ignore[return-value]
+
+
+def texts_of(block: Block) -> list[str]:
+    (texts,) = block.read(Reading()).columns
+    return texts
+
+
+def test_a_large_row_group_is_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    open_file = pyarrow.parquet.ParquetFile
+
+    def counted(path: Path, **others: object) -> object:
+        opened.append(path)
+        return open_file(path, **others)
+
+    blocks = cut_parquet(folder / "e.parquet", TEXTS, monkeypatch)
+    assert len(blocks) > 20 and [block.number for block in blocks] == sorted(block.number for block in blocks)
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", counted)
+    parts = [texts_of(block) for block in blocks]
+    assert len(opened) == 2, "rows in order are decoded once"
+    assert [text for part in parts for text in part] == TEXTS
+    assert 1000 <= max(sum(len(text.encode()) for text in part) for part in parts) < 3000
+    assert [texts_of(block) for block in blocks[::-1]] == parts[::-1]
+    metadata = open_file(folder / "e.parquet").metadata
+    for number in range(2):
+        column = metadata.row_group(number).column(0)
+        shares = [(block.text_bytes, block.file_bytes) for block in blocks if block.number == number]
+        assert tuple(map(sum, zip(*shares, strict=True))) == (
+            column.total_uncompressed_size,
+            column.total_compressed_size,
+        )
+
+
+def test_a_file_that_was_written_anew_is_not_read_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cut_parquet(folder / "e.parquet", TEXTS, monkeypatch)
+    assert texts_of(before[0]) == TEXTS[: len(before[0].rows)]
+    # The same number of rows and parts.
+    after = cut_parquet(folder / "e.parquet", [text.upper() for text in TEXTS], monkeypatch)
+    rows = after[1].rows
+    assert rows == before[1].rows and texts_of(after[1]) == [text.upper() for text in TEXTS[rows.start : rows.stop]]
+
+
+def test_only_the_beginning_of_a_row_group_is_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_parquet(folder / "e.parquet", TEXTS, monkeypatch)
+    monkeypatch.setattr("megatron_ladder.data.reading.parquet.GROUP_BYTES", 1 << 20)
+    monkeypatch.setattr("megatron_ladder.data.reading.first.SPAN_BYTES", 2000)
+    texts = first_texts(ParquetFile(folder / "e.parquet"), Reading())
+    assert texts == TEXTS[: len(texts)] and 0 < len(texts) < len(TEXTS) // 4
+
+
+def test_a_column_with_a_point_in_its_name_has_a_size(folder: Path) -> None:
+    table = pyarrow.table({"text.raw": TEXTS, "text.rawest": TEXTS, "talk": [[{"content": text}] for text in TEXTS]})
+    pyarrow.parquet.write_table(table, folder / "e.parquet", use_dictionary=False)
+    assert read_all([folder / "e.parquet"], Reading(("text.raw",))) == [TEXTS]
+    sizes = [
+        sum(block.text_bytes for block in ParquetFile(folder / "e.parquet").blocks(Reading((key,))))
+        for key in ("text.raw", "talk")
+    ]
+    assert sizes == pytest.approx([sum(len(text.encode()) + 4 for text in TEXTS)] * 2, rel=0.02)
+
+
+def test_damaged_parquet_is_named(folder: Path) -> None:
+    content = bytearray((folder / "d.parquet").read_bytes())
+    column = pyarrow.parquet.ParquetFile(folder / "d.parquet").metadata.row_group(1).column(1)
+    begin = column.dictionary_page_offset or column.data_page_offset
+    content[begin + 40 : begin + 400] = b"\xff" * 360
+    (folder / "d.parquet").write_bytes(content)
+    reading = Reading()
+    blocks = list(find_sources([folder / "d.parquet"], reading)[0].blocks(reading))
+    assert texts_of(blocks[0]) == TEXTS[:150]
+    for _ in range(2):
+        with pytest.raises(WrongInputError, match=r"d\.parquet: row group 1: damaged \(.+\)"):
+            blocks[1].read(reading)
+
+
+def test_parquet_that_the_system_cannot_read_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = find_sources([folder / "d.parquet"], Reading())
+    block = next(source.blocks(Reading()))
+
+    def fail(*arguments: object, **others: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        block.read(Reading())
+    monkeypatch.setattr(pyarrow.parquet, "read_schema", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        find_sources([folder / "d.parquet"], Reading())
+
+
+def not_utf8(values: list[bytes]) -> pyarrow.Array:
+    return pyarrow.array(values, pyarrow.binary()).view(pyarrow.string())
+
+
+def test_rows_that_are_not_utf8_are_bad_records(tmp_path: Path) -> None:
+    texts = [b"one", b"two \xff", b"three", b"\xe6\x97"]
+    contents = pyarrow.StructArray.from_arrays([not_utf8(texts)], ["content"])
+    messages = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1, 2, 3, 4], pyarrow.int32()), contents)
+    pyarrow.parquet.write_table(pyarrow.table({"text": not_utf8(texts), "messages": messages}), tmp_path / "a.parquet")
+    for key, expected in (("text", ["one", "three"]), ("messages", [[{"content": "one"}], [{"content": "three"}]])):
+        reading = Reading((key,), texts_only=key == "text", most_bad=9)
+        (block,) = ParquetFile(tmp_path / "a.parquet").blocks(reading)
+        parsed = block.read(reading)
+        assert (parsed.columns, parsed.records, parsed.numbers) == ((expected,), 4, (0, 2))
+        assert [bad.number for bad in parsed.bad] == [1, 3]
+        assert parsed.bad[0].reason == f"byte 0xff under {key!r} is not UTF-8 (invalid start byte)"
 
 
 def test_a_file_that_lacks_a_column(folder: Path) -> None:
