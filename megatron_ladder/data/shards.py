@@ -8,7 +8,8 @@ other file is one shard. Where there are many files anyway, each is one.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,27 +107,31 @@ class LinesShard:
 
 @dataclass(frozen=True)
 class RowGroupShard:
-    """A row group of a Parquet file, which is one block."""
+    """A row group of a Parquet file."""
 
-    group: RowGroup
+    parts: tuple[RowGroup, ...]
+    """Of its rows, in order: the blocks."""
     reading: Reading
 
     @property
     def name(self) -> str:
-        """The file, without the folder, the group and its size."""
-        return f"{self.group.path.name} {self.group.number} {self.group.file_bytes}"
+        """The file, without the folder, the group and its size; how it is cut, if it is."""
+        path, number = self.parts[0].path, self.parts[0].number
+        size = sum(part.file_bytes for part in self.parts)
+        return f"{path.name} {number} {size}" + (f" {len(self.parts)}" if len(self.parts) > 1 else "")
 
     def blocks(self, first: int) -> Iterator[Documents]:
         """See Shard."""
-        return _documents(islice([self.group], first, None), self.reading)
+        return _documents(iter(self.parts[first:]), self.reading)
 
     def place(self, block: int, record: int) -> str:
         """See Shard: the row of the file, counted from 0."""
         import pyarrow.parquet
 
-        metadata = pyarrow.parquet.read_metadata(self.group.path)
-        before = sum(metadata.row_group(number).num_rows for number in range(self.group.number))
-        return ParquetFile(self.group.path).place(before + record)
+        part = self.parts[block]
+        metadata = pyarrow.parquet.read_metadata(part.path)
+        before = sum(metadata.row_group(number).num_rows for number in range(part.number))
+        return ParquetFile(part.path).place(before + part.rows.start + record)
 
 
 def _documents(blocks: Iterator[Block], reading: Reading) -> Iterator[Documents]:
@@ -182,9 +187,8 @@ def _cut(source: Source, reading: Reading, part: int) -> Iterator[Shard]:
         for begin in range(0, size, part):
             yield LinesShard(source.path, begin, min(begin + part, size), reading)
     elif isinstance(source, ParquetFile):
-        for block in source.blocks(reading):
-            assert isinstance(block, RowGroup)
-            yield RowGroupShard(block, reading)
+        for _, parts in groupby(source.row_groups(reading), key=attrgetter("number")):
+            yield RowGroupShard(tuple(parts), reading)
     elif isinstance(source, HubSource):
         count = source.count_shards()
         yield from (SourceShard(HubShard(source, number, count), reading) for number in range(count))

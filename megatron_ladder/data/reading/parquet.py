@@ -241,6 +241,10 @@ class ParquetFile:
             )
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
+        """See `row_groups`."""
+        return self.row_groups(reading)
+
+    def row_groups(self, reading: Reading) -> Iterator[RowGroup]:
         """Row groups, and parts of about GROUP_BYTES of those that are larger."""
         import pyarrow.parquet
 

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_ladder.data import shards as shards_module
 from megatron_ladder.data.reading import files as files_module
+from megatron_ladder.data.reading import parquet as parquet_module
 from megatron_ladder.data.reading import streams as streams_module
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.shards import find_input
@@ -164,6 +165,18 @@ def test_row_groups_before_the_place_are_not_read(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Parquet, "_generate_tables", tables)
     assert next(shard.blocks(2)).texts == (TEXTS * 2)[512:768]
     assert read == [100, 100, 100]
+
+
+def test_a_large_row_group_is_one_shard_of_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_module, "GROUP_BYTES", 1 << 10)
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=300)
+    shards = find_input([str(tmp_path / "a.parquet")], "text").shards
+    groups = [TEXTS[begin : begin + 300] for begin in range(0, len(TEXTS), 300)]
+    assert [[text for part in shard.blocks(0) for text in part.texts] for shard in shards] == groups
+    assert len({shard.name for shard in shards}) == len(groups)
+    first, second, *_ = shards[1].blocks(0)
+    assert next(shards[1].blocks(1)).texts == second.texts
+    assert shards[1].place(1, 5) == f"{tmp_path / 'a.parquet'}: row {300 + len(first.texts) + 5}"
 
 
 def test_many_files_are_a_shard_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,4 +147,4 @@ def test_positions_are_kept_beside_how_the_input_is_cut(tmp_path: Path) -> None:
     plan = StreamPlan(shards, 1, 7, 1, 10, 0, sources)
     assert plan.describe() == plan.cut() | {"sources": list(sources)}
     assert plan.cut() == dataclasses.replace(plan, sources=()).cut()
-    assert set(plan.cut()) == {"streams", "window_documents", "shards", "shards_sha256"}
+    assert set(plan.cut()) == {"streams", "window_documents", "eod_id", "shards", "shards_sha256"}
