@@ -11,6 +11,7 @@ from megatron_ladder.data.tokenizers.loading import (
     load_tokenizer,
     load_tokenizer_from_directory,
     source_of,
+    tokenizer_files,
 )
 from megatron_ladder.data.tokenizers.plain import ByteTokenizer, NullTokenizer
 from megatron_ladder.data.tokenizers.protocol import Tokenizer
@@ -33,6 +34,7 @@ __all__ = [
     "load_tokenizer",
     "load_tokenizer_from_directory",
     "source_of",
+    "tokenizer_files",
     "train_bpe",
     "train_sentencepiece",
 ]

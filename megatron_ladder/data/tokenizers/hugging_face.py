@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
 
-from megatron_ladder.data.tokenizers.protocol import read_json_object, read_model_file
+from megatron_ladder.data.tokenizers.protocol import parse_json_object, read_model_file
 from megatron_ladder.errors import UserError
 
 USUAL_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")
@@ -21,6 +21,8 @@ class HuggingFaceTokenizer:
 
     COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
     """Files beside tokenizer.json that may name the end-of-sequence token."""
+    CHAT_TEMPLATE = "chat_template.jinja"
+    """File beside tokenizer.json that a copy needs as well."""
 
     def __init__(self, model: Path) -> None:
         """
@@ -34,24 +36,27 @@ class HuggingFaceTokenizer:
             library = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # The library raises nothing narrower.
             raise UserError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
-        companions = [path.with_name(name) for name in self.COMPANIONS]
-        files = (path, *(companion for companion in companions if companion.is_file()))
-        self._take(library, files, hashlib.sha256(content).hexdigest())
+        beside = [path.with_name(name) for name in (*self.COMPANIONS, self.CHAT_TEMPLATE)]
+        contents = {path: content} | {file: file.read_bytes() for file in beside if file.is_file()}
+        self._take(library, contents, hashlib.sha256(content).hexdigest())
 
-    def _take(self, library: tokenizers.Tokenizer, files: tuple[Path, ...], sha256: str) -> None:
+    def _take(self, library: tokenizers.Tokenizer, contents: Mapping[Path, bytes], sha256: str) -> None:
         # Padding and truncation are settings for batches of a fixed length; here they would change documents.
         library.no_padding()
         library.no_truncation()
         self._tokenizer = library
-        self.files: tuple[Path, ...] = files
+        self.files: tuple[Path, ...] = tuple(contents)
+        self.contents: tuple[bytes, ...] = tuple(contents.values())
         self.sha256 = sha256
         vocabulary = library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod_id = self._find_eod(vocabulary)
 
     def _find_eod(self, vocabulary: dict[str, int]) -> int:
-        for companion in self.files[1:]:
-            token = read_json_object(companion).get("eos_token")
+        for companion, content in zip(self.files, self.contents, strict=True):
+            if companion.name not in self.COMPANIONS:
+                continue
+            token = parse_json_object(companion, content).get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
             if token is not None and token not in vocabulary:
                 raise UserError(f"{companion}: eos_token {token!r} is not in the vocabulary of {self.files[0]}")
@@ -120,7 +125,8 @@ class GPT2BPETokenizer(HuggingFaceTokenizer):
         library.decoder = tokenizers.decoders.ByteLevel()
         library.add_special_tokens([self.END])
         # The files' names are the user's, and their contents one after the other leave no doubt where one ends.
-        self._take(library, (vocab_file, merge_file), hashlib.sha256(contents[0] + contents[1]).hexdigest())
+        sha256 = hashlib.sha256(contents[0] + contents[1]).hexdigest()
+        self._take(library, dict(zip((vocab_file, merge_file), contents, strict=True)), sha256)
 
     def _find_eod(self, vocabulary: dict[str, int]) -> int:
         return vocabulary[self.END]

@@ -88,11 +88,9 @@ def source_of(tokenizer: Tokenizer) -> TokenizerSource:
     return TokenizerSource(tokenizer.kind, tokenizer.files[0], merge_file)
 
 
-def copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Copies the tokenizer's files into a checkpoint, with a description that finds them again."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for file in tokenizer.files:
-        write_atomically(directory / file.name, file.read_bytes())
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """File name -> content of what a checkpoint keeps of a tokenizer: its files as they were when it was read, and a
+    description that finds them again."""
     source = source_of(tokenizer)
     description = {
         "format_version": FORMAT_VERSION,
@@ -102,7 +100,15 @@ def copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         "sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
     }
-    write_atomically(directory / DESCRIPTION_FILE, (json.dumps(description, indent=2) + "\n").encode())
+    contents = {file.name: content for file, content in zip(tokenizer.files, tokenizer.contents, strict=True)}
+    return contents | {DESCRIPTION_FILE: (json.dumps(description, indent=2) + "\n").encode()}
+
+
+def copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Writes the tokenizer into a directory, from which `load_tokenizer_from_directory` loads it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in tokenizer_files(tokenizer).items():
+        write_atomically(directory / name, content)
 
 
 def load_tokenizer_from_directory(directory: Path) -> Tokenizer:

@@ -12,6 +12,7 @@ class ByteTokenizer:
 
     kind = "ByteTokenizer"
     files: tuple[Path, ...] = ()
+    contents: tuple[bytes, ...] = ()
     sha256 = hashlib.sha256(b"ByteTokenizer").hexdigest()
     vocab_size = 257
     eod_id = 256
@@ -34,6 +35,7 @@ class NullTokenizer:
 
     kind = "NullTokenizer"
     files: tuple[Path, ...] = ()
+    contents: tuple[bytes, ...] = ()
 
     def __init__(self, vocab_size: int) -> None:
         """

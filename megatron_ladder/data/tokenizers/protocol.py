@@ -18,6 +18,8 @@ class Tokenizer(Protocol):
     """The --tokenizer-type that loads it again."""
     files: tuple[Path, ...]
     """What a copy needs; the first is the --tokenizer-model. A tokenizer without a vocabulary has none."""
+    contents: tuple[bytes, ...]
+    """Of each file, as it was when the tokenizer was read: the file itself may be gone or another by now."""
     sha256: str
     """Of what decides the ids: equal ones give equal ids."""
     vocab_size: int
@@ -49,8 +51,13 @@ def read_model_file(flag: str, model: Path, expected: str) -> bytes:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object; UserError for any other content."""
+    return parse_json_object(path, path.read_bytes())
+
+
+def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
+    """The JSON object that is the content of a file; UserError, which names the file, for any other content."""
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(content)
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error})") from None
     if not isinstance(values, dict):

@@ -29,6 +29,7 @@ class SentencePieceTokenizer:
         except RuntimeError as error:
             raise UserError(f"--tokenizer-model {model}: not a SentencePiece model ({error})") from None
         self.files: tuple[Path, ...] = (model,)
+        self.contents: tuple[bytes, ...] = (content,)
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.vocab_size: int = self._processor.vocab_size()
         self.eod_id: int = self._processor.eos_id()

@@ -157,6 +157,36 @@ def test_tokenizer_travels_with_a_checkpoint(tokenizer: Tokenizer, tmp_path: Pat
     assert loaded.encode(NASTY[5]) == tokenizer.encode(NASTY[5])
 
 
+def test_files_that_are_gone_or_others_by_now_are_written_as_they_were_read(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A run of weeks saves its tokenizer long after somebody has tidied up."""
+    for file in tokenizer.files:
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    source = source_of(tokenizer)
+    model, merges = (path and tmp_path / path.name for path in (source.tokenizer_model, source.merge_file))
+    read = load_source(TokenizerSource(tokenizer.kind, model, merges))
+    for file in read.files[:1]:
+        file.write_bytes(b"another")
+    for file in read.files[1:]:
+        file.unlink()
+    copy_tokenizer(read, tmp_path / "checkpoint")
+    loaded = load_tokenizer_from_directory(tmp_path / "checkpoint")
+    assert (loaded.sha256, loaded.eod_id) == (tokenizer.sha256, tokenizer.eod_id)
+    assert [file.read_bytes() for file in loaded.files] == [file.read_bytes() for file in tokenizer.files]
+
+
+def test_a_chat_template_beside_a_tokenizer_travels_with_it(hugging_face_directory: Path, tmp_path: Path) -> None:
+    for file in hugging_face_directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    copy_tokenizer(HuggingFaceTokenizer(tmp_path), tmp_path / "checkpoint")
+    assert (tmp_path / "checkpoint" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert load_tokenizer_from_directory(tmp_path / "checkpoint").encode("a") == HuggingFaceTokenizer(
+        hugging_face_directory
+    ).encode("a")
+
+
 def test_a_copy_that_was_exchanged_is_refused(
     sentencepiece_tokenizer: SentencePieceTokenizer, tmp_path: Path
 ) -> None:

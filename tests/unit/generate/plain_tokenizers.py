@@ -9,6 +9,7 @@ class Bytes:
 
     kind = "bytes"
     files: tuple[Path, ...] = ()
+    contents: tuple[bytes, ...] = ()
     sha256 = ""
     vocab_size = 256
     eod_id = 0
