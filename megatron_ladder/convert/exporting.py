@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ladder.checkpoint.carried import GENERATION_CONFIG
 from megatron_ladder.checkpoint.header import BY_NAME
 from megatron_ladder.convert.carry_out import Conversion
 from megatron_ladder.convert.hf_directory import CONFIG_NAME, FLOAT_DTYPES, INDEX_NAME, WEIGHTS_NAME
@@ -17,7 +18,6 @@ from megatron_ladder.convert.plan import CopiedTensor, Plan, TargetBox, make_pla
 from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.convert.sources import SourceTensor
 from megatron_ladder.convert.tokenizer_files import (
-    GENERATION_CONFIG,
     TOKEN_KEYS,
     exported_tokenizer,
     generation_config,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_ladder.checkpoint.carried import CARRIED
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.manifest import KINDS
 from megatron_ladder.checkpoint.publish import (
@@ -15,7 +16,6 @@ from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory
 from megatron_ladder.convert.measures import size_text
 from megatron_ladder.convert.mistakes import limited
-from megatron_ladder.convert.tokenizer_files import CARRIED
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.convert.wiring import wiring_text
 from megatron_ladder.errors import UserError

@@ -6,15 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ladder.checkpoint.carried import CARRIED, GENERATION_CONFIG
 from megatron_ladder.convert.hf_directory import read_json_file, safe_path
 from megatron_ladder.errors import UserError
 
-GENERATION_CONFIG = "generation_config.json"
-CARRIED = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", GENERATION_CONFIG,
-)  # fmt: skip
-"""Files of a Hugging Face directory that travel with the model; none holds code."""
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MOST_BYTES = 100_000_000
 

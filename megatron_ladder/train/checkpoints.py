@@ -25,12 +25,12 @@ from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.checkpoint.retention import Retention
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions, SaveOutcome, TrainingSave
 from megatron_ladder.checkpoint.weights import stored_model
-from megatron_ladder.data.tokenizers import copy_tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import say
 from megatron_ladder.train.resume_rules import schedule_note
 from megatron_ladder.train.setup import Trainer
+from megatron_ladder.train.small_files import SmallFiles
 
 ENDING_SECONDS = 30.0
 """How long a run that fails lets a save in flight finish."""
@@ -98,6 +98,7 @@ class CheckpointSaver:
         self._world = trainer.mesh.world
         self._on_event = on_event
         self._streams = streams
+        self._small_files = SmallFiles(inputs.tokenizer)
         self._host = HostMemory()
         self._loaded: Path | None = None
         self._saved: int | None = None
@@ -138,6 +139,9 @@ class CheckpointSaver:
             "load", directory=str(checkpoint.directory), iteration=checkpoint.iteration,
             seconds=round(time.perf_counter() - began, 3), bytes=stored_bytes,
         )  # fmt: skip
+        if rank == 0 and self._config.save is not None:
+            for note in self._small_files.carry_on(checkpoint):
+                say(f"*** {note} ***", rank)
         if self._config.finetune:
             say(f"takes the weights of {checkpoint.directory}: starts at iteration 0", rank)
             return 0, 0
@@ -208,7 +212,7 @@ class CheckpointSaver:
         retention = Retention(config.keep_last_n_checkpoints, config.save_retain_interval, self._loaded)
         saving = TrainingSave.begin(
             config.save, self._header(iteration, consumed_samples), self._trainer.state, self._world,
-            self._add_files, SaveOptions(config.checksum, retention, host),
+            self._small_files.write, SaveOptions(config.checksum, retention, host),
         )  # fmt: skip
         return _Begun(saving, reason, began, time.perf_counter() - began)
 
@@ -225,7 +229,7 @@ class CheckpointSaver:
             "model": run.model.to_dict(),
             "run": run.to_dict(),
             "data": describe_data(self._inputs.sources, tokenizer, self._inputs.stream),
-            "tokenizer": None if tokenizer is None else {"type": tokenizer.kind, "sha256": tokenizer.sha256},
+            **self._small_files.header(),
             "versions": {"megatron_ladder": __version__, "torch": torch.__version__},
             "guard": self._trainer.guard.state(),
         }
@@ -235,10 +239,6 @@ class CheckpointSaver:
             states = {rank: state for rank, state in gathered if state is not None}
             header["data_streams"] = [states[rank] for rank in range(data.size)] if states else []
         return header
-
-    def _add_files(self, directory: Path) -> None:
-        if self._inputs.tokenizer is not None:
-            copy_tokenizer(self._inputs.tokenizer, directory)
 
     def _report(self, begun: _Begun, outcome: SaveOutcome) -> None:
         saving, seconds = begun.saving, time.perf_counter() - begun.began

@@ -1,0 +1,112 @@
+"""What an imported model came with stays beside it through training: chat template, token ids, settings of generation."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers.models import WordLevel
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.config.training import CheckpointConfig, OptimizerConfig
+from megatron_ladder.convert.names import tensor_shapes
+from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from megatron_ladder.generate.loading import open_model
+from megatron_ladder.train import checkpoints
+from megatron_ladder.train.checkpoints import CheckpointSaver
+from tests.unit.checkpoint import tiny_training
+from tests.unit.convert.hand_made import CONFIG, write_directory
+from tests.unit.convert.saved_models import convert
+
+BESIDE = {
+    "tokenizer_config.json": '{"eos_token": "<eos>"}',
+    "chat_template.jinja": "{{ messages }}",
+    "generation_config.json": '{"eos_token_id": [0, 2], "temperature": 0.5}',
+}
+
+
+def write_words(path: Path, *words: str) -> None:
+    vocabulary = {word: number for number, word in enumerate(("<eos>", "[UNK]", *words))}
+    tokenizers.Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")).save(str(path))
+
+
+@pytest.fixture
+def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of checkpoints with an import, and the Hugging Face directory `hf` beside it."""
+    directory = write_directory(tmp_path / "hf", {**CONFIG, "eos_token_id": 5, "pad_token_id": 3})
+    write_words(directory / "tokenizer.json", "a", "b")
+    for name, text in BESIDE.items():
+        (directory / name).write_text(text)
+    convert("import", "--hf", directory, "--save", tmp_path / "imported")
+    # The tiny state gets the tensors of that model.
+    shapes = tensor_shapes(open_model(tmp_path / "imported", None, None).config)
+    monkeypatch.setattr(tiny_training, "SHAPES", shapes)
+    monkeypatch.setattr(checkpoints, "describe_data", lambda *of_the_data: {})
+    return tmp_path / "imported"
+
+
+def train(load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, iteration: int) -> Path:
+    """A run that loads, and saves once; returns its checkpoint."""
+    opened = Checkpoint.open(load)
+    run = SimpleNamespace(
+        checkpoint=CheckpointConfig(load=load, save=save, finetune=finetune),
+        loads_weights_alone=finetune, logging=SimpleNamespace(skip_train=False), optimizer=OptimizerConfig(lr=1.0),
+        training=SimpleNamespace(train_iters=9), model=SimpleNamespace(to_dict=lambda: opened.manifest["model"]),
+        to_dict=dict,
+    )  # fmt: skip
+    trainer: Any = SimpleNamespace(
+        run=run, mesh=SimpleNamespace(world=CommGroup.alone()), state=tiny_training.TinyState(1),
+        guard=SimpleNamespace(set_state=lambda stored: None, state=dict),
+    )  # fmt: skip
+    inputs: Any = SimpleNamespace(sources=None, tokenizer=tokenizer, stream=None, checkpoint=opened)
+    with CheckpointSaver(trainer, inputs) as saver:
+        saver.resume()
+        saver.save(iteration, 4 * iteration, final=True)
+    return Checkpoint.open(save).directory
+
+
+@pytest.mark.parametrize("given", ["", "hf", "words.json"])
+def test_what_was_imported_is_exported_after_two_runs(imported: Path, tmp_path: Path, given: str) -> None:
+    """Whether the runs are given no tokenizer, the model's directory, or a copy of the tokenizer's file alone."""
+    hf = tmp_path / "hf"
+    (tmp_path / "words.json").write_bytes((hf / "tokenizer.json").read_bytes())
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", tmp_path / given) if given else None
+    train(imported, tmp_path / "run", tokenizer, True, 1)
+    directory = train(tmp_path / "run", tmp_path / "again", tokenizer, False, 2)
+    assert Checkpoint.open(directory).manifest["hugging_face"] == {
+        "model_type": "llama", "eos_token_id": [0, 2], "pad_token_id": 3
+    }  # fmt: skip
+    assert open_model(directory, None, None).eos_ids == {0, 2}
+    convert("export", "--load", tmp_path / "again", "--hf", tmp_path / "back")
+    for name in (*BESIDE, "tokenizer.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (hf / name).read_bytes(), name
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["eos_token_id"] == [0, 2] and config["pad_token_id"] == 3
+
+
+def test_nothing_of_another_tokenizer_is_taken_over(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train(imported, tmp_path / "run", ByteTokenizer(), True, 1)
+    assert not {*BESIDE, "tokenizer.json"} & {path.name for path in directory.iterdir()}
+    manifest = Checkpoint.open(directory).manifest
+    assert "hugging_face" not in manifest and manifest["tokenizer"]["type"] == "ByteTokenizer"
+    said = capsys.readouterr().out
+    assert "is of another tokenizer than this run: its chat_template.jinja, generation_config.json" in said
+
+
+def test_the_runs_own_files_count_before_those_of_the_model(imported: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "tokenizer.json").write_bytes((tmp_path / "hf" / "tokenizer.json").read_bytes())
+    config = '{"eos_token": "<eos>", "chat_template": "another"}'
+    (own / "tokenizer_config.json").write_text(config)
+    directory = train(imported, tmp_path / "run", load_tokenizer("HuggingFaceTokenizer", own), True, 1)
+    assert (directory / "tokenizer_config.json").read_text() == config
+    # It would count before the template in the configuration.
+    assert not (directory / "chat_template.jinja").exists()
+    assert (directory / "generation_config.json").read_text() == BESIDE["generation_config.json"]
