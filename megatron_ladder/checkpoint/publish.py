@@ -8,11 +8,10 @@
 A process may die between any two calls below: `latest` names a complete checkpoint at every moment.
 """
 
-import contextlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +41,46 @@ def temporary_directory(save: Path, iteration: int, token: str) -> Path:
     return path
 
 
-def create_temporary_directory(save: Path, iteration: int, token: str) -> Path:
+def create_temporary_directory(
+    save: Path, iteration: int, token: str, note: Callable[[str], None] = lambda line: None
+) -> Path:
     """Makes the temporary directory of a save, and removes what saves that died before it have left.
 
     One rank calls it before any writes. Only directories named like temporary ones are removed, and of those
     only the ones in which nothing was written since this save began.
 
+    Args:
+        note: is told of each that cannot be removed, as another user's in a shared directory: that is no reason not
+            to save.
+
     Raises:
         FileExistsError: the token was used before.
+        OSError: the directory cannot be made.
     """
     path = temporary_directory(save, iteration, token)
     os.makedirs(save, exist_ok=True)
     os.mkdir(path)
     began = path.stat().st_mtime_ns
-    for other in save.iterdir():
-        if _TEMPORARY.fullmatch(other.name) and other.is_dir() and not other.is_symlink():
-            with contextlib.suppress(FileNotFoundError):  # a save that is alive renames its files
-                if max(entry.lstat().st_mtime_ns for entry in (other, *other.iterdir())) < began:
-                    shutil.rmtree(other)
+    try:
+        others = sorted(other for other in save.iterdir() if _TEMPORARY.fullmatch(other.name))
+    except OSError as error:
+        note(f"{save}: what saves have left is not removed: {error.strerror or error}")
+        return path
+    for other in others:
+        try:
+            _remove_if_dead(other, began)
+        except FileNotFoundError:
+            pass  # a save that is alive renames its files
+        except OSError as error:
+            note(f"{other}: was left by a save and cannot be removed: {error.strerror or error}")
     return path
+
+
+def _remove_if_dead(directory: Path, began: int) -> None:
+    if directory.is_symlink() or not directory.is_dir():
+        return
+    if max(entry.lstat().st_mtime_ns for entry in (directory, *directory.iterdir())) < began:
+        shutil.rmtree(directory)
 
 
 def write_manifest(directory: Path, manifest: Mapping[str, Any], algorithm: str = DEFAULT_CHECKSUM) -> None:

@@ -9,6 +9,7 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_ladder.checkpoint.publish import (
     published_checkpoints,
@@ -49,14 +50,31 @@ class Retention:
         ]
 
 
-def remove_old_checkpoints(save: Path, retention: Retention) -> list[str]:
-    """Removes what is not to be kept, and returns the names; one rank calls it, after publishing."""
-    removed = retention.to_remove(save)
-    for name in removed:
+class Removal(NamedTuple):
+    """What became of the checkpoints that were to go."""
+
+    names: tuple[str, ...]
+    """Those that are checkpoints no longer."""
+    notes: tuple[str, ...]
+    """A line for each that stays, or of which files stay."""
+
+
+def remove_old_checkpoints(save: Path, retention: Retention) -> Removal:
+    """Removes what is not to be kept; one rank calls it, after publishing. One that cannot go keeps no other."""
+    names, notes = [], []
+    for name in retention.to_remove(save):
         doomed = temporary_directory(save, publishing_order(name)[0], secrets.token_hex(8))
-        os.rename(save / name, doomed)
-        shutil.rmtree(doomed)
-    return removed
+        try:
+            os.rename(save / name, doomed)
+        except OSError as error:
+            notes.append(f"{save / name}: is to go and cannot be renamed: {error.strerror or error}")
+            continue
+        names.append(name)
+        try:
+            shutil.rmtree(doomed)
+        except OSError as error:
+            notes.append(f"{doomed}: was {name}, and cannot be removed: {error.strerror or error}")
+    return Removal(tuple(names), tuple(notes))
 
 
 def _same_directory(one: Path, other: Path) -> bool:

@@ -67,8 +67,8 @@ class SaveOutcome(NamedTuple):
     """Why there is none."""
     removed: tuple[str, ...] = ()
     """Checkpoints that were removed after it."""
-    warning: str | None = None
-    """What went wrong after publishing."""
+    notes: tuple[str, ...] = ()
+    """A line for everything that could not be removed, which costs room alone."""
 
 
 class MasterPair(NamedTuple):
@@ -89,15 +89,16 @@ class TrainingSave:
         header: Mapping[str, Any],
         writer: CheckpointWriter,
         pairs: Sequence[MasterPair],
-        total_bytes: int,
+        room: "_Room",
         add_files: Callable[[Path], None],
         options: SaveOptions,
     ) -> None:
         """See `begin`."""
         self.directory = directory
-        self.total_bytes = total_bytes
+        self.total_bytes = room.total_bytes
         self.iteration = int(header["iteration"])
         self._save = save
+        self._notes = room.notes
         self._header = header
         self._writer = writer
         self._pairs = pairs
@@ -134,7 +135,7 @@ class TrainingSave:
         for name, generator_state in generator_states(world.rank).items():
             writer.add(name, "rng", tuple(generator_state.shape), (0,), generator_state)
         whole = {**header, "optimizer": {"steps_taken": state.steps_taken(), "loss_scaler": state.loss_scaler()}}
-        return TrainingSave(save, directory, whole, writer, pairs, answer.total_bytes, add_files, options)
+        return TrainingSave(save, directory, whole, writer, pairs, answer, add_files, options)
 
     def write(self, gather: Gather) -> SaveOutcome | None:
         """Writes this rank's files; on rank 0 waits for the others and publishes.
@@ -162,8 +163,10 @@ class TrainingSave:
         try:
             removed = remove_old_checkpoints(self._save, self._options.retention)
         except OSError as error:
-            return SaveOutcome(str(published), None, (), f"old checkpoints stay: {_sentence(error, self._save)}")
-        return SaveOutcome(str(published), None, tuple(removed))
+            # Which of them are to go cannot be told.
+            notes = (*self._notes, f"old checkpoints stay: {_sentence(error, self._save)}")
+            return SaveOutcome(str(published), None, (), notes)
+        return SaveOutcome(str(published), None, removed.names, self._notes + removed.notes)
 
     def _write_own(self) -> dict[str, Any]:
         """This rank's part of the outcome."""
@@ -185,21 +188,23 @@ class TrainingSave:
 
     def _give_up(self, why: str) -> SaveOutcome:
         shutil.rmtree(self.directory, ignore_errors=True)
-        return SaveOutcome("", why)
+        return SaveOutcome("", why, (), self._notes)
 
 
 class _Room(NamedTuple):
     token: str
     total_bytes: int
     error: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def _make_room(save: Path, iteration: int, total_bytes: int) -> _Room:
     """Makes the directory of a save, if the file system has room for what all ranks will write."""
     token = secrets.token_hex(8)
     needed = total_bytes + ROOM_FOR_THE_REST
+    notes: list[str] = []
     try:
-        directory = create_temporary_directory(save, iteration, token)
+        directory = create_temporary_directory(save, iteration, token, notes.append)
         found = os.statvfs(save)
         free = found.f_bavail * found.f_frsize
         # Some network file systems do not say how large they are.
@@ -208,7 +213,7 @@ def _make_room(save: Path, iteration: int, total_bytes: int) -> _Room:
             return _Room("", total_bytes, f"a checkpoint needs {_size(needed)}, and {_size(free)} are free in {save}")
     except OSError as error:
         return _Room("", total_bytes, _sentence(error, save))
-    return _Room(token, total_bytes)
+    return _Room(token, total_bytes, None, tuple(notes))
 
 
 def _note_state(

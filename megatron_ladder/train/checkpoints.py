@@ -104,6 +104,7 @@ class CheckpointSaver:
         self._saved: int | None = None
         self._flight: _Flight | None = None
         self._landed: SaveOutcome | None = None
+        self._noted: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -242,6 +243,10 @@ class CheckpointSaver:
 
     def _report(self, begun: _Begun, outcome: SaveOutcome) -> None:
         saving, seconds = begun.saving, time.perf_counter() - begun.began
+        # What could not be removed is met again by every save.
+        for note in (note for note in outcome.notes if note not in self._noted):
+            say(f"*** {note} ***", self._world.rank)
+        self._noted.update(outcome.notes)
         if outcome.error is not None:
             self._report_failure(saving.iteration, begun.reason, outcome.error)
             return
@@ -250,8 +255,6 @@ class CheckpointSaver:
         say(f"saved {outcome.directory}", rank)
         for name in outcome.removed:
             say(f"removed {name}", rank)
-        if outcome.warning is not None:
-            say(f"*** {outcome.warning} ***", rank)
         self._event(
             "save end", iteration=saving.iteration, reason=begun.reason, directory=outcome.directory,
             bytes=saving.total_bytes, seconds=round(seconds, 3), blocked_seconds=round(begun.blocked_seconds, 3),

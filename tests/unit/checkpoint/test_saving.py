@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.host_memory import HostMemory
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.progress import ProgressLines
-from megatron_ladder.checkpoint.publish import published_checkpoints
+from megatron_ladder.checkpoint.publish import create_temporary_directory, published_checkpoints
 from megatron_ladder.checkpoint.retention import Retention, remove_old_checkpoints
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions
 from megatron_ladder.comm.group import CommGroup
@@ -170,7 +172,7 @@ def test_who_goes_back_keeps_what_lies_ahead(tmp_path: Path) -> None:
     assert published_checkpoints(tmp_path) == ["iter_0000100.1", "iter_0000200"]
     assert holds(tmp_path, TinyState(2).whole)
     (tmp_path / "latest").unlink()
-    assert remove_old_checkpoints(tmp_path, Retention(keep_last=1)) == []
+    assert remove_old_checkpoints(tmp_path, Retention(keep_last=1)) == ((), ())
 
 
 def test_old_checkpoints_that_cannot_go_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +181,54 @@ def test_old_checkpoints_that_cannot_go_cost_nothing(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(saving, "remove_old_checkpoints", refuse)
     outcome = save_at_once(tmp_path, 200, TinyState(2), CommGroup.alone())
-    assert outcome.error is None and outcome.warning == "old checkpoints stay: iter_0000050: Permission denied"
+    assert outcome.error is None and outcome.notes == ("old checkpoints stay: iter_0000050: Permission denied",)
+
+
+def refused(real: Callable[..., None], *names: str) -> Callable[..., None]:
+    """A function whose first argument is a path, which fails for paths whose names begin so."""
+
+    def call(path: Path, *arguments: Any) -> None:
+        if path.name.startswith(names):
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path, *arguments)
+
+    return call
+
+
+def test_one_old_checkpoint_that_cannot_go_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for iteration in (50, 100, 150):
+        save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refused(os.rename, "iter_0000050"))
+        patch.setattr(shutil, "rmtree", refused(shutil.rmtree, "iter_0000100.tmp-"))
+        options = SaveOptions(retention=Retention(keep_last=1))
+        outcome = save_at_once(tmp_path, 200, TinyState(2), CommGroup.alone(), options)
+    assert outcome.error is None and outcome.removed == ("iter_0000100", "iter_0000150")
+    assert published_checkpoints(tmp_path) == ["iter_0000050", "iter_0000200"]
+    first, second = outcome.notes
+    assert first == f"{tmp_path / 'iter_0000050'}: is to go and cannot be renamed: Permission denied"
+    assert second.endswith(": was iter_0000100, and cannot be removed: Permission denied")
+    # The next save has another try at both.
+    assert save_at_once(tmp_path, 250, TinyState(2), CommGroup.alone(), options).notes == ()
+    assert names(tmp_path) == ["iter_0000250", "latest"]
+
+
+def test_what_dead_saves_have_left_and_cannot_go_costs_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for token in ("gone", "theirs"):
+        (tmp_path / f"iter_0000100.tmp-{token}").mkdir(parents=True)
+        os.utime(tmp_path / f"iter_0000100.tmp-{token}", (1000, 1000))
+    monkeypatch.setattr(shutil, "rmtree", refused(shutil.rmtree, "iter_0000100.tmp-theirs"))
+    outcomes = save_of_ranks(tmp_path, 200, 1)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    theirs = tmp_path / "iter_0000100.tmp-theirs"
+    assert outcomes[0].notes == (f"{theirs}: was left by a save and cannot be removed: Permission denied",)
+    assert names(tmp_path) == [theirs.name, "iter_0000200", "latest"]
+    # Nor does a directory that cannot be listed.
+    monkeypatch.setattr(Path, "iterdir", refused(Path.iterdir, tmp_path.name))
+    create_temporary_directory(tmp_path, 300, "token", (noted := list[str]()).append)
+    assert noted == [f"{tmp_path}: what saves have left is not removed: Permission denied"]
 
 
 def test_sha256_is_computed_by_the_book(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
-"""What an imported model came with stays beside it through training: chat template, token ids, settings of generation."""
+"""What an imported model came with stays beside it through training: template, token ids, settings of generation."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +51,7 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, iteration: int) -> Path:
-    """A run that loads, and saves once; returns its checkpoint."""
+    """A run that loads, and saves after a step and at its end; returns its last checkpoint."""
     opened = Checkpoint.open(load)
     run = SimpleNamespace(
         checkpoint=CheckpointConfig(load=load, save=save, finetune=finetune),
@@ -64,7 +66,8 @@ def train(load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, i
     inputs: Any = SimpleNamespace(sources=None, tokenizer=tokenizer, stream=None, checkpoint=opened)
     with CheckpointSaver(trainer, inputs) as saver:
         saver.resume()
-        saver.save(iteration, 4 * iteration, final=True)
+        saver.save(iteration, 4 * iteration)
+        saver.save(iteration + 1, 4 * iteration + 4, final=True)
     return Checkpoint.open(save).directory
 
 
@@ -97,6 +100,21 @@ def test_nothing_of_another_tokenizer_is_taken_over(
     assert "hugging_face" not in manifest and manifest["tokenizer"]["type"] == "ByteTokenizer"
     said = capsys.readouterr().out
     assert "is of another tokenizer than this run: its chat_template.jinja, generation_config.json" in said
+
+
+def test_what_cannot_be_removed_is_told_once(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "run" / "iter_0000001.tmp-theirs"
+    theirs.mkdir(parents=True)
+    os.utime(theirs, (1000, 1000))
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert train(imported, tmp_path / "run", None, True, 1).name == "iter_0000002"
+    assert capsys.readouterr().out.count(f"*** {theirs}: was left by a save and cannot be removed") == 1
 
 
 def test_the_runs_own_files_count_before_those_of_the_model(imported: Path, tmp_path: Path) -> None:
