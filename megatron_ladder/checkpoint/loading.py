@@ -7,6 +7,7 @@ from megatron_ladder.checkpoint.engine_state import EngineState
 from megatron_ladder.checkpoint.format import Checkpoint, Progress, checkpoint_candidates
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, is_published_name
 from megatron_ladder.checkpoint.training_state import load_training_state
+from megatron_ladder.comm.agreement import name_ranks
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import UserError
 
@@ -43,15 +44,13 @@ def load_newest(
         faults = world.broadcast_object(faults)
         if directory is None:
             raise UserError(f"{load}: there is no checkpoint that can be loaded", *faults)
-        checkpoint = Checkpoint.open(Path(directory))
         try:
-            if mistakes := refuse(checkpoint):
-                raise UserError(*mistakes)
+            checkpoint = _open_alike(Path(directory), world, refuse)
             load_training_state(
                 checkpoint, state, world, optimizer=optimizer, generators=generators, verify=True, progress=progress
             )
         except UserError as error:
-            faults += error.mistakes
+            faults = [*faults, *error.mistakes]
             continue
         return checkpoint, faults
 
@@ -68,9 +67,37 @@ def _next_whole(candidates: list[Path], faults: list[str]) -> str | None:
     while candidates:
         directory = candidates.pop(0)
         try:
-            Checkpoint.open(directory)
+            _open(directory)
         except UserError as error:
             faults += error.mistakes
         else:
             return str(directory)
     return None
+
+
+def _open_alike(directory: Path, world: CommGroup, refuse: Callable[[Checkpoint], list[str]]) -> Checkpoint:
+    """Raises UserError on every rank if any of them cannot open it, as on a host that does not see the directory."""
+    checkpoint, mistakes = None, list[str]()
+    try:
+        checkpoint = _open(directory)
+        mistakes += refuse(checkpoint)
+    except UserError as error:
+        mistakes += error.mistakes
+    told: dict[str, list[int]] = {}
+    for rank, lines in enumerate(world.gather_objects(mistakes)):
+        for line in lines:
+            told.setdefault(line, []).append(rank)
+    everywhere = [
+        line if len(ranks) == world.size else f"{line} (as {name_ranks(ranks)} found)" for line, ranks in told.items()
+    ]
+    everywhere = world.broadcast_object(everywhere)
+    if everywhere or checkpoint is None:
+        raise UserError(*everywhere)
+    return checkpoint
+
+
+def _open(directory: Path) -> Checkpoint:
+    try:
+        return Checkpoint.open(directory)
+    except OSError as error:
+        raise UserError(f"{error.filename or directory}: cannot be read: {error.strerror or error}") from None

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -278,6 +279,37 @@ def test_ranks_that_load_agree_on_the_newest_that_is_intact(tmp_path: Path, dama
                 assert torch.equal(span.master, other.master) and torch.equal(span.weight, other.weight)
                 for which in ("exp_avg", "exp_avg_sq"):
                     assert torch.equal(state.moment(span, which), wanted.moment(other, which))
+
+
+@pytest.mark.parametrize("unseen", ["iter_0000200", "iter_0000100"])
+@pytest.mark.parametrize("error", [UserError("there is no checkpoint here"), OSError(116, "Stale file handle")])
+def test_a_checkpoint_that_one_rank_cannot_open_is_passed_over_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unseen: str, error: Exception
+) -> None:
+    """As one whose directory lies on a host of its own, or behind a file handle that is stale."""
+    for iteration in (100, 200):
+        save_of_ranks(tmp_path, iteration, iteration)
+    real, seeing = Checkpoint.open, threading.local()
+
+    def see(path: Path) -> Checkpoint:
+        if getattr(seeing, "rank", 0) == 1 and path.name >= unseen:
+            raise error
+        return real(path)
+
+    def load_of_rank(world: CommGroup) -> tuple[str, list[str]]:
+        seeing.rank = world.rank
+        return load(tmp_path, world, TinyState(3, world.rank, 2))
+
+    monkeypatch.setattr(Checkpoint, "open", see)
+    one, other = on_ranks(2, load_of_rank)
+    reason = f"{error} (as rank 1 found)"
+    if isinstance(error, OSError):
+        reason = f"{tmp_path / 'iter_0000200'}: cannot be read: Stale file handle (as rank 1 found)"
+    if unseen == "iter_0000200":
+        assert one == other == ("iter_0000100", [reason])
+    else:
+        assert isinstance(one, UserError) and isinstance(other, UserError)
+        assert one.mistakes == other.mistakes and len(one.mistakes) == 3 and one.mistakes[1] == reason
 
 
 def test_a_checkpoint_that_is_named_is_the_only_one_tried(tmp_path: Path) -> None:
