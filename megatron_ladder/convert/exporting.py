@@ -59,7 +59,7 @@ def plan_export(options: ExportOptions) -> Conversion:
         return {**beside, **index}
 
     def publish(work: Path) -> Path:
-        publish_hf(work, options.hf)
+        publish_hf(work, options.hf, options.overwrite)
         return options.hf
 
     checkpoint = source.checkpoint

@@ -24,7 +24,7 @@ def plan_import(options: ImportOptions) -> Conversion:
     Raises:
         UserError: the source contradicts itself or cannot be expressed, or the target may not be written to.
     """
-    check_save_target(options.save, ITERATION, options.overwrite)
+    replaced = check_save_target(options.save, ITERATION, options.overwrite)
     directory = open_hf_directory(options.hf)
     model, notes = rewired(directory.model, options)
     check_layout(model, options.tensor_model_parallel_size, options.pipeline_model_parallel_size)
@@ -56,7 +56,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         target=options.save,
         checksums=True,
         small_files=small_files,
-        publish=lambda work: publish_save(work, options.save, ITERATION),
+        publish=lambda work: publish_save(work, options.save, ITERATION, replaced),
         facts=(
             f"{options.hf}: {directory.config['model_type']}, {_parameters(directory)} parameters, {directory.dtype}",
             f"wiring: {wiring_text(model)}; files for {options.tensor_model_parallel_size} tensor-parallel x "

@@ -9,8 +9,9 @@ anew. Nothing has the target's name before everything is written and fsynced.
 
 import fcntl
 import os
+import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -98,8 +99,16 @@ def check_hf_target(target: Path, overwrite: bool) -> None:
         raise UserError(f"--hf {target}: has no config.json, so it is no model that --overwrite would replace")
 
 
-def publish_hf(work: Path, target: Path) -> None:
-    """Gives a complete directory the target's name; what had it is removed after that."""
+def publish_hf(work: Path, target: Path, overwrite: bool) -> None:
+    """Gives a complete directory the target's name; what had it is removed after that.
+
+    Raises:
+        UserError: something stands there since the target was checked before; it is not touched, and `work` stays.
+    """
+    try:
+        check_hf_target(target, overwrite)
+    except UserError as error:
+        raise UserError(f"{error}: the converted model is whole in {work}: rename that") from None
     old = work.with_name(f"{work.name}.old")
     if target.exists():
         os.rename(target, old)
@@ -109,8 +118,15 @@ def publish_hf(work: Path, target: Path) -> None:
         shutil.rmtree(old)
 
 
-def check_save_target(save: Path, iteration: int, overwrite: bool) -> None:
-    """Raises UserError if a checkpoint of that iteration may not be written into a directory of checkpoints."""
+def check_save_target(save: Path, iteration: int, overwrite: bool) -> list[str]:
+    """Sees whether a checkpoint of that iteration may be written into a directory of checkpoints.
+
+    Returns:
+        Names of the published checkpoints that it will replace.
+
+    Raises:
+        UserError: it may not.
+    """
     if is_published_name(save.name):
         raise UserError(f"--save {save}: is the name of one checkpoint: name the directory that it is to stand in")
     if save.exists() and not save.is_dir():
@@ -124,6 +140,7 @@ def check_save_target(save: Path, iteration: int, overwrite: bool) -> None:
         )
     if published and not overwrite:
         raise UserError(f"--save {save}: holds {published[-1]}: name another directory, or give --overwrite")
+    return published
 
 
 def save_work(save: Path, iteration: int, fingerprint: str) -> Path:
@@ -131,10 +148,25 @@ def save_work(save: Path, iteration: int, fingerprint: str) -> Path:
     return temporary_directory(save, iteration, fingerprint)
 
 
-def publish_save(work: Path, save: Path, iteration: int) -> Path:
-    """Publishes a complete checkpoint; those of the same iteration are removed after that."""
-    before = published_checkpoints(save)
+def publish_save(work: Path, save: Path, iteration: int, replaced: Collection[str]) -> Path:
+    """Publishes a complete checkpoint; what it replaces is removed after that.
+
+    Args:
+        replaced: what `check_save_target` returned before anything was written.
+
+    Raises:
+        UserError: others were published since then; nothing of them is touched, and `work` stays.
+    """
+    others = [name for name in published_checkpoints(save) if name not in replaced]
+    if others:
+        raise UserError(
+            f"--save {save}: {', '.join(others)}: published there while this conversion ran, by another program: "
+            f"the converted checkpoint is whole in {work}: move it to another directory, as iter_{iteration:07d}"
+        )
     published = publish(work, save, iteration)
-    for name in before:
-        shutil.rmtree(save / name)
+    for name in replaced:
+        # Under the name of a save that died, so that no checkpoint ever lacks files.
+        doomed = temporary_directory(save, iteration, secrets.token_hex(8))
+        os.rename(save / name, doomed)
+        shutil.rmtree(doomed)
     return published

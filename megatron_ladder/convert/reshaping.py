@@ -26,7 +26,7 @@ def plan_reshape(options: ReshapeOptions) -> Conversion:
     """
     source = open_training_checkpoint(options.load)
     checkpoint, iteration = source.checkpoint, source.checkpoint.iteration
-    check_save_target(options.save, iteration, options.overwrite)
+    replaced = check_save_target(options.save, iteration, options.overwrite)
     tensor_parallel, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     model, notes = rewired(source.model, options)
     check_layout(model, tensor_parallel, stages)
@@ -47,7 +47,7 @@ def plan_reshape(options: ReshapeOptions) -> Conversion:
         target=options.save,
         checksums=True,
         small_files=small_files,
-        publish=lambda work: publish_save(work, options.save, iteration),
+        publish=lambda work: publish_save(work, options.save, iteration, replaced),
         facts=(
             f"{checkpoint.directory}: iteration {iteration}, {', '.join(kinds)}, wiring: {wiring_text(model)}",
             f"files for {tensor_parallel} tensor-parallel x {stages} pipeline ranks",

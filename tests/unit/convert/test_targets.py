@@ -1,0 +1,69 @@
+"""What stands where a conversion writes to: other programs' checkpoints stay, and what died does not get in the way."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.publish import published_checkpoints
+from megatron_ladder.convert import carry_out, outputs
+from megatron_ladder.errors import UserError
+from tests.unit.convert.hand_made import write_directory
+from tests.unit.convert.saved_models import convert
+from tests.unit.convert.test_outcomes import small_config, write_cut_checkpoint
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What another program does between the last byte of a conversion and its publication."""
+    actions: list[Callable[[], object]] = []
+    real = carry_out.write_small_files
+
+    def and_then(directory: Path, files: Mapping[str, bytes]) -> None:
+        real(directory, files)
+        for action in actions:
+            action()
+
+    monkeypatch.setattr(carry_out, "write_small_files", and_then)
+    return actions
+
+
+@pytest.mark.parametrize(("name", "words"), [("iter_0000030", []), ("iter_0000000.1", ["--overwrite"])])
+def test_what_was_published_meanwhile_stays(
+    tmp_path: Path, meanwhile: list[Callable[[], object]], name: str, words: list[str]
+) -> None:
+    directory, ours = write_directory(tmp_path / "hf"), tmp_path / "ours"
+    write_cut_checkpoint(tmp_path / "run", small_config(), {})
+    if words:
+        convert("import", "--hf", directory, "--save", ours)
+    meanwhile.append(lambda: os.rename(tmp_path / "run" / "iter_0000030", ours / name))
+    with pytest.raises(UserError, match=rf"{name}: published there while.*move it to another directory"):
+        convert("import", "--hf", directory, "--save", ours, *words)
+    Checkpoint.open(ours / name).verify()
+    assert published_checkpoints(ours) == sorted({name, "iter_0000000"} if words else {name})
+    (work,) = ours.glob("iter_0000000.tmp-*")
+    (tmp_path / "another").mkdir()
+    os.rename(work, tmp_path / "another" / "iter_0000000")
+    Checkpoint.open(tmp_path / "another").verify()
+
+
+def test_what_stands_at_an_export_meanwhile_stays(tmp_path: Path, meanwhile: list[Callable[[], object]]) -> None:
+    convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
+    meanwhile.append(lambda: write_directory(tmp_path / "back", {"mine": True}))
+    with pytest.raises(UserError, match=r"exists and is not empty.*is whole in .*back\.tmp-"):
+        convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == {"mine": True}
+
+
+def test_who_is_killed_while_replacing_leaves_no_checkpoint_that_lacks_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, ours = write_directory(tmp_path / "hf"), tmp_path / "ours"
+    convert("import", "--hf", directory, "--save", ours)
+    monkeypatch.setattr(outputs.shutil, "rmtree", lambda path: (path / "manifest.json").unlink() or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert("import", "--hf", directory, "--save", ours, "--overwrite")
+    assert published_checkpoints(ours) == ["iter_0000000.1"]
