@@ -9,6 +9,7 @@ from megatron_ladder.convert.measures import Measures, Progress, Report, size_te
 from megatron_ladder.convert.options import Caution
 from megatron_ladder.convert.outputs import check_space, work_directory, write_small_files
 from megatron_ladder.convert.plan import Plan
+from megatron_ladder.convert.source_checksums import check_sources
 from megatron_ladder.errors import UserError
 
 _FILES_LISTED = 8
@@ -34,13 +35,15 @@ class Conversion:
     """The complete directory -> a line about logits; for --verify."""
     notes: Sequence[str] = field(default=())
     """Lines that must not be overlooked."""
+    source_checksums: Mapping[Path, str] = field(default_factory=dict)
+    """File of the source -> the checksum that it should have; empty if the source has none."""
 
 
 def carry_out(conversion: Conversion, caution: Caution, report: Report, measures: Measures) -> None:
     """Converts, or only says what would be done.
 
     Raises:
-        UserError: a source cannot be read any more, or there is no space.
+        UserError: a source is damaged or cannot be read any more, or there is no space.
         RuntimeError: what was read back is not what was written.
     """
     plan = conversion.plan
@@ -59,6 +62,7 @@ def carry_out(conversion: Conversion, caution: Caution, report: Report, measures
     taken_over = work.exists()
     if not taken_over:
         check_space(conversion.target, plan.bytes_in_all)
+    check_sources(conversion.source_checksums, report, measures)
     try:
         with work_directory(work):
             if taken_over:

@@ -22,7 +22,11 @@ from megatron_ladder.convert.tokenizer_files import (
     exported_tokenizer,
     generation_config,
 )
-from megatron_ladder.convert.training_checkpoint import TrainingCheckpoint, open_training_checkpoint
+from megatron_ladder.convert.training_checkpoint import (
+    TrainingCheckpoint,
+    checksums_of_sources,
+    open_training_checkpoint,
+)
 from megatron_ladder.convert.wiring import wiring_text
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -76,6 +80,7 @@ def plan_export(options: ExportOptions) -> Conversion:
             + (f", with {', '.join(code)}: readers give trust_remote_code=True" if code else ""),
         ),
         notes=checkpoint.warnings,
+        source_checksums=checksums_of_sources(checkpoint, plan),
         check_logits=lambda work: compare_logits(
             work, source.model, checkpoint.directory, model_type, dtype, own_code=True
         ),

@@ -8,6 +8,7 @@ from megatron_ladder.convert.options import ReshapeOptions
 from megatron_ladder.convert.outputs import check_save_target, publish_save, save_work
 from megatron_ladder.convert.training_checkpoint import (
     check_layout,
+    checksums_of_sources,
     manifest_bytes,
     open_training_checkpoint,
     plan_checkpoint,
@@ -53,4 +54,5 @@ def plan_reshape(options: ReshapeOptions) -> Conversion:
             f"files for {tensor_parallel} tensor-parallel x {stages} pipeline ranks",
         ),
         notes=[*notes, *checkpoint.warnings],
+        source_checksums=checksums_of_sources(checkpoint, plan),
     )

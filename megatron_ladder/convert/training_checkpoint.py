@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ladder import __version__
 from megatron_ladder.checkpoint.boxes import Box
-from megatron_ladder.checkpoint.checksum import checksum_of
+from megatron_ladder.checkpoint.checksum import algorithm_of, checksum_of
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.manifest import KINDS, BoxRecord, FileIndex, encode_manifest, merge_manifest
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
@@ -16,6 +16,7 @@ from megatron_ladder.convert.layout import shares, stage_of
 from megatron_ladder.convert.mistakes import raise_mistakes
 from megatron_ladder.convert.names import tensor_shapes
 from megatron_ladder.convert.plan import CopiedTensor, Plan, TargetBox, make_plan
+from megatron_ladder.convert.source_checksums import damage
 from megatron_ladder.convert.sources import SourceTensor, stored_tensor
 from megatron_ladder.errors import UserError
 
@@ -48,7 +49,8 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
     """Opens the checkpoint in use of a directory, and compares it with the model that it says it is.
 
     Raises:
-        UserError: there is none that is whole, or tensors are missing, unexpected or of other shapes.
+        UserError: there is none that is whole, tensors are missing, unexpected or of other shapes, or what lies beside
+            them is not what was saved.
     """
     try:
         checkpoint = Checkpoint.open(load)
@@ -83,14 +85,27 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
 
 
 def _files_beside(checkpoint: Checkpoint) -> dict[str, bytes]:
+    checksums = {record["name"]: record["checksum"] for record in checkpoint.manifest["files"]}
+    mistakes = []
     of_tensors = {file for kind in KINDS for stored in checkpoint.stored(kind).values() for file in stored.files}
     found = {}
     for path in sorted(checkpoint.directory.iterdir()):
         if path.name not in {MANIFEST_NAME, *of_tensors} and path.is_file() and not path.is_symlink():
             if path.suffix == ".py" or path.stat().st_size > _MOST_BYTES_BESIDE:
                 continue
-            found[path.name] = path.read_bytes()
+            content = found[path.name] = path.read_bytes()
+            expected = checksums.get(path.name)
+            if expected is not None:
+                mistakes += damage(path, expected, checksum_of(content, algorithm_of(expected)))
+    raise_mistakes(mistakes)
     return found
+
+
+def checksums_of_sources(checkpoint: Checkpoint, plan: Plan) -> dict[Path, str]:
+    """Checksums that the manifest has of the files that a plan reads; not of others, such as the optimizer's."""
+    read = {stored.path for tensor in plan.tensors for stored in tensor.source.boxes}
+    recorded = {checkpoint.directory / record["name"]: record["checksum"] for record in checkpoint.manifest["files"]}
+    return {path: recorded[path] for path in sorted(read)}
 
 
 def check_layout(model: ModelConfig, tensor_parallel: int, stages: int) -> None:

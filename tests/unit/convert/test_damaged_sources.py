@@ -1,0 +1,65 @@
+"""A checkpoint's file whose bytes changed after they were saved is refused, and not given a new valid checksum."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder.checkpoint.checksum import checksum_of
+from megatron_ladder.checkpoint.publish import write_manifest
+from megatron_ladder.errors import ExitCode, UserError, exit_code_of
+from tests.unit.convert.saved_models import convert
+from tests.unit.convert.test_outcomes import small_config, write_cut_checkpoint
+
+WEIGHTS, OPTIMIZER, TOKENIZER = "weights_rank_00001.safetensors", "optimizer_rank_00001.safetensors", "tokenizer.json"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint whose manifest lists the tokenizer's file too."""
+    write_cut_checkpoint(tmp_path / "run", small_config(), {})
+    directory = tmp_path / "run" / "iter_0000030"
+    manifest = json.loads((directory / "manifest.json").read_bytes())
+    del manifest["manifest_checksum"]
+    content = (directory / TOKENIZER).read_bytes()
+    manifest["files"].append({"name": TOKENIZER, "size": len(content), "checksum": checksum_of(content)})
+    write_manifest(directory, manifest)
+    return directory
+
+
+def flip_last_bit(path: Path) -> None:
+    """Size and header stay."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("verb", "file"),
+    [("reshape", WEIGHTS), ("reshape", OPTIMIZER), ("reshape", TOKENIZER), ("export", WEIGHTS), ("export", TOKENIZER)],
+)
+def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, saved: Path, verb: str, file: str) -> None:
+    flip_last_bit(saved / file)
+    target = "--hf" if verb == "export" else "--save"
+    with pytest.raises(UserError, match=f"{file}: damaged: .* name another checkpoint") as refusal:
+        convert(verb, "--load", saved, target, tmp_path / "result")
+    assert exit_code_of(refusal.value) is ExitCode.USER_MISTAKE
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_all_damaged_files_are_named(tmp_path: Path, saved: Path) -> None:
+    flip_last_bit(saved / WEIGHTS)
+    flip_last_bit(saved / OPTIMIZER)
+    with pytest.raises(UserError) as refusal:
+        convert("reshape", "--load", saved, "--save", tmp_path / "result")
+    assert [WEIGHTS in line or OPTIMIZER in line for line in refusal.value.mistakes] == [True, True]
+
+
+def test_what_an_export_does_not_read_may_be_damaged(tmp_path: Path, saved: Path) -> None:
+    flip_last_bit(saved / OPTIMIZER)
+    convert("export", "--load", saved, "--hf", tmp_path / "result")
+
+
+def test_a_dry_run_reads_no_tensors(tmp_path: Path, saved: Path) -> None:
+    flip_last_bit(saved / WEIGHTS)
+    convert("reshape", "--load", saved, "--save", tmp_path / "result", "--dry-run")
