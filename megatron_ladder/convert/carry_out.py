@@ -64,7 +64,7 @@ def carry_out(conversion: Conversion, caution: Caution, report: Report, measures
         check_space(conversion.target, plan.bytes_in_all)
     check_sources(conversion.source_checksums, report, measures)
     try:
-        with work_directory(work):
+        with work_directory(work, report):
             if taken_over:
                 report(f"goes on in {work}, which an earlier conversion left")
             progress = Progress("copied", plan.bytes_in_all, report, measures)

@@ -7,6 +7,7 @@ The digits are those of the plan, so that the same command goes on where it died
 anew. Nothing has the target's name before everything is written and fsynced.
 """
 
+import errno
 import fcntl
 import os
 import secrets
@@ -23,13 +24,15 @@ from megatron_ladder.checkpoint.publish import (
     temporary_directory,
 )
 from megatron_ladder.convert.copying import PARTIAL
-from megatron_ladder.convert.measures import size_text
+from megatron_ladder.convert.measures import Report, size_text
 from megatron_ladder.errors import UserError
 
 
 @contextmanager
-def work_directory(path: Path) -> Iterator[Path]:
+def work_directory(path: Path, report: Report) -> Iterator[Path]:
     """Makes the directory beside the target, or takes it over from a conversion that died.
+
+    On a file system without locks it cannot be known whether that one died, and a line says so.
 
     Raises:
         UserError: a conversion that is alive writes there, or the directory cannot be made.
@@ -42,8 +45,11 @@ def work_directory(path: Path) -> Iterator[Path]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{path}: the same conversion is under way: wait for it") from None
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UserError(f"{path}: the same conversion is under way: wait for it") from None
+            # Not only where locks are missing: NFS locks for writing, and no directory can be opened for that (EBADF).
+            report(f"*** {path}: cannot be locked ({error.strerror}): see that no other conversion writes there ***")
         for partial in path.glob(f"*{PARTIAL}"):
             partial.unlink()
         yield path

@@ -1,5 +1,7 @@
 """What stands where a conversion writes to: other programs' checkpoints stay, and what died does not get in the way."""
 
+import errno
+import fcntl
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -67,3 +69,32 @@ def test_who_is_killed_while_replacing_leaves_no_checkpoint_that_lacks_files(
     with pytest.raises(ZeroDivisionError):
         convert("import", "--hf", directory, "--save", ours, "--overwrite")
     assert published_checkpoints(ours) == ["iter_0000000.1"]
+
+
+def refusing(number: int) -> Callable[[int, int], None]:
+    """A flock that fails."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return flock
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_written_to(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(number))
+    convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
+    said = capsys.readouterr().out
+    assert f"cannot be locked ({os.strerror(number)}): see that no other conversion writes there" in said
+    Checkpoint.open(tmp_path / "ours").verify()
+
+
+@pytest.mark.parametrize("number", [errno.EWOULDBLOCK, errno.EACCES], ids=errno.errorcode.get)
+def test_a_conversion_that_is_under_way_is_waited_for(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(number))
+    with pytest.raises(UserError, match="the same conversion is under way: wait for it"):
+        convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
