@@ -184,10 +184,14 @@ def as_bytes(array: RawArray) -> memoryview:
 def verify_files(plan: Plan, directory: Path, names: Collection[str], progress: Progress) -> None:
     """Reads everything back, source and target, and compares bit by bit.
 
+    A file that is wrong is removed: by its size it would count as whole when the same conversion goes on.
+
     Raises:
-        RuntimeError: a tensor is not what it should be; the file and the tensor are named.
+        UserError: a source cannot be read.
+        RuntimeError: tensors are not what they should be; each wrong file, and the first such tensor in it, is named.
     """
     reader = Reader()
+    wrong: dict[str, str] = {}
     begins = {file.name: len(file.header()) for file in plan.files}
     offsets = {file.name: {key: entry["data_offsets"][0] for key, entry in file.entries.items()} for file in plan.files}
     try:
@@ -196,18 +200,31 @@ def verify_files(plan: Plan, directory: Path, names: Collection[str], progress: 
             for rows, array in tensor_rows(tensor, reader, [target.box for target in tensor.boxes]):
                 for target in tensor.boxes:
                     shared = intersection(target.box, rows)
-                    if shared is None or target.file not in names:
+                    if shared is None or target.file not in names or target.file in wrong:
                         continue
                     expected = as_bytes(array[shared.within(rows).slices()])
-                    found = memoryview(bytearray(len(expected)))
                     begin = begins[target.file] + offsets[target.file][target.key] + done[target.file]
-                    reader.read_into(directory / target.file, begin, found)
-                    if found != expected:
-                        raise RuntimeError(f"{directory / target.file}: {target.key} is not what was written")
+                    path = directory / target.file
+                    if not _holds(reader, path, begin, expected):
+                        wrong[target.file] = f"{path}: {target.key} is not what was written"
                     done[target.file] += len(expected)
                     progress.add(len(expected))
     finally:
         reader.close()
+        for file in wrong:
+            (directory / file).unlink()
+    if wrong:
+        raise RuntimeError("; ".join([*wrong.values(), "removed: the same command writes that anew"]))
+
+
+def _holds(reader: Reader, path: Path, begin: int, expected: memoryview) -> bool:
+    """Whether a file has these bytes from `begin` on, and can be read there."""
+    found = memoryview(bytearray(len(expected)))
+    try:
+        reader.read_into(path, begin, found)
+    except UserError:
+        return False
+    return found == expected
 
 
 def first_difference(one: SourceTensor, other: SourceTensor) -> int | None:

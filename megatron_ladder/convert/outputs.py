@@ -117,6 +117,9 @@ def publish_hf(work: Path, target: Path, overwrite: bool) -> None:
         raise UserError(f"{error}: the converted model is whole in {work}: rename that") from None
     old = work.with_name(f"{work.name}.old")
     if target.exists():
+        if old.exists():
+            # Of the same conversion, killed while it removed this: the target had been replaced by then.
+            shutil.rmtree(old)
         os.rename(target, old)
     os.rename(work, target)
     fsync_directory(target.absolute().parent)

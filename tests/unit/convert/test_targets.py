@@ -12,6 +12,7 @@ import pytest
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.convert import carry_out, outputs
+from megatron_ladder.convert.sources import Reader
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.saved_models import convert
@@ -98,3 +99,64 @@ def test_a_conversion_that_is_under_way_is_waited_for(
     monkeypatch.setattr(fcntl, "flock", refusing(number))
     with pytest.raises(UserError, match="the same conversion is under way: wait for it"):
         convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("unreadable", [False, True], ids=["other bytes", "cannot be read"])
+def test_files_that_verification_finds_wrong_are_written_anew(
+    tmp_path: Path, unreadable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of four are wrong, so it is not enough to remove the first; the others are kept."""
+    directory, ours = write_directory(tmp_path / "hf"), tmp_path / "ours"
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    words = ["import", "--hf", directory, "--save", ours, *layout]
+    names = [f"weights_rank_0000{rank}.safetensors" for rank in range(4)]
+    fsync, read_into = os.fsync, Reader.read_into
+
+    def flipping(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith((f"{names[1]}.partial", f"{names[3]}.partial")):
+            os.pwrite(descriptor, b"\1", os.fstat(descriptor).st_size - 1)
+        fsync(descriptor)
+
+    def failing(reader: Reader, path: Path, begin: int, out: memoryview) -> None:
+        if path.name in (names[1], names[3]):
+            raise UserError(f"{path}: cannot be read: {os.strerror(errno.EIO)}")
+        read_into(reader, path, begin, out)
+
+    with monkeypatch.context() as patch:
+        if unreadable:
+            patch.setattr(Reader, "read_into", failing)
+        else:
+            patch.setattr(os, "fsync", flipping)
+        with pytest.raises(RuntimeError, match=f"{names[1]}: weight:.*{names[3]}: weight:.*writes that anew"):
+            convert(*words, "--verify")
+    (work,) = ours.iterdir()
+    kept = {path.name: path.stat().st_ino for path in work.glob("*.safetensors")}
+    assert sorted(kept) == [names[0], names[2]]
+    convert(*words)
+    assert {name: (ours / "iter_0000000" / name).stat().st_ino for name in kept} == kept
+    convert("import", "--hf", directory, "--save", tmp_path / "right", *layout)
+    for name in names:
+        right = (tmp_path / "right" / "iter_0000000" / name).read_bytes()
+        assert (ours / "iter_0000000" / name).read_bytes() == right, name
+
+
+@pytest.mark.parametrize("step", ["before the new one stands there", "while the old one is removed"])
+def test_an_export_that_was_killed_while_replacing_goes_on(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
+    back = tmp_path / "back"
+    words = ["export", "--load", tmp_path / "ours", "--hf", back, "--overwrite"]
+    convert(*words)
+    with monkeypatch.context() as patch:
+        if "removed" in step:
+            patch.setattr(outputs.shutil, "rmtree", lambda path: (path / "config.json").unlink() or 1 / 0)
+        else:
+            rename = os.rename
+            patch.setattr(os, "rename", lambda one, other: 1 / 0 if other == back else rename(one, other))
+        with pytest.raises(ZeroDivisionError):
+            convert(*words)
+    assert back.exists() == ("removed" in step)
+    assert len(list(tmp_path.glob("back.tmp-*.old"))) == 1
+    convert(*words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "ours"]
