@@ -14,6 +14,8 @@ PROGRAM = "generate.py"
 DESCRIPTION = "Continues prompts with a trained model, tensor-parallel. Text goes to stdout, statistics to stderr."
 LARGEST_PENALTY = 2.0
 """Of presence and frequency, up or down, as in OpenAI's API."""
+SMALLEST_REPETITION_PENALTY, LARGEST_REPETITION_PENALTY = 0.01, 100.0
+"""Logits are divided by it or multiplied in fp32, and must stay finite."""
 MOST_ALTERNATIVES = 20
 """Likeliest tokens that are told at one place."""
 
@@ -80,7 +82,7 @@ class SamplingOptions:
     """Draw from tokens alone that have this share of the likeliest one's probability, counted after --top-p."""
     repetition_penalty: float = 1.0
     """Above 1, makes tokens of the prompt and of the text so far less likely: divides positive logits, multiplies
-    negative ones."""
+    negative ones. From 0.01 to 100."""
     presence_penalty: float = 0.0
     """Taken from the logits of tokens that were generated before."""
     frequency_penalty: float = 0.0
@@ -211,8 +213,11 @@ def _sampling_mistakes(sampling: SamplingOptions) -> list[str]:
         mistakes.append(f"--top-p {sampling.top_p}: expected a share above 0 and up to 1")
     if not 0 <= sampling.min_p <= 1:
         mistakes.append(f"--min-p {sampling.min_p}: expected a share from 0 to 1")
-    if not 0 < sampling.repetition_penalty < float("inf"):
-        mistakes.append(f"--repetition-penalty {sampling.repetition_penalty}: expected a number above 0; 1 is none")
+    if not SMALLEST_REPETITION_PENALTY <= sampling.repetition_penalty <= LARGEST_REPETITION_PENALTY:
+        mistakes.append(
+            f"--repetition-penalty {sampling.repetition_penalty}: expected {SMALLEST_REPETITION_PENALTY} to "
+            f"{LARGEST_REPETITION_PENALTY}; 1 is none"
+        )
     for name in ("presence_penalty", "frequency_penalty"):
         if not -LARGEST_PENALTY <= (found := getattr(sampling, name)) <= LARGEST_PENALTY:
             mistakes.append(f"{flag_name(name)} {found}: expected {-LARGEST_PENALTY} to {LARGEST_PENALTY}; 0 is none")

@@ -14,7 +14,12 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from megatron_ladder.data.chat_template import ChatTemplate, Message, NotRendered
-from megatron_ladder.generate.options import LARGEST_PENALTY, MOST_ALTERNATIVES
+from megatron_ladder.generate.options import (
+    LARGEST_PENALTY,
+    LARGEST_REPETITION_PENALTY,
+    MOST_ALTERNATIVES,
+    SMALLEST_REPETITION_PENALTY,
+)
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 
@@ -35,6 +40,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)]
+RepetitionPenalty = Annotated[
+    float, msgspec.Meta(ge=SMALLEST_REPETITION_PENALTY, le=LARGEST_REPETITION_PENALTY)
+]
 Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -77,7 +85,7 @@ class CommonBody:
     seed: Seed | None = None
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     ignore_eos: bool = False
@@ -186,8 +194,8 @@ def _read(body: bytes, kind: type[B], rules: Rules) -> B:
             404, f"the model {asked.model!r} does not exist: this server has {rules.model_name!r}", "model",
             "model_not_found",
         )  # fmt: skip
-    if not math.isfinite(asked.temperature) or not math.isfinite(asked.repetition_penalty):
-        raise ApiError(400, "temperature and repetition_penalty must be finite", "temperature")
+    if not math.isfinite(asked.temperature):
+        raise ApiError(400, "temperature must be finite", "temperature")
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options belong to a stream: give stream as well", "stream_options")
     return asked

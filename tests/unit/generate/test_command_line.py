@@ -82,6 +82,8 @@ def test_nobody_who_sits_at_a_terminal_is_waited_for(monkeypatch: pytest.MonkeyP
         ("--prompt a --stop=", "--stop: an empty text would end everything"),
         ("--prompt a --min-p 1.5", "--min-p 1.5: "),
         ("--prompt a --repetition-penalty 0", "--repetition-penalty 0.0: "),
+        ("--prompt a --repetition-penalty 1e-300", "--repetition-penalty 1e-300: expected 0.01 to 100.0"),
+        ("--prompt a --repetition-penalty 1e300", "--repetition-penalty 1e+300: "),
         ("--prompt a --presence-penalty 3", "--presence-penalty 3.0: "),
         ("--prompt a --json --logprobs --top-logprobs 21", "--top-logprobs 21: "),
         ("--prompt a --json --top-logprobs 2", "--top-logprobs are a part of --logprobs"),

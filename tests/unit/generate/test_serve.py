@@ -183,6 +183,8 @@ def chat(**changes: Any) -> bytes:
         (body(top_k=-1), 400, "top_k"),
         (body(min_p=2), 400, "min_p"),
         (body(repetition_penalty=0), 400, "repetition_penalty"),
+        (body(repetition_penalty=1e-300), 400, "repetition_penalty"),
+        (body(repetition_penalty=1e300), 400, "repetition_penalty"),
         (body(seed=1 << 63), 400, "seed"),
         (body(n=0), 400, "n"),
         (body(n=10**9), 400, "n"),
