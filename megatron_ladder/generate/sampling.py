@@ -363,7 +363,8 @@ def keep_most_likely(weights: Tensor, total: Tensor, ways: Sequence[SamplingPara
         weights: [b, n], descending, as shares of the likeliest token's.
         total: [b, 1]: weight of all tokens of the vocabulary.
     """
-    top_k = torch.tensor([[way.top_k or weights.shape[1]] for way in ways])
+    # A top_k may be larger than any tensor holds.
+    top_k = torch.tensor([[min(way.top_k or weights.shape[1], weights.shape[1])] for way in ways])
     kept = torch.arange(weights.shape[1]) < top_k
     limited = torch.tensor([[way.top_k > 0] for way in ways])
     total = torch.where(limited, (weights * kept).sum(1, keepdim=True), total)

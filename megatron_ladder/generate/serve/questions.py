@@ -248,7 +248,7 @@ def _question(
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     eos_ids = frozenset[int]() if asked.ignore_eos else rules.eos_ids
     samples = [
-        GenerationRequest(ids, limit, _sampling(asked, request_seed(seed, ids, index), logprobs), eos_ids, stop)
+        GenerationRequest(ids, limit, _sampling(asked, request_seed(seed, ids, index), logprobs, rules), eos_ids, stop)
         for ids, limit in zip(prompts, limits, strict=True)
         for index in range(asked.n)
     ]
@@ -271,10 +271,11 @@ def _check_prompt(ids: Sequence[int], limit: int, param: str, rules: Rules) -> N
         )  # fmt: skip
 
 
-def _sampling(asked: CommonBody, seed: int, logprobs: int | None) -> SamplingParameters:
+def _sampling(asked: CommonBody, seed: int, logprobs: int | None, rules: Rules) -> SamplingParameters:
     return SamplingParameters(
         temperature=asked.temperature,
-        top_k=asked.top_k,
+        # More are all, and a plan holds 64 bits.
+        top_k=min(asked.top_k, rules.vocab_size),
         top_p=asked.top_p,
         min_p=asked.min_p,
         repetition_penalty=asked.repetition_penalty,

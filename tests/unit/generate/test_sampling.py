@@ -57,6 +57,14 @@ def test_filters_keep_what_the_definition_keeps(top_k: int, top_p: float, min_p:
     assert set(order[kept].tolist()) == allowed(logits.tolist(), top_k, top_p, min_p)
 
 
+def test_a_top_k_beyond_the_vocabulary_keeps_all_words_of_any_row() -> None:
+    """Also beyond what a tensor holds, and of a greedy row, whose filters count for nothing."""
+    huge = SamplingParameters(top_k=1 << 70, seed=3)
+    choose = sampler(huge, SamplingParameters(temperature=0.0, top_k=1 << 70))
+    drawn = [tokens_of(choose, torch.tensor([[0.0, 1.0, 2.0]] * 2)) for _ in range(100)]
+    assert {first for first, _ in drawn} == {0, 1, 2} and {second for _, second in drawn} == {2}
+
+
 @pytest.mark.parametrize("way", [SamplingParameters(top_p=0.99), SamplingParameters(min_p=0.8)])
 def test_more_candidates_are_asked_for_until_all_that_may_be_drawn_are_there(way: SamplingParameters) -> None:
     """600 words of nearly equal logits: the first 64 candidates are too few. A draw near the end tells."""

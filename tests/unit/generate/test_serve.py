@@ -17,6 +17,7 @@ from megatron_ladder.generate.options import parse_options
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 from megatron_ladder.generate.serve.program import listen, read_keys
+from megatron_ladder.generate.serve.questions import read_completion
 from tests.unit.generate.served import EOS, Served, greedy_ids, ids_of, serving
 
 PROMPTS = [(5, 9, 1), (17,), tuple(range(1, 31)), (60, 200, 2, 11, 9), (8, 8), (250, 1, 77), (100,)]
@@ -216,6 +217,10 @@ def test_what_cannot_be_done_is_refused_by_name(content: bytes, status: int, par
 def test_values_that_change_nothing_are_taken(served: Served) -> None:
     neutral = {"presence_penalty": 0, "logit_bias": {}, "echo": False, "user": "somebody", "best_of": None}
     assert served.post("/v1/completions", body(**neutral))[0] == 200
+    # More than the vocabulary, than a tensor and than a plan holds.
+    for top_k in (257, 1 << 63, 1 << 70):
+        assert served.post("/v1/completions", body(top_k=top_k))[0] == 200
+    assert read_completion(body(top_k=1 << 70), served.server.service.rules).samples[0].sampling.top_k == 256
 
 
 def test_paths_methods_types_and_sizes_are_limited(served: Served) -> None:
