@@ -189,8 +189,12 @@ class ServerThread(threading.Thread):
 
 @contextlib.contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """The signals that end a program, otherwise handled for a while."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    """The signals that end a program, otherwise handled for a while.
+
+    One that is ignored stays so: whoever started this process answers Ctrl-C for it, and sends SIGTERM instead.
+    """
+    heeded = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """The server as clients meet it, over real sockets of this machine."""
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import parse_options
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
-from megatron_ladder.generate.serve.program import listen, read_keys
+from megatron_ladder.generate.serve.program import handling_signals, listen, read_keys
 from megatron_ladder.generate.serve.questions import read_completion
 from tests.unit.generate.served import EOS, Served, greedy_ids, ids_of, serving
 
@@ -328,6 +329,27 @@ def test_a_stop_ends_what_takes_longer() -> None:
         assert waiting == [503]
         served.worker.join(10)
         assert not served.worker.is_alive()
+
+
+@pytest.mark.parametrize("ignored", [(), (signal.SIGINT,)])
+def test_a_signal_that_is_ignored_stays_so(ignored: tuple[signal.Signals, ...]) -> None:
+    """A rank's Ctrl-C: its parent sends SIGTERM for it, and the two would be a stop and a second one."""
+
+    def stop(number: int, frame: object) -> None:
+        pass
+
+    both = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in both}
+    try:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        with handling_signals(stop):
+            assert [signal.getsignal(number) is stop for number in both] == [not ignored, True]
+        assert [signal.getsignal(number) == signal.SIG_IGN for number in both] == [bool(ignored), False]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_mistakes_of_the_flags_are_named_together(tmp_path: Path) -> None:
