@@ -217,6 +217,8 @@ def _prompts(given: str | Sequence[str | int | Sequence[int]], rules: Rules) -> 
 
 def _message(given: Mapping[str, Any]) -> Message:
     """A message with its content as one text."""
+    # Clients send an answer's message back as they got it, with "refusal": null.
+    given = {name: value for name, value in given.items() if value is not None}
     unknown = given.keys() - {"role", "content", "name"}
     if unknown:
         raise ApiError(400, f"{sorted(unknown)[0]} of a message is not supported", "messages")

@@ -149,6 +149,17 @@ def test_a_chat_is_what_its_template_writes(served: Served) -> None:
     assert long.usage is not None and long.usage.total_tokens == 300
 
 
+def test_a_conversation_goes_on_with_the_answers_own_message(served: Served) -> None:
+    client = served.client()
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 3, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    messages: list[Any] = [{"role": "user", "content": "a", "name": None}]
+    messages.append(client.chat.completions.create(messages=messages, **asked).choices[0].message)
+    messages.append({"role": "user", "content": "b", "tool_calls": None})
+    answer = client.chat.completions.create(messages=messages, **asked)
+    written = f"<user>a<assistant>{messages[1].content}<user>b<assistant>"
+    assert ids_of(answer.choices[0].message.content or "") == greedy_ids(list(written.encode()), 3)
+
+
 def body(**changes: Any) -> bytes:
     values = {"model": "tiny", "prompt": [5], "max_tokens": 2} | changes
     return json.dumps({name: value for name, value in values.items() if value is not ...}).encode()
