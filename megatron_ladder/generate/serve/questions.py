@@ -247,10 +247,9 @@ def _question(
     stop = (asked.stop,) if isinstance(asked.stop, str) else asked.stop
     if len(stop) > MOST_STOPS or not all(0 < len(text) <= LONGEST_STOP for text in stop):
         raise ApiError(400, f"stop: up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters are allowed", "stop")
-    seed = secrets.randbits(63) if asked.seed is None else asked.seed
     eos_ids = frozenset[int]() if asked.ignore_eos else rules.eos_ids
     samples = [
-        GenerationRequest(ids, limit, _sampling(asked, request_seed(seed, ids, index), logprobs, rules), eos_ids, stop)
+        GenerationRequest(ids, limit, _sampling(asked, _seed(asked, ids, index), logprobs, rules), eos_ids, stop)
         for ids, limit in zip(prompts, limits, strict=True)
         for index in range(asked.n)
     ]
@@ -271,6 +270,11 @@ def _check_prompt(ids: Sequence[int], limit: int, param: str, rules: Rules) -> N
             400, f"the prompt has {len(ids)} tokens and max_tokens is {limit}: together {rules.positions} are allowed",
             param, "context_length_exceeded",
         )  # fmt: skip
+
+
+def _seed(asked: CommonBody, ids: Sequence[int], index: int) -> int:
+    """Without a seed anew for each sample, also where prompts are equal."""
+    return secrets.randbits(64) if asked.seed is None else request_seed(asked.seed, ids, index)
 
 
 def _sampling(asked: CommonBody, seed: int, logprobs: int | None, rules: Rules) -> SamplingParameters:

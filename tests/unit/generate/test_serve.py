@@ -85,6 +85,8 @@ def test_a_seed_draws_what_the_engine_draws_by_it(served: Served) -> None:
         for _ in range(2)
     ]
     assert unseeded[0] != unseeded[1]
+    twice = served.client().completions.create(model="tiny", prompt=[[5, 9, 1]] * 2, max_tokens=12)
+    assert twice.choices[0].text != twice.choices[1].text
 
 
 def test_a_stream_is_the_answer_in_pieces(served: Served) -> None:
