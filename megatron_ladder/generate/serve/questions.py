@@ -232,7 +232,8 @@ def _message(given: Mapping[str, Any]) -> Message:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) or not isinstance(given.get("name", ""), str):
         raise ApiError(400, "the content of a message must be text", "messages")
-    return {**given, "content": content}
+    # Few templates know OpenAI's newer word, and many write nothing for a role that they do not know.
+    return {**given, "role": "system" if role == "developer" else role, "content": content}
 
 
 def _question(

@@ -146,6 +146,11 @@ def test_a_chat_is_what_its_template_writes(served: Served) -> None:
     pieces = [piece.choices[0] for piece in stream]
     assert pieces[0].delta.role == "assistant" and pieces[-1].finish_reason == "length"
     assert ids_of("".join(piece.delta.content or "" for piece in pieces)) == expected
+    developer = [messages[0] | {"role": "developer"}, messages[1]]
+    same = client.chat.completions.create(
+        model="tiny", messages=developer, max_tokens=6, temperature=0, extra_body=extra
+    )
+    assert same.choices[0].message.content == answer.choices[0].message.content
     # Without a limit, as many as there is room for.
     long = client.chat.completions.create(model="tiny", messages=messages, temperature=0, extra_body=extra)
     assert long.usage is not None and long.usage.total_tokens == 300
