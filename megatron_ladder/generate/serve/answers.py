@@ -89,11 +89,10 @@ class AnswerWriter:
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[NewToken]) -> dict[str, Any]:
-        texts = [self._tokenizer.decode([token.id]) for token in tokens]
+        texts = [self._text(token.id) for token in tokens]
         values = [token.logprob for token in tokens]
         likeliest = [
-            [(self._tokenizer.decode([other]), logprob) for other, logprob in token.alternatives or ()]
-            for token in tokens
+            [(self._text(other), logprob) for other, logprob in token.alternatives or ()] for token in tokens
         ]
         if not self._question.chat:
             named = [_by_text(others) for others in likeliest] if self._question.logprobs else None
@@ -103,6 +102,10 @@ class AnswerWriter:
             for text, value, others in zip(texts, values, likeliest, strict=True)
         ]
         return {"content": content, "refusal": None}
+
+    def _text(self, token: int) -> str:
+        # A model's vocabulary may be larger than its tokenizer's; such a token has no text.
+        return self._tokenizer.decode([token]) if token < self._tokenizer.vocab_size else ""
 
 
 def _by_text(alternatives: Sequence[tuple[str, float]]) -> dict[str, float]:

@@ -15,10 +15,12 @@ import pytest
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import parse_options
-from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
+from megatron_ladder.generate.serve.answers import AnswerWriter, Choice
 from megatron_ladder.generate.serve.program import handling_signals, listen, read_keys
-from megatron_ladder.generate.serve.questions import read_completion
+from megatron_ladder.generate.serve.questions import Question, read_completion
+from tests.unit.generate.plain_tokenizers import Bytes
 from tests.unit.generate.served import EOS, Served, greedy_ids, ids_of, serving
 
 PROMPTS = [(5, 9, 1), (17,), tuple(range(1, 31)), (60, 200, 2, 11, 9), (8, 8), (250, 1, 77), (100,)]
@@ -165,6 +167,19 @@ def test_a_conversation_goes_on_with_the_answers_own_message(served: Served) -> 
     answer = client.chat.completions.create(messages=messages, **asked)
     written = f"<user>a<assistant>{messages[1].content}<user>b<assistant>"
     assert ids_of(answer.choices[0].message.content or "") == greedy_ids(list(written.encode()), 3)
+
+
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_tokens_that_the_tokenizer_does_not_have_are_empty_texts(as_chat: bool) -> None:
+    """`Bytes` raises for them."""
+    question = Question((), as_chat, stream=False, include_usage=False, logprobs=2, prompt_tokens=1)
+    choice = Choice([NewToken(0, 256, "", None, -0.5, ((256, -0.5), (97, -0.7))), NewToken(0, 98, "b", "length", -1.0)])
+    told = AnswerWriter(question, "tiny", Bytes()).whole([choice])["choices"][0]["logprobs"]
+    if as_chat:
+        assert [entry["token"] for entry in told["content"]] == ["", "b"]
+        assert [entry["token"] for entry in told["content"][0]["top_logprobs"]] == ["", "a"]
+    else:
+        assert (told["tokens"], told["top_logprobs"]) == (["", "b"], [{"": -0.5, "a": -0.7}, {}])
 
 
 def body(**changes: Any) -> bytes:
