@@ -20,6 +20,10 @@ class Choice:
     """A sample as it comes."""
 
     tokens: list[NewToken] = field(default_factory=list)
+    begun: bool = False
+    """Whether its first token has come; `tokens` may still wait for it,"""
+    ended: bool = False
+    """and whether its last event has."""
 
     @property
     def text(self) -> str:

@@ -91,6 +91,7 @@ class Answer:
         self.choices = [Choice() for _ in question.samples]
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._begun = time.monotonic()
+        self._closed = False
         self._tickets = [
             Ticket(request, partial(self._note, index)) for index, request in enumerate(question.samples)
         ]
@@ -117,18 +118,26 @@ class Answer:
             yield found
 
     def close(self) -> None:
-        """Frees the slots of samples that are not finished."""
+        """Frees the slots of samples that are under way; what comes of them from now on is passed over."""
+        self._closed = True
         for ticket, choice in zip(self._tickets, self.choices, strict=True):
-            if not choice.finished:
+            if not choice.ended:
                 self._service.metrics.cancelled_samples += 1
                 self._service.scheduler.cancel(ticket)
         self._service.leave(len(self._tickets))
 
     def _note(self, index: int, event: Event) -> None:
-        metrics = self._service.metrics
-        if isinstance(event, NewToken):
+        if self._closed:
+            return
+        metrics, choice = self._service.metrics, self.choices[index]
+        if isinstance(event, Ended):
+            metrics.cancelled_samples += 1
+            choice.ended = True
+        else:
             metrics.generated_tokens += 1
-            if not self.choices[index].tokens:
+            if not choice.begun:
+                choice.begun = True
                 metrics.first_tokens += 1
                 metrics.first_token_seconds += time.monotonic() - self._begun
+            choice.ended = event.finish_reason is not None
         self._events.put_nowait((index, event))
