@@ -118,13 +118,13 @@ class Answer:
             yield found
 
     def close(self) -> None:
-        """Frees the slots of samples that are under way; what comes of them from now on is passed over."""
+        """Frees the slots and places of samples that are under way; what comes of them from now on is passed over."""
         self._closed = True
         for ticket, choice in zip(self._tickets, self.choices, strict=True):
             if not choice.ended:
                 self._service.metrics.cancelled_samples += 1
                 self._service.scheduler.cancel(ticket)
-        self._service.leave(len(self._tickets))
+                self._service.leave(1)
 
     def _note(self, index: int, event: Event) -> None:
         if self._closed:
@@ -140,4 +140,7 @@ class Answer:
                 metrics.first_tokens += 1
                 metrics.first_token_seconds += time.monotonic() - self._begun
             choice.ended = event.finish_reason is not None
+        if choice.ended:
+            # Not when all was sent: a client that does not read would keep others out.
+            self._service.leave(1)
         self._events.put_nowait((index, event))

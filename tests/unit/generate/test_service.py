@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import pytest
+
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
-from megatron_ladder.generate.serve.questions import Question
+from megatron_ladder.generate.serve.questions import ApiError, Question
 from megatron_ladder.generate.serve.scheduler import Ended, Scheduler
 from megatron_ladder.generate.serve.service import Answer, Limits, Service
 from tests.unit.generate.plain_tokenizers import Bytes
@@ -38,3 +40,18 @@ def test_every_sample_counts_once_as_begun_and_once_as_cancelled() -> None:
     # The slot empties before the next step, whose token is on its way.
     tickets[1].on_event(LAST)
     assert (metrics.first_tokens, metrics.generated_tokens, metrics.cancelled_samples) == (2, 4, 2)
+
+
+def test_a_samples_last_event_frees_its_place_whether_or_not_it_is_sent() -> None:
+    service = service_of(2)
+    answer = answer_of(service, 2)
+    with pytest.raises(ApiError, match="2 samples are under way"):
+        service.enter(1)
+    answer._tickets[0].on_event(LAST)
+    service.enter(1)
+    with pytest.raises(ApiError, match="2 samples are under way"):
+        service.enter(1)
+    answer.close()
+    service.enter(1)
+    with pytest.raises(ApiError, match="2 samples are under way"):
+        service.enter(1)
