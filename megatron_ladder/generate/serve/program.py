@@ -21,6 +21,7 @@ from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel
 from megatron_ladder.generate.prompts import PromptWriter
 from megatron_ladder.generate.serve.app import build_app
+from megatron_ladder.generate.serve.connection import LimitedConnection
 from megatron_ladder.generate.serve.options import ServeOptions
 from megatron_ladder.generate.serve.plans import PLAN_TIMEOUT, PlanChannel
 from megatron_ladder.generate.serve.questions import Rules
@@ -159,8 +160,9 @@ class ServerThread(threading.Thread):
         self._loop = asyncio.new_event_loop()
         self._server = uvicorn.Server(
             uvicorn.Config(
-                build_app(self.service), loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None,
-                log_level="error", access_log=False, server_header=False, proxy_headers=False, timeout_keep_alive=30,
+                build_app(self.service), loop="asyncio", http=LimitedConnection, ws="none", lifespan="off",
+                log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False,
+                timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(options.grace_seconds + FAREWELL_SECONDS),
             )
         )  # fmt: skip

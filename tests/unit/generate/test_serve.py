@@ -17,6 +17,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import parse_options
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
+from megatron_ladder.generate.serve import connection as connection_module
 from megatron_ladder.generate.serve.answers import AnswerWriter, Choice
 from megatron_ladder.generate.serve.program import handling_signals, listen, read_keys
 from megatron_ladder.generate.serve.questions import Question, read_completion
@@ -273,6 +274,12 @@ def test_paths_methods_types_and_sizes_are_limited(served: Served) -> None:
     assert served.client().models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
         served.client().models.retrieve("other")
+
+
+def test_a_connection_without_a_request_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "HEAD_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+        assert connection.recv(1) == b""
 
 
 def test_a_key_opens_all_but_health(tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""Clients that keep the server waiting, over real sockets."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from megatron_ladder.generate.serve import connection
+from megatron_ladder.generate.serve.connection import LimitedConnection
+
+HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n"
+BUFFER_BYTES = 16384
+App = Callable[[Any, Any, Any], Awaitable[None]]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def short_limits(monkeypatch: pytest.MonkeyPatch, head: float = 1000.0, unread: float = 1000.0) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", head)
+    monkeypatch.setattr(connection, "UNREAD_SECONDS", unread)
+
+
+def answering(body: bytes, seconds: float = 0.0) -> App:
+    """Answers with a body, after a while."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(seconds)
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return app
+
+
+@contextlib.asynccontextmanager
+async def connected(app: App) -> AsyncIterator[Streams]:
+    """A client's end; between both ends the system holds little."""
+    config = uvicorn.Config(app, http=LimitedConnection, ws="none", lifespan="off", log_config=None)
+    config.load()
+    state = ServerState()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        server = await asyncio.get_running_loop().create_server(
+            lambda: LimitedConnection(config=config, server_state=state, app_state={}), sock=listener
+        )
+        client.connect(listener.getsockname())
+        reader, writer = await asyncio.open_connection(sock=client, limit=BUFFER_BYTES)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+            server.close()
+
+
+@pytest.mark.parametrize("beginning", [b"", HEAD, HEAD + b"\r\n" + HEAD], ids=["nothing", "half", "half of a second"])
+def test_a_header_must_be_there_in_time(beginning: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    short_limits(monkeypatch, head=0.2)
+
+    async def trickle(writer: asyncio.StreamWriter) -> None:
+        writer.write(beginning)
+        while beginning:
+            await asyncio.sleep(0.02)
+            writer.write(b"A: b\r\n")
+
+    async def talk() -> bytes:
+        async with connected(answering(b"x")) as (reader, writer):
+            trickling = asyncio.ensure_future(trickle(writer))
+            found = b""
+            with contextlib.suppress(ConnectionError):
+                async with asyncio.timeout(10):
+                    while part := await reader.read(1000):
+                        found += part
+            trickling.cancel()
+            return found
+
+    assert asyncio.run(talk()).count(b" 200 ") == beginning.count(b"\r\n\r\n")
+
+
+def test_an_answer_may_take_longer_than_a_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_limits(monkeypatch, head=0.2)
+
+    async def talk() -> list[bytes]:
+        async with connected(answering(b"xyz", seconds=0.5)) as (reader, writer):
+            found = []
+            for _ in range(2):
+                writer.write(HEAD + b"\r\n")
+                found.append(await asyncio.wait_for(reader.readuntil(b"xyz"), 10))
+            return found
+
+    assert len(asyncio.run(talk())) == 2
+
+
+def test_a_client_that_reads_nothing_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_limits(monkeypatch, unread=0.2)
+    told: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not told:
+            await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                message = await asyncio.wait_for(receive(), 0.001)
+                told.extend(["left"] if message["type"] == "http.disconnect" else [])
+
+    async def talk() -> None:
+        async with connected(app) as (reader, writer):
+            # So that the client's end takes nothing more.
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(HEAD + b"\r\n")
+            async with asyncio.timeout(20):
+                while not told:
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(talk())
+    assert told == ["left"]
+
+
+def test_a_client_that_reads_slowly_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_limits(monkeypatch, unread=0.3)
+    body = bytes(range(256)) * 2000
+
+    async def talk() -> bytes:
+        async with connected(answering(body)) as (reader, writer):
+            writer.write(HEAD + b"\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            found = b""
+            while len(found) < len(body):
+                found += await asyncio.wait_for(reader.read(BUFFER_BYTES), 10)
+                await asyncio.sleep(0.03)
+            return found
+
+    begun = time.monotonic()
+    assert asyncio.run(talk()) == body
+    assert time.monotonic() - begun > 0.6
