@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ import psutil
 from megatron_ladder.config.fields import parse_command_line
 from megatron_ladder.errors import ExitCode, UserError, run_program
 from megatron_ladder.train.record import RunRecord, read_record
+from megatron_ladder.train.stop import SAME_SECONDS
 
 POLL_SECONDS = 0.2
 END_SECONDS = 5.0
@@ -69,21 +70,33 @@ def main(argv: Sequence[str]) -> None:
         SystemExit: the command's last exit code, if it is not 0.
     """
     config, command, save = parse_options(argv)
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     # Whom a launcher leaves behind is then a child of this process, and is found.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    try:
+    with noted_signals() as received:
         code = supervise(config, save, received, lambda: attempt(command, config, received))
+    if code != 0:
+        sys.exit(code)
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Inside, signals that ask for the end are appended to the list; those soon after the first are one with it."""
+    received: list[int] = []
+    first = 0.0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        now = time.monotonic()
+        first = first if received else now
+        if not received or now - first > SAME_SECONDS:
+            received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if code != 0:
-        sys.exit(code)
 
 
 def find_save_directory(command: Sequence[str]) -> Path:
@@ -175,9 +188,12 @@ def attempt(command: Sequence[str], config: ResilientConfig, received: Sequence[
 
 
 def wait(job: "subprocess.Popen[bytes]", config: ResilientConfig, received: Sequence[int]) -> None:
-    """Until the job has ended, or has to be ended: a second signal, or too long after the first."""
+    """Until the job has ended, or has to be ended: a second signal, or too long after the first.
+
+    A launcher may die of the signal that its ranks were sent too, and they still save.
+    """
     asked: float | None = None
-    while job.poll() is None:
+    while job.poll() is None or (received and rank_processes()):
         if received and asked is None:
             asked = time.monotonic()
             hand_on(received[0], job)

@@ -1,5 +1,6 @@
 """Restarts of commands that fail in known ways; each stands in for a launcher and its ranks."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_ladder.cli.run_resilient import ResilientConfig, find_save_directory, supervise
+from megatron_ladder.cli import run_resilient
+from megatron_ladder.cli.run_resilient import ResilientConfig, find_save_directory, noted_signals, supervise
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.record import RunRecord, read_record
+from megatron_ladder.train.stop import SAME_SECONDS
 from tests.distributed.commands import REPOSITORY_ROOT
 
 QUICK = {"backoff_seconds": 0.01, "max_backoff_seconds": 0.04}
@@ -114,6 +117,17 @@ signal.signal(signal.SIGTERM, end)
 print("rank up\\n", end="", flush=True)
 time.sleep(100)
 """
+SAVING = """
+import json, os, signal, sys, time
+def end(number, frame):
+    time.sleep(2)
+    with open(os.environ["RECORD"], "a") as record:
+        print(json.dumps({"time": "2026-01-31T12:00:00+00:00", "event": "stop", "code": 0}), file=record)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+print("rank up\\n", end="", flush=True)
+time.sleep(100)
+"""
 STUBBORN = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -122,11 +136,19 @@ time.sleep(100)
 """
 
 
-def start(tmp_path: Path, rank: str) -> "subprocess.Popen[str]":
+SOON = """
+import megatron_ladder.cli.run_resilient as program
+program.END_SECONDS = 0.5
+program.entry_point()
+"""
+
+
+def start(tmp_path: Path, rank: str, *program: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", LAUNCHER, rank, "--save", str(tmp_path), "--load", str(tmp_path)]
     process = subprocess.Popen(
-        [sys.executable, "tools/run_resilient.py", "--max-restarts", "0", "--", *command],
+        [sys.executable, *(program or ["tools/run_resilient.py"]), "--max-restarts", "0", "--", *command],
         cwd=REPOSITORY_ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "RECORD": str(tmp_path / "run.jsonl")},
     )  # fmt: skip
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["rank up\n"] * 2
@@ -143,12 +165,35 @@ def test_a_stop_goes_to_the_ranks(tmp_path: Path) -> None:
     assert not [one for one in descendants if one.is_running()]
 
 
+def test_ranks_have_their_time_to_save_when_the_launcher_dies_of_the_signal(tmp_path: Path) -> None:
+    process = start(tmp_path, SAVING, "-c", SOON)
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    (launcher,) = psutil.Process(process.pid).children()
+    process.terminate()
+    launcher.terminate()
+    process.communicate(timeout=20)
+    assert [event["code"] for event in read_record(tmp_path)] == [0, 0] and process.returncode == 0
+    assert not [one for one in descendants if one.is_running()]
+
+
+def test_signals_that_come_together_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(run_resilient.time, "monotonic", lambda: now[0])
+    with noted_signals() as received:
+        for seconds, number in ((0, signal.SIGTERM), (0.1, signal.SIGINT), (2, signal.SIGTERM), (2.1, signal.SIGINT)):
+            now[0] = 100 + seconds
+            signal.raise_signal(number)
+    assert received == [signal.SIGTERM, signal.SIGINT]
+
+
 def test_nothing_outlives_a_second_signal(tmp_path: Path) -> None:
     process = start(tmp_path, STUBBORN)
     descendants = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    time.sleep(0.5)
+    for _ in range(2):
+        process.terminate()
+        time.sleep(0.5)
     assert all(one.is_running() for one in descendants)
+    time.sleep(SAME_SECONDS)
     process.terminate()
     process.communicate(timeout=20)
     assert process.returncode != 0
