@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
     # Whom a launcher leaves behind is then a child of this process, and is found.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     with noted_signals() as received:
-        code = supervise(config, save, received, lambda: attempt(command, config, received))
+        code = supervise(config, save, received, lambda: attempt(command, config, received, save))
     if code != 0:
         sys.exit(code)
 
@@ -169,12 +169,23 @@ def read_events(save: Path) -> list[dict[str, Any]]:
         return []
 
 
-def attempt(command: Sequence[str], config: ResilientConfig, received: Sequence[int]) -> int:
-    """Runs the command to its end, and ends what it leaves behind; its exit code."""
+def good_ends(save: Path) -> int:
+    """How many ends with exit code 0 are in the record."""
+    return sum(event["event"] == "stop" and event["code"] == ExitCode.DONE for event in read_events(save))
+
+
+def attempt(command: Sequence[str], config: ResilientConfig, received: Sequence[int], save: Path) -> int:
+    """Runs the command to its end, and ends what it leaves behind.
+
+    Returns:
+        Its exit code. 0 becomes 1 when the record has no such end: the `deepspeed` command ends with 0 also when the
+        process that it has started was killed.
+    """
 
     def prepare() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
+    known = good_ends(save)
     try:
         # In a group of its own, Ctrl-C does not reach it: it is handed on below.
         job = subprocess.Popen(command, start_new_session=True, preexec_fn=prepare)
@@ -182,9 +193,15 @@ def attempt(command: Sequence[str], config: ResilientConfig, received: Sequence[
         raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from error
     try:
         wait(job, config, received)
+        # Ranks that are ended below may record a good end too.
+        ended_well = good_ends(save) > known
     finally:
         end_descendants(job)
-    return job.wait()
+    code = job.wait()
+    if code == 0 and not ended_well:
+        print(f"*** the command has ended with exit code 0, but no end is recorded in {save} ***", flush=True)
+        return ExitCode.INTERNAL
+    return code
 
 
 def wait(job: "subprocess.Popen[bytes]", config: ResilientConfig, received: Sequence[int]) -> None:
@@ -193,27 +210,31 @@ def wait(job: "subprocess.Popen[bytes]", config: ResilientConfig, received: Sequ
     A launcher may die of the signal that its ranks were sent too, and they still save.
     """
     asked: float | None = None
-    while job.poll() is None or (received and rank_processes()):
+    ranks: list[psutil.Process] = []
+    while True:
         if received and asked is None:
             asked = time.monotonic()
-            hand_on(received[0], job)
+            ranks = hand_on(received[0], job)
         late = asked is not None and time.monotonic() - asked > 60 * config.stop_minutes
-        if late or len(received) > 1:
+        ended = job.poll() is not None and not psutil.wait_procs(ranks, 0)[1]
+        if ended or late or len(received) > 1:
             return
         time.sleep(POLL_SECONDS)
 
 
-def hand_on(number: int, job: "subprocess.Popen[bytes]") -> None:
-    """Sends a signal to the ranks on this machine, or to the launcher where there are none.
+def hand_on(number: int, job: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    """Sends a signal to the ranks on this machine, and returns them; to the launcher where there are none.
 
     Ranks agree on the end by themselves. A launcher that is asked gives them 30 seconds, too little for a large
     checkpoint, and then fails.
     """
     ranks = rank_processes()
     for process in ranks:
-        process.send_signal(number)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
     if not ranks:
         job.send_signal(number)
+    return ranks
 
 
 def rank_processes() -> list[psutil.Process]:

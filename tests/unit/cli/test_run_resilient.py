@@ -112,17 +112,19 @@ def end(number, frame):
     time.sleep(0.3)
     child.kill()
     print(f"{child.stdout.read()}rank {os.environ['RANK']} got {number}\\n", end="", flush=True)
+    with open(os.environ["RECORD"], "a") as record:
+        record.write('{"time": "2026-01-31T12:00:00+00:00", "event": "stop", "code": 0}\\n')
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
 print("rank up\\n", end="", flush=True)
 time.sleep(100)
 """
 SAVING = """
-import json, os, signal, sys, time
+import os, signal, time
 def end(number, frame):
     time.sleep(2)
     with open(os.environ["RECORD"], "a") as record:
-        print(json.dumps({"time": "2026-01-31T12:00:00+00:00", "event": "stop", "code": 0}), file=record)
+        record.write('{"time": "2026-01-31T12:00:00+00:00", "event": "stop", "code": 0}\\n')
     os._exit(0)
 signal.signal(signal.SIGTERM, end)
 print("rank up\\n", end="", flush=True)
@@ -143,8 +145,8 @@ program.entry_point()
 """
 
 
-def start(tmp_path: Path, rank: str, *program: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", LAUNCHER, rank, "--save", str(tmp_path), "--load", str(tmp_path)]
+def start(tmp_path: Path, rank: str, *program: str, launcher: str = LAUNCHER) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", launcher, rank, "--save", str(tmp_path), "--load", str(tmp_path)]
     process = subprocess.Popen(
         [sys.executable, *(program or ["tools/run_resilient.py"]), "--max-restarts", "0", "--", *command],
         cwd=REPOSITORY_ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True,
@@ -174,6 +176,15 @@ def test_ranks_have_their_time_to_save_when_the_launcher_dies_of_the_signal(tmp_
     process.communicate(timeout=20)
     assert [event["code"] for event in read_record(tmp_path)] == [0, 0] and process.returncode == 0
     assert not [one for one in descendants if one.is_running()]
+
+
+def test_an_exit_code_0_without_a_recorded_end_is_no_end(tmp_path: Path) -> None:
+    """The deepspeed command's, when its launcher was killed; the ranks then end well because they are asked to."""
+    process = start(tmp_path, POLITE, launcher=f"import signal; signal.signal(15, lambda *_: os._exit(0)){LAUNCHER}")
+    psutil.Process(process.pid).children()[0].terminate()
+    output, _ = process.communicate(timeout=20)
+    assert f"exit code 0, but no end is recorded in {tmp_path}" in output and process.returncode == 1
+    assert [event["code"] for event in read_record(tmp_path)] == [0, 0]
 
 
 def test_signals_that_come_together_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
