@@ -4,7 +4,7 @@ import json
 import resource
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -13,6 +13,7 @@ from megatron_ladder.config.model import STALE_MODES
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.cost.flops import ModelFlops, parameter_count
 from megatron_ladder.parallel.embedding import padded_vocab_size
+from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer, partition
 
@@ -105,13 +106,8 @@ class RunLog:
         self._rank = trainer.mesh.world.rank
         self._device = trainer.device
         self._flops_per_step = ModelFlops(run.model, run.training.seq_length).training * run.global_batch_size
-        self._writer: Any = None
-        if run.logging.tensorboard_dir is not None and self._rank == 0:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # Points after the step that a run resumes from belong to one that was cut off.
-            self._writer = SummaryWriter(str(run.logging.tensorboard_dir), purge_step=first_iteration)
-            self._writer.add_text("configuration", f"```json\n{json.dumps(run.to_dict(), indent=2)}\n```", 0)
+        told = f"```json\n{json.dumps(run.to_dict(), indent=2)}\n```"
+        self._curves = Curves(run.logging.tensorboard_dir if self._rank == 0 else None, first_iteration - 1, told)
         self._since = time.perf_counter()
         self._last = first_iteration - 1
 
@@ -121,8 +117,7 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._curves.close(self._last)
 
     def training(self, iteration: int, loss: float, learning_rate: float, gradient_norm: float) -> None:
         """One line for the steps since the last one; `loss` is their mean."""
@@ -147,7 +142,7 @@ class RunLog:
             "progress", iteration=iteration, steps=steps, seconds=round(seconds, 6), loss=loss,
             tokens_per_second=round(tokens_per_second, 1),
         )  # fmt: skip
-        self._scalars(
+        self._curves.scalars(
             iteration,
             {
                 "train/lm loss": loss,
@@ -168,7 +163,7 @@ class RunLog:
         """One line for an evaluation."""
         say(f"iteration {iteration} | valid lm loss {loss:.4f}", self._rank)
         self._record.write_first("evaluation", iteration=iteration, loss=loss)
-        self._scalars(iteration, {"valid/lm loss": loss})
+        self._curves.scalars(iteration, {"valid/lm loss": loss})
 
     def without_time(self) -> "PausedClock":
         """`with log.without_time():` around what is no training, so that it does not count in tokens/s."""
@@ -177,12 +172,6 @@ class RunLog:
     def shift(self, seconds: float) -> None:
         """Moves the beginning of the current interval."""
         self._since += seconds
-
-    def _scalars(self, iteration: int, values: dict[str, float]) -> None:
-        if self._writer is not None:
-            for tag, value in values.items():
-                self._writer.add_scalar(tag, value, iteration)
-            self._writer.flush()
 
 
 class PausedClock:
