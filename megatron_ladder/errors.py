@@ -4,6 +4,7 @@ A program is a function `main(argv)`; `run_program` turns what escapes from it i
 and an exit code, the same for every program of the project.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -110,8 +111,10 @@ def _end(code: ExitCode) -> NoReturn:
     Destructors of process groups may wait for ranks that never come, and their threads may abort a process whose
     work is done when a peer leaves a moment earlier.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal may be gone.
+        with contextlib.suppress(OSError):
+            stream.flush()
     if code is ExitCode.DONE and "RANK" not in os.environ:
         sys.exit(0)
     os._exit(code)

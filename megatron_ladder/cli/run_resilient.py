@@ -27,6 +27,8 @@ from megatron_ladder.train.stop import SAME_SECONDS
 POLL_SECONDS = 0.2
 END_SECONDS = 5.0
 """From asking what a job has left behind to end until it is ended."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""They ask for the end."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Of <linux/prctl.h>."""
 FINAL = (ExitCode.USER_MISTAKE, ExitCode.BAD_NUMBERS)
@@ -46,7 +48,7 @@ class ResilientConfig:
     retry_bad_numbers: bool = False
     """Restart also what has ended with bad numbers (exit code 3)."""
     stop_minutes: float = 30.0
-    """Minutes that the job may take to save after SIGTERM or SIGINT, before it is ended."""
+    """Minutes that the job may take to save after SIGTERM, SIGINT or SIGHUP, before it is ended."""
 
 
 def parse_options(argv: Sequence[str]) -> tuple[ResilientConfig, list[str], Path]:
@@ -80,7 +82,10 @@ def main(argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Inside, signals that ask for the end are appended to the list; those soon after the first are one with it."""
+    """Inside, signals that ask for the end are appended to the list; those soon after the first are one with it.
+
+    A signal that the parent has set to be ignored, as nohup does with a hang-up, stays so.
+    """
     received: list[int] = []
     first = 0.0
 
@@ -91,7 +96,10 @@ def noted_signals() -> Iterator[list[int]]:
         if not received or now - first > SAME_SECONDS:
             received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, note)
     try:
         yield received
     finally:
@@ -214,7 +222,8 @@ def wait(job: "subprocess.Popen[bytes]", config: ResilientConfig, received: Sequ
     while True:
         if received and asked is None:
             asked = time.monotonic()
-            ranks = hand_on(received[0], job)
+            # Ranks know no hang-up.
+            ranks = hand_on(signal.SIGTERM if received[0] == signal.SIGHUP else received[0], job)
         late = asked is not None and time.monotonic() - asked > 60 * config.stop_minutes
         ended = job.poll() is not None and not psutil.wait_procs(ranks, 0)[1]
         if ended or late or len(received) > 1:

@@ -1,5 +1,6 @@
 """TensorBoard's files, which a run can do without: one that cannot be written costs the curves and not the run."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,8 @@ class Curves:
         except ImportError:
             raise
         except Exception as error:  # Of file systems of many kinds, kept and raised again: they have no common ancestor.
-            print(
-                f"*** --tensorboard-dir {self._folder}: cannot be written ({error}): no more curves from iteration "
-                f"{iteration} on ***",
-                flush=True,
-            )
             self._writer = None
+            told = f"cannot be written ({error}): no more curves from iteration {iteration} on"
+            # The disk that is full may have what is printed, too.
+            with contextlib.suppress(OSError):
+                print(f"*** --tensorboard-dir {self._folder}: {told} ***", flush=True)

@@ -1,5 +1,6 @@
 """What a user sees of a run: derived numbers before it, one line an interval, TensorBoard."""
 
+import contextlib
 import json
 import resource
 import time
@@ -19,9 +20,10 @@ from megatron_ladder.train.setup import Trainer, partition
 
 
 def say(text: str, rank: int) -> None:
-    """Prints on the first rank, at once."""
+    """Prints on the first rank, at once; a terminal that is gone, or a full disk, loses the text and not the run."""
     if rank == 0:
-        print(text, flush=True)
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
 
 
 def banner(trainer: Trainer) -> str:
@@ -132,11 +134,11 @@ class RunLog:
         flops = self._flops_per_step / step_seconds
         left = (run.training.train_iters - iteration) * step_seconds
         total = run.training.train_iters
-        print(
+        say(
             f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} "
             f"| learning rate {learning_rate:.3e} | grad norm {gradient_norm:.3f} | {tokens_per_second:,.0f} tokens/s "
             f"| {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step | ETA {duration(left)}",
-            flush=True,
+            self._rank,
         )
         self._record.write(
             "progress", iteration=iteration, steps=steps, seconds=round(seconds, 6), loss=loss,

@@ -167,6 +167,26 @@ def test_a_stop_goes_to_the_ranks(tmp_path: Path) -> None:
     assert not [one for one in descendants if one.is_running()]
 
 
+def test_a_hang_up_is_handed_on_as_what_ranks_know(tmp_path: Path) -> None:
+    process = start(tmp_path, POLITE)
+    process.send_signal(signal.SIGHUP)
+    output, _ = process.communicate(timeout=20)
+    assert sorted(output.splitlines()) == ["rank 0 got 15", "rank 1 got 15"] and process.returncode == 0
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    """As nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with noted_signals() as received:
+            signal.raise_signal(signal.SIGHUP)
+            assert received == []
+            signal.raise_signal(signal.SIGTERM)
+        assert received == [signal.SIGTERM] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_ranks_have_their_time_to_save_when_the_launcher_dies_of_the_signal(tmp_path: Path) -> None:
     process = start(tmp_path, SAVING, "-c", SOON)
     descendants = psutil.Process(process.pid).children(recursive=True)

@@ -1,0 +1,44 @@
+"""What a run prints where nobody can read it any more."""
+
+import io
+import subprocess
+import sys
+from typing import NoReturn
+
+import pytest
+
+from megatron_ladder.train.log import say
+from tests.distributed.commands import REPOSITORY_ROOT
+
+PROGRAM = """
+import contextlib
+from megatron_ladder.errors import run_program
+
+def main(argv):
+    with contextlib.suppress(OSError):
+        print("lost", flush=True)
+
+run_program(main)
+"""
+
+
+class HungUp(io.StringIO):
+    """A terminal that is gone."""
+
+    def flush(self) -> NoReturn:
+        raise OSError(5, "Input/output error")
+
+
+def test_what_cannot_be_printed_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", HungUp())
+    say("lost", 0)
+
+
+def test_a_run_whose_last_words_cannot_be_printed_is_done() -> None:
+    # A file on a full disk fails in the same call as a terminal that has hung up.
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], cwd=REPOSITORY_ROOT, env={"RANK": "0"}, stdout=full,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
