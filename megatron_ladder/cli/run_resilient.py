@@ -32,7 +32,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Of <linux/prctl.h>."""
 FINAL = (ExitCode.USER_MISTAKE, ExitCode.BAD_NUMBERS)
-"""What another attempt would end with as well."""
+"""What another attempt would end with as well; a command that has once started to train is no mistake, though."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def supervise(
         received: signals that ask for the end, as they come.
         attempt: runs the command and returns its exit code, below zero if a signal has ended it.
     """
-    record, in_a_row = RunRecord(save), 0
+    record, in_a_row, has_run = RunRecord(save), 0, False
     while True:
         known = read_events(save)
         code = attempt()
@@ -150,7 +150,10 @@ def supervise(
         told = int(ends[-1]) if ends else code
         if code == 0 or (received and told == 0):
             return 0
-        if received or (told in FINAL and not (told == ExitCode.BAD_NUMBERS and config.retry_bad_numbers)):
+        has_run = has_run or any(event["event"] == "start" for event in happened)
+        # What it then meets may pass: a name that is not resolved for a moment, a file system that is away.
+        tried_again = has_run if told == ExitCode.USER_MISTAKE else config.retry_bad_numbers
+        if received or (told in FINAL and not tried_again):
             return told if told > 0 else ExitCode.INTERNAL
         in_a_row = 1 if any(event["event"] == "save end" for event in happened) else in_a_row + 1
         if in_a_row > config.max_restarts:

@@ -38,6 +38,7 @@ def attempts_of(
     return attempt, made
 
 
+STARTED = {"event": "start", "iteration": 0}
 SAVED = {"event": "save end", "iteration": 3}
 
 
@@ -64,6 +65,18 @@ def test_what_would_fail_again_is_not_tried_again(tmp_path: Path, code: int, tol
     attempt, made = attempts_of(tmp_path, [(code, [] if told is None else [{"event": "stop", "code": told}])])
     assert supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == (told or code)
     assert len(made) == 1
+
+
+def test_a_command_that_has_once_run_is_no_mistake(tmp_path: Path) -> None:
+    outcomes = [(2, [STARTED, {"event": "stop", "code": 2}]), (2, []), (2, []), (2, [])]
+    attempt, made = attempts_of(tmp_path, outcomes)
+    assert supervise(ResilientConfig(max_restarts=2, **QUICK), tmp_path, [], attempt) == 2
+    assert len(made) == 3
+    # Of another supervisor's command, which may have been another one, nothing follows.
+    attempt, made = attempts_of(tmp_path, [(2, [])])
+    assert supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == 2
+    attempt, made = attempts_of(tmp_path, [(3, [STARTED, {"event": "stop", "code": 3}])])
+    assert supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == 3
 
 
 def test_bad_numbers_are_tried_again_if_asked(tmp_path: Path) -> None:
