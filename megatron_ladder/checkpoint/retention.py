@@ -31,7 +31,8 @@ class Retention:
     """One that is kept whatever its number: the one that the run was loaded from."""
 
     def to_remove(self, save: Path) -> list[str]:
-        """Names of the checkpoints in a directory that are to go, the oldest first.
+        """Names of the checkpoints in a directory that are to go: those whose iteration was saved again, as when they
+        were found damaged, which count as none of those that are kept; then the others, the oldest first.
 
         Checkpoints beyond the one that `latest` names are left alone: they are of a run that went further before
         someone went back, and that is not for us to undo.
@@ -40,13 +41,18 @@ class Retention:
         if (self.keep_last is None and self.interval is None) or not latest:
             return []
         passed = [n for n in published_checkpoints(save) if publishing_order(n) <= publishing_order(latest)]
-        kept = passed[-(self.keep_last or 1) :]
+        # In publishing order, so the last of an iteration is its highest repetition.
+        newest = list({publishing_order(name)[0]: name for name in passed}.values())
+        superseded = [name for name in passed if name not in newest]
+        old = [
+            name
+            for name in newest[: -(self.keep_last or 1)]
+            if self.interval is None or publishing_order(name)[0] % self.interval != 0
+        ]
         return [
             name
-            for name in passed
-            if name not in kept
-            and not (self.interval is not None and publishing_order(name)[0] % self.interval == 0)
-            and not (self.protected is not None and _same_directory(save / name, self.protected))
+            for name in superseded + old
+            if self.protected is None or not _same_directory(save / name, self.protected)
         ]
 
 

@@ -164,6 +164,19 @@ def test_what_is_kept(tmp_path: Path, retention: Retention, kept: list[int]) -> 
     assert holds(tmp_path, TinyState(2).whole)
 
 
+def test_what_was_saved_again_does_not_count(tmp_path: Path) -> None:
+    """A damaged checkpoint that was superseded takes no intact one's place."""
+    for iteration in (50, 100, 150, 150, 200, 200):
+        save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
+    # The run was loaded from the one that it then saved again.
+    retention = Retention(keep_last=2, interval=50, protected=tmp_path / "iter_0000150")
+    assert retention.to_remove(tmp_path) == ["iter_0000200"]
+    retention = Retention(keep_last=2)
+    assert retention.to_remove(tmp_path) == ["iter_0000150", "iter_0000200", "iter_0000050", "iter_0000100"]
+    assert remove_old_checkpoints(tmp_path, retention).notes == ()
+    assert names(tmp_path) == ["iter_0000150.1", "iter_0000200.1", "latest"]
+
+
 def test_who_goes_back_keeps_what_lies_ahead(tmp_path: Path) -> None:
     """A run that continues from iteration 50 in the directory of one that had come to 200."""
     for iteration in (50, 100, 200):
