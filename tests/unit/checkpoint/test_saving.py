@@ -198,7 +198,7 @@ def test_old_checkpoints_that_cannot_go_cost_nothing(tmp_path: Path, monkeypatch
     assert outcome.error is None and outcome.notes == ("old checkpoints stay: iter_0000050: Permission denied",)
 
 
-def refused(real: Callable[..., None], *names: str) -> Callable[..., None]:
+def refused(real: Callable[..., object], *names: str) -> Callable[..., None]:
     """A function whose first argument is a path, which fails for paths whose names begin so."""
 
     def call(path: Path, *arguments: Any) -> None:
