@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ladder.config.fields import parse_command_line
 from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.train.record import RECORD_NAME, read_record
+from megatron_ladder.train.record import EVALUATES, RECORD_NAME, read_record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,6 +40,8 @@ class Attempt:
     """The event that ended it, unless it was cut off."""
     last: datetime | None = None
     """Of its last event."""
+    trains: bool = True
+    """Unless it evaluates what is saved, and takes no step."""
 
     @property
     def reached(self) -> int:
@@ -73,7 +75,8 @@ def read_attempts(events: Sequence[dict[str, Any]]) -> list[Attempt]:
     attempts: list[Attempt] = []
     for event in events:
         if event["event"] == "start":
-            attempts.append(Attempt(event["time"], event["iteration"]))
+            trains = event.get("reason") != EVALUATES
+            attempts.append(Attempt(event["time"], event["iteration"], trains=trains))
         elif attempts:
             if event["event"] == "progress":
                 attempts[-1].progress.append(event)
@@ -87,13 +90,13 @@ def read_attempts(events: Sequence[dict[str, Any]]) -> list[Attempt]:
 def summarize(events: Sequence[dict[str, Any]]) -> Summary:
     """Adds up a record that has a start.
 
-    A step counts as kept unless a later start begins before it. A line of progress over several steps, some of them
-    kept, counts in proportion.
+    A step counts as kept unless a later start, other than one that only evaluates, begins before it. A line of progress
+    over several steps, some of them kept, counts in proportion.
     """
     attempts = read_attempts(events)
     kept_seconds, done, kept = 0.0, 0.0, 0.0
     for number, attempt in enumerate(attempts):
-        horizon = min([later.first for later in attempts[number + 1 :]], default=attempt.reached)
+        horizon = min([later.first for later in attempts[number + 1 :] if later.trains], default=attempt.reached)
         for event in attempt.progress:
             steps, begin = event["steps"], event["iteration"] - event["steps"]
             kept_here = min(max(horizon - begin, 0), steps)

@@ -50,7 +50,7 @@ class Curves:
             write()
         except ImportError:
             raise
-        except Exception as error:  # Of file systems of many kinds, kept and raised again: they have no common ancestor.
+        except Exception as error:  # Of file systems of many kinds: they have no common ancestor.
             self._writer = None
             told = f"cannot be written ({error}): no more curves from iteration {iteration} on"
             # The disk that is full may have what is printed, too.

@@ -14,7 +14,7 @@ from megatron_ladder import __version__
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of
 from megatron_ladder.train.log import say
-from megatron_ladder.train.record import RunRecord
+from megatron_ladder.train.record import EVALUATES, RunRecord
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import StepResult
 
@@ -25,7 +25,7 @@ def describe_start(trainer: Trainer, iteration: int) -> dict[str, Any]:
     told = json.dumps(run.to_dict(), sort_keys=True)
     return {
         "iteration": iteration,
-        "reason": "goes on" if iteration else "begins",
+        "reason": EVALUATES if run.logging.skip_train else "goes on" if iteration else "begins",
         "train_iters": run.training.train_iters,
         "layout": f"{trainer.mesh.describe()}, ZeRO {run.parallel.zero_stage}",
         "configuration": hashlib.sha256(told.encode()).hexdigest()[:16],

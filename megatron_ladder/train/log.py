@@ -100,8 +100,8 @@ def _overlap(run: RunConfig) -> str:
 class RunLog:
     """Console, TensorBoard and record of rank 0; the other ranks call it too, and it does nothing there."""
 
-    def __init__(self, trainer: Trainer, first_iteration: int, record: RunRecord) -> None:
-        """`first_iteration`: the first step that this process will take."""
+    def __init__(self, trainer: Trainer, first_iteration: int, record: RunRecord, trains: bool = True) -> None:
+        """`first_iteration`: the first step that this process will take; it takes none unless it `trains`."""
         run = trainer.run
         self._record = record
         self._run = run
@@ -109,7 +109,8 @@ class RunLog:
         self._device = trainer.device
         self._flops_per_step = ModelFlops(run.model, run.training.seq_length).training * run.global_batch_size
         told = f"```json\n{json.dumps(run.to_dict(), indent=2)}\n```"
-        self._curves = Curves(run.logging.tensorboard_dir if self._rank == 0 else None, first_iteration - 1, told)
+        folder = run.logging.tensorboard_dir if self._rank == 0 else None
+        self._curves = Curves(folder, first_iteration - 1, told, goes_on=trains)
         self._since = time.perf_counter()
         self._last = first_iteration - 1
 

@@ -87,7 +87,7 @@ def evaluate_loaded(trainer: Trainer, session: Session, iteration: int) -> str:
     valid = session.inputs.sources.valid
     assert valid is not None
     with (
-        RunLog(trainer, iteration + 1, session.record) as log,
+        RunLog(trainer, iteration + 1, session.record, trains=False) as log,
         closing(sample_batches(trainer, valid, consumed_samples=0)) as batches,
     ):
         log.validation(iteration, evaluate(trainer, batches, trainer.run.logging.eval_iters))

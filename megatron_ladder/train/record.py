@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 RECORD_NAME = "run.jsonl"
+EVALUATES = "evaluates"
+"""The reason of a `start` that takes no step, whatever steps are done: those after it are not lost."""
 
 
 class RunRecord:

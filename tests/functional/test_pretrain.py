@@ -115,7 +115,8 @@ def check_evaluation_of_what_was_saved(tokens: Path, tmp_path: Path) -> None:
     (after,) = [event for event in evaluated if event["event"] == "evaluation"]
     assert (after["iteration"], after["loss"]) == (before["iteration"], before["loss"]) == (3, before["loss"])
     assert losses(done.stdout) == [] and f"iteration 3 | valid lm loss {after['loss']:.4f}" in done.stdout
-    assert [event["reason"] for event in evaluated if event["event"] == "stop"] == ["evaluated"]
+    ends = [event["reason"] for event in evaluated if event["event"] in ("start", "stop")]
+    assert ends == ["evaluates", "evaluated"]
     assert not list((tmp_path / "evaluated").glob("iter_*"))
 
 

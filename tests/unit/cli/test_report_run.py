@@ -65,6 +65,16 @@ def test_steps_lost_twice_count_twice() -> None:
     assert (summary.steps, summary.lost_steps, summary.interruptions, summary.kept_seconds) == (2, 4, 2, 2.0)
 
 
+def test_an_evaluation_of_an_older_checkpoint_loses_no_steps() -> None:
+    looked = [
+        event(60, "start", iteration=4, reason="evaluates"),
+        event(61, "evaluation", iteration=4, loss=2.0),
+        event(62, "stop", reason="evaluated", code=0),
+    ]
+    summary = summarize([*EVENTS, *looked])
+    assert (summary.steps, summary.lost_steps, summary.interruptions) == (10, 4, 1)
+
+
 def write_record(folder: Path) -> None:
     record = RunRecord(folder)
     for one in EVENTS:

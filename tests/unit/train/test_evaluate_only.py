@@ -1,0 +1,38 @@
+"""An evaluation of what is saved leaves a run's curves and record as they are."""
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from megatron_ladder.train import log, loop
+from megatron_ladder.train.events import describe_start
+
+
+@pytest.mark.parametrize(
+    ("skips", "iteration", "reason"), [(True, 4, "evaluates"), (False, 4, "goes on"), (False, 0, "begins")]
+)
+def test_its_start_is_marked(skips: bool, iteration: int, reason: str) -> None:
+    trainer = MagicMock()
+    trainer.run.to_dict.return_value = {}
+    trainer.run.logging.skip_train = skips
+    assert describe_start(trainer, iteration)["reason"] == reason
+
+
+def test_it_hides_no_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+
+    def curves(folder: object, iteration: int, told: str, goes_on: bool) -> MagicMock:
+        opened.append((iteration, goes_on))
+        return MagicMock()
+
+    trainer = MagicMock()
+    trainer.run.to_dict.return_value = {}
+    monkeypatch.setattr(log, "ModelFlops", MagicMock())
+    monkeypatch.setattr(log, "Curves", curves)
+    monkeypatch.setattr(loop, "evaluate", lambda *_: 2.0)
+    monkeypatch.setattr(loop, "sample_batches", MagicMock())
+    assert loop.evaluate_loaded(trainer, MagicMock(), 4) == "evaluated"
+    with log.RunLog(trainer, 5, MagicMock()):
+        pass
+    assert opened == [(4, False), (4, True)]
