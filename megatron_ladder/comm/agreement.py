@@ -59,15 +59,18 @@ class Peers:
     hosts: list[Host] = field(default_factory=list)
     """In rank order."""
     board: Store | None = None
-    """Where ranks that make no progress say that they are still there, once there is such a place."""
-    board_is_dead: bool = False
-    """Whether it has not answered; a late answer would be taken for that to another question."""
+    """The store where ranks that make no progress say that they are still there, once there is such a place."""
+    _line: Store | None = None
+    """A connection to the board that does not wait for long; None before the first question, and after one that was
+    not answered in time: a late answer would be taken for that to another question."""
+    _asking: threading.Thread | None = None
+    """Waits for the answer to the last question."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a question is asked: two threads ask."""
 
     def open_board(self, store: Store) -> None:
-        """Takes the store at which ranks met as the board, with a connection that does not wait for long."""
-        # Every store has these two methods, but not torch's type annotations.
-        self.board = store.clone()  # type: ignore[attr-defined]
-        self.board.set_timeout(timedelta(seconds=BOARD_SECONDS))
+        """Takes the store at which ranks met as the board."""
+        self.board = store
         self._ask(lambda board: board.append(WAITING, ""))
 
     def say_waiting(self, rank: int, waiting: bool) -> None:
@@ -90,21 +93,27 @@ class Peers:
         """What the board answers, or None.
 
         The store's own time limit does not hold when the process that serves it is stopped: having waited in vain for
-        a value, it waits without limit for the answer to its word that it waits no more.
+        a value, it waits without limit for the answer to its word that it waits no more. The next question after that
+        has a new connection, so one slow answer costs itself alone; while the old one is still waited for, there is
+        no next question.
         """
         answers: list[Any] = []
 
-        def ask() -> None:
+        def ask(board: Any, line: Any) -> None:
             with contextlib.suppress(dist.DistError):
-                answers.append(question(self.board))
+                if line is None:
+                    line = board.clone()
+                    line.set_timeout(timedelta(seconds=BOARD_SECONDS))
+                answers.append((line, question(line)))
 
-        if self.board is None or self.board_is_dead:
-            return None
-        asking = threading.Thread(target=ask, name="board", daemon=True)
-        asking.start()
-        asking.join(BOARD_SECONDS)
-        self.board_is_dead = not answers
-        return answers[0] if answers else None
+        with self._lock:
+            if self.board is None or (self._asking is not None and self._asking.is_alive()):
+                return None
+            self._asking = threading.Thread(target=ask, args=(self.board, self._line), name="board", daemon=True)
+            self._asking.start()
+            self._asking.join(BOARD_SECONDS)
+            self._line, answer = answers[0] if answers else (None, None)
+            return answer
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
         """Those that have not said that they wait; rank 0, which serves the board, where that does not answer."""

@@ -121,10 +121,9 @@ def test_ranks_that_do_not_say_that_they_wait_are_silent() -> None:
     assert peers.silent([0, 1, 2, 3]) == [0, 3]
 
 
-def test_a_board_that_does_not_answer_tells_of_rank_0() -> None:
+def test_a_board_that_does_not_answer_tells_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "BOARD_SECONDS", 0.05)
     peers = Peers(HOSTS, HashStore())
-    assert peers.board is not None
-    peers.board.set_timeout(timedelta(seconds=0.05))
     assert peers.silent([0, 3]) == [0] and peers.silent([2, 3]) == []
 
 
@@ -156,6 +155,16 @@ def test_a_board_whose_process_is_stopped_holds_nobody_up() -> None:
         assert peers.silent([0, 1, 2]) == [0] and peers.last_beats([2]) == ""
         peers.say_waiting(1, False)
         assert time.monotonic() - began < agreement.BOARD_SECONDS + 1
+        # One slow answer costs itself alone.
+        server.send_signal(signal.SIGCONT)
+        answered = time.monotonic() + 20
+        while not peers.last_beats([2]) and time.monotonic() < answered:
+            time.sleep(0.05)
+        peers.say_waiting(2, True)
+        peers.say_waiting(1, False)
+        assert peers.silent([0, 1, 2]) == [0, 1]
+        peers.beat(2, 8)
+        assert peers.last_beats([2]).endswith("after iteration 8")
     finally:
         server.kill()
         server.communicate()
