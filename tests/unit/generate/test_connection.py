@@ -131,7 +131,9 @@ def test_a_client_that_reads_slowly_gets_everything(monkeypatch: pytest.MonkeyPa
             await reader.readuntil(b"\r\n\r\n")
             found = b""
             while len(found) < len(body):
-                found += await asyncio.wait_for(reader.read(BUFFER_BYTES), 10)
+                part = await asyncio.wait_for(reader.read(BUFFER_BYTES), 10)
+                assert part, "it was cut off"
+                found += part
                 await asyncio.sleep(0.03)
             return found
 
