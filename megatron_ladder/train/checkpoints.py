@@ -141,8 +141,8 @@ class CheckpointSaver:
             seconds=round(time.perf_counter() - began, 3), bytes=stored_bytes,
         )  # fmt: skip
         if rank == 0 and self._config.save is not None:
-            for note in self._small_files.carry_on(checkpoint):
-                say(f"*** {note} ***", rank)
+            for line in self._small_files.carry_on(checkpoint):
+                say(f"*** {line} ***", rank)
         if self._config.finetune:
             say(f"takes the weights of {checkpoint.directory}: starts at iteration 0", rank)
             return 0, 0

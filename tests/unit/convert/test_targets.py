@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.publish import published_checkpoints
-from megatron_ladder.convert import carry_out, outputs
+from megatron_ladder.convert import carry_out
 from megatron_ladder.convert.sources import Reader
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import write_directory
@@ -61,12 +62,22 @@ def test_what_stands_at_an_export_meanwhile_stays(tmp_path: Path, meanwhile: lis
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == {"mine": True}
 
 
+def dying_after(name: str) -> Callable[[Path], None]:
+    """A removal of a directory that gets no further than one file."""
+
+    def remove(directory: Path) -> None:
+        (directory / name).unlink()
+        raise ZeroDivisionError
+
+    return remove
+
+
 def test_who_is_killed_while_replacing_leaves_no_checkpoint_that_lacks_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, ours = write_directory(tmp_path / "hf"), tmp_path / "ours"
     convert("import", "--hf", directory, "--save", ours)
-    monkeypatch.setattr(outputs.shutil, "rmtree", lambda path: (path / "manifest.json").unlink() or 1 / 0)
+    monkeypatch.setattr(shutil, "rmtree", dying_after("manifest.json"))
     with pytest.raises(ZeroDivisionError):
         convert("import", "--hf", directory, "--save", ours, "--overwrite")
     assert published_checkpoints(ours) == ["iter_0000000.1"]
@@ -150,7 +161,7 @@ def test_an_export_that_was_killed_while_replacing_goes_on(
     convert(*words)
     with monkeypatch.context() as patch:
         if "removed" in step:
-            patch.setattr(outputs.shutil, "rmtree", lambda path: (path / "config.json").unlink() or 1 / 0)
+            patch.setattr(shutil, "rmtree", dying_after("config.json"))
         else:
             rename = os.rename
             patch.setattr(os, "rename", lambda one, other: 1 / 0 if other == back else rename(one, other))
