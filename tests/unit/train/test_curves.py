@@ -9,6 +9,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_ladder.train.curves import Curves
 
+# TensorBoard's own thread dies of the error, and says so, maybe a test later.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
 
 def steps(folder: Path) -> list[int]:
     """What TensorBoard shows of the curve `loss`."""
@@ -21,8 +24,6 @@ def fail(*_: object) -> NoReturn:
     raise OSError(28, "No space left on device")
 
 
-# TensorBoard's own thread dies of the error, and says so.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_costs_the_curves_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
