@@ -1,7 +1,8 @@
-"""What every test gets: one thread, no network hub, an extensions folder of its own, and the --slow option."""
+"""What every test gets: one thread, no network hub, an extensions folder of its own, signals that are heard, --slow."""
 
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,11 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# Under nohup, or behind an & of a script, they are ignored, and so would be by the programs that tests send them to.
+for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
