@@ -63,9 +63,18 @@ def edges(gathered: Gathered, size: str) -> list[str]:
     return sentences
 
 
+def deviations(gathered: Gathered, size: str) -> dict[str, float]:
+    """Wiring -> sample standard deviation of its final losses at equal tokens over seeds, where there is one."""
+    found = {
+        wiring: deviation([*gathered.final_losses("tokens", size, wiring).values()])
+        for wiring in gathered.wirings("tokens")
+    }
+    return {wiring: spread for wiring, spread in found.items() if not math.isnan(spread)}
+
+
 def close_calls(gathered: Gathered, size: str) -> list[str]:
     """Says which learning rates were chosen by less than what runs of one wiring differ by from seed to seed."""
-    spread = deviation([*gathered.final_losses("tokens", size, STANDARD).values()])
+    spread = max(deviations(gathered, size).values(), default=math.nan)
     near = []
     for wiring in gathered.study.wirings:
         losses = sorted((loss, rate) for rate, loss in gathered.tuning(size, wiring).items())
@@ -74,9 +83,9 @@ def close_calls(gathered: Gathered, size: str) -> list[str]:
     if not near:
         return []
     return [
-        f"Chosen by less than the {number(spread)} nats that finished runs of {STANDARD} differ by from seed to seed, "
-        f"the second-best rate in brackets: {', '.join(near)}. Another tuning seed may have chosen otherwise, and all "
-        "comparisons are of the rates that were chosen."
+        f"Chosen by less than the {number(spread)} nats (the greatest standard deviation of a wiring) that finished "
+        f"runs differ by from seed to seed, the second-best rate in brackets: {', '.join(near)}. Another tuning seed "
+        "may have chosen otherwise, and all comparisons are of the rates that were chosen."
     ]
 
 

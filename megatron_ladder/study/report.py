@@ -1,6 +1,5 @@
 """The report of a study: one page of Markdown with its pictures beside it, from what is done so far."""
 
-import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -9,7 +8,6 @@ from megatron_ladder.data.files import write_atomically
 from megatron_ladder.study import conclusions, tables
 from megatron_ladder.study.figures import draw_curves, draw_differences, drawable, require_matplotlib, write_png
 from megatron_ladder.study.gathered import Gathered, gather
-from megatron_ladder.study.statistics import deviation
 from megatron_ladder.study.wirings import STANDARD
 
 REPORT_NAME = "report.md"
@@ -76,11 +74,14 @@ def _summary(gathered: Gathered) -> str:
                 f"{prefix} equal time under the stated interconnect, the measured ratios of step times taken as exact:"
             )
             parts.append(_bullets(conclusions.findings(gathered, "time", size)))
-        losses = list(gathered.final_losses("tokens", size, STANDARD).values())
-        if not math.isnan(deviation(losses)):
+        spreads = conclusions.deviations(gathered, size)
+        if STANDARD in spreads:
+            losses = list(gathered.final_losses("tokens", size, STANDARD).values())
+            least, most = (tables.number(bound(spreads.values())) for bound in (min, max))
             parts.append(
                 f"The noise: runs of {STANDARD} that differ in nothing but their seed end with losses of "
-                f"{tables.mean_and_deviation(losses)} (sample standard deviation)."
+                f"{tables.mean_and_deviation(losses)} (sample standard deviation); over all wirings that deviation is "
+                f"{least} to {most}."
             )
     return "\n\n".join(parts)
 
