@@ -29,11 +29,14 @@ def write_report(folder: Path, output: Path) -> Path:
     require_matplotlib()
     gathered = gather(folder)
     output.mkdir(parents=True, exist_ok=True)
+    drawn = {"curves": draw_curves}
+    if len(gathered.wirings("tokens")) > 1:
+        drawn["differences"] = draw_differences
     pictures: dict[str, list[str]] = {}
     for size in gathered.study.sizes:
         pictures[size] = []
         if drawable(gathered, size):
-            for name, draw in (("curves", draw_curves), ("differences", draw_differences)):
+            for name, draw in drawn.items():
                 file = f"{name}-{size}.png"
                 write_png(draw(gathered, size), output / file)
                 pictures[size].append(file)

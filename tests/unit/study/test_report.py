@@ -102,6 +102,13 @@ def test_half_a_study_is_judged_by_the_pairs_it_has(tmp_path: Path) -> None:
     assert (tmp_path / "curves-tiny.png").exists()
 
 
+def test_of_one_wiring_there_are_no_differences(tmp_path: Path) -> None:
+    write_study(tmp_path, made_up_study(wirings=("standard",), timed_wirings=(), step_times={}))
+    write_run(tmp_path, "tokens", "standard", 1, 3.0)
+    assert "differences-tiny.png" not in write_report(tmp_path, tmp_path).read_text()
+    assert [path.name for path in tmp_path.glob("*.png")] == ["curves-tiny.png"]
+
+
 def test_a_diverged_run_gives_no_verdict_and_no_crash(tmp_path: Path) -> None:
     write_all(tmp_path, made_up_study(), {"ladder": math.inf})
     text = write_report(tmp_path, tmp_path).read_text()
