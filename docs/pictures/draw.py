@@ -2,7 +2,7 @@
 
     python docs/pictures/draw.py
 
-writes the SVG files beside it. No time in them is drawn by hand: each row is a pass of `megatron_ladder/cost/links.py`,
+writes the SVG files beside it. No time in them is drawn by hand: each row is a pass of `lab/cost/links.py`,
 which walks the sub-blocks by the rule of `model/stack.py`, with a clock that notes what happens. A test compares the
 files with what this program makes, byte for byte.
 
@@ -16,8 +16,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from megatron_ladder.config.model import ModelConfig, ModelFlags, resolve_model  # noqa: E402
-from megatron_ladder.cost.links import (  # noqa: E402
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model  # noqa: E402
+from megatron_ladder.blueprint.wiring import SubBlockKind, layer_wirings  # noqa: E402
+from megatron_ladder.lab.cost.links import (  # noqa: E402
     Clock,
     Collective,
     SubBlockTime,
@@ -26,7 +27,6 @@ from megatron_ladder.cost.links import (  # noqa: E402
     forward_seconds,
     outputs_added,
 )
-from megatron_ladder.model.wiring import SubBlockKind, layer_wirings  # noqa: E402
 
 INK, MUTED, GRID, PAPER = "#1f2933", "#6b7785", "#e3e7ec", "#ffffff"
 FILLS = {

@@ -11,10 +11,10 @@ from typing import NoReturn
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from megatron_ladder.config.fields import flag_name, parse_command_line  # noqa: E402
-from megatron_ladder.config.model import ModelConfig, ModelFlags  # noqa: E402
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags  # noqa: E402
 from megatron_ladder.convert.hf_directory import open_hf_directory  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
+from megatron_ladder.flags import flag_name, parse_command_line  # noqa: E402
 
 WIRING = ("residual_mode", "residual_staleness", "ladder_layers", "desync_interval", "desync_tp")
 

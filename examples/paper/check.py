@@ -21,15 +21,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.append(str(REPOSITORY))
 
 from examples.paper.runs import RECIPE, SIZES, WIRINGS  # noqa: E402
+from megatron_ladder.blueprint.model import ModelConfig  # noqa: E402
 from megatron_ladder.comm.mesh import ProcessMesh  # noqa: E402
-from megatron_ladder.config.deepspeed_json import deepspeed_json  # noqa: E402
-from megatron_ladder.config.fields import parse_command_line  # noqa: E402
-from megatron_ladder.config.model import ModelConfig  # noqa: E402
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run  # noqa: E402
-from megatron_ladder.cost.hardware import CLUSTERS, UNCALIBRATED_RANGE, Cluster  # noqa: E402
-from megatron_ladder.cost.memory import RESERVED_BYTES, Layout, worst_memory  # noqa: E402
-from megatron_ladder.cost.training import LayerTime, step_time  # noqa: E402
+from megatron_ladder.engine.deepspeed_json import deepspeed_json  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
+from megatron_ladder.flags import parse_command_line  # noqa: E402
+from megatron_ladder.lab.cost.hardware import CLUSTERS, UNCALIBRATED_RANGE, Cluster  # noqa: E402
+from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout, worst_memory  # noqa: E402
+from megatron_ladder.lab.cost.training import LayerTime, step_time  # noqa: E402
 from megatron_ladder.model.language_model import LanguageModel  # noqa: E402
 from megatron_ladder.train.stream_inputs import streaming_mistakes  # noqa: E402
 

@@ -16,10 +16,10 @@ from typing import NamedTuple, NoReturn
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from megatron_ladder.bench.sizes import SIZES as SHAPES  # noqa: E402
-from megatron_ladder.config.fields import parse_command_line  # noqa: E402
-from megatron_ladder.config.model import ModelConfig  # noqa: E402
+from megatron_ladder.blueprint.model import ModelConfig  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
+from megatron_ladder.flags import parse_command_line  # noqa: E402
+from megatron_ladder.lab.bench.sizes import SIZES as SHAPES  # noqa: E402
 
 PUBLISHED, DEFAULT, OURS = "authors' files", "their program's default", "ours"
 MOST_AT_ONCE = 8

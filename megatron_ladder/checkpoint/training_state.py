@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megatron_ladder.checkpoint.engine_state import MOMENTS, EngineState
 from megatron_ladder.checkpoint.format import Checkpoint, Progress
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions, TrainingSave, generator_states
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.engine.state import MOMENTS, EngineState
 from megatron_ladder.errors import UserError
 from megatron_ladder.parallel.layout import split_interval
 

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.parallel.layout import has_padding, parameter_sections
 
 

@@ -4,9 +4,9 @@ import os
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_ladder.bench.options import parse_options
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
+from megatron_ladder.lab.bench.options import parse_options
 
 
 def main(argv: Sequence[str]) -> None:
@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> None:
         run_ranks(__name__, argv, options.processes)
         return
     # Imports torch, for which a parent of ranks has no use.
-    from megatron_ladder.bench.program import run_rank
+    from megatron_ladder.lab.bench.program import run_rank
 
     run_rank(case, options)
 

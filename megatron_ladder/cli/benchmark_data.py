@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ladder.bench.data_rows import DATA_ROWS
-from megatron_ladder.bench.data_table import DataBenchmark, DataResult, table
-from megatron_ladder.bench.paired import FEWEST_ROUNDS
-from megatron_ladder.config.fields import parse_command_line
 from megatron_ladder.data.files import write_atomically
 from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.flags import parse_command_line
+from megatron_ladder.lab.bench.data_rows import DATA_ROWS
+from megatron_ladder.lab.bench.data_table import DataBenchmark, DataResult, table
+from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_ladder.bench.exposed import (
+from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.flags import parse_command_line
+from megatron_ladder.lab.bench.exposed import (
     COMMUNICATION_KERNELS,
     ELSEWHERE,
     Collective,
@@ -16,8 +18,6 @@ from megatron_ladder.bench.exposed import (
     communication,
     read_events,
 )
-from megatron_ladder.config.fields import parse_command_line
-from megatron_ladder.errors import UserError, run_program
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ladder.config.fields import parse_command_line
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.inspect import parse_documents, show_document, summary, verify
 from megatron_ladder.data.sidecar import check_sidecar
 from megatron_ladder.data.tokenizers import TokenizerType, load_tokenizer
 from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.flags import parse_command_line
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ladder.config.fields import parse_command_line
 from megatron_ladder.data.merge import find_inputs, merge_datasets
 from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.flags import parse_command_line
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
-from megatron_ladder.plan.options import CalibrateOptions, LayoutOptions, parse_options
+from megatron_ladder.lab.plan.options import CalibrateOptions, LayoutOptions, parse_options
 
 
 def main(argv: Sequence[str]) -> None:
@@ -17,12 +17,12 @@ def main(argv: Sequence[str]) -> None:
             run_ranks(__name__, argv, options.tp)
             return
         # Imports torch, which planning has no use for.
-        from megatron_ladder.plan.measure import run_rank
+        from megatron_ladder.lab.plan.measure import run_rank
 
         run_rank(options)
         return
     # Not above: a parent of ranks has no use for numpy.
-    from megatron_ladder.plan.program import print_layouts, print_paper
+    from megatron_ladder.lab.plan.program import print_layouts, print_paper
 
     if isinstance(options, LayoutOptions):
         print_layouts(options)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
-from megatron_ladder.config.fields import parse_command_line
 from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.flags import parse_command_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

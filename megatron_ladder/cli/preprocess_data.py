@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ladder.config.fields import flag, parse_command_line
 from megatron_ladder.data.chat import chat_task
 from megatron_ladder.data.encoders.choose import TokenizerLibrary
 from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess, run_task
@@ -14,6 +13,7 @@ from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizers import TokenizerSource, TokenizerType, load_source
 from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.flags import flag, parse_command_line
 
 
 @dataclass(frozen=True)

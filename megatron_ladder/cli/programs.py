@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
-from megatron_ladder.bench.options import BenchmarkOptions
 from megatron_ladder.cli import (
     benchmark,
     benchmark_data,
@@ -31,9 +30,10 @@ from megatron_ladder.cli import (
 from megatron_ladder.config import run
 from megatron_ladder.convert import options as convert_options
 from megatron_ladder.generate import options as generate_options
-from megatron_ladder.plan import options as plan_options
-from megatron_ladder.study import command_line as study_command_line
-from megatron_ladder.study import options as study_options
+from megatron_ladder.lab.bench.options import BenchmarkOptions
+from megatron_ladder.lab.plan import options as plan_options
+from megatron_ladder.lab.study import command_line as study_command_line
+from megatron_ladder.lab.study import options as study_options
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_ladder.config.fields import parse_command_line
 from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.flags import parse_command_line
 from megatron_ladder.train.record import EVALUATES, RECORD_NAME, read_record
 
 if TYPE_CHECKING:

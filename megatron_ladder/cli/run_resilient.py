@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 import psutil
 
-from megatron_ladder.config.fields import parse_command_line
 from megatron_ladder.errors import ExitCode, UserError, run_program
+from megatron_ladder.flags import parse_command_line
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import SAME_SECONDS
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_ladder.errors import run_program
-from megatron_ladder.study.adapting import adapt_study
-from megatron_ladder.study.command_line import parse_options
-from megatron_ladder.study.options import ReportOptions
-from megatron_ladder.study.program import report_study, run_study
+from megatron_ladder.lab.study.adapting import adapt_study
+from megatron_ladder.lab.study.command_line import parse_options
+from megatron_ladder.lab.study.options import ReportOptions
+from megatron_ladder.lab.study.program import report_study, run_study
 
 
 def main(argv: Sequence[str]) -> None:

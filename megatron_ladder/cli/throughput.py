@@ -7,12 +7,12 @@ from typing import Literal, NoReturn
 
 import torch
 
-from megatron_ladder.bench.paired import FEWEST_ROUNDS, Verdict
-from megatron_ladder.bench.sizes import find_size
-from megatron_ladder.bench.throughput import Workload, check_transformers, run
-from megatron_ladder.bench.variants import VARIANTS
-from megatron_ladder.config.fields import parse_command_line
 from megatron_ladder.errors import BadNumbersError, UserError, run_program
+from megatron_ladder.flags import parse_command_line
+from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS, Verdict
+from megatron_ladder.lab.bench.sizes import find_size
+from megatron_ladder.lab.bench.throughput import Workload, check_transformers, run
+from megatron_ladder.lab.bench.variants import VARIANTS
 from megatron_ladder.model.compiled import require_compiler
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from megatron_ladder.config.fields import parse_command_line
 from megatron_ladder.data.files import write_atomically
 from megatron_ladder.data.reading.find import find_sources, group_blocks
 from megatron_ladder.data.reading.protocol import Reading, Source
 from megatron_ladder.data.tokenizers import load_tokenizer, train_bpe, train_sentencepiece
 from megatron_ladder.data.tokenizers.training import MAX_LINE_BYTES
 from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.flags import parse_command_line
 
 
 @dataclass(frozen=True)

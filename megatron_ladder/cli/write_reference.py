@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_ladder.config.deepspeed_json import FLAGS, REFUSED_KEYS, REFUSED_SECTIONS
-from megatron_ladder.config.fields import Flag, parse_command_line, section_flags
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
+from megatron_ladder.engine.deepspeed_json import FLAGS, REFUSED_KEYS, REFUSED_SECTIONS
 from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.flags import Flag, parse_command_line, section_flags
 
 if TYPE_CHECKING:
     from megatron_ladder.cli.programs import Command, Program

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ladder.config.fields import flag
+from megatron_ladder.flags import flag
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_mistakes
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.config.engine import engine_mistakes
-from megatron_ladder.config.fields import parse_command_line, to_plain
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
-from megatron_ladder.config.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_mistakes
 from megatron_ladder.config.parallel import ParallelConfig
 from megatron_ladder.config.profile import ProfileConfig, profile_mistakes
 from megatron_ladder.config.reliability import ReliabilityConfig, reliability_mistakes
@@ -19,6 +18,7 @@ from megatron_ladder.config.training import (
     TrainingConfig,
     checkpoint_mistakes,
 )
+from megatron_ladder.flags import parse_command_line, to_plain
 
 PROGRAM = "pretrain_ladder.py"
 DESCRIPTION = "Pretrains a Llama-family transformer with Ladder Residual, tensor-, pipeline- and data-parallel."

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_ladder.config.fields import flag
+from megatron_ladder.flags import flag
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.header import BY_STORED_NAME, parse_json, read_header
 from megatron_ladder.checkpoint.manifest import is_plain_name
-from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.convert.mistakes import raise_mistakes
 from megatron_ladder.convert.names import hf_name, tensor_shapes
 from megatron_ladder.convert.remote_code import AUTHORS_TYPE, OWN_TYPE, model_config_from_hf

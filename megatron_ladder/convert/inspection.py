@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.carried import CARRIED
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.manifest import KINDS
@@ -12,7 +13,6 @@ from megatron_ladder.checkpoint.publish import (
     published_checkpoints,
     read_latest,
 )
-from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory
 from megatron_ladder.convert.measures import size_text
 from megatron_ladder.convert.mistakes import limited

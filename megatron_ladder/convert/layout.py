@@ -6,11 +6,11 @@ the same layout opens its own file alone.
 
 from collections.abc import Iterator, Sequence
 
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.partition import uniform_partition
 from megatron_ladder.checkpoint.boxes import Box
-from megatron_ladder.config.model import ModelConfig, key_value_replicas
 from megatron_ladder.convert.names import layer_of
-from megatron_ladder.cost.memory import VOCABULARY_MULTIPLE
-from megatron_ladder.pipeline.partition import uniform_partition
+from megatron_ladder.lab.cost.memory import VOCABULARY_MULTIPLE
 
 VOCABULARY = ("embedding", "lm_head")
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.convert.measures import size_text
 from megatron_ladder.convert.names import tensor_shapes
 from megatron_ladder.convert.remote_code import CLASSES, OWN_TYPE

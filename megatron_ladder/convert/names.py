@@ -2,7 +2,7 @@
 
 import re
 
-from megatron_ladder.config.model import ONE_NORM_MODES, ModelConfig, synchronised_after
+from megatron_ladder.blueprint.model import ONE_NORM_MODES, ModelConfig, synchronised_after
 
 _PARTS = (
     ("embedding.", "model.embed_tokens."),

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from megatron_ladder.config.fields import flag_name, parse_command_line
-from megatron_ladder.config.model import ResidualMode
+from megatron_ladder.blueprint.model import ResidualMode
 from megatron_ladder.errors import UserError
+from megatron_ladder.flags import flag_name, parse_command_line
 
 Verb = Literal["import", "export", "reshape", "inspect"]
 VERBS: tuple[Verb, ...] = get_args(Verb)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.config.model import ONE_NORM_MODES, STALE_MODES, ModelConfig, model_mistakes
+from megatron_ladder.blueprint.model import ONE_NORM_MODES, STALE_MODES, ModelConfig, model_mistakes
 from megatron_ladder.convert.hf_keys import HFKeys
 from megatron_ladder.errors import UserError
 

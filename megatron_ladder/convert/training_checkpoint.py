@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder import __version__
+from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_mistakes
 from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.checksum import algorithm_of, checksum_of
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.manifest import KINDS, BoxRecord, FileIndex, encode_manifest, merge_manifest
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
-from megatron_ladder.config.model import ModelConfig, tensor_parallel_mistakes
 from megatron_ladder.convert.layout import shares, stage_of
 from megatron_ladder.convert.mistakes import raise_mistakes
 from megatron_ladder.convert.names import tensor_shapes

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_ladder.config.model import ONE_NORM_MODES, STALE_MODES, ModelConfig, model_mistakes, parse_layers
+from megatron_ladder.blueprint.model import ONE_NORM_MODES, STALE_MODES, ModelConfig, model_mistakes, parse_layers
 from megatron_ladder.convert.mistakes import raise_mistakes
 from megatron_ladder.convert.options import Rewiring
 

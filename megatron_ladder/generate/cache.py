@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ladder.config.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 
 
 class StaticKeyValueCache:

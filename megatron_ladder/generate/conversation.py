@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 
-from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.data.chat_template import Message
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine

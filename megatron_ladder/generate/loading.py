@@ -9,10 +9,10 @@ import tokenizers
 import torch
 from torch import nn
 
+from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_mistakes
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.weights import load_weights, stored_model
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig, tensor_parallel_mistakes
 from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory, safe_path
 from megatron_ladder.convert.tokenizer_files import token_ids
 from megatron_ladder.data.tokenizers import (

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_ladder.config.fields import flag, flag_name, parse_command_line
 from megatron_ladder.errors import UserError
+from megatron_ladder.flags import flag, flag_name, parse_command_line
 from megatron_ladder.generate.serve.options import ServeOptions, serve_mistakes
 
 PROGRAM = "generate.py"

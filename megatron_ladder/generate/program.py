@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.launch import (
     Place,
     find_place,
@@ -16,7 +17,6 @@ from megatron_ladder.comm.launch import (
     stop_process_group,
 )
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig, key_value_replicas
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.benchmark import report, run_benchmark
 from megatron_ladder.generate.conversation import converse

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.data.chat_template import Message, NotRendered, load_chat_template
 from megatron_ladder.data.reading.formats import BYTE_ORDER_MARK, is_json_lines
 from megatron_ladder.data.tokenizers import Tokenizer

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.model.documents import Documents, document_attention
 from megatron_ladder.model.norm import NormFunction, RMSNorm
 from megatron_ladder.model.projections import attention_output, input_projection, query_key_value_shares

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.model.attention import AttentionHeads, Midway, SequenceContext
 from megatron_ladder.model.mlp import swiglu
 from megatron_ladder.model.norm import NormFunction

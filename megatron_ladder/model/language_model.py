@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.model.attention import SequenceContext
 from megatron_ladder.model.documents import Documents
 from megatron_ladder.model.norm import RMSNorm, positions_over

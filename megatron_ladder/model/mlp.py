@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.model.attention import Midway, SequenceContext
 from megatron_ladder.model.projections import gate_up_shares, input_projection, mlp_output
 from megatron_ladder.parallel.input_gradient import InputGradient

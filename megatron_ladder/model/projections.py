@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, synchronised_after
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig, key_value_replicas, synchronised_after
 from megatron_ladder.parallel.linear import ColumnParallelLinear, ColumnShare, RowParallelLinear
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.blueprint.model import ModelConfig
 
 
 class RotaryTable(NamedTuple):

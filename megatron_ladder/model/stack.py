@@ -23,11 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.model import ModelConfig, synchronised_after
+from megatron_ladder.blueprint.wiring import LayerWiring, SubBlockKind, layer_wirings, pending_before
 from megatron_ladder.comm.aside import beside
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, no_span
-from megatron_ladder.config.model import ModelConfig, synchronised_after
 from megatron_ladder.model.attention import Attention, Midway, SequenceContext
 from megatron_ladder.model.attention_mlp import AttentionMLP
 from megatron_ladder.model.backward import run_overlapped
@@ -35,7 +36,6 @@ from megatron_ladder.model.desync import walk_desync
 from megatron_ladder.model.mlp import MLP
 from megatron_ladder.model.norm import NormFunction, RMSNorm, positions_over, torch_rms_norm
 from megatron_ladder.model.sub_block import NormedStream, SubBlock, drain, join_state, split_state, walk
-from megatron_ladder.model.wiring import LayerWiring, SubBlockKind, layer_wirings, pending_before
 from megatron_ladder.parallel.partial_gradients import PartialSums
 
 

@@ -10,8 +10,6 @@ from megatron_ladder.checkpoint.publish import is_published_name
 from megatron_ladder.checkpoint.weights import stored_model
 from megatron_ladder.comm.launch import Place
 from megatron_ladder.config.data import DataConfig
-from megatron_ladder.config.deepspeed_json import deepspeed_json
-from megatron_ladder.config.fields import flag_name
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.identity import data_changes, describe_training
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
@@ -19,7 +17,9 @@ from megatron_ladder.data.paths import find_data
 from megatron_ladder.data.sidecar import read_sidecar, sidecar_path
 from megatron_ladder.data.streaming import StreamPlan
 from megatron_ladder.data.tokenizers import WITHOUT_FILES, NullTokenizer, Tokenizer, TokenizerSource, load_source
+from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import UserError
+from megatron_ladder.flags import flag_name
 from megatron_ladder.model.compiled import require_compiler
 from megatron_ladder.train.resume_rules import resumed_run
 from megatron_ladder.train.stream_inputs import open_stream, streaming_mistakes

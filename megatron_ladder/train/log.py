@@ -10,9 +10,9 @@ from typing import Self
 import torch
 
 from megatron_ladder import __version__
-from megatron_ladder.config.model import STALE_MODES
+from megatron_ladder.blueprint.flops import ModelFlops, parameter_count
+from megatron_ladder.blueprint.model import STALE_MODES
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.cost.flops import ModelFlops, parameter_count
 from megatron_ladder.parallel.embedding import padded_vocab_size
 from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import RunRecord

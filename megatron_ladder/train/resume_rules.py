@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.config.fields import flag_name
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.flags import flag_name
 
 SCHEDULE = ("lr", "lr_warmup_iters", "lr_decay_style")
 DECAY = ("min_lr", "lr_decay_iters")

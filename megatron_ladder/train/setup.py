@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ladder.checkpoint.engine_state import EngineState, engine_state
+from megatron_ladder.blueprint.flops import parameter_count
+from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.blueprint.partition import balanced_partition, uniform_partition
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import Place, start_deepspeed, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.mpu import DeepSpeedMpu
-from megatron_ladder.config.model import key_value_replicas
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.cost.flops import parameter_count
+from megatron_ladder.engine.adamw import build_adamw
+from megatron_ladder.engine.learning_rate import LearningRateSchedule
+from megatron_ladder.engine.mpu import DeepSpeedMpu
+from megatron_ladder.engine.param_groups import parameter_groups
+from megatron_ladder.engine.state import EngineState, engine_state
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.compiled import compile_sub_blocks
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import select_norm
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.optim.adamw import build_adamw
-from megatron_ladder.optim.param_groups import parameter_groups
-from megatron_ladder.optim.schedule import LearningRateSchedule
 from megatron_ladder.parallel.layout import ParallelModule, initialize
-from megatron_ladder.pipeline.partition import balanced_partition, uniform_partition
 from megatron_ladder.train.guards import Guard
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.profile import named_for_profiler
@@ -226,7 +226,7 @@ def build_engine(
     import deepspeed
 
     if mesh.pipeline.size > 1:
-        from megatron_ladder.pipeline.stages import build_pipeline_engine
+        from megatron_ladder.engine.stages import build_pipeline_engine
 
         return build_pipeline_engine(model, optimizer, config, mesh)
     engine, *_ = deepspeed.initialize(

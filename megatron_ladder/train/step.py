@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.data.batches import MicroBatch
+from megatron_ladder.engine.gradients import GradientPiece, clip_gradients, gradient_norm
+from megatron_ladder.engine.pipeline_schedule import evaluate_batch, forward_backward, take_step
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.optim.gradients import GradientPiece, clip_gradients, gradient_norm
-from megatron_ladder.pipeline.schedule import evaluate_batch, forward_backward, take_step
 from megatron_ladder.train.guards import Finding, locate_bad_gradient, without_update
 from megatron_ladder.train.setup import Trainer
 

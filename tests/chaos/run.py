@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # Libraries start threads by these when they are imported, and a fork would lose them.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-from megatron_ladder.config.fields import parse_command_line  # noqa: E402
+from megatron_ladder.flags import parse_command_line  # noqa: E402
 from tests.chaos import faults  # noqa: E402
 from tests.chaos.ranks import import_everything  # noqa: E402
 from tests.chaos.runs import Experiment, write_tokens  # noqa: E402

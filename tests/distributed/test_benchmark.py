@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ladder.bench.options import BenchmarkOptions, Case
-from megatron_ladder.bench.program import Benchmark, Row
-from megatron_ladder.bench.variants import VARIANTS
 from megatron_ladder.comm.launch import Place
-from megatron_ladder.cost.links import WireModel
+from megatron_ladder.lab.bench.options import BenchmarkOptions, Case
+from megatron_ladder.lab.bench.program import Benchmark, Row
+from megatron_ladder.lab.bench.variants import VARIANTS
+from megatron_ladder.lab.cost.links import WireModel
 from tests.distributed.pool import GlooPools
 
 ALPHA = 0.004

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.model.compiled import compile_sub_blocks
 from megatron_ladder.model.stack import StackOptions
 from tests.distributed.pool import GlooPools

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.cli.generate import main
-from megatron_ladder.config.model import ModelConfig, key_value_replicas
 from megatron_ladder.data.tokenizers.plain import NullTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.conversation import converse

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ladder.comm import shared_memory
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.link import EmulatedLink, LinkSpec, LinkWork, NoCommGroup
-from megatron_ladder.comm.shared_memory import IN_FLIGHT, RECORDS, map_shared
 from megatron_ladder.errors import LostPeerError, UserError
+from megatron_ladder.lab.link import shared_memory
+from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec, LinkWork, NoCommGroup
+from megatron_ladder.lab.link.shared_memory import IN_FLIGHT, RECORDS, map_shared
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from tests.distributed.pool import GlooPools

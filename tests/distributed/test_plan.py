@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ladder.config.model import ModelConfig, ResidualMode
-from megatron_ladder.cost.hardware import CLUSTERS
-from megatron_ladder.cost.memory import (
+from megatron_ladder.blueprint.model import ModelConfig, ResidualMode
+from megatron_ladder.lab.cost.hardware import CLUSTERS
+from megatron_ladder.lab.cost.memory import (
     Layout,
     Precision,
     head_activation_bytes,
@@ -17,11 +17,11 @@ from megatron_ladder.cost.memory import (
     stage_parameters,
     state_bytes,
 )
-from megatron_ladder.cost.training import wired
+from megatron_ladder.lab.cost.training import wired
+from megatron_ladder.lab.plan.calibration import Calibration, apply_calibration
+from megatron_ladder.lab.plan.measure import Measurement, Sizes
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.plan.calibration import Calibration, apply_calibration
-from megatron_ladder.plan.measure import Measurement, Sizes
 from megatron_ladder.train.memory import ActivationMeter
 from megatron_ladder.train.step import train_step
 from tests.distributed.pool import GlooPools

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ladder.bench.exposed import ELSEWHERE, Event, communication, read_events
 from megatron_ladder.cli.exposed_communication import step_rows, sub_block_rows
+from megatron_ladder.lab.bench.exposed import ELSEWHERE, Event, communication, read_events
 from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.step import train_step
 from tests.distributed.pool import GlooPools

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.wiring import layer_wirings, pending_before
 from megatron_ladder.comm.aside import Aside
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.model.backward import first_reads
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions, TransformerStack
-from megatron_ladder.model.wiring import layer_wirings, pending_before
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import mesh_of, small_model
 from tests.distributed.test_correctness import AtTheBeginning

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ladder.config.model import key_value_replicas
+from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.parallel.layout import SHARDED_MARKS, parameter_sections
 from megatron_ladder.train.setup import build_model
 from tests.distributed.pool import GlooPools

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron_ladder.checkpoint.engine_state import engine_state
+from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.comm.launch import Place, start_deepspeed
-from megatron_ladder.config.deepspeed_json import deepspeed_json
-from megatron_ladder.config.model import key_value_replicas
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.batches import MicroBatch
+from megatron_ladder.engine.deepspeed_json import deepspeed_json
+from megatron_ladder.engine.state import engine_state
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.setup import Trainer, build_engine, build_model, build_optimizer, build_schedule
 from tests.distributed.sharded import Pieces, mesh_of

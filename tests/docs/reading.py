@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ladder.cli.programs import PROGRAMS
-from megatron_ladder.config.deepspeed_json import deepspeed_json
 from megatron_ladder.config.run import parse_run, resolve_run
+from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.stream_inputs import streaming_mistakes
 from tests.docs.pages import ROOT

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.cli.programs import PROGRAMS
-from megatron_ladder.config.fields import flag_name, section_flags
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
+from megatron_ladder.flags import flag_name, section_flags
 from tests.docs.pages import ROOT, code_spans, fences, indented_lines, mark_mistakes, page_paths, read_page
 from tests.docs.reading import read_command
 from tests.docs.shell import OPEN_END, commands

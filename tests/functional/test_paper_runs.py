@@ -20,9 +20,9 @@ from examples.paper.check import (
 )
 from examples.paper.runs import SIZES, WIRINGS, training_flags
 from examples.paper.take_documents import documents
-from megatron_ladder.cost.hardware import CLUSTERS
+from megatron_ladder.blueprint.wiring import layer_wirings
 from megatron_ladder.errors import UserError
-from megatron_ladder.model.wiring import layer_wirings
+from megatron_ladder.lab.cost.hardware import CLUSTERS
 from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, run_command
 
 EXAMPLE = REPOSITORY_ROOT / "examples" / "paper"

@@ -15,29 +15,30 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron_ladder"
 
-LOW = {"errors", "config"}
+GROUND = {"errors", "flags"}
+LOW = GROUND | {"blueprint", "config"}
 PARALLEL = LOW | {"comm", "parallel"}
-FEEDS_TRAINING = {"optim", "data", "checkpoint", "cost"}
+MODEL = PARALLEL | {"model"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "flags": {"errors"},
+    "blueprint": GROUND,
+    "config": GROUND | {"blueprint"},
     "comm": LOW,
     "parallel": LOW | {"comm"},
     "model": PARALLEL,
-    "pipeline": PARALLEL | {"model"},
-    **dict.fromkeys(FEEDS_TRAINING, PARALLEL),
-    "checkpoint": PARALLEL | {"optim"},
-    "train": PARALLEL | {"model", "pipeline"} | FEEDS_TRAINING,
-    "generate": PARALLEL | {"model", "data", "checkpoint", "convert"},
-    "convert": PARALLEL | {"model", "data", "checkpoint", "cost", "pipeline"},
-    "bench": PARALLEL | {"model", "generate", "cost", "data"},
-    "plan": PARALLEL | {"model", "generate", "cost", "bench"},
+    "data": PARALLEL,
+    "checkpoint": PARALLEL | {"engine"},
+    "engine": MODEL | {"checkpoint"},
+    "train": MODEL | {"engine", "data", "checkpoint"},
+    "convert": MODEL | {"data", "checkpoint"},
+    "generate": MODEL | {"data", "checkpoint", "convert"},
 }
-MAY_IMPORT["study"] = set(MAY_IMPORT)
+MAY_IMPORT["lab"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 
 HOMES = {
-    "deepspeed": ("pipeline/", "train/", "checkpoint/", "comm/mpu.py", "comm/launch.py"),
+    "deepspeed": ("engine/", "train/", "comm/launch.py"),
     "apex": ("parallel/apex.py",),
 }
 """Where alone these libraries are imported or probed for."""
@@ -149,14 +150,14 @@ def test_imports_run_one_way() -> None:
 @pytest.mark.parametrize(
     ("relative", "source"),
     [
-        ("config/model.py", "from megatron_ladder.comm.mesh import Mesh"),
-        ("config/model.py", "from megatron_ladder import model"),
+        ("blueprint/model.py", "from megatron_ladder.comm.mesh import Mesh"),
+        ("blueprint/model.py", "from megatron_ladder import model"),
         ("comm/mesh.py", "import megatron_ladder.parallel.linear"),
         ("parallel/linear.py", "from ..model.stack import Stack"),
         ("model/__init__.py", "from ..train import loop"),
-        ("model/stack.py", "def late():\n    from megatron_ladder.pipeline.stage import Stage"),
+        ("model/stack.py", "def late():\n    from megatron_ladder.engine.stages import Stage"),
         ("checkpoint/format.py", "from megatron_ladder.train.loop import train"),
-        ("generate/engine.py", "from megatron_ladder.optim.schedule import Schedule"),
+        ("generate/engine.py", "from megatron_ladder.engine.learning_rate import Schedule"),
         ("train/loop.py", "from megatron_ladder.cli.pretrain import main"),
         ("__init__.py", "from megatron_ladder.errors import UserError"),
         ("errors.py", "from .config import fields"),
@@ -180,7 +181,7 @@ def test_a_wrong_import_is_found(relative: str, source: str) -> None:
         ("generate/engine.py", "from megatron_ladder.data.tokenizers import load_tokenizer"),
         ("comm/launch.py", "import deepspeed"),
         ("parallel/apex.py", 'importlib.import_module("apex.normalization")'),
-        ("config/model.py", "from megatron_ladder import __version__"),
+        ("blueprint/model.py", "from megatron_ladder import __version__"),
     ],
 )
 def test_a_right_import_passes(relative: str, source: str) -> None:

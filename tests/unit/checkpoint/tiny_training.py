@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.checkpoint.background import Background
-from megatron_ladder.checkpoint.engine_state import MOMENTS, EngineState, Span
 from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.handover import FileHandover
 from megatron_ladder.checkpoint.saving import SaveOptions, SaveOutcome, TrainingSave
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.engine.state import MOMENTS, EngineState, Span
 from megatron_ladder.parallel.layout import Section
 
 SHAPES = {"mlp.weight": (6, 5), "norm.weight": (8,)}

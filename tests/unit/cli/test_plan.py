@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.cli.plan import main
-from megatron_ladder.cost.hardware import CLUSTERS
 from megatron_ladder.errors import UserError
-from megatron_ladder.plan.options import CalibrateOptions, LayoutOptions, parse_options
-from megatron_ladder.plan.program import cluster_of
+from megatron_ladder.lab.cost.hardware import CLUSTERS
+from megatron_ladder.lab.plan.options import CalibrateOptions, LayoutOptions, parse_options
+from megatron_ladder.lab.plan.program import cluster_of
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = "model,p2p,tensor_parallel,batch,wiring,prefill_seconds,decode_511_tokens_seconds\n"

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_ladder.cli.programs import PROGRAMS, Command
 from megatron_ladder.cli.write_reference import COMMAND, _sections, main, reference_pages
-from megatron_ladder.config.fields import flag
 from megatron_ladder.config.run import parse_run
 from megatron_ladder.errors import UserError
+from megatron_ladder.flags import flag
 
 ROOT = Path(__file__).resolve().parents[3]
 

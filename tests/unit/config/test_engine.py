@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.config.deepspeed_json import deepspeed_json
 from megatron_ladder.config.engine import engine_mistakes
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+from megatron_ladder.engine.deepspeed_json import deepspeed_json
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
 

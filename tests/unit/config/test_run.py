@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.config.deepspeed_json import deepspeed_json
-from megatron_ladder.config.fields import build_parser
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
 from megatron_ladder.config.run import SECTIONS, RunConfig, parse_run, resolve_run
+from megatron_ladder.engine.deepspeed_json import deepspeed_json
+from megatron_ladder.flags import build_parser
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.convert.names import hf_name, tensor_shapes
 from megatron_ladder.convert.remote_code import hf_config
 from tests.unit.convert.hand_made import entries

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
 from megatron_ladder.checkpoint.weights import stored_model
 from megatron_ladder.checkpoint.writer import CheckpointWriter
-from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.convert import copying
 from megatron_ladder.convert.casts import RAW, cast
 from megatron_ladder.convert.layout import shares

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from megatron_ladder.config.model import ModelConfig
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.convert.remote_code import hf_config, hf_type, model_config_from_hf, module_files
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hf_models import tiny_config

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
 from megatron_ladder.checkpoint.writer import CheckpointWriter
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.model import ModelConfig
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer, copy_tokenizer, train_sentencepiece
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.model.language_model import LanguageModel

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.engine.adamw import build_adamw
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.norm import select_norm, torch_rms_norm
-from megatron_ladder.optim.adamw import build_adamw
 from megatron_ladder.parallel.apex import find_in_apex
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -1,0 +1,1 @@
+"""What a model is, without torch: its sizes, its wiring, its tensors and what they cost."""

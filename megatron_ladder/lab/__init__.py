@@ -1,0 +1,1 @@
+"""Experiments about the product: benchmarks, planner, studies and the emulated interconnect."""

@@ -1,0 +1,67 @@
+"""Model shapes: those that a benchmark knows by name, and those that are spelled out."""
+
+import re
+
+from megatron_ladder.blueprint.model import ModelConfig, model_mistakes
+
+LLAMA3_VOCABULARY = 128256
+STARCODER_VOCABULARY = 49152
+POSITIONS = 8192
+
+
+def _shape(
+    layers: int, hidden: int, ffn: int, heads: int, key_value_heads: int, vocabulary: int, tied: bool = False
+) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=hidden // heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=POSITIONS,
+        tie_embeddings=tied,
+    )
+
+
+SIZES: dict[str, ModelConfig] = {
+    "small": _shape(8, 1024, 1408, 16, 16, 4096),
+    "small-llama": _shape(8, 1024, 2816, 16, 4, 4096),
+    "small-train": _shape(6, 512, 704, 8, 8, 2048),
+    "paper-1.2b": _shape(40, 1536, 4096, 24, 24, STARCODER_VOCABULARY),
+    "paper-1.5b": _shape(52, 1536, 4096, 24, 24, STARCODER_VOCABULARY),
+    "paper-3.5b": _shape(40, 2304, 9216, 36, 36, STARCODER_VOCABULARY),
+    "paper-4.5b": _shape(52, 2304, 9216, 36, 36, STARCODER_VOCABULARY),
+    "llama-1b": _shape(16, 2048, 8192, 32, 8, LLAMA3_VOCABULARY, tied=True),
+    "llama-3b": _shape(28, 3072, 8192, 24, 8, LLAMA3_VOCABULARY, tied=True),
+    "llama-8b": _shape(32, 4096, 14336, 32, 8, LLAMA3_VOCABULARY),
+    "llama-34b": _shape(48, 8192, 22016, 64, 8, 32000),
+    "llama-70b": _shape(80, 8192, 28672, 64, 8, LLAMA3_VOCABULARY),
+    "llama-405b": _shape(126, 16384, 53248, 128, 8, LLAMA3_VOCABULARY),
+}
+"""small and small-train: attention and MLP of equal weight, for two CPU cores; small-llama: the MLP twice as heavy as
+the attention, as in Llama. The others are those of the paper (arXiv 2501.06589; paper-1.5b and paper-4.5b are its
+deeper ladders) and of Llama 3 (34b: CodeLlama)."""
+SHAPE = "LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY"
+"""How a shape is spelled out, in numbers."""
+
+
+def find_size(text: str) -> ModelConfig:
+    """The shape of a name, or of numbers such as 8x192x512x6x6x4096, in the order of `SHAPE`.
+
+    Raises:
+        ValueError: it is neither, or no model can have these numbers; says what was expected.
+    """
+    if text in SIZES:
+        return SIZES[text]
+    if re.fullmatch(r"\d+(x\d+){5}", text) is None:
+        raise ValueError(f"expected one of {', '.join(SIZES)}, or {SHAPE} such as 8x192x512x6x6x4096")
+    layers, hidden, ffn, heads, key_value_heads, vocabulary = map(int, text.split("x"))
+    if heads and hidden % heads:
+        raise ValueError(f"hidden {hidden} is not divisible by {heads} heads")
+    shape = _shape(layers, hidden, ffn, max(heads, 1), key_value_heads, vocabulary)
+    mistakes = model_mistakes(shape) if heads else ["--num-attention-heads 0 must be above zero"]
+    if mistakes:
+        raise ValueError("; ".join(mistake.removeprefix("--") for mistake in mistakes))
+    return shape

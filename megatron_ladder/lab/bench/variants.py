@@ -1,0 +1,125 @@
+"""The models that a benchmark sets side by side: one set of weights, wired and computed in several ways."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from megatron_ladder.blueprint.model import ONE_NORM_MODES, STALE_MODES, ModelConfig, ResidualMode
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.errors import UserError
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A wiring and a way to compute it."""
+
+    name: str
+    """As on the command line."""
+    residual_mode: ResidualMode
+    residual_staleness: int = 1
+    desync_interval: int = 0
+    options: StackOptions = StackOptions()
+    without_reduces: bool = False
+    """Leave the reduces out: wrong results, and the least time that any interconnect allows."""
+
+    @property
+    def one_norm(self) -> bool:
+        """Whether attention and MLP share a norm, an input product and a reduce."""
+        return self.residual_mode in ONE_NORM_MODES
+
+    def config(self, model: ModelConfig, ranks: int) -> ModelConfig:
+        """`model` in this wiring, on so many tensor-parallel ranks."""
+        late = tuple(range(model.num_layers)) if self.residual_mode in STALE_MODES else ()
+        return replace(
+            model,
+            residual_mode=self.residual_mode,
+            residual_staleness=self.residual_staleness,
+            ladder_layers=late,
+            desync_interval=self.desync_interval,
+            desync_tp=ranks if self.residual_mode == "desync" else None,
+        )
+
+
+_BLOCKING = StackOptions(tp_overlap=False)
+_AUTOGRAD = StackOptions(mirrored_backward=False)
+VARIANTS: dict[str, Variant] = {
+    variant.name: variant
+    for variant in (
+        Variant("standard", "standard"),
+        Variant("ladder", "ladder"),
+        Variant("parallel", "parallel"),
+        Variant("ladder-parallel", "ladder-parallel"),
+        Variant("staleness-2", "ladder", residual_staleness=2),
+        Variant("desync-2", "desync", desync_interval=2),
+        Variant("desync-4", "desync", desync_interval=4),
+        Variant("standard-blocking", "standard", options=_BLOCKING),
+        Variant("ladder-blocking", "ladder", options=_BLOCKING),
+        Variant("ladder-autograd", "ladder", options=_AUTOGRAD),
+        Variant("no-comm", "standard", without_reduces=True),
+        Variant("no-comm-parallel", "parallel", without_reduces=True),
+    )
+}
+"""`standard` overlaps the reduce of an input gradient with the gradient of the weight, as Megatron-LM does;
+`ladder-autograd` overlaps forward alone, its backward being what autograd makes of it; `-blocking` waits at once."""
+
+
+def bound_of(variant: Variant) -> Variant:
+    """The same arithmetic without reduces."""
+    return VARIANTS["no-comm-parallel" if variant.one_norm else "no-comm"]
+
+
+def find_variants(names: tuple[str, ...]) -> list[Variant]:
+    """The variants of these names; raises UserError for one that there is not."""
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        raise UserError(f"--wirings {' '.join(unknown)}: expected some of {', '.join(VARIANTS)}")
+    return [VARIANTS[name] for name in names]
+
+
+def build_models(
+    variants: list[Variant],
+    model: ModelConfig,
+    mesh: ProcessMesh,
+    link: CommGroup,
+    no_comm: CommGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, LanguageModel]:
+    """A model of each variant; those with the same modules share their weights.
+
+    Args:
+        link: the tensor-parallel group whose reduces are timed.
+        no_comm: one whose reduces do nothing.
+    """
+    models: dict[str, LanguageModel] = {}
+    owners: dict[bool, LanguageModel] = {}
+    for variant in variants:
+        group = no_comm if variant.without_reduces else link
+        built = LanguageModel(
+            variant.config(model, link.size),
+            replace(mesh, tensor=group),
+            variant.options,
+            dtype=dtype,
+            device=device,
+            seed=None if variant.one_norm in owners else 1,
+        )
+        if variant.one_norm in owners:
+            _share_weights(owners[variant.one_norm], built)
+        owners.setdefault(variant.one_norm, built)
+        models[variant.name] = built
+    return models
+
+
+def _share_weights(owner: LanguageModel, other: LanguageModel) -> None:
+    """Has `other` compute with the parameters of `owner`."""
+    shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
+    weights = owner.state_dict(keep_vars=True)
+    for name, weight in weights.items():
+        # A norm of a desynchronised stream has a row for each rank.
+        if weight.shape != shapes[name]:
+            weights[name] = nn.Parameter(weight.detach().view(shapes[name]))
+    other.load_state_dict(weights, assign=True)

@@ -1,0 +1,153 @@
+"""What a cluster's GPUs and links do, each figure with its source.
+
+`CLUSTERS` are from data sheets and from fits to published runs. Figures of one's own machine replace them when it has
+been calibrated; until then times are worth `UNCALIBRATED_RANGE` to either side.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_ladder.lab.cost.links import GIGABYTE_PER_SECOND, MEGABYTE, MICROSECOND, wire_bytes
+
+UNCALIBRATED_RANGE = 0.15
+"""Relative; what figures of links and chips alone are good for."""
+HOP = 0.25
+"""Assumed: of the network's latency in an all-reduce, what one hop of a ring takes; 5 us on InfiniBand."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal GPUs."""
+
+    name: str
+    gpus_per_node: int
+    memory_bytes: float
+    """Of one GPU."""
+    peak_flops: float
+    """Of one GPU, dense bf16 products, in FLOP/s: the 100 % of MFU."""
+    flops_share: float
+    """Share of it that the products of a model reach."""
+    memory_bytes_per_second: float
+    """That one GPU reads and writes."""
+    node_base_seconds: float
+    """Latency of an all-reduce inside a node, whatever its ranks."""
+    node_rank_seconds: float
+    """Further latency for each rank."""
+    node_root_seconds: float
+    """Further time for the square root of its MB, until the bandwidth takes longer."""
+    node_bytes_per_second: float
+    """At which a ring's bytes move inside a node."""
+    network_seconds: float
+    """Further latency for each doubling of the nodes that take part."""
+    network_bytes_per_second: float
+    """Of one GPU's adapter to other nodes, in one direction."""
+    contention: float
+    """Share of an overlap that a large collective gives back, since it takes multiprocessors."""
+    contention_bytes: float
+    """Size of a collective that gives back half of that share."""
+    sources: Mapping[str, str]
+    """Field -> where its figure is from."""
+    calibrated: bool = False
+    """Whether the figures of computation and of links inside a node were measured on this very machine."""
+
+    def all_reduce_seconds(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Time of one all-reduce of `num_bytes` on each of `ranks` GPUs.
+
+        Ranks in one node come first together, then the nodes, each GPU with its share of the bytes.
+
+        Args:
+            stride: distance of neighbouring ranks; a node holds every stride-th GPU.
+        """
+        if ranks == 1:
+            return 0.0
+        inside = min(ranks, max(1, self.gpus_per_node // stride))
+        nodes = math.ceil(ranks / inside)
+        latency = self.network_seconds * math.log2(nodes)
+        wire = wire_bytes(1, nodes) * num_bytes / inside / self.network_bytes_per_second
+        root = 0.0
+        if inside > 1:
+            latency += self.node_base_seconds + self.node_rank_seconds * inside
+            root = self.node_root_seconds * math.sqrt(num_bytes / MEGABYTE)
+            wire = max(wire, wire_bytes(1, inside) * num_bytes / self.node_bytes_per_second)
+        return latency + math.hypot(root, wire)
+
+    def gather_seconds(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Time of one all-gather or reduce-scatter of `num_bytes` in all: half of what an all-reduce moves.
+
+        It goes around a ring, and so takes `HOP` of the network's latency for each further node.
+        """
+        if ranks == 1:
+            return 0.0
+        inside = min(ranks, max(1, self.gpus_per_node // stride))
+        nodes = math.ceil(ranks / inside)
+        doublings = self.network_seconds * math.log2(nodes)
+        around = HOP * self.network_seconds * (nodes - 1)
+        return (self.all_reduce_seconds(num_bytes, ranks, stride) - doublings) / 2 + around
+
+    def send_seconds(self, num_bytes: float, distance: int) -> float:
+        """Time to hand a tensor to the GPU that is so many ranks away."""
+        if distance < self.gpus_per_node:
+            return self.node_base_seconds + num_bytes / self.node_bytes_per_second
+        return self.network_seconds + num_bytes / self.network_bytes_per_second
+
+    def contention_of(self, num_bytes: float) -> float:
+        """Share of the overlap with a collective of this size that is given back."""
+        return self.contention * num_bytes / (num_bytes + self.contention_bytes)
+
+
+_FIT = "fit to 170 runs published by the authors of arXiv 2501.06589 (H100, NVLink)"
+_NVIDIA_NETWORK = "one ConnectX-7 of 400 Gb/s for each GPU (NVIDIA DGX H100/H200 user guide)"
+_SHARED = {
+    "peak_flops": "989 TFLOP/s dense bf16 (NVIDIA H100 and H200 data sheets, SXM)",
+    "flops_share": f"0.58: {_FIT}, prefill of 1024 tokens",
+    "node_base_seconds": f"4.1 us: {_FIT}",
+    "node_rank_seconds": (
+        f"2.12 us: {_FIT}; to compare: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB (sgl-project/sglang#22734)"
+    ),
+    "node_root_seconds": f"14 us for 1 MB: {_FIT}",
+    "node_bytes_per_second": (
+        f"282 GB/s: {_FIT}; to compare: bus 365-370 GB/s by ring, 480 GB/s by NVLS (NVIDIA/nccl#1455)"
+    ),
+    "network_seconds": (
+        "20 us: two nodes 44 us at 32 KB, fit to runs of the same authors; to compare: 46-48 us at 1 KB and less "
+        "(NVIDIA/nccl#1244)"
+    ),
+    "network_bytes_per_second": f"50 GB/s: {_NVIDIA_NETWORK}",
+    "contention": f"0.57: {_FIT}; about 0.2 if the collective's multiprocessors are bounded",
+    "contention_bytes": f"0.33 MB: {_FIT}",
+}
+
+
+def _hopper(name: str, memory: float, memory_rate: float, sheet: str) -> Cluster:
+    gigabytes, terabytes = memory / 1e9, memory_rate / 1e12
+    return Cluster(
+        name=name,
+        gpus_per_node=8,
+        memory_bytes=memory,
+        peak_flops=989e12,
+        flops_share=0.58,
+        memory_bytes_per_second=memory_rate,
+        node_base_seconds=4.1 * MICROSECOND,
+        node_rank_seconds=2.12 * MICROSECOND,
+        node_root_seconds=14 * MICROSECOND,
+        node_bytes_per_second=282 * GIGABYTE_PER_SECOND,
+        network_seconds=20 * MICROSECOND,
+        network_bytes_per_second=50 * GIGABYTE_PER_SECOND,
+        contention=0.57,
+        contention_bytes=0.33 * MEGABYTE,
+        sources={
+            **_SHARED,
+            "gpus_per_node": f"8 (NVIDIA {sheet} SXM baseboard)",
+            "memory_bytes": f"{gigabytes:.0f} GB (NVIDIA {sheet} data sheet)",
+            "memory_bytes_per_second": f"{terabytes:.2f} TB/s (NVIDIA {sheet} data sheet)",
+        },
+    )
+
+
+CLUSTERS: Mapping[str, Cluster] = {
+    "h100": _hopper("h100", 80e9, 3.35e12, "H100"),
+    "h200": _hopper("h200", 141e9, 4.8e12, "H200"),
+}
+"""h100: the paper's nodes of eight H100 with NVLink, InfiniBand between them. h200: the same with more and faster
+memory; its other figures are taken to be the H100's."""

@@ -1,0 +1,243 @@
+"""How long the program of arXiv 2501.06589 takes to prefill a prompt and to decode, on H100s.
+
+It serves a batch of equal prompts of `PROMPT` tokens and samples `NEW_TOKENS` for each, bf16, in CUDA graphs. What
+shapes its times, read from the authors' source:
+
+* keys and values have `PROMPT + NEW_TOKENS` places from the start, and attention always goes over all of them, expanded
+  to all query heads, with the scores written out (no flash kernel);
+* embedding and output head are whole on every rank, and prefill computes the logits of every position;
+* with pipeline parallelism a token passes the stages one after another, so it takes what one stage of all layers takes.
+
+A layer is scheduled by its wiring, with c the seconds of a sub-block, t those of its all-reduce, and s the share of an
+overlap that a GPU gives back because the collective takes multiprocessors:
+
+    standard          c_attention + c_mlp + 2 t
+    parallel          c_attention + c_mlp + t
+    ladder            sum over both of max(c, t) + s min(c, t)
+    ladder-parallel   max(c, t) + s min(c, t) of both together
+    no-comm           c_attention + c_mlp
+
+Microseconds and GB/s in the parameters; bytes, FLOPs and seconds elsewhere.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.lab.cost.fit import Parameter, fit_parameters
+from megatron_ladder.lab.cost.links import GIGABYTE_PER_SECOND, KILOBYTE, MEGABYTE, MICROSECOND, wire_bytes
+
+PROMPT = 1024
+NEW_TOKENS = 512
+DECODED = NEW_TOKENS - 1
+"""Tokens that decoding is timed for; the first one comes from the prefill."""
+BYTES = 2
+"""Of a bf16 number."""
+PEAK_FLOPS = 989e12
+MEMORY_BYTES_PER_SECOND = 3.35e12
+"""H100 SXM, NVIDIA's data sheet: dense bf16 FLOP/s, and HBM3."""
+GPUS_PER_NODE = 8
+GLUE = {"standard": "standard", "ladder": "ladder", "parallel": "parallel", "ladder-parallel": "parallel"}
+WIRINGS = (*GLUE, "no-comm")
+PREFILL_SPREADS = (0.04, 0.03)
+DECODE_SPREADS = (0.02, 0.012)
+"""Expected relative error of the wirings of a setting together, and of one among them."""
+
+
+def _glue(name: str, where: str, value: float, spread: float, unit: str) -> Parameter:
+    return Parameter(name, value, spread, f"{where}, against no-comm, {unit} a layer", positive=False)
+
+
+PARAMETERS = (
+    Parameter("single_rate", 0.93, 0.05, "share of the memory's rate that weights are read at, batch 1"),
+    Parameter("batch_rate", 0.89, 0.05, "the same, larger batches"),
+    Parameter("cache_share", 0.83, 0.5, "expanded keys and values that a token reads, share of all at the full rate"),
+    Parameter("single_floor", 34, 0.3, "kernels of a layer whatever its size, us, batch 1"),
+    Parameter("batch_floor", 49, 0.3, "the same, batch 4"),
+    Parameter("floor_growth", 2, 2, "growth of that for each doubling of the batch, us", positive=False),
+    Parameter("attention_floor", 0.62, 0.02, "share of the floor that is the attention's"),
+    Parameter("token", 110, 0.4, "of a token beside layers and head, us"),
+    Parameter("sample", 5, 0.7, "growth of that for each sample of the batch, us"),
+    Parameter("nvlink_base", 4.1, 0.5, "all-reduce over NVLink: latency, us"),
+    Parameter("nvlink_rank", 2.12, 0.5, "latency for each GPU, us"),
+    Parameter("nvlink_root", 14, 0.5, "for the square root of its MB, us"),
+    Parameter("nvlink_pair", 250, 0.3, "bandwidth of 2 GPUs, GB/s"),
+    Parameter("nvlink_switch", 450, 0.25, "bandwidth of more, through the switch, GB/s"),
+    Parameter("switch_base", 4.1, 0.5, "no P2P, more than 2 GPUs: taken off the latency, us"),
+    Parameter("switch_rank", 6.05, 0.3, "latency for each GPU, us"),
+    Parameter("switch_step", 1.16, 0.3, "for each further GPU and doubling of its size beyond 8 KB, us"),
+    Parameter("switch_rate", 330, 0.25, "bandwidth, GB/s"),
+    Parameter("host_base", 8, 0.4, "no P2P, 2 GPUs, through the host: latency, us"),
+    Parameter("host_root", 89, 0.5, "for the square root of its MB, us"),
+    Parameter("host_rate", 15.5, 0.3, "bandwidth, GB/s"),
+    Parameter("network_base", 36.7, 0.2, "two nodes: latency, us"),
+    Parameter("network_root", 41.5, 0.3, "for the square root of its MB, us"),
+    Parameter("network_rate", 310, 0.3, "bandwidth, GB/s"),
+    Parameter("network_slowdown", 2.25, 0.15, "all of that without P2P, times"),
+    Parameter("contention", 0.57, 0.2, "share of an overlap given back to a large collective"),
+    Parameter("contention_size", 0.33, 0.5, "size for which it is half of that, MB"),
+    Parameter("host_contention", 0.25, 0.4, "the share where the host stages"),
+    Parameter("flops_share", 0.58, 0.2, "share of peak FLOP/s that prefill's products reach"),
+    Parameter("score_passes", 20, 0.3, "times that prefill moves the score matrix through memory"),
+    Parameter("stream_passes", 8, 0.7, "times that a sub-block of prefill moves the stream through memory"),
+    Parameter("prefill_floor", 170, 0.5, "kernels of a layer in prefill, us"),
+    _glue("single_standard", "decode, batch 1: adds and norms of standard", 1, 2, "us"),
+    _glue("single_ladder", "decode, batch 1: ladder", 3.5, 2, "us"),
+    _glue("single_parallel", "decode, batch 1: parallel", -5, 2, "us"),
+    _glue("batch_standard", "decode, larger batches: standard", 5.5, 3, "us"),
+    _glue("batch_ladder", "decode, larger batches: ladder", 7, 3, "us"),
+    _glue("batch_parallel", "decode, larger batches: parallel", -3, 3, "us"),
+    Parameter("fused", 0.01, 0.015, "more time of parallel's wider products, batches above 1, share", positive=False),
+    _glue("prefill_standard", "prefill: standard", 1, 2, "passes over the stream"),
+    _glue("prefill_ladder", "prefill: ladder", 5, 4, "passes over the stream"),
+    _glue("prefill_parallel", "prefill: parallel", 0, 2, "passes over the stream"),
+)
+"""What is believed before a fit: the form and most values from a fit to 170 published runs."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run but for its times."""
+
+    model: ModelConfig
+    p2p: bool
+    tensor_parallel: int
+    batch: int
+    wiring: str
+
+
+@dataclass(frozen=True)
+class ServingTimes:
+    """What a run takes, in seconds."""
+
+    prefill: float
+    decode: float
+    """Of `DECODED` tokens."""
+
+    def tokens_per_second(self, batch: int) -> float:
+        """New tokens of the whole batch a second."""
+        return batch * NEW_TOKENS / (self.prefill + self.decode)
+
+
+def predict(setting: Setting, values: Mapping[str, float]) -> ServingTimes:
+    """Seconds of a run.
+
+    Args:
+        values: of all `PARAMETERS`, by name.
+    """
+    return ServingTimes(_prefill_seconds(setting, values), _decode_seconds(setting, values))
+
+
+def fit_serving(runs: Mapping[str, Iterable[tuple[Setting, ServingTimes]]]) -> dict[str, float]:
+    """Fits all parameters to measured runs.
+
+    Args:
+        runs: those that differ in the wiring alone, and were taken together, under one name. What they have in common
+            may be off by more than what sets them apart.
+    """
+    groups = [list(group) for group in runs.values()]
+
+    def residuals(values: Mapping[str, float]) -> list[float]:
+        found: list[float] = []
+        for group in groups:
+            pairs = [(predict(setting, values), measured) for setting, measured in group]
+            found += _split([math.log(p.prefill / m.prefill) for p, m in pairs], *PREFILL_SPREADS)
+            found += _split([math.log(p.decode / m.decode) for p, m in pairs], *DECODE_SPREADS)
+        return found
+
+    return fit_parameters(PARAMETERS, residuals)
+
+
+def _split(errors: list[float], together: float, apart: float) -> list[float]:
+    mean = sum(errors) / len(errors)
+    return [mean / together, *((error - mean) / apart for error in errors)]
+
+
+def _decode_seconds(setting: Setting, values: Mapping[str, float]) -> float:
+    model, batch = setting.model, setting.batch
+    kind = "single" if batch == 1 else "batch"
+    rate = values[f"{kind}_rate"] * MEMORY_BYTES_PER_SECOND
+    floor = values[f"{kind}_floor"] + (values["floor_growth"] * math.log2(batch / 4) if batch > 1 else 0.0)
+    floor *= MICROSECOND
+    weights = [BYTES * count / setting.tensor_parallel / rate for count in matrices(model)]
+    width = model.num_attention_heads * model.head_dim
+    cache = 2 * BYTES * (PROMPT + NEW_TOKENS) * width * batch / setting.tensor_parallel / MEMORY_BYTES_PER_SECOND
+    attention = weights[0] + values["cache_share"] * cache + values["attention_floor"] * floor
+    mlp = weights[1] + (1 - values["attention_floor"]) * floor
+    glue = values[f"{kind}_{GLUE[setting.wiring]}"] * MICROSECOND if setting.wiring in GLUE else 0.0
+    if batch > 1 and setting.wiring in ("parallel", "ladder-parallel"):
+        glue += values["fused"] * sum(weights)
+    layer = _layer_seconds(setting, attention, mlp, BYTES * batch * model.hidden_size, values) + glue
+    rest = BYTES * model.hidden_size * model.vocab_size / rate
+    rest += (values["token"] + values["sample"] * batch) * MICROSECOND
+    return DECODED * (model.num_layers * layer + rest)
+
+
+def _prefill_seconds(setting: Setting, values: Mapping[str, float]) -> float:
+    model, tokens, ranks = setting.model, PROMPT * setting.batch, setting.tensor_parallel
+    flops = values["flops_share"] * PEAK_FLOPS
+    floor = values["prefill_floor"] * MICROSECOND
+    a_pass = BYTES * tokens * model.hidden_size / MEMORY_BYTES_PER_SECOND
+    heads, places = model.num_attention_heads / ranks, PROMPT + NEW_TOKENS
+    attention, mlp = (2 * tokens * count / ranks / flops for count in matrices(model))
+    attention += 4 * tokens * places * heads * model.head_dim / flops
+    attention += values["score_passes"] * BYTES * tokens * heads * places / MEMORY_BYTES_PER_SECOND
+    attention += values["attention_floor"] * floor + values["stream_passes"] * a_pass
+    mlp += (1 - values["attention_floor"]) * floor + values["stream_passes"] * a_pass
+    glue = values[f"prefill_{GLUE[setting.wiring]}"] * a_pass if setting.wiring in GLUE else 0.0
+    layer = _layer_seconds(setting, attention, mlp, BYTES * tokens * model.hidden_size, values) + glue
+    return model.num_layers * layer + 2 * tokens * model.hidden_size * model.vocab_size / flops
+
+
+def matrices(model: ModelConfig) -> tuple[int, int]:
+    """Numbers in the matrices of one layer: those of its attention, and those of its MLP."""
+    query = model.num_attention_heads * model.head_dim
+    key_value = model.num_key_value_heads * model.head_dim
+    return 2 * model.hidden_size * (query + key_value), 3 * model.hidden_size * model.ffn_hidden_size
+
+
+def _layer_seconds(
+    setting: Setting, attention: float, mlp: float, num_bytes: int, values: Mapping[str, float]
+) -> float:
+    """By the table at the head of this file."""
+    t = all_reduce_seconds(num_bytes, setting.tensor_parallel, setting.p2p, values)
+    if setting.wiring == "standard":
+        return attention + mlp + 2 * t
+    if setting.wiring == "parallel":
+        return attention + mlp + t
+    if setting.wiring == "no-comm" or t == 0:
+        return attention + mlp
+    staged = not setting.p2p and setting.tensor_parallel == 2
+    share = values["host_contention" if staged else "contention"]
+    share *= num_bytes / (num_bytes + values["contention_size"] * MEGABYTE)
+    together = (attention, mlp) if setting.wiring == "ladder" else (attention + mlp,)
+    return sum(max(c, t) + share * min(c, t) for c in together)
+
+
+def all_reduce_seconds(num_bytes: int, ranks: int, p2p: bool, values: Mapping[str, float]) -> float:
+    """Of `num_bytes` on each of `ranks` GPUs, 8 in a node.
+
+    latency + sqrt(root^2 + wire^2), with root = r sqrt(S / MB) and wire the ring's bytes at the bandwidth; without P2P
+    and above 2 GPUs latency + steps + wire, with steps = a (n - 1) log2(1 + S / 8 KB).
+    """
+    if ranks == 1:
+        return 0.0
+
+    def on_wire(rate: str) -> float:
+        return wire_bytes(num_bytes, ranks) / (values[rate] * GIGABYTE_PER_SECOND)
+
+    def root(name: str) -> float:
+        return values[name] * MICROSECOND * math.sqrt(num_bytes / MEGABYTE)
+
+    if ranks > GPUS_PER_NODE:
+        seconds = values["network_base"] * MICROSECOND + math.hypot(root("network_root"), on_wire("network_rate"))
+        return seconds if p2p else values["network_slowdown"] * seconds
+    if p2p:
+        latency = (values["nvlink_base"] + values["nvlink_rank"] * ranks) * MICROSECOND
+        return latency + math.hypot(root("nvlink_root"), on_wire("nvlink_pair" if ranks == 2 else "nvlink_switch"))
+    if ranks == 2:
+        return values["host_base"] * MICROSECOND + math.hypot(root("host_root"), on_wire("host_rate"))
+    latency = (values["switch_rank"] * ranks - values["switch_base"]) * MICROSECOND
+    steps = values["switch_step"] * MICROSECOND * (ranks - 1) * math.log2(1 + num_bytes / (8 * KILOBYTE))
+    return latency + steps + on_wire("switch_rate")

@@ -1,0 +1,233 @@
+"""How long a training step takes in a layout and a wiring, split into what it is spent on.
+
+A sub-block computes its matrix products at the share of the peak that products reach, and moves the stream through
+memory `STREAM_PASSES` times. Backward takes twice as long, half of it for the weights' gradients; with recomputation
+the forward pass comes again. The layers are walked by the schedule of `links.py`, the one that the benchmark is held
+against: on a serial wire, ladder's reduces under the next sub-block, and in backward every wiring's under the gradient
+of its own weight. The reduces of embedding and head are exposed in every wiring.
+
+A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one.
+
+Data-parallel ranks, bytes for each parameter of a GPU (bf16 weights, gradients accumulated in fp32):
+
+    ZeRO 1    once a step: all-reduce of 4, all-gather of 2                                     all exposed
+    ZeRO 2    each micro-batch: reduce-scatter of 4; once a step: all-gather of 2              under backward
+    ZeRO 3    each micro-batch: all-gather of 2, twice; reduce-scatter of 4; layer by layer    under both passes
+
+What runs under computation is exposed by as much as it takes longer, and gives back its share of contention.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_ladder.blueprint.flops import ModelFlops
+from megatron_ladder.blueprint.model import ONE_NORM_MODES, STALE_MODES, ModelConfig, ResidualMode
+from megatron_ladder.lab.cost.hardware import Cluster
+from megatron_ladder.lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
+from megatron_ladder.lab.cost.memory import FP32_BYTES, Layout, stage_layers, stage_parameters, vocabulary_rows
+
+WEIGHT_BYTES = 2
+STREAM_PASSES = 5.5
+"""Times that a sub-block moves its stream through memory forward: fit to prefill of the runs named in hardware.py."""
+UPDATE_BYTES = 28
+"""Read and written by AdamW for each of its parameters: gradient, master copy, two moments, and the weight."""
+GATHERED_AGAIN = 1.5
+"""With sequence parallelism, what a sub-block's backward moves over an all-reduce: its input is gathered again."""
+FEW, MANY = 4, 8
+"""Layers that are walked one by one; from these the time of any number of layers follows, since all are alike."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, and what they are spent on."""
+
+    compute: float
+    """Products, norms, recomputation, the optimizer."""
+    exposed_tensor: float
+    """Waiting for tensor-parallel reduces, and what they take from the computation above them."""
+    bubble: float
+    """Idle stages of the pipeline, and handing on."""
+    exposed_data: float
+    """Waiting for data-parallel ranks."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.compute + self.exposed_tensor + self.bubble + self.exposed_data
+
+
+def wired(model: ModelConfig, wiring: ResidualMode) -> ModelConfig:
+    """The model with all layers in a wiring."""
+    late = tuple(range(model.num_layers)) if wiring in STALE_MODES else ()
+    return replace(model, residual_mode=wiring, ladder_layers=late)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Seconds of forward and backward together."""
+
+    compute: float
+    total: float
+    """With the tensor-parallel reduces."""
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """The layers of one wiring on one tensor-parallel group, for a micro-batch of given size."""
+
+    model: ModelConfig
+    cluster: Cluster
+    tensor: int
+    sequence: int
+    micro_batch: int
+    recompute: bool
+    sequence_parallel: bool
+    reduce_factor: float = 1.0
+    """Times that every all-reduce takes of what the cluster's does."""
+
+    @property
+    def stream_bytes(self) -> float:
+        """Of the tensor that is reduced."""
+        return self.sequence * self.micro_batch * self.model.hidden_size * WEIGHT_BYTES
+
+    @cached_property
+    def reduce_seconds(self) -> float:
+        """Of one all-reduce, or of the reduce-scatter and all-gather that take its place."""
+        return self.reduce_factor * self.cluster.all_reduce_seconds(self.stream_bytes, self.tensor)
+
+    @cached_property
+    def sub_blocks(self) -> list[SubBlockTime]:
+        """Of one layer."""
+        flops = ModelFlops(self.model, self.sequence)
+        rate = self.cluster.peak_flops * self.cluster.flops_share * self.tensor / self.micro_batch
+        # A flash kernel skips the masked half of the scores.
+        attention = (flops.attention_projections + flops.attention_scores / 2) / rate
+        streams = STREAM_PASSES * self.stream_bytes / self.cluster.memory_bytes_per_second
+        if self.sequence_parallel:
+            streams /= self.tensor
+        parts = [attention + streams, flops.mlp / rate + streams]
+        if self.model.residual_mode in ONE_NORM_MODES:
+            parts = [sum(parts) - streams]
+        staleness = self.model.residual_staleness if self.model.ladder_layers else 0
+        return [
+            SubBlockTime(
+                forward_seconds=seconds,
+                reduce_seconds=self.reduce_seconds,
+                staleness=staleness,
+                dgrad_seconds=seconds * (2 if self.recompute else 1),
+                wgrad_seconds=seconds,
+            )
+            for seconds in parts
+        ]
+
+    @cached_property
+    def wire(self) -> WireModel:
+        """Collectives one after another, as on one NCCL communicator."""
+        return WireModel(serial=True, contention=self.cluster.contention_of(self.stream_bytes))
+
+    @cached_property
+    def _walked(self) -> tuple[_Passes, _Passes]:
+        return self._walk(FEW), self._walk(MANY)
+
+    def _walk(self, layers: int) -> _Passes:
+        steps = self.sub_blocks * layers
+        compute = sum(step.forward_seconds + step.dgrad_seconds + step.wgrad_seconds for step in steps)
+        if self.tensor == 1:
+            return _Passes(compute, compute)
+        forward = forward_seconds(steps, self.wire)
+        if self.sequence_parallel:
+            steps = [replace(step, reduce_seconds=GATHERED_AGAIN * step.reduce_seconds) for step in steps]
+        return _Passes(compute, forward + backward_seconds(steps, self.wire, launch_before_wgrad=True))
+
+    def passes(self, layers: int) -> _Passes:
+        """Forward and backward of so many layers."""
+        few, many = self._walked
+        share = (layers - FEW) / (MANY - FEW)
+        return _Passes(
+            few.compute + share * (many.compute - few.compute), few.total + share * (many.total - few.total)
+        )
+
+
+def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
+    """Of one step.
+
+    Args:
+        times: of the layout's tensor-parallel group and micro-batch.
+        global_batch: samples, a multiple of data-parallel ranks x micro-batch.
+    """
+    micro_batches = global_batch // (layout.data * layout.micro_batch)
+    stages = [_stage(times, layout, stage) for stage in range(layout.pipeline)]
+    computes, totals = ([getattr(stage, name) for stage in stages] for name in ("compute", "total"))
+    slowest = max(range(layout.pipeline), key=lambda stage: totals[stage])
+    busy = micro_batches * totals[slowest]
+    handing_on = 0.0
+    if layout.pipeline > 1:
+        state = times.stream_bytes * (1 + _pending(times.model)) / (times.tensor if times.sequence_parallel else 1)
+        distance = layout.tensor * layout.data
+        handing_on = 2 * (micro_batches + layout.pipeline - 1) * times.cluster.send_seconds(state, distance)
+    update = _update_seconds(times, layout)
+    return StepTime(
+        compute=micro_batches * computes[slowest] + update,
+        exposed_tensor=busy - micro_batches * computes[slowest],
+        bubble=sum(totals) - totals[slowest] + handing_on,
+        exposed_data=_exposed_data(times, layout, micro_batches, totals[slowest]),
+    )
+
+
+def _stage(times: LayerTime, layout: Layout, stage: int) -> _Passes:
+    """Of one micro-batch on one stage, embedding and head included."""
+    passes = times.passes(stage_layers(times.model, layout.pipeline, stage))
+    compute, total = passes.compute, passes.total
+    if stage == 0:
+        total += times.reduce_seconds
+    if stage == layout.pipeline - 1:
+        rate = times.cluster.peak_flops * times.cluster.flops_share * times.tensor
+        head = 3 * ModelFlops(times.model, times.sequence).head * times.micro_batch / rate
+        logits = times.sequence * times.micro_batch * vocabulary_rows(times.model, times.tensor)
+        # Logits, exponentials and their gradient in fp32, each written and read.
+        head += 6 * FP32_BYTES * logits / times.cluster.memory_bytes_per_second
+        compute, total = compute + head, total + head + times.reduce_seconds
+    return _Passes(compute, total)
+
+
+def _pending(model: ModelConfig) -> int:
+    return model.residual_staleness if model.ladder_layers else 0
+
+
+def _parameters(times: LayerTime, layout: Layout) -> int:
+    """Of the GPU that holds most of them."""
+    return max(stage_parameters(times.model, layout, stage) for stage in {0, layout.pipeline - 1})
+
+
+def _update_seconds(times: LayerTime, layout: Layout) -> float:
+    """AdamW's pass over this rank's share of the optimizer state."""
+    return UPDATE_BYTES * _parameters(times, layout) / layout.data / times.cluster.memory_bytes_per_second
+
+
+def _exposed_data(times: LayerTime, layout: Layout, micro_batches: int, pass_seconds: float) -> float:
+    """By the table at the head of this file."""
+    if layout.data == 1:
+        return 0.0
+    cluster, parameters = times.cluster, _parameters(times, layout)
+    whole = cluster.all_reduce_seconds(FP32_BYTES * parameters, layout.data, layout.tensor)
+
+    def around(num_bytes: float, collectives: int = 1) -> float:
+        share = num_bytes * parameters / collectives
+        return collectives * cluster.gather_seconds(share, layout.data, layout.tensor)
+
+    def exposed(reduce: float, compute: float) -> float:
+        return max(0.0, reduce - compute) + cluster.contention_of(parameters) * min(reduce, compute)
+
+    if layout.zero == 2:
+        return around(WEIGHT_BYTES) + micro_batches * exposed(around(FP32_BYTES), pass_seconds * 2 / 3)
+    if layout.zero == 3:
+        layers = times.model.num_layers
+        gathers, scatters = 2 * around(WEIGHT_BYTES, layers), around(FP32_BYTES, layers)
+        return micro_batches * exposed(gathers + scatters, pass_seconds)
+    return whole + around(WEIGHT_BYTES)
+
+
+def model_flop_utilisation(times: LayerTime, layout: Layout, global_batch: int, seconds: float) -> float:
+    """Model FLOPs of a step over what all GPUs could do in so many seconds."""
+    flops = ModelFlops(times.model, times.sequence).training * global_batch
+    return flops / (seconds * layout.gpus * times.cluster.peak_flops)

@@ -1,0 +1,1 @@
+"""Emulated interconnects for benchmarks on machines that have none."""

@@ -1,0 +1,180 @@
+"""The file of `plan.py calibrate`: measurements of one machine, and what follows from them for a cluster."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ladder.errors import UserError
+from megatron_ladder.lab.cost.hardware import Cluster
+from megatron_ladder.lab.cost.links import wire_bytes
+from megatron_ladder.lab.plan.files import write_text
+
+FORMAT = "megatron_ladder calibration 1"
+"""First entry of the file; another number means other contents."""
+REDUCES_OF_A_LAYER = 2
+"""Decoding is measured in the standard wiring."""
+
+
+@dataclass(frozen=True)
+class ReduceTime:
+    """An all-reduce among all ranks."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DecodeTime:
+    """One token of a batch of 1, standard wiring, tensor-parallel on all ranks."""
+
+    size: str
+    weight_bytes: int
+    """That one rank reads."""
+    layers: int
+    stream_bytes: int
+    """Of the tensor that is reduced."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """Matrix products alone, an all-reduce alone, and both at once."""
+
+    flops: float
+    alone_seconds: float
+    reduce_bytes: int
+    reduce_seconds: float
+    together_seconds: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Everything that was measured."""
+
+    device: str
+    ranks: int
+    reduces: tuple[ReduceTime, ...]
+    """At four sizes."""
+    decodes: tuple[DecodeTime, ...]
+    """At two sizes: one cannot separate what a layer costs from what its weights cost."""
+    product: ProductTime
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of matrix products."""
+        return self.product.flops / self.product.alone_seconds
+
+    @property
+    def link(self) -> tuple[float, float]:
+        """Latency in seconds, and seconds for each byte: least squares of the relative error, neither below 0."""
+        return fit_line([(reduce.num_bytes, reduce.seconds) for reduce in self.reduces])
+
+    @property
+    def contention(self) -> float:
+        """Share of the overlap that was given back: s in together = max(c, t) + s min(c, t), from 0 to 1."""
+        c, t = self.product.alone_seconds, self.product.reduce_seconds
+        return min(1.0, max(0.0, (self.product.together_seconds - max(c, t)) / min(c, t)))
+
+    @property
+    def decoding(self) -> tuple[float, float]:
+        """Bytes of weights that a rank reads a second, and seconds that a layer takes beside them.
+
+        Solves seconds = weight bytes / rate + layers (floor + 2 reduces) for the two sizes.
+
+        Raises:
+            ValueError: the two do not differ as they must, for noise or because the sizes are too much alike.
+        """
+        latency, per_byte = self.link
+        small, large = self.decodes
+        known = [
+            decode.seconds - REDUCES_OF_A_LAYER * decode.layers * (latency + per_byte * decode.stream_bytes)
+            for decode in (small, large)
+        ]
+        determinant = small.weight_bytes * large.layers - large.weight_bytes * small.layers
+        per_weight = (known[0] * large.layers - known[1] * small.layers) / determinant if determinant else 0.0
+        if per_weight <= 0:
+            raise ValueError("the decode times of its two sizes do not tell weights and layers apart")
+        return 1 / per_weight, max(0.0, (known[1] - per_weight * large.weight_bytes) / large.layers)
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(a, b) of y = a + b x with the smallest sum of squared relative errors, a and b at least 0."""
+    s = [0.0] * 5
+    for x, y in points:
+        for index, term in enumerate((1 / y**2, x / y**2, x**2 / y**2, 1 / y, x / y)):
+            s[index] += term
+    determinant = s[0] * s[2] - s[1] ** 2
+    if determinant > 0:
+        a, b = (s[3] * s[2] - s[4] * s[1]) / determinant, (s[0] * s[4] - s[1] * s[3]) / determinant
+        if a >= 0 and b >= 0:
+            return a, b
+        if a < 0:
+            return 0.0, s[4] / s[2]
+    return s[3] / s[0], 0.0
+
+
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """As JSON, replaced as a whole."""
+    write_text(path, json.dumps({"format": FORMAT, **asdict(calibration)}, indent=1) + "\n")
+
+
+def read_calibration(path: Path) -> Calibration:
+    """The inverse of `write_calibration`.
+
+    Raises:
+        UserError: the file cannot be read, or is not one of these.
+    """
+    where = f"--calibration {path}"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{where}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{where}: is no JSON: {error}") from None
+    mend = "write one with `plan.py calibrate`"
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise UserError(f'{where}: expected "format": "{FORMAT}": {mend}')
+    try:
+        calibration = Calibration(
+            device=str(found["device"]),
+            ranks=int(found["ranks"]),
+            reduces=tuple(ReduceTime(**reduce) for reduce in found["reduces"]),
+            decodes=tuple(DecodeTime(**decode) for decode in found["decodes"]),
+            product=ProductTime(**found["product"]),
+        )
+        product = calibration.product
+        seconds = [reduce.seconds for reduce in calibration.reduces]
+        seconds += [decode.seconds for decode in calibration.decodes]
+        seconds += [product.alone_seconds, product.reduce_seconds, product.together_seconds]
+        if len(calibration.decodes) != 2 or len(calibration.reduces) < 2 or min(seconds) <= 0 or calibration.ranks < 2:
+            raise ValueError("expected 2 or more ranks and reduces, 2 decodes, and times above 0")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{where}: its measurements cannot be read ({error}): {mend}") from None
+    return calibration
+
+
+def apply_calibration(cluster: Cluster, calibration: Calibration, source: str) -> Cluster:
+    """The cluster with what was measured in the place of its figures; links between nodes keep theirs.
+
+    Raises:
+        UserError: the measurements contradict one another.
+    """
+    try:
+        memory_rate, _ = calibration.decoding
+    except ValueError as error:
+        raise UserError(f"--calibration {source}: {error}: measure again on an idle machine") from None
+    latency, per_byte = calibration.link
+    size = calibration.product.reduce_bytes
+    measured: dict[str, Any] = {
+        "flops_share": min(1.0, calibration.flops_per_second / cluster.peak_flops),
+        "memory_bytes_per_second": memory_rate,
+        "node_base_seconds": latency,
+        "node_rank_seconds": 0.0,
+        "node_root_seconds": 0.0,
+        "node_bytes_per_second": wire_bytes(1, calibration.ranks) / per_byte if per_byte > 0 else float("inf"),
+        "contention": min(1.0, calibration.contention * (size + cluster.contention_bytes) / size),
+    }
+    sources = {**cluster.sources, **dict.fromkeys(measured, f"{source}: {calibration.ranks} x {calibration.device}")}
+    return replace(cluster, calibrated=True, sources=sources, **measured)

@@ -1,0 +1,176 @@
+"""One rank of `plan.py calibrate`: times all-reduces, decoding, and products beside a reduce, where they will run."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ladder.blueprint.model import key_value_replicas, tensor_parallel_mistakes
+from megatron_ladder.comm.launch import find_place, naming_lost_peers, start_process_group, stop_process_group
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.errors import UserError
+from megatron_ladder.lab.bench.sizes import SIZES
+from megatron_ladder.lab.bench.workloads import Workload
+from megatron_ladder.lab.plan.calibration import Calibration, DecodeTime, ProductTime, ReduceTime, write_calibration
+from megatron_ladder.lab.plan.options import CalibrateOptions
+from megatron_ladder.model.language_model import LanguageModel
+
+TIMEOUT_MINUTES = 10.0
+REDUCES_AT_ONCE = 10
+"""All-reduces in one timing, so that starting the clock and the first kernel costs little of it."""
+WEIGHT = 0.01
+"""Of every parameter: what is decoded does not matter, that no time goes into drawing weights does."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured with."""
+
+    reduce_bytes: tuple[int, int, int, int]
+    models: tuple[str, str]
+    product: int
+    """Rows and columns of the square matrices."""
+    dtype: torch.dtype
+    tokens: int = 8
+    """Decoded in one timing."""
+
+
+LARGE = Sizes((1 << 14, 1 << 19, 1 << 23, 1 << 26), ("llama-1b", "llama-8b"), 8192, torch.bfloat16)
+SMALL = Sizes((1 << 12, 1 << 16, 1 << 19, 1 << 22), ("small-train", "small"), 512, torch.float32)
+
+
+def run_rank(options: CalibrateOptions) -> None:
+    """Measures as one of the ranks; rank 0 writes the file.
+
+    Raises:
+        UserError: the models cannot be shared by so many ranks, or the file cannot be written.
+    """
+    place = find_place()
+    if torch.cuda.is_available() and place.world_size > torch.cuda.device_count():
+        raise UserError(f"--tp {place.world_size}: this machine has {torch.cuda.device_count()} GPUs")
+    small = options.small or not torch.cuda.is_available()
+    sizes = SMALL if small else LARGE
+    mistakes = [m for name in sizes.models for m in tensor_parallel_mistakes(SIZES[name], place.world_size)]
+    if mistakes:
+        raise UserError(*(f"--tp {place.world_size}: {mistake}" for mistake in mistakes))
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    with naming_lost_peers():
+        device = start_process_group(place, TIMEOUT_MINUTES)
+        calibration = Measurement(sizes, device, options.rounds).run()
+        if place.rank == 0:
+            write_calibration(calibration, options.output)
+            print(summary(calibration) + f"\nkept in {options.output}", flush=True)
+        stop_process_group()
+
+
+class Measurement:
+    """All ranks of the default process group take part alike."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, rounds: int) -> None:
+        self.sizes = sizes
+        self.device = device
+        self.rounds = rounds
+        ranks = torch.distributed.get_world_size()
+        self.mesh = ProcessMesh.build(ranks)
+        self.group = self.mesh.tensor
+
+    def run(self) -> Calibration:
+        """Everything, in the order in which it is said."""
+        reduces = tuple(self.reduce(size) for size in self.sizes.reduce_bytes)
+        decodes = tuple(self.decode(name) for name in self.sizes.models)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        return Calibration(name, self.group.size, reduces, decodes, self.product(reduces[-1]))
+
+    def reduce(self, num_bytes: int) -> ReduceTime:
+        """One all-reduce of a tensor of so many bytes."""
+        tensor = self._tensor(num_bytes)
+
+        def reduces() -> None:
+            for _ in range(REDUCES_AT_ONCE):
+                self._start_and_wait(tensor)
+
+        return ReduceTime(num_bytes, self._median(reduces) / REDUCES_AT_ONCE)
+
+    def decode(self, name: str) -> DecodeTime:
+        """A token of a model of this name."""
+        config, ranks = SIZES[name], self.group.size
+        mesh = ProcessMesh.build(ranks, kv_replicas=key_value_replicas(config, ranks))
+        model = LanguageModel(config, mesh, dtype=self.sizes.dtype, device=self.device).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(WEIGHT)
+        workload = Workload("decode", batch=1, sequence=16, tokens=self.sizes.tokens)
+        seconds = self._median(workload.prepare(model, mesh, self.rounds + 1)) / self.sizes.tokens
+        looked_up = 0 if config.tie_embeddings else model.embedding.weight.numel()
+        read = sum(parameter.numel() for parameter in model.parameters()) - looked_up
+        size = self.sizes.dtype.itemsize
+        return DecodeTime(name, size * read, config.num_layers, size * config.hidden_size, seconds)
+
+    def product(self, reduce: ReduceTime) -> ProductTime:
+        """As many products as take about as long as this reduce, alone and under it."""
+        n = self.sizes.product
+        a, b = (torch.ones(n, n, dtype=self.sizes.dtype, device=self.device) for _ in range(2))
+        out = torch.empty_like(a)
+        once = self._median(lambda: torch.mm(a, b, out=out))
+        times = max(1, round(reduce.seconds / once))
+        tensor = self._tensor(reduce.num_bytes)
+
+        def products() -> None:
+            for _ in range(times):
+                torch.mm(a, b, out=out)
+
+        def both() -> None:
+            work = self.group.start_all_reduce(tensor)
+            products()
+            if work is not None:
+                work.wait()
+
+        alone, reducing = self._median(products), self._median(lambda: self._start_and_wait(tensor))
+        return ProductTime(2.0 * n**3 * times, alone, reduce.num_bytes, reducing, self._median(both))
+
+    def _tensor(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes // self.sizes.dtype.itemsize, dtype=self.sizes.dtype, device=self.device)
+
+    def _start_and_wait(self, tensor: Tensor) -> None:
+        work = self.group.start_all_reduce(tensor)
+        if work is not None:
+            work.wait()
+
+    def _median(self, run: Callable[[], object]) -> float:
+        """Seconds of the slowest rank, the median of all rounds after one that does not count; equal on all ranks."""
+        seconds = []
+        for number in range(self.rounds + 1):
+            self.group.barrier()
+            self._finish()
+            began = time.perf_counter()
+            run()
+            self._finish()
+            if number:
+                seconds.append(time.perf_counter() - began)
+        slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64, device=self.device)
+        return float(self.group.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX))
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def summary(calibration: Calibration) -> str:
+    """What was found, in three lines."""
+    latency, per_byte = calibration.link
+    rate = "without limit" if per_byte == 0 else f"{1e-9 / per_byte:.2f} GB/s"
+    try:
+        memory_rate, floor = calibration.decoding
+        decoding = f"weights are read at {memory_rate / 1e9:.1f} GB/s, a layer takes {1e6 * floor:.0f} us besides"
+    except ValueError as error:
+        decoding = f"warning: {error}; measure again on an idle machine"
+    return (
+        f"{calibration.ranks} x {calibration.device}: all-reduce {1e6 * latency:.0f} us and {rate} of its tensor\n"
+        f"decoding: {decoding}\n"
+        f"products {calibration.flops_per_second / 1e12:.3f} TFLOP/s; a reduce gives back "
+        f"{100 * calibration.contention:.0f} % of what it runs under"
+    )

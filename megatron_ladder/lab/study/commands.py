@@ -1,0 +1,139 @@
+"""The commands that a study starts, and what they have to be given."""
+
+import math
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_run
+from megatron_ladder.flags import flag_name
+from megatron_ladder.lab.bench.sizes import find_size
+from megatron_ladder.lab.study.description import TRIALS_NAME
+from megatron_ladder.lab.study.options import Request, RunOptions
+from megatron_ladder.lab.study.outcome import CHECKPOINTS
+from megatron_ladder.lab.study.trial import Trial
+from megatron_ladder.lab.study.wirings import find_wiring
+
+ROOT = Path(__file__).resolve().parents[3]
+LOG_LINES = 100
+"""Points of a trial's training curve."""
+STOP_SECONDS = 60.0
+"""In which the ranks of a trial save when they are asked to end."""
+DECIDED_HERE = (
+    "save", "load", "save_interval", "train_iters", "seed", "lr", "min_lr", "lr_warmup_iters", "eval_interval",
+    "log_interval", "residual_mode", "ladder_layers", "residual_staleness", "desync_interval", "num_layers",
+    "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "tie_embeddings",
+    "seq_length", "micro_batch_size", "global_batch_size", "eval_iters", "exit_interval",
+)  # fmt: skip
+"""Fields of the trainer that a study sets itself; those that have a flag of their own here too."""
+DATA_FIELDS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "streaming")
+"""Fields of the trainer that name what to train on."""
+
+
+def program(script: str, entry: str) -> Path:
+    """A program of this package: the script of a checkout, or what was installed beside the interpreter."""
+    installed = Path(sys.executable).with_name(f"megatron-ladder-{entry}")
+    return ROOT / script if (ROOT / script).is_file() else installed
+
+
+def common_flags(request: Request) -> tuple[str, ...]:
+    """What every trial is given alike, but for its data."""
+    options = request.options
+    return (
+        *f"--seq-length {options.seq_length} --micro-batch-size {options.micro_batch_size}".split(),
+        *f"--global-batch-size {options.global_batch_size} --eval-iters {options.eval_iters}".split(),
+        *"--lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0".split(),
+        *request.training_flags,
+    )
+
+
+def trial_flags(request: Request, data_flags: Sequence[str], trial: Trial) -> list[str]:
+    """The whole command line of the trainer."""
+    options = request.options
+    shape = find_size(trial.size)
+    wiring = find_wiring(trial.wiring, shape.num_layers)
+    save, iterations, rate = str(folder_of(options, trial) / CHECKPOINTS), trial.iterations, trial.learning_rate
+    warm_up = min(round(options.warm_up_share * iterations), iterations - 1)
+    numbers = {
+        "seed": trial.seed,
+        "train_iters": iterations,
+        "lr": f"{rate:g}",
+        "min_lr": f"{options.last_rate_share * rate:g}",
+        "lr_warmup_iters": warm_up,
+        "eval_interval": math.ceil(iterations / options.evaluations),
+        "log_interval": max(1, iterations // LOG_LINES),
+        "save_interval": math.ceil(iterations / options.saves),
+        "keep_last_n_checkpoints": 2,
+    }
+    return [
+        *_shape_flags(shape),
+        *wiring.flags,
+        *(word for name, value in numbers.items() for word in (flag_name(name), str(value))),
+        *("--save", save, "--load", save),
+        *data_flags,
+        *_tensor_parallel_flags(request, wiring.ranks),
+        *common_flags(request),
+    ]
+
+
+def _shape_flags(shape: ModelConfig) -> list[str]:
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    words = [word for name in names for word in (flag_name(name), str(getattr(shape, name)))]
+    return [*words, *["--tie-embeddings"] * shape.tie_embeddings]
+
+
+def _tensor_parallel_flags(request: Request, ranks: int) -> list[str]:
+    """More ranks than were asked for, for a wiring that has no meaning with fewer."""
+    given = read_training_flags(request.training_flags, []).parallel.tensor_model_parallel_size
+    return ["--tensor-model-parallel-size", str(ranks)] if given < ranks else []
+
+
+def read_training_flags(words: Sequence[str], mistakes: list[str]) -> RunFlags:
+    """What was given behind --, read as the trainer reads it; what it needs besides has stand-in values."""
+    return parse_run(["--train-iters", "2", "--lr", "1", *words], mistakes)
+
+
+def training_flag_mistakes(words: Sequence[str]) -> list[str]:
+    """A line for each flag behind -- that the trainer does not know, or that a study decides."""
+    mistakes: list[str] = []
+    read_training_flags(words, mistakes)
+    names = {flag_name(name) for name in DECIDED_HERE}
+    for word in words:
+        name = word.partition("=")[0]
+        if name in names:
+            mistakes.append(f"{name} behind --: a study sets it for each trial: leave it out, see --help for its own")
+    return mistakes
+
+
+def resolve_trial(request: Request, data_flags: Sequence[str], trial: Trial, mistakes: list[str]) -> RunConfig:
+    """The training as the trainer will understand it; appends a line for each number that cannot be."""
+    flags = parse_run(trial_flags(request, data_flags, trial), mistakes)
+    processes = flags.parallel.tensor_model_parallel_size * flags.parallel.pipeline_model_parallel_size
+    return resolve_run(flags, find_size(trial.size).vocab_size, processes, mistakes)
+
+
+def training_command(request: Request, data_flags: Sequence[str], trial: Trial, ranks: int) -> tuple[str, ...]:
+    """What to start for a trial: through the launcher, or as one or several processes on this machine."""
+    flags = trial_flags(request, data_flags, trial)
+    if request.options.launcher is not None:
+        return (*shlex.split(request.options.launcher), str(program("pretrain_ladder.py", "pretrain")), *flags)
+    if ranks == 1:
+        return (sys.executable, str(program("pretrain_ladder.py", "pretrain")), *flags)
+    script = (
+        f"import sys; sys.path.append({str(ROOT)!r}); from megatron_ladder.comm.ranks import run_ranks; "
+        f"run_ranks('megatron_ladder.cli.pretrain', sys.argv[1:], {ranks}, {STOP_SECONDS}, ends_by_signal=True)"
+    )
+    return (sys.executable, "-P", "-c", script, *flags)
+
+
+def environment_of(options: RunOptions) -> Mapping[str, str]:
+    """One thread for each process on this machine; a launcher has its own mind."""
+    return dict(os.environ) if options.launcher is not None else {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def folder_of(options: RunOptions, trial: Trial) -> Path:
+    """Of a trial."""
+    return options.output_dir / TRIALS_NAME / trial.name

@@ -1,1 +1,0 @@
-"""What updates the weights, and by how much."""

@@ -1,0 +1,152 @@
+"""The model's flags, its stored form, and the grammar of --ladder-layers."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ladder.blueprint.model import (
+    ModelConfig,
+    ModelFlags,
+    key_value_replicas,
+    parse_layers,
+    resolve_model,
+    synchronised_after,
+    tensor_parallel_mistakes,
+)
+from megatron_ladder.errors import UserError
+
+
+def resolve(tensor_parallel: int = 2, **changes: object) -> tuple[ModelConfig, list[str]]:
+    mistakes: list[str] = []
+    flags = replace(ModelFlags(), **changes)  # type: ignore[arg-type]
+    config = resolve_model(flags, 1000, 2048, tensor_parallel, mistakes)
+    return config, mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("all", tuple(range(32))),
+        ("none", ()),
+        ("0", ()),
+        ("16", tuple(range(16, 32))),
+        ("[16]", (16,)),
+        ("16-31", tuple(range(16, 32))),
+        ("3,7,9-12", (3, 7, 9, 10, 11, 12)),
+        ("[12, 3 , 3]", (3, 12)),
+    ],
+)
+def test_layers_are_named(text: str, expected: tuple[int, ...]) -> None:
+    assert parse_layers(text, 32) == expected
+
+
+@pytest.mark.parametrize("text", ["", "33", "32-33", "5-3", "a", "1,,2", "-1", "[32]", "1.5"])
+def test_layers_that_do_not_exist_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_layers(text, 32)
+
+
+def test_defaults_are_llamas() -> None:
+    config, mistakes = resolve(hidden_size=1536, num_attention_heads=24)
+    assert not mistakes
+    assert (config.ffn_hidden_size, config.num_key_value_heads, config.head_dim) == (4096, 24, 64)
+    assert (config.norm_epsilon, config.rotary_base, config.tie_embeddings) == (1e-5, 10000.0, False)
+    assert config.max_position_embeddings == 2048
+    assert config.residual_mode == "standard" and config.ladder_layers == ()
+
+
+def test_wiring_flags() -> None:
+    assert resolve(residual_mode="ladder")[0].ladder_layers == tuple(range(12))
+    assert resolve(residual_mode="ladder", ladder_layers="4")[0].ladder_layers == (8, 9, 10, 11)
+    assert resolve(residual_mode="parallel")[0].ladder_layers == ()
+    two_late = resolve(residual_mode="ladder-parallel", ladder_layers="2", residual_staleness=2)[0]
+    assert (two_late.ladder_layers, two_late.residual_staleness) == ((10, 11), 2)
+    for mode in ("standard", "parallel"):
+        assert "--ladder-layers 4 has no meaning" in resolve(residual_mode=mode, ladder_layers="4")[1][0]
+        assert "--ladder-layers all has no meaning" in resolve(residual_mode=mode, ladder_layers="all")[1][0]
+        assert "--residual-staleness 2 has no meaning" in resolve(residual_mode=mode, residual_staleness=2)[1][0]
+        assert "--desync-interval 4 has no meaning" in resolve(residual_mode=mode, desync_interval=4)[1][0]
+    assert "--residual-staleness 0 must be above zero" in resolve(residual_mode="ladder", residual_staleness=0)[1]
+    assert "--ladder-layers 13" in resolve(residual_mode="ladder", ladder_layers="13")[1][0]
+
+
+def test_desync_flags() -> None:
+    config, mistakes = resolve(tensor_parallel=4, residual_mode="desync")
+    assert (config.desync_interval, config.desync_tp, mistakes) == (2, 4, [])
+    assert resolve(residual_mode="desync", desync_interval=4)[0].desync_interval == 4
+    ladder = resolve(residual_mode="ladder")[0]
+    assert (ladder.desync_interval, ladder.desync_tp) == (0, None)
+    for changes, message in (
+        ({"ladder_layers": "4"}, "--ladder-layers 4 has no meaning with --residual-mode desync"),
+        ({"residual_staleness": 2}, "--residual-staleness 2 has no meaning with --residual-mode desync"),
+        ({"desync_interval": 3}, "--desync-interval 3 is not 2 or 4"),
+        ({"tensor_parallel": 1}, "--tensor-model-parallel-size 1: there is nothing to desynchronise"),
+    ):
+        (found,) = resolve(residual_mode="desync", **changes)[1]  # type: ignore[arg-type]
+        assert message in found
+
+
+def test_a_desync_model_keeps_its_tensor_parallel_size() -> None:
+    config, _ = resolve(residual_mode="desync")
+    assert tensor_parallel_mistakes(config, 2) == []
+    (found,) = tensor_parallel_mistakes(config, 4)
+    assert "--tensor-model-parallel-size 4: this desync model is one of 2 tensor-parallel ranks" in found
+    stored = config.to_dict()
+    assert (stored["desync_interval"], stored["desync_tp"]) == (2, 2)
+    assert ModelConfig.from_dict(stored, "file") == config
+    with pytest.raises(UserError, match="file.*nothing to desynchronise"):
+        ModelConfig.from_dict(stored | {"desync_tp": None}, "file")
+
+
+def test_streams_are_synchronised_after_every_interval_and_at_the_end() -> None:
+    config, _ = resolve(residual_mode="desync", desync_interval=4, num_layers=5)
+    assert [index for index in range(-1, 10) if synchronised_after(config, index)] == [-1, 3, 7, 9]
+    assert all(synchronised_after(resolve(residual_mode="ladder")[0], index) for index in range(-1, 24))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 770}, "--hidden-size 770 is not divisible by --num-attention-heads 12"),
+        ({"num_key_value_heads": 5}, "--num-attention-heads 12 is not divisible by --num-key-value-heads 5"),
+        ({"head_dim": 63}, "--head-dim 63 is odd"),
+        ({"head_dim": 0}, "--head-dim 0 must be above zero"),
+        ({"num_key_value_heads": 0}, "--num-key-value-heads 0 must be above zero"),
+        ({"init_method_std": -1.0}, "--init-method-std -1.0 must not be negative"),
+        ({"rope_scaling_factor": 8.0}, "--rope-scaling-factor 8.0 has no meaning with --rope-scaling none"),
+        ({"num_layers": 0}, "--num-layers 0 must be above zero"),
+        ({"rope_scaling": "llama3", "rope_high_freq_factor": 1.0}, "--rope-high-freq-factor 1.0 must be above"),
+    ],
+)
+def test_impossible_models_are_refused(changes: dict[str, object], message: str) -> None:
+    assert any(message in mistake for mistake in resolve(**changes)[1])
+
+
+def test_tensor_parallel_ranks_must_share_evenly() -> None:
+    config, _ = resolve(num_key_value_heads=3, ffn_hidden_size=1000)
+    assert [line.split(" ")[0] for line in tensor_parallel_mistakes(config, 3)] == ["--ffn-hidden-size"]
+    assert tensor_parallel_mistakes(config, 1) == []
+    found = " ".join(tensor_parallel_mistakes(config, 8))
+    assert "--num-attention-heads 12" in found and "--num-key-value-heads 3" in found
+    # Fewer key-value heads than ranks are replicated.
+    assert tensor_parallel_mistakes(resolve(num_key_value_heads=2)[0], 4) == []
+    assert [key_value_replicas(resolve(num_key_value_heads=2)[0], t) for t in (1, 2, 4)] == [1, 1, 2]
+
+
+def test_the_stored_form_round_trips() -> None:
+    config, _ = resolve(residual_mode="ladder", ladder_layers="3", qk_layernorm=True, rotary_base=5e5)
+    stored = config.to_dict()
+    assert stored["ladder_layers"] == [9, 10, 11]
+    assert ModelConfig.from_dict(stored, "file") == config
+    assert ModelConfig.from_dict(stored | {"ladder_layers": 3}, "file") == config
+    assert ModelConfig.from_dict(stored | {"ladder_layers": None}, "file").ladder_layers == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size": "wide"}, {"unknown": 1}, {"num_layers": -1}, {"ladder_layers": [99]}, {"residual_mode": "x"},
+     {"hidden_size": None}],
+)
+def test_a_damaged_stored_form_names_its_file(change: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="file"):
+        ModelConfig.from_dict(resolve()[0].to_dict() | change, "file")

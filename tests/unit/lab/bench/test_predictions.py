@@ -1,0 +1,40 @@
+"""What a calibration predicts, by hand."""
+
+import pytest
+
+from megatron_ladder.lab.bench.calibration import Calibration
+from megatron_ladder.lab.bench.variants import VARIANTS
+from megatron_ladder.lab.cost.links import WireModel
+
+SERIAL = WireModel()
+FORWARD = Calibration((3.0, 5.0), (0.0, 0.0), (0.0, 0.0), pass_seconds=33.0, layers=4)
+TRAINING = Calibration((3.0, 5.0), (6.0, 10.0), (2.0, 4.0), pass_seconds=97.0, layers=4)
+
+
+@pytest.mark.parametrize(
+    ("wiring", "seconds"),
+    [
+        ("standard", 33 + 8 * 7),
+        # A wire of 7 for each sub-block, begun after the first.
+        ("ladder", 1 + 3 + 8 * 7),
+        ("desync-2", 33 + 4 * 7),
+        ("desync-4", 33 + 2 * 7),
+    ],
+)
+def test_a_pass_over_a_slow_wire(wiring: str, seconds: float) -> None:
+    assert FORWARD.predict(VARIANTS[wiring], 7.0, SERIAL) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("wiring", "exposed"),
+    [
+        # Backward hides of each reduce what the weight's gradient takes: 2 of attention, 4 of the MLP.
+        ("standard", 8 * 7 + 4 * (5 + 3)),
+        ("standard-blocking", 8 * 7 + 8 * 7),
+        # One reduce forward and one backward for each interval, waited for at once.
+        ("desync-2", 4 * 7 + 4 * 7),
+        ("desync-4", 2 * 7 + 2 * 7),
+    ],
+)
+def test_training_over_a_slow_wire(wiring: str, exposed: float) -> None:
+    assert TRAINING.predict(VARIANTS[wiring], 7.0, SERIAL) == pytest.approx(97 + exposed)

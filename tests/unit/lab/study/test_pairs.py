@@ -1,0 +1,41 @@
+"""Trials of one seed are pairs: their models start from the same weights, whatever the wiring."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.lab.study.commands import resolve_trial
+from megatron_ladder.lab.study.options import Request, RunOptions
+from megatron_ladder.lab.study.trial import Trial
+from megatron_ladder.lab.study.wirings import TIMED_WIRINGS
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.layout import parameter_sections
+
+SIZE = "2x24x40x2x1x50"
+
+
+def matrices(wiring: str, seed: int = 3) -> dict[str, Tensor]:
+    """Canonical name -> initial weight, of all but the norms, of which a wiring may have fewer."""
+    request = Request(RunOptions(Path("out"), sizes=(SIZE,)), ())
+    run = resolve_trial(request, (), Trial("tokens", wiring, SIZE, seed, 1e-3, 10), [])
+    model = LanguageModel(run.model, ProcessMesh.single(), seed=run.training.seed)
+    return {
+        section.name: section.view(parameter).detach()
+        for parameter, sections in parameter_sections(model)
+        for section in sections
+        if parameter.dim() == 2
+    }
+
+
+@pytest.mark.parametrize("wiring", [*TIMED_WIRINGS[1:], "hybrid"])
+def test_every_wiring_starts_from_the_weights_of_standard(wiring: str) -> None:
+    standard, other = matrices("standard"), matrices(wiring)
+    # Embedding, head, and in each layer q, k, v and o, gate, up and down.
+    assert set(other) == set(standard) and len(standard) == 2 + 2 * 7
+    assert all(torch.equal(other[name], weight) for name, weight in standard.items())
+    assert not torch.equal(matrices(wiring, seed=4)["layers.0.attention.q_proj.weight"], standard[
+        "layers.0.attention.q_proj.weight"
+    ])  # fmt: skip
