@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": PARALLEL | {"engine"},
     "engine": MODEL | {"checkpoint"},
     "train": MODEL | {"engine", "data", "checkpoint"},
-    "convert": MODEL | {"data", "checkpoint"},
+    "convert": MODEL | {"data", "checkpoint", "lab"},
     "generate": MODEL | {"data", "checkpoint", "convert"},
 }
 MAY_IMPORT["lab"] = set(MAY_IMPORT)
