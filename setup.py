@@ -54,7 +54,9 @@ DATA = [
 HF = ["transformers>=5.0,<6"]
 # Both are pure Python on a handful of small packages.
 SERVE = ["starlette>=1.0,<2", "uvicorn>=0.40,<1"]
-TEST = ["mypy>=1.18", "openai>=3,<4", "pytest>=8.4", "ruff>=0.14", *DATA, *HF, *PLOT, *SERVE]
+# To fit the planner's model to measurements, and for statistics of studies.
+LAB = ["scipy>=1.14,<2"]
+TEST = ["mypy>=1.18", "openai>=3,<4", "pytest>=8.4", "ruff>=0.14", *DATA, *HF, *LAB, *PLOT, *SERVE]
 
 
 def read_version() -> str:
@@ -76,7 +78,7 @@ setup(
     packages=find_packages(include=["megatron_ladder", "megatron_ladder.*"]),
     package_data={"megatron_ladder": ["py.typed"]},
     install_requires=REQUIRED,
-    extras_require={"data": DATA, "hf": HF, "plot": PLOT, "serve": SERVE, "test": TEST},
+    extras_require={"data": DATA, "hf": HF, "lab": LAB, "plot": PLOT, "serve": SERVE, "test": TEST},
     entry_points={
         "console_scripts": [
             f"megatron-ladder-{program} = megatron_ladder.cli.{module}:entry_point"
