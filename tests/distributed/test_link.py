@@ -1,7 +1,7 @@
-"""The emulated interconnect: sums as torch.distributed's, ends by the rule, and nothing left behind.
+"""The emulated interconnect: sums match torch.distributed, ends follow the rule, and nothing is left behind.
 
-Ends are compared with the rule and never with how fast this machine is: a rank reads the clock before and after each
-launch, and the launch that the link stamped must lie between.
+Ends are compared with the rule and never with the speed of this machine: a rank reads the clock before and after each
+launch, and the link's launch stamp must be between the two.
 """
 
 import random
@@ -20,7 +20,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import LostPeerError, UserError
 from megatron_ladder.lab.link import shared_memory
 from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec, LinkWork, NoCommGroup
-from megatron_ladder.lab.link.shared_memory import IN_FLIGHT, RECORDS, map_shared
+from megatron_ladder.lab.link.shared_memory import IN_FLIGHT, RECORDS, _map_shared
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from tests.distributed.pool import GlooPools
@@ -36,7 +36,7 @@ def everyone() -> CommGroup:
 
 
 class Timing(NamedTuple):
-    """What a rank saw of one all-reduce, in nanoseconds of the monotonic clock that all ranks share."""
+    """One rank's view of one all-reduce, in nanoseconds of the monotonic clock that all ranks share."""
 
     before: int
     after: int
@@ -66,7 +66,7 @@ def finish(launched: Launched) -> Timing:
 
 
 def assert_rule(ranks: list[list[Timing]], serial: bool) -> None:
-    """Timings in launch order: every end is the latest launch, or the end before, plus the wire's time."""
+    """Check timings in launch order: every end is the latest launch, or the previous end, plus the wire's time."""
     wire_free = 0
     for timings in zip(*ranks, strict=True):
         assert len({(timing.end, timing.wire) for timing in timings}) == 1, "the ranks disagree"
@@ -80,7 +80,7 @@ def assert_rule(ranks: list[list[Timing]], serial: bool) -> None:
 
 
 def random_traffic(seed: int, count: int, serial: bool) -> tuple[list[Tensor], list[Tensor], list[Timing]]:
-    """On each rank: sums over the link, sums by gloo, timings. Sizes are the ranks' own secret, orders of waits too."""
+    """Return each rank's sums over the link, sums by gloo, and timings. Ranks wait in different random orders."""
     common, own = random.Random(seed), random.Random(1000 * seed + dist.get_rank())
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
     tensors, expected, flying = [], [], {}
@@ -116,7 +116,7 @@ def test_sums_are_those_of_torch_and_ends_follow_the_rule(gloo_pools: GlooPools,
 
 
 def scattered_and_gathered(serial: bool) -> tuple[list[Tensor], list[Tensor], list[int], tuple[int, int]]:
-    """On each rank: rows of a sum and joined rows, over the link and by torch; wire times; no-comm's rows."""
+    """Return rows of a sum and joined rows, over the link and by torch, the wire times, and NoCommGroup's rows."""
     rank, size = dist.get_rank(), dist.get_world_size()
     partial = torch.randn(2 * size, 3, generator=torch.Generator().manual_seed(rank))
     rows = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 + rank))
@@ -140,14 +140,14 @@ def test_the_halves_of_an_all_reduce(gloo_pools: GlooPools) -> None:
             torch.testing.assert_close(ours, theirs)
         # 4 x 3 numbers of 4 bytes: half of 4 ms + 48 us.
         assert scatter_ns == gather_ns == 2_024_000
-        assert apart == gather_ns, "they follow one another on a serial wire"
+        assert apart == gather_ns, "a serial wire carries one after the other"
         assert shapes == (2, 4)
 
 
 def many_in_flight(count: int, size: int) -> tuple[list[Tensor], list[Timing]]:
-    """On each rank: `count` sums launched before any is waited for; rank 0 waits for the last one first.
+    """Launch `count` sums before waiting for any; rank 0 waits for the last one first.
 
-    Sizes differ, so that some do not fit at the end of the ring, and one in the middle needs a larger ring.
+    Sizes differ, so some do not fit at the end of the ring, and one in the middle needs a larger ring.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = [20_000 if number == count // 5 else size + 100 * (number % 5) for number in range(count)]
@@ -172,7 +172,7 @@ def test_any_number_may_be_in_flight(gloo_pools: GlooPools, world: int, count: i
 
 
 def overtaken() -> list[float]:
-    """On each rank: sums of which rank 0 waits for the last first, while rank 1 goes on to use the ring again."""
+    """Rank 0 waits for the last sum first while rank 1 continues and reuses the ring."""
     with EmulatedLink(everyone(), FREE) as link:
         tensors = [torch.full((8192,), float(number)) for number in range(4 * IN_FLIGHT)]
         flying = [launch(link, tensor) for tensor in tensors[:IN_FLIGHT]]
@@ -186,17 +186,17 @@ def overtaken() -> list[float]:
     return [tensor.unique().item() for tensor in tensors]
 
 
-def test_what_a_late_rank_has_not_read_is_kept(gloo_pools: GlooPools) -> None:
+def test_contributions_are_kept_for_late_ranks(gloo_pools: GlooPools) -> None:
     assert gloo_pools(2).run(overtaken) == [[2.0 * number for number in range(4 * IN_FLIGHT)]] * 2
 
 
 def launched_together(serial: bool) -> list[Timing]:
-    """On each rank: five sums at once; the third is waited for first, the first one last."""
+    """Launch five sums at once; wait for the third first and for the first last."""
     with EmulatedLink(everyone(), LinkSpec(3e-3, 1e-6, serial)) as link:
         link.barrier()
         flying = [launch(link, torch.ones(500)) for _ in range(5)]
         timings = {number: finish(flying[number]) for number in (2, 4, 1, 3, 0)}
-        # What was in the ring when the wire was slow must not be taken for its speed now.
+        # Records left in the ring from the slow wire must not affect the new speed.
         link.set_wire(1e-3, 0.0)
         timings[5] = finish(launch(link, torch.ones(500)))
     return [timings[number] for number in range(6)]
@@ -214,7 +214,7 @@ def test_a_serial_wire_carries_one_at_a_time(gloo_pools: GlooPools, serial: bool
 
 
 def late_peer(after: int) -> tuple[Timing, float, float]:
-    """On each rank: the sum that rank 1 launches 60 ms late, seconds in its wait, and its processor's seconds."""
+    """Rank 1 launches a sum 60 ms late. Return its timing, the seconds in its wait, and its processor seconds."""
     with EmulatedLink(everyone(), replace(FREE, serial=False)) as link:
         for _ in range(after):
             link.all_reduce(torch.ones(3))
@@ -234,11 +234,11 @@ def test_the_latest_rank_decides(gloo_pools: GlooPools, after: int) -> None:
     (first, waited, busy), (second, _, _) = gloo_pools(2).run(late_peer, after)
     assert_rule([[first], [second]], serial=False)
     assert first.done >= second.before + 2 * MILLISECOND
-    assert busy < 0.5 * waited + 0.005, "a rank that waits for long must leave the core to others"
+    assert busy < 0.5 * waited + 0.005, "a long wait must release the core"
 
 
 def long_hold() -> tuple[Timing, float, float]:
-    """On each rank: a sum over a slow wire, seconds in its wait, and its processor's seconds."""
+    """Return a sum over a slow wire, the seconds in its wait, and its processor seconds."""
     with EmulatedLink(everyone(), LinkSpec(0.05, 0.0, serial=True)) as link:
         launched = launch(link, torch.ones(3))
         began = time.thread_time()
@@ -253,7 +253,7 @@ def test_a_long_hold_sleeps(gloo_pools: GlooPools) -> None:
 
 
 def reset_and_count() -> list[tuple[int, bool]]:
-    """On each rank: collectives, and whether anything was waited for, at three moments."""
+    """Return the collectives, and whether there was any wait, at three moments."""
     with EmulatedLink(everyone(), LinkSpec(1e-3, 0.0, serial=True)) as link:
         seen = [(link.collectives, link.waited_seconds > 0)]
         link.all_reduce(torch.ones(3))
@@ -270,7 +270,7 @@ def test_counters(gloo_pools: GlooPools) -> None:
 
 
 def other_collectives() -> list[Tensor]:
-    """On each rank: what the link hands to the real group."""
+    """Return the results of operations that the link delegates to the real group."""
     rank = torch.tensor([float(dist.get_rank())])
     with EmulatedLink(everyone(), FREE) as link:
         link.barrier()
@@ -280,19 +280,19 @@ def other_collectives() -> list[Tensor]:
     return results
 
 
-def test_other_collectives_take_the_real_group(gloo_pools: GlooPools) -> None:
+def test_other_collectives_use_the_real_group(gloo_pools: GlooPools) -> None:
     for rank in gloo_pools(4).run(other_collectives):
         assert [tensor.tolist() for tensor in rank] == [[3], [0, 1, 2, 3], [6]]
 
 
 def across_modes() -> list[float]:
-    """On each rank: sums in inference mode, where the arena also grows, and after it; and of a leaf of autograd."""
+    """Sum in inference mode, where the arena also grows, and after it, and sum an autograd leaf."""
     with EmulatedLink(everyone(), FREE) as link:
         leaf = torch.ones(3, requires_grad=True)
         version = leaf._version
         sums = [link.all_reduce(leaf)]
         assert leaf._version == version and leaf.grad_fn is None
-        # More than a ring holds, so that the other mode gets the same places.
+        # More than a ring holds, so that the other mode reuses the same places.
         for inference in (True, False, True):
             with torch.inference_mode(inference):
                 sums += [link.all_reduce(torch.ones(100_000)) for _ in range(3 * IN_FLIGHT)]
@@ -304,7 +304,7 @@ def test_every_mode_of_autograd(gloo_pools: GlooPools) -> None:
 
 
 def loss_and_gradients(alpha_seconds: float | None) -> list[Tensor]:
-    """On each rank: a ladder model's loss and gradients, over the emulated wire or (None) over gloo."""
+    """Return a ladder model's loss and gradients, over the emulated wire or (None) over gloo."""
     mesh = mesh_of(2)
     config = small_model(num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
     if alpha_seconds is not None:
@@ -325,7 +325,7 @@ def test_a_model_computes_the_same_bits_over_a_link(gloo_pools: GlooPools) -> No
 
 
 def without_communication() -> list[Tensor]:
-    """On each rank: what a reduce leaves, and what still goes through."""
+    """Return the results of reduces, which do nothing, and of a gather, which still works."""
     group = NoCommGroup(everyone())
     own = torch.tensor([float(dist.get_rank())])
     started = own.clone()
@@ -344,7 +344,7 @@ def our_mappings() -> list[str]:
 
 
 def open_and_close() -> tuple[list[bool], int, list[str]]:
-    """On each rank: of each mapping whether its file is gone, mappings left, and what a closed link says."""
+    """Return whether each mapping's file is removed, the mappings left, and the errors of a closed link."""
     before = len(our_mappings())
     link = EmulatedLink(everyone(), FREE)
     link.all_reduce(torch.ones(100_000))
@@ -367,7 +367,7 @@ def test_nothing_is_left_behind(gloo_pools: GlooPools) -> None:
 
 
 def lost_peer() -> str:
-    """On each rank: the error of a rank whose peer does not launch."""
+    """Return the error of a rank whose peer does not launch."""
     with EmulatedLink(everyone(), FREE, timeout_seconds=0.2) as link:
         link.all_reduce(torch.ones(3))
         said = ""
@@ -385,39 +385,39 @@ def test_a_lost_peer_is_named(gloo_pools: GlooPools) -> None:
 
 
 def out_of_step() -> str:
-    """On each rank: the error when the ranks reduce different tensors."""
+    """Return the error when the ranks reduce different tensors."""
     with EmulatedLink(everyone(), FREE) as link, pytest.raises(RuntimeError) as caught:
         link.all_reduce(torch.ones(3 + dist.get_rank()))
     return str(caught.value)
 
 
-def test_ranks_out_of_step_are_told(gloo_pools: GlooPools) -> None:
+def test_ranks_out_of_step_are_reported(gloo_pools: GlooPools) -> None:
     for said in gloo_pools(2).run(out_of_step):
         assert "all-reduce 1 " in said and "rank 0: 12 bytes" in said and "rank 1: 16 bytes" in said
 
 
 def refusals(folder: Path) -> list[str]:
-    """On each rank: what is said when shared memory cannot be had."""
-    group, said = everyone(), []
+    """Return the errors when shared memory is unavailable."""
+    group, errors = everyone(), []
     elsewhere = FileNotFoundError(2, "No such file or directory")
     unreachable = {"side_effect": elsewhere} if group.rank == 1 else {"wraps": shared_memory._open}
     with patch.object(shared_memory, "SHARED_FOLDER", folder):
         with pytest.raises(UserError) as caught:
-            map_shared(group, 1 << 62)
-        said.append(str(caught.value))
+            _map_shared(group, 1 << 62)
+        errors.append(str(caught.value))
         with patch.object(shared_memory, "_open", **unreachable), pytest.raises(UserError) as caught:
-            map_shared(group, 4096)
-        said.append(str(caught.value))
+            _map_shared(group, 4096)
+        errors.append(str(caught.value))
     with patch.object(shared_memory, "SHARED_FOLDER", folder / "missing"), pytest.raises(UserError) as caught:
-        map_shared(group, 4096)
-    said.append(str(caught.value))
+        _map_shared(group, 4096)
+    errors.append(str(caught.value))
     with patch("platform.machine", return_value="aarch64"), pytest.raises(UserError) as caught:
         EmulatedLink(group, FREE)
-    said.append(str(caught.value))
-    return said
+    errors.append(str(caught.value))
+    return errors
 
 
-def test_no_shared_memory_is_a_mistake_of_every_rank(gloo_pools: GlooPools, tmp_path: Path) -> None:
+def test_every_rank_reports_missing_shared_memory(gloo_pools: GlooPools, tmp_path: Path) -> None:
     ranks = gloo_pools(2).run(refusals, tmp_path)
     assert ranks[0] == ranks[1]
     too_large, elsewhere, missing, unordered = ranks[0]
@@ -435,19 +435,31 @@ def bad_tensors() -> None:
                 link.start_all_reduce(tensor)
 
 
-def test_tensors_that_a_link_does_not_take(gloo_pools: GlooPools) -> None:
+def test_unsupported_tensors_are_rejected(gloo_pools: GlooPools) -> None:
     gloo_pools(2).run(bad_tensors)
 
 
-def test_a_rank_alone_has_nobody_to_wait_for() -> None:
+def test_a_single_rank_does_not_wait() -> None:
     with EmulatedLink(CommGroup.alone(), LinkSpec(10.0, 0.0, serial=True)) as link:
         tensor = torch.ones(3)
         assert link.start_all_reduce(tensor) is None
         assert link.all_reduce(tensor) is tensor and tensor.tolist() == [1, 1, 1]
 
 
-def test_the_wire_s_time() -> None:
+def test_wire_time() -> None:
     assert LinkSpec(1e-3, 2e-6, serial=True).seconds(500) == pytest.approx(2e-3)
     for alpha, beta in ((-1e-6, 0.0), (0.0, -1e-6), (float("nan"), 0.0), (0.0, float("inf"))):
         with pytest.raises(ValueError, match="expected a time of 0 or more"):
             LinkSpec(alpha, beta, serial=True)
+
+
+class _LostGroup(CommGroup):
+    def broadcast_object(self, value: object) -> object:
+        raise LostPeerError("rank 1 is gone")
+
+
+def test_a_lost_peer_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "SHARED_FOLDER", tmp_path)
+    with pytest.raises(LostPeerError, match="rank 1 is gone"):
+        _map_shared(_LostGroup([0, 1], 0, None), 4096)
+    assert not list(tmp_path.iterdir())

@@ -10,10 +10,9 @@ from megatron_ladder.comm.launch import Place, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.options import BenchmarkOptions
+from megatron_ladder.lab.link.cuda_groups import MeteredGroup, SymmetricMemoryGroup, check_peers
 from megatron_ladder.lab.link.cuda_link import CudaLink
-from megatron_ladder.lab.link.cuda_streams import MeteredGroup
 from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec, NoCommGroup
-from megatron_ladder.lab.link.symmetric_memory import SymmetricMemoryGroup, check_peers
 
 TIMEOUT_MINUTES = 10.0
 SPIN_SECONDS = 0.1

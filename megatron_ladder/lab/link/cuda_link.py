@@ -1,86 +1,86 @@
 """The emulated interconnect of `link.py` on a GPU: one device runs one rank's share of a larger group.
 
-The other ranks are not there. They are taken to run alike, so that the latest launch of collective k is this rank's;
-nothing is summed, and **results are wrong numbers**: only times mean something, and whoever prints them says that they
-are emulated. Collective k is done at
+The other ranks do not exist. They are assumed to run in lockstep, so the latest launch of collective k is this rank's.
+Nothing is summed, so **results are wrong numbers**: only times are meaningful, and programs that print them state that
+they are emulated. Collective k is done at
 
     end(k) = max(launch of k, end(k - 1)) + alpha + bytes * beta         serial wire
     end(k) =     launch of k              + alpha + bytes * beta         pipelined wire
 
-by the device's clock. Nothing of this is on the host:
+by the device's clock. The host takes no part in the timing:
 
     compute   [ h_0 ]-.         [ h_1              ]-.     .-[ h_2 ...
     stamps            `[t]-.                          `[t]-|--.
     wire                    `[ carries y_0 ~~~~~~~~ ]------'   `[ carries y_1 ~~~
                        ^ launch of 0                ^ end(0)
 
-A stamp notes when the compute stream reached the launch; the wire's stream itself may be busy then. The stand-in kernel
-takes a stated number of multiprocessors, as a real collective does, moves the bytes that each rank of a ring sends
-within memory of its own, and holds until the end. A pipelined wire has several streams.
+A stamp records when the compute stream reached the launch; the wire's stream itself may be busy then. The stand-in
+kernel occupies a stated number of multiprocessors, as a real collective does, moves the bytes that each rank of a ring
+sends within its own memory, and holds until the end. A pipelined wire has several streams.
 
-Launch and end are late by what the device takes to start a kernel, some microseconds, as those of real collectives are.
+Launch and end are late by the time that the device takes to start a kernel, some microseconds, as in real collectives.
 """
 
-import importlib
-from dataclasses import replace
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ladder.comm.group import CommGroup, Work
-from megatron_ladder.lab.link.cuda_streams import SideStream, StreamWork, WaitMeter
-from megatron_ladder.lab.link.link import LinkSpec
+from megatron_ladder.comm.group import Work
+from megatron_ladder.lab.link.cuda_groups import SideStream, StreamWork, WaitMeter
+from megatron_ladder.lab.link.link import LinkSpec, WireGroup
 
 SLOTS = 1024
 """Launches whose times are kept: more than are ever in flight."""
 PIPELINED_LANES = 8
-"""Collectives that a pipelined wire carries at once; one more waits for the eighth before it."""
+"""Collectives that a pipelined wire carries at once; the next one waits for the eighth before it."""
 SCRATCH_BYTES = 1 << 27
-"""Memory within which bytes are moved, half to half: more than the device's cache."""
+"""Memory within which bytes are moved, from one half to the other: more than the device's cache."""
 
 
 class Kernels(Protocol):
-    """What runs on the device: `stand_in_kernels.StandInKernels`, where the arguments are explained."""
+    """The two kernels that run on the device."""
 
     def stamp(self, launched: Tensor, slot: int) -> None:
-        """launched[slot] = the time."""
+        """Store the time in launched[slot]."""
 
     def carry(
         self, launched: Tensor, ends: Tensor, slot: int, before: int, scratch: Tensor, num_bytes: int, wire_ns: int,
         *, serial: bool, sms: int,
     ) -> None:  # fmt: skip
-        """Moves bytes, and ends at ends[slot]."""
+        """Move bytes in `sms` programs, and finish at ends[slot] = launched[slot] + wire_ns.
+
+        Args:
+            launched: [slots] int64.
+            ends: [slots] int64; with `serial`, the wire is busy until ends[before].
+            scratch: [2, words] int32; bytes move from the first half to the second.
+            num_bytes: the number of bytes; the same bytes move repeatedly if they exceed half of the scratch.
+        """
 
 
-class CudaLink(CommGroup):
-    """Rank 0 of a group of which the others, and the wire to them, are emulated.
+class CudaLink(WireGroup):
+    """Rank 0 of a group whose other ranks, and the wire to them, are emulated.
 
-    As of `EmulatedLink`, a reduce-scatter and an all-gather take half of an all-reduce's time each, the wire can be
-    changed, and there are counters. Every call is this process's own; gathering repeats this rank's values. At most
-    `SLOTS` collectives are in flight. It can be captured in a CUDA graph once both kernels have run.
+    As in `EmulatedLink`, a reduce-scatter and an all-gather each take half of an all-reduce's time, the wire can be
+    changed, and there are counters. No call is collective; gathering repeats this rank's values. At most `SLOTS`
+    collectives are in flight. The link can be captured in a CUDA graph after both kernels have run once.
 
     Attributes:
-        spec: what the wire does to collectives launched from now on.
-        sms: multiprocessors that a collective takes.
-        collectives: launched since the counters were reset.
+        sms: multiprocessors that a collective occupies.
     """
 
     def __init__(
         self, size: int, spec: LinkSpec, device: torch.device, *, sms: int, kernels: Kernels | None = None
     ) -> None:
-        """Takes memory and streams on `device`.
+        """Allocate memory and streams on `device`.
 
         Args:
             size: ranks of the emulated group.
-            kernels: those of Triton if not given.
+            kernels: defaults to the Triton kernels.
         """
-        super().__init__(range(size), 0, None)
-        self.spec = spec
+        super().__init__(range(size), 0, None, spec)
         self.sms = sms
-        self.collectives = 0
         self._kernels = kernels or _triton_kernels()
         self._meter = WaitMeter()
         self._number = 0
@@ -89,103 +89,85 @@ class CudaLink(CommGroup):
         self._stamps = SideStream(device)
         self._lanes = [SideStream(device) for _ in range(1 if spec.serial else PIPELINED_LANES)]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     @property
     def waited_seconds(self) -> float:
-        """Time that the compute stream spent waiting since the counters were reset; blocks until it is known."""
+        """Time that the compute stream has waited since the counters were reset; blocks until it is known."""
         return self._meter.seconds()
 
-    def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
-        """Changes the wire for collectives launched from now on."""
-        self.spec = replace(self.spec, alpha_seconds=alpha_seconds, seconds_per_byte=seconds_per_byte)
-
     def reset_counters(self) -> None:
-        """Sets `waited_seconds` and `collectives` to zero."""
+        """Set `waited_seconds` and `collectives` to zero."""
         self._meter.reset()
         self.collectives = 0
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
-        """Sends a collective of the tensor's size over the wire; the tensor keeps this rank's own values."""
+        """Send a collective of the tensor's size over the wire; the tensor keeps this rank's values."""
         if self.size == 1:
             return None
         return self._launch(tensor, tensor, halves=2)
 
     def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
-        """This rank's rows of its own values, after half of an all-reduce's time."""
+        """Return this rank's rows of its own values, after half of an all-reduce's time."""
         if self.size == 1:
             return tensor, None
         rows = tensor.chunk(self.size)[self.rank]
         return rows, self._launch(tensor, rows, halves=1)
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
-        """This rank's rows as often as there are ranks, after half of the time of an all-reduce of the result."""
+        """Return this rank's rows, repeated for every rank, after half of an all-reduce's time for the result."""
         if self.size == 1:
             return tensor, None
         whole = torch.cat([tensor] * self.size)
         return whole, self._launch(whole, whole, halves=1)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """`tensor` as it is, for a sum after the wire's time."""
+        """Return `tensor` unchanged; a sum takes the wire's time."""
         work = self.start_all_reduce(tensor) if op == dist.ReduceOp.SUM else None
         if work is not None:
             work.wait()
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's tensor, as often as there are ranks, along `dim`; the wire is not asked."""
+        """Repeat this rank's tensor for every rank along `dim`, without the wire."""
         return torch.cat([tensor] * self.size, dim)
 
     def gather_objects(self, value: object) -> list[Any]:
-        """This rank's value, as often as there are ranks."""
+        """Repeat this rank's value for every rank."""
         return [value] * self.size
 
     def broadcast_object(self, value: object) -> Any:
-        """`value`."""
+        """Return `value`."""
         return value
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """`tensor` as it is."""
+        """Return `tensor` unchanged."""
         return tensor
 
     def barrier(self) -> None:
-        """Returns at once: the others are where this rank is."""
-
-    def close(self) -> None:
-        """Nothing to give back; as of `EmulatedLink`."""
+        """Return at once: the emulated ranks run in lockstep."""
 
     def _launch(self, whole: Tensor, result: Tensor, halves: int) -> StreamWork:
-        """Takes the wire for so many halves of an all-reduce of `whole`; `result` is kept until its wait."""
+        """Occupy the wire for `halves` halves of an all-reduce of `whole`; keeps `result` until its wait."""
         num_bytes = whole.numel() * whole.element_size()
         slot, before = self._number % SLOTS, (self._number - 1) % SLOTS
         lane = self._lanes[self._number % len(self._lanes)]
         launched = self._stamps.put(lambda: self._kernels.stamp(self._launched, slot))
-        done = lane.put(
-            lambda: self._kernels.carry(
-                self._launched,
-                self._ends,
-                slot,
-                before,
-                self._scratch,
-                round(halves * (self.size - 1) / self.size * num_bytes),
-                round(halves / 2 * self.spec.seconds(num_bytes) * 1e9),
-                serial=self.spec.serial,
-                sms=self.sms,
-            ),
-            after=launched,
-        )
+        moved = round(halves * (self.size - 1) / self.size * num_bytes)
+        wire_ns = round(halves / 2 * self.spec.seconds(num_bytes) * 1e9)
+
+        def carry() -> None:
+            self._kernels.carry(
+                self._launched, self._ends, slot, before, self._scratch, moved, wire_ns,
+                serial=self.spec.serial, sms=self.sms,
+            )  # fmt: skip
+
+        done = lane.put(carry, after=launched)
         self._number += 1
         self.collectives += 1
         return StreamWork(result, done, self._meter)
 
 
 def _triton_kernels() -> Kernels:
-    # Not above: triton comes with torch for CUDA alone.
-    kernels: Kernels = importlib.import_module("megatron_ladder.lab.link.stand_in_kernels").StandInKernels()
-    return kernels
+    # Imported here because triton comes only with torch for CUDA.
+    from megatron_ladder.lab.link.stand_in_kernels import StandInKernels
+
+    return StandInKernels()

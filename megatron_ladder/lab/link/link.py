@@ -1,24 +1,24 @@
 """An interconnect of chosen latency and bandwidth, for benchmarks and tests on one machine.
 
-The reduce is real: every rank copies its tensor into shared memory and sums those of all ranks in rank order, so all
-get the same bits. No thread works in the background, as none does where a network adapter moves the bytes; gloo's
-threads would take turns with the products on the same core, which costs the standard wiring most and fakes a gain.
-Only the completion is emulated: collective k is done at
+The reduce is real: every rank copies its tensor into shared memory and sums the tensors of all ranks in rank order, so
+all ranks get the same bits. There is no background thread, as a network adapter needs none. gloo's threads would
+compete with the products for the same core, which costs the standard wiring most and fakes a gain. Only the completion
+is emulated. Collective k is done at
 
     end(k) = max(latest rank's launch of k, end(k - 1)) + alpha + bytes * beta         serial wire
     end(k) =     latest rank's launch of k              + alpha + bytes * beta         pipelined wire
 
 in launch order, whatever the order of the waits. A reduce-scatter and an all-gather are the two halves of an all-reduce
-and take half of its time each. `start_all_reduce` returns as soon as the copy is made; `wait` sums
-and then holds until end(k), asleep except for the last moment:
+and each take half of its time. `start_all_reduce` returns as soon as the copy is made. `wait` sums and then holds until
+end(k), asleep except for the last moment:
 
     rank 0   [copy][ computes                ][ wait: sums | sleeps  | spins ]
     rank 1             [copy][ computes                     ]   :            :
     wire                     ~~~~~~~~~~ alpha + bytes * beta ~~~~~~~~~~~~~~~~^ end
 
-What the copy and the sum cost is the processors' own and not on the wire; the sum hides under the hold.
+The copy and the sum cost processor time and no wire time; the hold hides the sum.
 
-`cuda_link.py` is its twin on a GPU.
+`cuda_link.py` is the GPU version.
 """
 
 import math
@@ -38,21 +38,21 @@ from megatron_ladder.errors import LostPeerError
 from megatron_ladder.lab.link.shared_memory import Arena, Board, Record
 
 FIRST_TENSOR_BYTES = 1 << 16
-"""Size that an arena is made for before any tensor is known."""
+"""Tensor size for which the first arena is made."""
 POLL_SECONDS = 20e-6
-"""Sleep between two looks at a peer that is late."""
+"""Sleep between two polls of a late peer."""
 
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """What an emulated wire does to one all-reduce."""
+    """Timing of one all-reduce on an emulated wire."""
 
     alpha_seconds: float
     """Time of an all-reduce of no bytes."""
     seconds_per_byte: float
-    """Further time for each byte of one rank's tensor."""
+    """Additional time per byte of one rank's tensor."""
     serial: bool
-    """Whether a collective begins only when the one launched before it has ended, as on one NCCL communicator."""
+    """Whether a collective begins only after the previous one has ended, as on one NCCL communicator."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a time is negative or not finite."""
@@ -62,26 +62,26 @@ class LinkSpec:
                 raise ValueError(f"{name} = {value}: expected a time of 0 or more")
 
     def seconds(self, num_bytes: int) -> float:
-        """Time on the wire of an all-reduce of a tensor of `num_bytes`."""
+        """Return the wire time of an all-reduce of a tensor of `num_bytes`."""
         return self.alpha_seconds + num_bytes * self.seconds_per_byte
 
 
 @dataclass(slots=True, eq=False)
 class LinkWork:
-    """The handle of an all-reduce on an emulated link."""
+    """The handle of a collective on an emulated link."""
 
     link: "EmulatedLink"
     number: int
     combine: Callable[[Sequence[Tensor]], object]
-    """Makes the result of what the ranks contributed."""
+    """Computes the result from the ranks' contributions."""
     parts: tuple[Tensor, ...]
-    """What each rank contributed, flat, in rank order; empty once the result is made."""
+    """Each rank's contribution, flat, in rank order; empty after the result is computed."""
     wire_ns: int
     end_ns: int = 0
-    """When the wire is done with it; known once all ranks have launched it."""
+    """When the wire completes it; known after all ranks have launched it."""
 
     def wait(self) -> None:
-        """Returns when the sum is in the tensor and the wire is done.
+        """Block until the result is in the tensor and the wire is done.
 
         Raises:
             LostPeerError: another rank has not launched this collective within the link's timeout.
@@ -89,41 +89,66 @@ class LinkWork:
         self.link.complete(self)
 
 
-class EmulatedLink(CommGroup):
-    """A group whose sums go over an emulated wire; reduces by another operator and all else are the real group's.
-
-    One thread of a process uses it. Every rank makes the same calls of it in the same order, `wait` excepted. A
-    tensor on it is on the CPU, contiguous, of any dtype, shape and size. Room for larger ones is made when the first
-    is launched, which blocks until every rank has launched it. Any number may be in flight: where there is no more
-    room, a launch first makes the sums of the oldest ones, which blocks until every rank has launched those; their
-    ends are held all the same.
+class WireGroup(CommGroup):
+    """Base class of the groups on an emulated wire: `EmulatedLink` and `CudaLink`.
 
     Attributes:
-        spec: what the wire does to collectives launched from now on.
-        waited_seconds: time spent in `wait` since the counters were reset: exposed communication, the sum and what
-            peers were late included.
-        collectives: sums launched since the counters were reset.
+        spec: behaviour of the wire for collectives launched from now on.
+        collectives: launched on the wire since the counters were reset.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, spec: LinkSpec) -> None:
+        super().__init__(ranks, rank, group)
+        self.spec = spec
+        self.collectives = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
+        """Change the wire for collectives launched from now on; every rank must do so at the same point."""
+        self.spec = replace(self.spec, alpha_seconds=alpha_seconds, seconds_per_byte=seconds_per_byte)
+
+    def close(self) -> None:
+        """Release what the link holds. Not collective; collectives in flight can no longer be waited for."""
+
+
+class EmulatedLink(WireGroup):
+    """A group whose sums go over an emulated wire; other operations, and other reduce operators, use the real group.
+
+    One thread of a process uses it. Every rank makes the same calls in the same order, except for `wait`. Tensors are
+    on the CPU, contiguous, of any dtype, shape and size. A larger tensor than before enlarges the shared memory, which
+    blocks until every rank has launched that collective. Any number may be in flight: when there is no more room, a
+    launch first computes the oldest sums, which blocks until every rank has launched those; their waits still hold
+    until their ends.
+
+    Attributes:
+        waited_seconds: time spent in `wait` since the counters were reset: exposed communication, including the sum
+            and late peers.
     """
 
     def __init__(
         self, group: CommGroup, spec: LinkSpec, *, spin_seconds: float = 200e-6, timeout_seconds: float = 600.0
     ) -> None:
-        """A collective call: the ranks agree on shared memory through `group`.
+        """Set up shared memory between the ranks of `group`; a collective call.
 
         Args:
             group: the ranks, all on one machine.
-            spin_seconds: how long before its end a wait stops sleeping and watches the clock, and how long it
-                watches for a late peer before it sleeps: more than a sleep may be late (a tenth of a millisecond on
-                Linux), and little enough for a rank on the same core.
-            timeout_seconds: after which a peer that does not launch is taken for lost.
+            spin_seconds: how long before its end a wait stops sleeping and polls the clock, and how long it polls for
+                a late peer before it sleeps. It must exceed the overshoot of a sleep (a tenth of a millisecond on
+                Linux), and be short if ranks share a core.
+            timeout_seconds: after which a peer that does not launch counts as lost.
 
         Raises:
-            UserError: the ranks are not on one machine, it has too little shared memory, or it is no x86.
+            UserError: the ranks are not on one machine, it has too little shared memory, or it is not x86.
         """
-        super().__init__(group.ranks, group.rank, group.process_group)
-        self.spec = spec
+        super().__init__(group.ranks, group.rank, group.process_group, spec)
         self.waited_seconds = 0.0
-        self.collectives = 0
         self._spin_ns = round(spin_seconds * 1e9)
         self._timeout_ns = round(timeout_seconds * 1e9)
         self._last_number = 0
@@ -135,39 +160,25 @@ class EmulatedLink(CommGroup):
             self._board = Board(group)
             self._arena = Arena(group, FIRST_TENSOR_BYTES)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
-        """Changes the wire for collectives launched from now on; every rank must do so at the same place."""
-        self.spec = replace(self.spec, alpha_seconds=alpha_seconds, seconds_per_byte=seconds_per_byte)
-
     def reset_counters(self) -> None:
-        """Sets `waited_seconds` and `collectives` to zero."""
+        """Set `waited_seconds` and `collectives` to zero."""
         self.waited_seconds, self.collectives = 0.0, 0
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
-        """Starts summing `tensor` in place; None when this rank is alone.
-
-        Sums are made in the tensor's dtype, in rank order.
+        """Start summing `tensor` in place, in its dtype and in rank order; None when this rank is alone.
 
         Raises:
             ValueError: the tensor is not on the CPU or not contiguous.
-            LostPeerError: there is no more room and a peer does not launch what lies there.
+            LostPeerError: there is no more room and a peer does not launch the collectives that occupy it.
         """
         if self.size == 1:
             return None
-        # As with torch.distributed, neither autograd nor the tensor's version hears of the write.
+        # As in torch.distributed, the write is hidden from autograd and from the tensor's version counter.
         data = tensor.data
         return self._launch(tensor, lambda parts: _add_up(data.view(-1), parts), self.spec.seconds(_bytes_of(tensor)))
 
     def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
-        """As `start_all_reduce`, each rank getting its rows of the sum, in half of the time."""
+        """Start a sum of which each rank gets its rows, in half of an all-reduce's time."""
         if self.size == 1:
             return tensor, None
         rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
@@ -178,7 +189,7 @@ class EmulatedLink(CommGroup):
         return rows, self._launch(tensor, add_up_own, self.spec.seconds(_bytes_of(tensor)) / 2)
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
-        """Joins all ranks' rows in half of the time that an all-reduce of the result takes."""
+        """Start joining all ranks' rows, in half of an all-reduce's time for the result."""
         if self.size == 1:
             return tensor, None
         whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:])
@@ -189,7 +200,7 @@ class EmulatedLink(CommGroup):
         return whole, self._launch(tensor, join, self.spec.seconds(_bytes_of(whole)) / 2)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Sums `tensor` in place over the wire and returns it; another operator takes the real group."""
+        """Sum `tensor` in place over the wire and return it; other operators use the real group."""
         if op != dist.ReduceOp.SUM:
             return super().all_reduce(tensor, op)
         work = self.start_all_reduce(tensor)
@@ -198,15 +209,15 @@ class EmulatedLink(CommGroup):
         return tensor
 
     def complete(self, work: LinkWork) -> None:
-        """What a handle's `wait` does."""
+        """Wait for `work`; the implementation of `LinkWork.wait`."""
         began = time.monotonic_ns()
         if work.parts:
             self._sum(work)
-        hold_until(work.end_ns, self._spin_ns)
+        _hold_until(work.end_ns, self._spin_ns)
         self.waited_seconds += (time.monotonic_ns() - began) * 1e-9
 
     def close(self) -> None:
-        """Gives the shared memory back. Not collective; what is in flight can no more be waited for."""
+        """Release the shared memory; see `WireGroup.close`."""
         self._without_end.clear()
         self._without_sum.clear()
         if self._arena is not None:
@@ -216,7 +227,7 @@ class EmulatedLink(CommGroup):
         self._board = self._arena = None
 
     def _launch(self, tensor: Tensor, combine: Callable[[Sequence[Tensor]], object], seconds: float) -> LinkWork:
-        """Shows `tensor` to the other ranks, and takes the wire for so long."""
+        """Publish `tensor` to the other ranks, and occupy the wire for `seconds`."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"expected a contiguous tensor on the CPU, found {tensor.stride()} on {tensor.device}")
         board, arena = self._memory()
@@ -244,7 +255,7 @@ class EmulatedLink(CommGroup):
         return self._board, self._arena
 
     def _sum(self, work: LinkWork) -> None:
-        """Sums what all ranks contributed, as soon as they have, and finds the end of this and earlier works."""
+        """Wait for all ranks' contributions, compute the result, and find the end of this and earlier works."""
         board, _ = self._memory()
         self._await_peers(board.launched, work.number, "launched")
         while self._without_end and self._without_end[0].number <= work.number:
@@ -258,36 +269,36 @@ class EmulatedLink(CommGroup):
             board.publish_delivered(last)
 
     def _find_end(self, board: Board, work: LinkWork) -> None:
-        """The rule at the top of this file. Works come in launch order."""
+        """Apply the rule at the top of this file. Works come in launch order."""
         records = board.records(work.number)
         if len({(record.num_bytes, record.wire_ns) for record in records}) > 1:
-            told = "; ".join(f"rank {r}: {rec.num_bytes} bytes, {rec.wire_ns} ns" for r, rec in enumerate(records))
-            raise RuntimeError(f"the ranks are out of step at all-reduce {work.number} of an emulated link: {told}")
+            found = "; ".join(f"rank {r}: {rec.num_bytes} bytes, {rec.wire_ns} ns" for r, rec in enumerate(records))
+            raise RuntimeError(f"the ranks are out of step at all-reduce {work.number} of an emulated link: {found}")
         begin = max(record.launched_ns for record in records)
         if self.spec.serial:
             begin = max(begin, self._wire_free_ns)
         work.end_ns = self._wire_free_ns = begin + work.wire_ns
 
     def _make_room(self, number: int) -> None:
-        """Returns when no rank reads the collectives up to `number` any more."""
+        """Block until no rank reads the collectives up to `number` any more."""
         board, _ = self._memory()
         while self._without_sum and self._without_sum[0].number <= number:
             self._sum(self._without_sum[0])
         self._await_peers(board.delivered, number, "summed")
 
     def _grow(self, num_bytes: int) -> Arena:
-        """Replaces the arena by one that holds tensors of `num_bytes`; all ranks come here at the same launch."""
+        """Replace the arena by one that holds tensors of `num_bytes`; all ranks do so at the same launch."""
         _, arena = self._memory()
         while self._without_sum:
             self._sum(self._without_sum[0])
         # Peers may still read the old arena: each rank unmaps only its own view of it.
         arena.close()
-        # Doubling keeps tensors that grow step by step from coming here at each step.
+        # Powers of two, so that tensors that grow step by step do not cause a replacement at each step.
         self._arena = Arena(self, 1 << (num_bytes - 1).bit_length())
         return self._arena
 
     def _await_peers(self, counters: Callable[[], list[int]], number: int, done: str) -> None:
-        """Returns when every rank's counter is at least `number`."""
+        """Block until every rank's counter is at least `number`."""
         began = time.monotonic_ns()
         while min(counters()) < number:
             waited = time.monotonic_ns() - began
@@ -304,27 +315,27 @@ class EmulatedLink(CommGroup):
 class NoCommGroup(CommGroup):
     """A group whose reduces do nothing: each rank keeps its own part, so the results are wrong.
 
-    For benchmarks alone: no interconnect lets a step take less time than this.
+    Only for benchmarks: a lower bound on the step time with any interconnect.
     """
 
     def __init__(self, group: CommGroup) -> None:
-        """The ranks of `group`, over which all but reduces still go."""
+        """Wrap `group`, which still performs all operations except reduces."""
         super().__init__(group.ranks, group.rank, group.process_group)
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
-        """None: there is nothing to wait for."""
+        """Return None: there is nothing to wait for."""
         return None
 
     def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
-        """This rank's rows of its own part."""
+        """Return this rank's rows of its own part."""
         return tensor.chunk(self.size)[self.rank], None
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
-        """This rank's rows, once for each rank."""
+        """Repeat this rank's rows for every rank."""
         return torch.cat([tensor] * self.size), None
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """`tensor` as it is."""
+        """Return `tensor` unchanged."""
         return tensor
 
 
@@ -339,8 +350,8 @@ def _add_up(output: Tensor, parts: Sequence[Tensor]) -> None:
         output.add_(part)
 
 
-def hold_until(end_ns: int, spin_ns: int) -> None:
-    """Returns when the monotonic clock shows `end_ns`; asleep until `spin_ns` before."""
+def _hold_until(end_ns: int, spin_ns: int) -> None:
+    """Block until the monotonic clock shows `end_ns`, asleep until `spin_ns` before."""
     left = end_ns - time.monotonic_ns()
     if left > spin_ns:
         time.sleep((left - spin_ns) * 1e-9)

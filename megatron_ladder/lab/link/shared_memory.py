@@ -1,16 +1,16 @@
-"""Memory that the ranks of one machine share: a board of counters and stamps, and an arena for their tensors.
+"""Memory shared by the ranks of one machine: a board of counters and records, and an arena for their tensors.
 
     board    per rank: launched | delivered | a ring of RECORDS records (launch, bytes, wire time)
     arena    per rank: a ring of bytes that only this rank writes
 
 Each word has one writer. Rank r writes its tensor into its part of the arena, then the record, then `launched`;
-a reader that has seen `launched` therefore sees the rest. Bytes and records are used again only after every rank
+a reader that has seen `launched` therefore sees the rest. Bytes and records are reused only after every rank
 has published, in `delivered`, that it has read them.
 
-That order rests on the machine. Every word is aligned and written by one move, and x86 lets every processor see the
-stores of another in program order and never moves a load before an earlier load (TSO); the copies that bypass the
-cache in large `memcpy`s end with a fence of their own. Other processors order neither, and Python has no fence to
-offer, so on them `Board` refuses to be made instead of reducing stale bytes now and then.
+This relies on the processor's memory order. Every word is aligned and written by one move. x86 makes stores visible in
+program order and never moves a load before an earlier load (TSO); large `memcpy`s that bypass the cache end with a
+fence. Other processors guarantee neither, and Python offers no fence, so `Board` refuses to run on them rather than
+occasionally reduce stale bytes.
 """
 
 import mmap
@@ -30,9 +30,9 @@ SHARED_FOLDER = "/dev/shm"
 ORDERED_MACHINES = ("x86_64", "AMD64", "i686")
 
 RECORDS = 256
-"""Collectives that may be in flight at once, as far as records go."""
+"""Collectives in flight at once, limited by records."""
 IN_FLIGHT = 8
-"""Collectives of one size that may be in flight at once, as far as bytes go: what an arena must hold."""
+"""Collectives of one size in flight at once, limited by bytes: the capacity of an arena."""
 
 CACHE_LINE = 64
 _WORD = 8
@@ -41,36 +41,39 @@ _RECORD_WORDS = 4
 _ROW_WORDS = _FIRST_RECORD + RECORDS * _RECORD_WORDS
 
 
-def map_shared(group: CommGroup, num_bytes: int) -> mmap.mmap:
-    """Zeroed memory that all ranks of `group` see; a collective call.
+def _map_shared(group: CommGroup, num_bytes: int) -> mmap.mmap:
+    """Return zeroed memory that all ranks of `group` share; a collective call.
 
-    The group's rank 0 makes a file, all map it, and its name is gone before any rank returns: the memory itself
-    lives until the last mapping is closed, however the processes end. Its pages are there from the start, so that
-    no measurement pays for them and a full file system is an error here and not a bus error later.
+    The group's rank 0 creates a file and all ranks map it. The file is removed before any rank returns, so the memory
+    lives until the last mapping is closed, however the processes end. Its pages are allocated at the start, so that no
+    measurement pays for them and a full file system is an error here instead of a bus error later.
 
     Raises:
         UserError: on every rank: there is too little shared memory, or the ranks are not on one machine.
     """
     created: tuple[str | None, str | None] = _create(num_bytes) if group.rank == 0 else (None, None)
-    path, mistake = group.broadcast_object(created)
     memory = None
-    if path is not None:
-        try:
-            memory = _open(path, num_bytes)
-        except OSError as error:
-            mistake = f"rank {group.ranks[group.rank]} cannot open shared memory ({error}): an emulated link needs "
-            mistake += "all of its ranks on one machine"
-    mistakes = [each for each in group.gather_objects(mistake) if each is not None]
-    if group.rank == 0 and path is not None:
-        os.unlink(path)
-    mistakes = group.broadcast_object(mistakes)
-    if memory is None or mistakes:
-        raise UserError(*mistakes[:1])
+    try:
+        path, error = group.broadcast_object(created)
+        if path is not None:
+            try:
+                memory = _open(path, num_bytes)
+            except OSError as cause:
+                error = f"rank {group.ranks[group.rank]} cannot open shared memory ({cause}): an emulated link needs "
+                error += "all of its ranks on one machine"
+        errors = [each for each in group.gather_objects(error) if each is not None]
+    finally:
+        # Also when a peer is lost in between.
+        if created[0] is not None:
+            os.unlink(created[0])
+    errors = group.broadcast_object(errors)
+    if memory is None or errors:
+        raise UserError(*errors[:1])
     return memory
 
 
 def _create(num_bytes: int) -> tuple[str | None, str | None]:
-    """A file of allocated zeros: its path, or what went wrong, which the other ranks must hear as well."""
+    """Create a file of allocated zeros; returns its path, or an error to report on all ranks."""
     try:
         descriptor, path = tempfile.mkstemp(prefix="megatron_ladder_", dir=SHARED_FOLDER)
     except OSError as error:
@@ -94,61 +97,61 @@ def _open(path: str, num_bytes: int) -> mmap.mmap:
 
 
 class Record(NamedTuple):
-    """What a rank tells the others about a collective that it launches."""
+    """A rank's published description of a collective that it launches."""
 
     launched_ns: int
-    """When, on the monotonic clock, which all processes of a machine share."""
+    """Time on the monotonic clock, which all processes of a machine share."""
     num_bytes: int
     """Size of its tensor."""
     wire_ns: int
-    """How long this rank takes the wire to be busy with it."""
+    """Duration on the wire, as computed by this rank."""
 
 
 class Board:
     """Counters and records of all ranks. Collectives are numbered from 1, in launch order."""
 
     def __init__(self, group: CommGroup) -> None:
-        """A collective call.
+        """Map the board; a collective call.
 
         Raises:
-            UserError: this processor may show other ranks a counter before what it counts.
+            UserError: this processor does not guarantee the order of stores.
         """
         if platform.machine() not in ORDERED_MACHINES:
             raise UserError(
                 f"an emulated link needs a processor that keeps the order of stores ({', '.join(ORDERED_MACHINES)}); "
                 f"this one is {platform.machine()}"
             )
-        self._memory = map_shared(group, group.size * _ROW_WORDS * _WORD)
+        self._memory = _map_shared(group, group.size * _ROW_WORDS * _WORD)
         self._words = memoryview(self._memory).cast("q")
         self._rows = [rank * _ROW_WORDS for rank in range(group.size)]
         self._row = self._rows[group.rank]
 
     def publish(self, number: int, record: Record) -> None:
-        """Tells the others that this rank has launched collective `number`; its bytes are already in the arena."""
+        """Publish that this rank has launched collective `number`, whose bytes are already in the arena."""
         first = self._record(self._row, number)
         for word, value in enumerate(record):
             self._words[first + word] = value
         self._words[self._row + _LAUNCHED] = number
 
     def launched(self) -> list[int]:
-        """Of each rank, the last collective that it has launched."""
+        """Return the last collective that each rank has launched."""
         return [self._words[row + _LAUNCHED] for row in self._rows]
 
     def records(self, number: int) -> list[Record]:
-        """Of each rank, what it said about a collective that all have launched and not all have delivered."""
+        """Return each rank's record of a collective that all have launched and not all have delivered."""
         firsts = [self._record(row, number) for row in self._rows]
         return [Record(self._words[first], self._words[first + 1], self._words[first + 2]) for first in firsts]
 
     def publish_delivered(self, number: int) -> None:
-        """Tells the others that this rank reads nothing more of the collectives up to `number`."""
+        """Publish that this rank has read the collectives up to `number`."""
         self._words[self._row + _DELIVERED] = number
 
     def delivered(self) -> list[int]:
-        """Of each rank, the last collective up to which it reads nothing more."""
+        """Return the last collective that each rank has read."""
         return [self._words[row + _DELIVERED] for row in self._rows]
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Release the memory."""
         self._words.release()
         self._memory.close()
 
@@ -160,33 +163,33 @@ class Board:
 class Arena:
     """One ring of bytes per rank. A collective has the same place in every rank's ring.
 
-    A place depends on the sizes of the collectives so far and on nothing else, so the ranks agree without a word.
+    The place depends only on the sizes of the collectives so far, so the ranks agree without communicating.
     """
 
     def __init__(self, group: CommGroup, num_bytes: int) -> None:
-        """A collective call.
+        """Map the arena; a collective call.
 
         Args:
             num_bytes: size of the largest tensor; the ring holds `IN_FLIGHT` of them.
         """
-        # One more than IN_FLIGHT: what lies idle at the end of a ring is less than one tensor.
+        # One more than IN_FLIGHT: the unused end of a ring is smaller than one tensor.
         self.capacity = _whole_lines(num_bytes) * (IN_FLIGHT + 1)
-        self._memory = map_shared(group, group.size * self.capacity)
+        self._memory = _map_shared(group, group.size * self.capacity)
         self._rings = [rank * self.capacity for rank in range(group.size)]
         self._next = 0
         self._claims: deque[tuple[int, int]] = deque()
         self._views: dict[tuple[int, int, torch.dtype], tuple[Tensor, ...]] = {}
 
     def holds(self, num_bytes: int) -> bool:
-        """Whether `IN_FLIGHT` tensors of this size find room."""
+        """Return whether `IN_FLIGHT` tensors of this size fit."""
         return _whole_lines(num_bytes) * (IN_FLIGHT + 1) <= self.capacity
 
     def claim(self, number: int, num_bytes: int) -> tuple[int, int]:
-        """Takes bytes for collective `number`.
+        """Reserve bytes for collective `number`.
 
         Returns:
-            Their offset, and the last collective that every rank must have delivered before they, and the record of
-            `number`, may be written (0: none).
+            Their offset, and the last collective that every rank must have delivered before these bytes, and the
+            record of `number`, can be written (0: none).
         """
         size = _whole_lines(num_bytes)
         left = self.capacity - self._next % self.capacity
@@ -201,10 +204,10 @@ class Arena:
         return start % self.capacity, in_the_way
 
     def views(self, offset: int, num_bytes: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The bytes at `offset` of each rank's ring, in rank order, as flat tensors."""
+        """Return the bytes at `offset` of each rank's ring, in rank order, as flat tensors."""
         key = (offset, num_bytes, dtype)
         if key not in self._views:
-            # Sizes that never repeat must not fill the memory with views.
+            # Bounds the cache when sizes never repeat.
             if len(self._views) >= 4 * RECORDS:
                 self._views.clear()
             count = num_bytes // dtype.itemsize
@@ -212,16 +215,16 @@ class Arena:
         return self._views[key]
 
     def close(self) -> None:
-        """Gives the memory back, as soon as no view of it is in use."""
+        """Release the memory when its last view is released."""
         self._views.clear()
         del self._memory
 
     def _view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        # A tensor that is made in inference mode could not be written outside of it; torch makes none of no elements.
+        # A tensor made in inference mode is read-only outside of it, and torch makes none of zero elements.
         with torch.inference_mode(False):
             return torch.frombuffer(self._memory, dtype=dtype, count=max(1, count), offset=offset)[:count]
 
 
 def _whole_lines(num_bytes: int) -> int:
-    """At least one cache line, so that every collective has a place of its own."""
+    """Round up to cache lines, at least one, so that every collective has a distinct place."""
     return max(1, -(-num_bytes // CACHE_LINE)) * CACHE_LINE

@@ -1,6 +1,6 @@
 """The two kernels of an emulated link on a GPU. This file needs triton, which comes with torch for CUDA.
 
-Times are those of the device's global timer, in nanoseconds; on an H100 it advances every 32 ns.
+Times come from the device's global timer, in nanoseconds; on an H100 it advances every 32 ns.
 """
 
 import triton
@@ -10,7 +10,7 @@ from triton.language.extra.cuda import globaltimer
 
 THREADS_OF_A_WARP = 32
 WARPS = 32
-"""1024 threads a program: half of what a multiprocessor holds, beside which a block of a large product seldom fits."""
+"""1024 threads a program: half of a multiprocessor, which seldom leaves room for a block of a large product."""
 BLOCK = 4 * WARPS * THREADS_OF_A_WARP
 """Words that a program moves at once: 16 bytes a thread."""
 
@@ -43,33 +43,17 @@ def _carry(  # type: ignore[no-untyped-def]
 
 
 class StandInKernels:
-    """Launches them on the current stream."""
+    """Launches the kernels on the current stream; implements `cuda_link.Kernels`."""
 
     def stamp(self, launched: Tensor, slot: int) -> None:
-        """launched[slot] = the time."""
+        """Store the time in launched[slot]."""
         _stamp[(1,)](launched, slot, num_warps=1)
 
     def carry(
-        self,
-        launched: Tensor,
-        ends: Tensor,
-        slot: int,
-        before: int,
-        scratch: Tensor,
-        num_bytes: int,
-        wire_ns: int,
-        *,
-        serial: bool,
-        sms: int,
-    ) -> None:
-        """Moves bytes in `sms` programs, and ends at ends[slot] = launched[slot] + wire_ns.
-
-        Args:
-            launched: [slots] int64.
-            ends: [slots] int64; with `serial`, ends[before] is awaited first.
-            scratch: [2, words] int32, from whose first half bytes are moved to the second.
-            num_bytes: how many; over and over the same where they are more than half of the scratch.
-        """
+        self, launched: Tensor, ends: Tensor, slot: int, before: int, scratch: Tensor, num_bytes: int, wire_ns: int,
+        *, serial: bool, sms: int,
+    ) -> None:  # fmt: skip
+        """Occupy `sms` multiprocessors until launched[slot] + wire_ns; see `cuda_link.Kernels.carry`."""
         source, sink = scratch.unbind(0)
         _carry[(sms,)](
             launched, ends, slot, before, source, sink, source.numel(), num_bytes // 4, wire_ns,

@@ -16,7 +16,7 @@ from megatron_ladder.comm.launch import Place, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.nccl import explain_connections, overlapped_group_options
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.link.symmetric_memory import MOST_BYTES, SymmetricMemoryGroup, check_peers
+from megatron_ladder.lab.link.cuda_groups import MOST_BYTES, SymmetricMemoryGroup, check_peers
 from tests.unit.comm import fake_cuda
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""The emulated link of a GPU, on a fake of its streams: what runs when, by the rule and by the step-time model."""
+"""The emulated link on a GPU, with fake streams: timings by the rule and by the step-time model."""
 
 import importlib.util
 import random
@@ -10,8 +10,8 @@ import torch
 
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.lab.cost.links import SubBlockTime, WireModel, forward_seconds
+from megatron_ladder.lab.link.cuda_groups import MeteredGroup
 from megatron_ladder.lab.link.cuda_link import PIPELINED_LANES, CudaLink
-from megatron_ladder.lab.link.cuda_streams import MeteredGroup
 from megatron_ladder.lab.link.link import LinkSpec
 from tests.unit.comm import fake_cuda
 
@@ -36,7 +36,7 @@ def launch(link: CudaLink) -> Work:
 
 @pytest.mark.parametrize("serial", [True, False])
 def test_ends_follow_the_rule(device: fake_cuda.Device, serial: bool) -> None:
-    """Launches at random times; works by hand what the rule says of each."""
+    """Launch at random times and compare each end with the rule, computed by hand."""
     drawn, link = random.Random(serial), make_link(device, 0.0, serial=serial)
     wire_free = 0.0
     for _ in range(PIPELINED_LANES):
@@ -50,7 +50,7 @@ def test_ends_follow_the_rule(device: fake_cuda.Device, serial: bool) -> None:
     assert link.collectives == PIPELINED_LANES
 
 
-def test_compute_goes_on_until_it_waits(device: fake_cuda.Device) -> None:
+def test_compute_continues_until_it_waits(device: fake_cuda.Device) -> None:
     link = make_link(device, 100 * MICRO, serial=True)
     device.compute.now = 10 * MICRO
     work = launch(link)
@@ -66,10 +66,10 @@ def test_compute_goes_on_until_it_waits(device: fake_cuda.Device) -> None:
 @pytest.mark.parametrize("serial", [True, False])
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("ratio", [0.4, 1.0, 2.5])
-def test_a_pass_takes_what_the_step_time_model_says(
+def test_a_pass_takes_the_time_of_the_step_time_model(
     device: fake_cuda.Device, serial: bool, staleness: int, ratio: float
 ) -> None:
-    """The stack's walk over the link against the same wiring by `lab/cost/links.py`, which knows nothing of streams."""
+    """Compare the stack's walk over the link with `lab/cost/links.py`, which knows nothing of streams."""
     compute = [(20 + 7 * (number % 3)) * MICRO for number in range(12)]
     link = make_link(device, ratio * 25 * MICRO, serial=serial)
     pending: deque[Work] = deque()
@@ -85,7 +85,7 @@ def test_a_pass_takes_what_the_step_time_model_says(
     assert link.waited_seconds == pytest.approx(device.compute.now - sum(compute), abs=1e-8)
 
 
-def test_the_wire_gets_a_rings_bytes_and_the_specs_time(device: fake_cuda.Device) -> None:
+def test_the_wire_carries_the_bytes_of_a_ring_for_the_time_of_the_spec(device: fake_cuda.Device) -> None:
     kernels = fake_cuda.Kernels(device)
     link = CudaLink(8, LinkSpec(5 * MICRO, 1e-9, serial=True), CPU, sms=12, kernels=kernels)
     tensor = torch.arange(2000, dtype=torch.bfloat16)
@@ -119,7 +119,7 @@ def test_halves_of_an_all_reduce_take_half_of_its_time(device: fake_cuda.Device)
     assert kernels.carried == [{"bytes": 12000, "wire_ns": 10000, "sms": 16}] * 2
 
 
-def test_side_streams_go_before_the_one_that_computes(device: fake_cuda.Device) -> None:
+def test_side_streams_have_priority_over_the_compute_stream(device: fake_cuda.Device) -> None:
     make_link(device, MICRO, serial=True)
     assert [stream.priority for stream in device.streams] == [0, -1, -1]
 
@@ -170,7 +170,7 @@ def test_waits_for_a_real_group_are_metered(device: fake_cuda.Device) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with torch for CUDA alone")
 @pytest.mark.parametrize("serial", [True, False])
 def test_kernels_compile(serial: bool) -> None:
-    """For an H100; neither a GPU nor a driver takes part."""
+    """Compile for an H100, without a GPU or a driver."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -186,6 +186,6 @@ def test_kernels_compile(serial: bool) -> None:
     carry = compile(
         ASTSource(kernels._carry, types, constexprs=constants), target=target, options={"num_warps": kernels.WARPS}
     )
-    # The two loops that hold: before each block, and until the end.
+    # The two holding loops: before each block, and until the end.
     assert carry.asm["ptx"].count("%globaltimer") == 2
     assert carry.asm["ptx"].count("ld.global.b64") == 1 + serial
