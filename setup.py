@@ -39,6 +39,7 @@ REQUIRED = [
     "sentencepiece>=0.2.1,<0.3",
     "tensorboard>=2.19,<3",
     "tokenizers>=0.22,<1",
+    "tqdm>=4.66,<5",
     "xxhash>=3.5,<5",
 ]
 PLOT = ["matplotlib>=3.9,<4"]

@@ -1,7 +1,7 @@
-"""The one table of exit codes, the errors behind it, and the boundary at which a program ends.
+"""Exit codes, the exceptions behind them, and the boundary at which a program ends.
 
-A program is a function `main(argv)`; `run_program` turns what escapes from it into one message on stderr
-and an exit code, the same for every program of the project.
+A program is a function `main(argv)`. `run_program` turns every exception that leaves it into messages on stderr and
+an exit code, in the same way for all programs.
 """
 
 import contextlib
@@ -9,36 +9,40 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import NoReturn
 
 
 class ExitCode(IntEnum):
-    """What a program's exit status says."""
+    """Exit status of a program."""
 
     DONE = 0
-    """The work is done, or a stop was asked for and the state is saved."""
+    """The work is done, or the program was asked to stop and has saved its state."""
     INTERNAL = 1
-    """A fault of ours, or of the machine: the traceback is on stderr."""
-    USER_MISTAKE = 2
-    """A flag, a file or their combination is wrong: one line for each mistake is on stderr."""
+    """A bug, or a failure of the machine: the traceback is on stderr."""
+    USER_ERROR = 2
+    """A flag, a file or their combination is invalid: stderr has one line per error."""
     BAD_NUMBERS = 3
-    """Loss or gradients are not finite, and the run must not go on."""
+    """The loss or the gradients are not finite, and the run must not continue."""
     LOST_PEER = 4
-    """Another rank ended or stopped answering."""
+    """Another rank ended or stopped responding."""
 
 
 class UserError(Exception):
-    """One or several mistakes of the user, a line each: the flag or file, what was found, the mend."""
+    """One or more errors that the user can fix. Each message names the flag or file, the problem and the fix."""
 
-    def __init__(self, *mistakes: str) -> None:
-        super().__init__("\n".join(mistakes))
-        self.mistakes = mistakes
+    def __init__(self, *messages: str) -> None:
+        super().__init__("\n".join(messages))
+        self.messages = messages
+
+    @property
+    def mistakes(self) -> tuple[str, ...]:
+        return self.messages
 
 
 class BadNumbersError(Exception):
-    """Loss or gradients are not finite."""
+    """The loss or the gradients are not finite."""
 
 
 class LostPeerError(Exception):
@@ -47,30 +51,58 @@ class LostPeerError(Exception):
     def __init__(self, message: str, lost: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.lost = tuple(lost)
-        """The ranks that may be gone, as far as they are known."""
+        """Ranks that are possibly gone, as far as known."""
+
+
+class ErrorCollector:
+    """Collects the messages of several user errors, so that one run reports all of them."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def add(self, *messages: str) -> None:
+        """Add messages."""
+        self.messages += messages
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        """Add the messages of a UserError that ends the block; code after the block runs in any case."""
+        try:
+            yield
+        except UserError as error:
+            self.messages += error.messages
+
+    def raise_if_any(self) -> None:
+        """Raise a UserError with all messages, each once, if there are any."""
+        raise_user_errors(self.messages)
+
+
+def raise_user_errors(messages: Iterable[str]) -> None:
+    """Raise a UserError with the messages, each once, if there are any."""
+    if distinct := list(dict.fromkeys(messages)):
+        raise UserError(*distinct)
 
 
 EXIT_CODES: dict[type[BaseException], ExitCode] = {
-    UserError: ExitCode.USER_MISTAKE,
+    UserError: ExitCode.USER_ERROR,
     BadNumbersError: ExitCode.BAD_NUMBERS,
     LostPeerError: ExitCode.LOST_PEER,
 }
 
 GRACE_SECONDS = 5.0
-"""How long a rank waits before it ends with a failure that another rank knows more of.
+"""Time that a rank waits before it exits with a failure that another rank can explain better.
 
-A launcher stops all ranks as soon as one has failed, and reports that one's exit code. Most mistakes of a user are
-seen by every rank alike, so the first rank speaks for all; a rank that is still there afterwards met a mistake of
-its own (in its share of the data, say). And a rank that lost a peer lets that peer's failure be reported.
+A launcher stops all ranks as soon as one fails, and reports the exit code of that rank. Most user errors occur on
+every rank, so rank 0 reports them; a rank that still runs after the grace period has an error that no other rank has
+(in its part of the data, for example). A rank that lost a peer gives that peer the time to report its failure.
 """
 
 
 def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs `main` and ends the process with the exit code of the table.
+    """Run `main` and end the process with the exit code that belongs to its outcome.
 
-    Under a launcher (RANK is set) a user's mistake is printed by rank 0, or by the rank that alone met it; every
-    other failure is printed by the rank that met it, with its number, and ends that process at once, so that no
-    rank stays behind in a collective.
+    Under a launcher (RANK is set), rank 0 prints a user error, unless only another rank has it. The rank that has any
+    other failure prints it with its rank, and ends its process at once, so that no rank hangs in a collective.
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -78,9 +110,9 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
     except UserError as error:
         if rank != 0:
             time.sleep(GRACE_SECONDS)
-        for mistake in error.mistakes:
-            print(f"error: {mistake}", file=sys.stderr, flush=True)
-        _end(ExitCode.USER_MISTAKE)
+        for message in error.messages:
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        _end(ExitCode.USER_ERROR)
     except KeyboardInterrupt:
         _end(ExitCode.INTERNAL)
     except Exception as error:
@@ -89,7 +121,7 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
 
 
 def fail(error: Exception) -> NoReturn:
-    """Prints an error that is no mistake of the user, and ends the process, from any thread of it."""
+    """Print an error that is not the user's, and end the process; any thread may call this."""
     code = exit_code_of(error)
     if code is ExitCode.INTERNAL:
         traceback.print_exception(error)
@@ -101,18 +133,18 @@ def fail(error: Exception) -> NoReturn:
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
-    """What a program ends with that raises it."""
+    """Return the exit code of a program that ends with this exception."""
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), ExitCode.INTERNAL)
 
 
 def _end(code: ExitCode) -> NoReturn:
-    """Ends the process now when it failed or is one of several.
+    """End the process, without running destructors if it failed or is one of several ranks.
 
-    Destructors of process groups may wait for ranks that never come, and their threads may abort a process whose
-    work is done when a peer leaves a moment earlier.
+    Destructors of process groups may wait for ranks that never arrive, and their threads may abort a process that has
+    finished its work when a peer leaves slightly earlier.
     """
     for stream in (sys.stdout, sys.stderr):
-        # A terminal may be gone.
+        # The terminal may have been closed.
         with contextlib.suppress(OSError):
             stream.flush()
     if code is ExitCode.DONE and "RANK" not in os.environ:

@@ -1,15 +1,16 @@
-"""From dataclasses to a command line, and back.
+"""Builds command lines from dataclasses, and checks the values that they receive.
 
-A field `micro_batch_size: int = 1` with a docstring below it becomes `--micro-batch-size N` with that
-docstring as its help. Types decide how many values a flag takes and how they are read:
+A field `micro_batch_size: int = flag(1, minimum=1)` with a docstring below it becomes `--micro-batch-size N`. The
+docstring is its help. The type determines how many values the flag takes and how they are read:
 
     int, float, str, Path      one value
-    bool                       a switch: `--bf16`; one that is on by default becomes `--no-...`
+    bool                       a switch: `--bf16`; a switch that is on by default becomes `--no-...`
     Literal["a", "b"]          one of the words
     tuple[T, ...]              one or more values after one flag
-    T | None                   as T; not given means None
+    T | None                   as T; None if the flag is not given
 
-All mistakes of one command line are collected and raised together as one UserError.
+Bounds of a value, and flags that it requires or excludes, are declared in `flag`. All errors of a command line are
+collected and raised together as one UserError.
 """
 
 import argparse
@@ -22,16 +23,74 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
 from megatron_ladder.errors import UserError
 
 
-def flag(default: Any, aliases: Sequence[str] = ()) -> Any:
-    """A dataclass field with further spellings of its flag, each with its leading dashes."""
-    return dataclasses.field(default=default, metadata={"aliases": tuple(aliases)})
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The numbers that a flag accepts; None means without limit."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    """Exclusive lower limit."""
+    below: float | None = None
+    """Exclusive upper limit."""
+
+    def contains(self, number: float) -> bool:
+        """Return whether the number is within all limits."""
+        return (
+            (self.minimum is None or number >= self.minimum)
+            and (self.maximum is None or number <= self.maximum)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+        )
+
+    def __str__(self) -> str:
+        """Describe the limits: `1 or more`, `0 to 1`, `above 0, at most 1`; empty without limits."""
+        if self.minimum is not None and self.maximum is not None:
+            return f"{self.minimum:,.15g} to {self.maximum:,.15g}".replace(",", "_")
+        words = [
+            *([f"above {self.above:.15g}"] if self.above is not None else []),
+            *([f"{self.minimum:.15g} or more"] if self.minimum is not None else []),
+            *([f"at most {self.maximum:.15g}"] if self.maximum is not None else []),
+            *([f"below {self.below:.15g}"] if self.below is not None else []),
+        ]
+        return ", ".join(words)
+
+
+def flag(
+    default: Any = dataclasses.MISSING,
+    *,
+    aliases: Sequence[str] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    requires: str | Sequence[str] = (),
+    excludes: str | Sequence[str] = (),
+) -> Any:
+    """Declare a dataclass field that is a flag.
+
+    Args:
+        default: value without the flag; the flag is required if there is none.
+        aliases: further spellings, with leading dashes.
+        minimum, maximum, above, below: limits of a number, or of each number of a tuple; see `Bounds`.
+        requires: flags without which this one has no effect. A flag with a value (`"--optimizer adam"`) must have
+            that value; without one it must have any value but its default.
+        excludes: flags that contradict this one, in the same notation.
+    """
+    metadata = {
+        "aliases": tuple(aliases),
+        "bounds": Bounds(minimum, maximum, above, below),
+        "requires": (requires,) if isinstance(requires, str) else tuple(requires),
+        "excludes": (excludes,) if isinstance(excludes, str) else tuple(excludes),
+    }
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def flag_name(field_name: str) -> str:
@@ -173,7 +232,9 @@ class Flag:
     required: bool
     """Whether there is nothing without it."""
     turns_off: bool
-    """A switch for what is on without it."""
+    """Whether this is a switch that turns off what is on by default."""
+    limits: str
+    """Limits of the value and flags that it requires, in words; may be empty."""
 
 
 def section_flags(config_class: type) -> list[Flag]:
@@ -199,21 +260,37 @@ def section_flags(config_class: type) -> list[Flag]:
                 default=default,
                 required=field.default is dataclasses.MISSING,
                 turns_off=turns_off,
+                limits=_limits(field),
             )
         )
     return flags
+
+
+def _limits(field: "dataclasses.Field[Any]") -> str:
+    metadata = field.metadata
+    parts = [str(metadata["bounds"])] if str(metadata.get("bounds", "")) else []
+    if metadata.get("requires"):
+        parts.append("requires " + " and ".join(metadata["requires"]))
+    if metadata.get("excludes"):
+        parts.append("not with " + " or ".join(metadata["excludes"]))
+    return "; ".join(parts)
 
 
 def _add_flag(group: Any, one: Flag) -> None:
     text = one.documentation.replace("%", "%%")
     if not one.placeholder:
         value = "false" if one.turns_off else "true"
+        if one.limits:
+            text += f" ({one.limits})"
         group.add_argument(*one.spellings, dest=one.field_name, action="store_const", const=value, help=text)
         return
+    facts = [one.limits] if one.limits else []
     if one.required:
-        text += " (required)"
+        facts.append("required")
     elif one.default is not None:
-        text += f" (default: {one.default})"
+        facts.append(f"default: {one.default}")
+    if facts:
+        text += f" ({'; '.join(facts)})"
     group.add_argument(
         *one.spellings,
         dest=one.field_name,
@@ -229,80 +306,86 @@ def parse_command_line(
     argv: Sequence[str],
     program: str,
     description: str,
-    refused: Mapping[str, str] | None = None,
-    accepted: Mapping[str, tuple[str, ...]] | None = None,
     found: list[str] | None = None,
 ) -> list[Any]:
-    """Reads `argv` into one instance of each dataclass, in order.
+    """Read `argv` into one instance of each dataclass, in order.
 
     Args:
-        refused: flags that are known but not supported, with what to use instead.
-        accepted: flags of other trainers that ask for what is done anyway: the flag with the values it may
-            have (none: a switch). Any other value is a mistake.
-        found: where to append mistakes instead of raising them, for a caller that looks for more; values that
-            could not be read are then their defaults, or 1 where there is none.
+        found: list to which errors are appended instead of raising them, for a caller that checks more. A value that
+            cannot be read is then the default, or 1 if there is none.
 
     Raises:
-        UserError: with every mistake of the command line, a line each.
+        UserError: with one message per error of the command line.
     """
     mistakes: list[str] = []
-    words = _take_foreign_flags(list(argv), refused or {}, accepted or {}, mistakes)
     parser = build_parser(config_classes, program, description)
     known = [option for action in parser._actions for option in action.option_strings]
-    words = _take_unknown_flags(words, known, mistakes)
+    words = _take_unknown_flags(list(argv), known, mistakes)
     try:
         namespace = parser.parse_args(words)
     except UserError as error:
         raise UserError(*mistakes, *error.mistakes) from None
     given = vars(namespace)
-    read = [_read_values(config_class, given, mistakes) for config_class in config_classes]
+    unread: set[str] = set()
+    read = [_read_values(config_class, given, mistakes, unread) for config_class in config_classes]
+    configs = [config_class(**values) for config_class, values in zip(config_classes, read, strict=True)]
+    mistakes += value_errors(configs, unread)
     if found is not None:
         found.extend(mistakes)
     elif mistakes:
         raise UserError(*mistakes)
-    return [config_class(**values) for config_class, values in zip(config_classes, read, strict=True)]
+    return configs
 
 
-def _take_foreign_flags(
-    words: list[str],
-    refused: Mapping[str, str],
-    accepted: Mapping[str, tuple[str, ...]],
-    mistakes: list[str],
-) -> list[str]:
-    """Removes flags that are refused or mean what is the default anyway, with the values that follow them."""
-    kept: list[str] = []
-    position = 0
-    while position < len(words):
-        name, equals, attached = words[position].partition("=")
-        position += 1
-        if name not in refused and name not in accepted:
-            kept.append(words[position - 1])
-            continue
-        values = [attached] if equals else []
-        while not equals and position < len(words) and not _is_flag(words[position]):
-            values.append(words[position])
-            position += 1
-        if name in refused:
-            mistakes.append(f"{name} is not supported: {refused[name]}")
-        elif accepted[name] and (len(values) != 1 or not _matches(values[0], accepted[name])):
-            wanted = " or ".join(accepted[name])
-            mistakes.append(f"{name} {' '.join(values)}: only {wanted} is supported; leave the flag out")
-        elif not accepted[name] and values:
-            mistakes.append(f"{name} takes no value, found {' '.join(values)}")
-    return kept
+def value_errors(configs: Sequence[Any], skipped: Collection[str] = ()) -> list[str]:
+    """Check all values of dataclass instances against what their `flag` declarations allow.
+
+    Args:
+        configs: the sections of one command line; `requires` and `excludes` refer to flags of any of them.
+        skipped: names of fields that are not checked.
+
+    Returns:
+        One line per error.
+    """
+    errors: list[str] = []
+    for config in configs:
+        for field in dataclasses.fields(config):
+            if field.name in skipped or "bounds" not in field.metadata:
+                continue
+            value, name = getattr(config, field.name), _spelling(field)
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, int | float) and not field.metadata["bounds"].contains(one):
+                    errors.append(f"{name} {one}: expected {field.metadata['bounds']}")
+            if value != field.default:
+                shown = name if value in (True, False) or isinstance(value, tuple) else f"{name} {value}"
+                errors += [
+                    f"{shown} requires {other}" for other in field.metadata["requires"] if not _has(configs, other)
+                ]
+                errors += [
+                    f"{shown} and {other} exclude each other: give one of them"
+                    for other in field.metadata["excludes"]
+                    if _has(configs, other)
+                ]
+    return errors
 
 
-def _matches(value: str, allowed: Sequence[str]) -> bool:
-    if value.lower() in [word.lower() for word in allowed]:
-        return True
-    try:
-        return float(value) in [float(word) for word in allowed]
-    except ValueError:
-        return False
+def _spelling(field: "dataclasses.Field[Any]") -> str:
+    return flag_name("no_" + field.name if field.default is True else field.name)
 
 
-def _is_flag(word: str) -> bool:
-    """A word that begins a flag; negative numbers do not."""
+def _has(configs: Sequence[Any], condition: str) -> bool:
+    """Whether a flag was given with the value in `condition`, or, if that has none, with a value of any kind."""
+    name, _, wanted = condition.partition(" ")
+    for config in configs:
+        for field in dataclasses.fields(config):
+            if _spelling(field) == name:
+                value = getattr(config, field.name)
+                return str(value) == wanted if wanted else value != field.default
+    raise ValueError(f"no flag {name} in {', '.join(type(config).__name__ for config in configs)}")
+
+
+def is_flag(word: str) -> bool:
+    """Return whether a word of a command line is a flag; negative numbers are not."""
     return word.startswith("--") and len(word) > 2 and not word[2].isdigit()
 
 
@@ -312,7 +395,7 @@ def _take_unknown_flags(words: list[str], known: Sequence[str], mistakes: list[s
     skipping = False
     for word in words:
         name = word.partition("=")[0]
-        if _is_flag(word):
+        if is_flag(word):
             skipping = name not in known
             if skipping:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
@@ -323,7 +406,9 @@ def _take_unknown_flags(words: list[str], known: Sequence[str], mistakes: list[s
     return kept
 
 
-def _read_values(config_class: type, given: Mapping[str, Any], mistakes: list[str]) -> dict[str, Any]:
+def _read_values(
+    config_class: type, given: Mapping[str, Any], mistakes: list[str], unread: set[str]
+) -> dict[str, Any]:
     hints = typing.get_type_hints(config_class)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):
@@ -331,6 +416,7 @@ def _read_values(config_class: type, given: Mapping[str, Any], mistakes: list[st
         if name not in given:
             if field.default is dataclasses.MISSING:
                 mistakes.append(f"{flag_name(name)} is required")
+                unread.add(name)
                 values[name] = value_type.stand_in
             continue
         if value_type.scalar is bool:
@@ -343,6 +429,7 @@ def _read_values(config_class: type, given: Mapping[str, Any], mistakes: list[st
                 values[name] = value_type.read(given[name])
         except ValueError as error:
             mistakes.append(f"{flag_name(name)}: {error}")
+            unread.add(name)
             if field.default is dataclasses.MISSING:
                 values[name] = value_type.stand_in
     return values

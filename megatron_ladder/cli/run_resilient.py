@@ -31,7 +31,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """They ask for the end."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Of <linux/prctl.h>."""
-FINAL = (ExitCode.USER_MISTAKE, ExitCode.BAD_NUMBERS)
+FINAL = (ExitCode.USER_ERROR, ExitCode.BAD_NUMBERS)
 """What another attempt would end with as well; a command that has once started to train is no mistake, though."""
 
 
@@ -152,7 +152,7 @@ def supervise(
             return 0
         has_run = has_run or any(event["event"] == "start" for event in happened)
         # What it then meets may pass: a name that is not resolved for a moment, a file system that is away.
-        tried_again = has_run if told == ExitCode.USER_MISTAKE else config.retry_bad_numbers
+        tried_again = has_run if told == ExitCode.USER_ERROR else config.retry_bad_numbers
         if received or (told in FINAL and not tried_again):
             return told if told > 0 else ExitCode.INTERNAL
         in_a_row = 1 if any(event["event"] == "save end" for event in happened) else in_a_row + 1

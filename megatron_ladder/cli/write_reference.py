@@ -60,9 +60,13 @@ def _sections(command: "Command", mark: str) -> list[str]:
             lines.append(f"{mark} {title.rstrip('.')}")
         if explanation:
             lines.append(explanation)
-        rows = [(_spelled(one), _default(one), one.documentation) for one in section_flags(section)]
+        rows = [(_spelled(one), _default(one), _documentation(one)) for one in section_flags(section)]
         lines.append(_table(("flag", "default", "what it says"), rows))
     return lines
+
+
+def _documentation(one: Flag) -> str:
+    return one.documentation + (f" ({one.limits})" if one.limits else "")
 
 
 def _spelled(one: Flag) -> str:

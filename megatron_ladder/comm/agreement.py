@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import LostPeerError, UserError
 
 LINGER_SECONDS = 5.0
@@ -287,6 +288,23 @@ def find_mistakes(reports: Sequence[Report]) -> list[str]:
             shown = " but ".join(f"{value} for {peers.describe(ranks)}" for value, ranks in values.items())
             lines.append(f"{label} differs: {shown}: all processes must be started alike")
     return lines
+
+
+def raise_on_all_ranks(group: CommGroup, messages: Sequence[str]) -> None:
+    """Raise a UserError on every rank of a group if any rank has messages; all ranks must call this.
+
+    The error has the messages of all ranks, each once. Messages that only some ranks have name those ranks.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, lines in zip(group.ranks, group.gather_objects(list(messages)), strict=False):
+        for line in dict.fromkeys(lines):
+            ranks.setdefault(line, []).append(rank)
+    combined = [
+        line if len(having) == group.size else f"{line} (on {name_ranks(having)})" for line, having in ranks.items()
+    ]
+    combined = group.broadcast_object(combined)
+    if combined:
+        raise UserError(*combined)
 
 
 def tell_mistakes(rank: int, world_size: int, host: Host, mistakes: Sequence[str], timeout: timedelta) -> None:

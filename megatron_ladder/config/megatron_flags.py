@@ -1,8 +1,12 @@
-"""Megatron's flags that this trainer does not have: those that ask for what is done anyway, and those refused.
+"""Megatron's flags that this trainer does not have.
 
-Users bring launch scripts from Megatron-DeepSpeed; every flag of theirs is obeyed, accepted because it changes
-nothing, or refused with what to use instead. None is ignored.
+Users bring launch scripts from Megatron-DeepSpeed. A flag that requests what the trainer does anyway is accepted, and
+any other flag is rejected with its replacement. No flag is silently ignored.
 """
+
+from collections.abc import Sequence
+
+from megatron_ladder.flags import is_flag
 
 ACCEPTED: dict[str, tuple[str, ...]] = {
     "--swiglu": (),
@@ -133,3 +137,36 @@ REFUSED: dict[str, str] = {
     "--error-injection-rate": "leave the flag out: faults are injected by tests alone",
 }
 """Flag -> what to use instead."""
+
+
+def take_megatron_flags(words: Sequence[str], errors: list[str]) -> list[str]:
+    """Return the words of a command line without these flags and their values, appending one line per error."""
+    kept: list[str] = []
+    position = 0
+    while position < len(words):
+        name, equals, attached = words[position].partition("=")
+        position += 1
+        if name not in REFUSED and name not in ACCEPTED:
+            kept.append(words[position - 1])
+            continue
+        values = [attached] if equals else []
+        while not equals and position < len(words) and not is_flag(words[position]):
+            values.append(words[position])
+            position += 1
+        if name in REFUSED:
+            errors.append(f"{name} is not supported: {REFUSED[name]}")
+        elif ACCEPTED[name] and (len(values) != 1 or not _matches(values[0], ACCEPTED[name])):
+            expected = " or ".join(ACCEPTED[name])
+            errors.append(f"{name} {' '.join(values)}: only {expected} is supported; leave the flag out")
+        elif not ACCEPTED[name] and values:
+            errors.append(f"{name} takes no value, found {' '.join(values)}")
+    return kept
+
+
+def _matches(value: str, allowed: Sequence[str]) -> bool:
+    if value.lower() in [word.lower() for word in allowed]:
+        return True
+    try:
+        return float(value) in [float(word) for word in allowed]
+    except ValueError:
+        return False

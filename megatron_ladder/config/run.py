@@ -7,7 +7,7 @@ from typing import Any
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_mistakes
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.config.engine import engine_mistakes
-from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
+from megatron_ladder.config.megatron_flags import take_megatron_flags
 from megatron_ladder.config.parallel import ParallelConfig
 from megatron_ladder.config.profile import ProfileConfig, profile_mistakes
 from megatron_ladder.config.reliability import ReliabilityConfig, reliability_mistakes
@@ -90,11 +90,8 @@ class RunConfig:
 
 def parse_run(argv: Sequence[str], mistakes: list[str]) -> RunFlags:
     """Reads the command line, appending a line to `mistakes` for each word that cannot be read."""
-    return RunFlags(
-        *parse_command_line(
-            SECTIONS, argv, PROGRAM, DESCRIPTION, refused=REFUSED, accepted=ACCEPTED, found=mistakes
-        )  # fmt: skip
-    )
+    words = take_megatron_flags(argv, mistakes)
+    return RunFlags(*parse_command_line(SECTIONS, words, PROGRAM, DESCRIPTION, found=mistakes))
 
 
 def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: list[str]) -> RunConfig:

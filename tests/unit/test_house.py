@@ -15,12 +15,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron_ladder"
 
-GROUND = {"errors", "flags"}
+GROUND = {"errors", "files", "flags", "processes", "progress"}
 LOW = GROUND | {"blueprint", "config"}
 PARALLEL = LOW | {"comm", "parallel"}
 MODEL = PARALLEL | {"model"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
+    "processes": set(),
+    "progress": set(),
     "flags": {"errors"},
     "blueprint": GROUND,
     "config": GROUND | {"blueprint"},

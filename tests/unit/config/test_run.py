@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
+from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED, take_megatron_flags
 from megatron_ladder.config.run import SECTIONS, RunConfig, parse_run, resolve_run
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.flags import build_parser
@@ -145,3 +145,20 @@ def test_a_users_json_is_merged(tmp_path: Path) -> None:
 def test_a_contradicting_json_is_refused(tmp_path: Path, given: object, message: str) -> None:
     found = merged(tmp_path, given)[1]
     assert len(found) == 1 and message in found[0], found
+
+
+def test_megatron_flags_are_taken_out_and_checked() -> None:
+    errors: list[str] = []
+    words = "--lr 3 --num-experts 8 --swiglu --normalization LayerNorm --use-flash-attn yes --bf16".split()
+    assert take_megatron_flags(words, errors) == ["--lr", "3", "--bf16"]
+    assert errors == [
+        f"--num-experts is not supported: {REFUSED['--num-experts']}",
+        "--normalization LayerNorm: only rmsnorm is supported; leave the flag out",
+        "--use-flash-attn takes no value, found yes",
+    ]
+
+
+@pytest.mark.parametrize("value", ["0", "0.0", "0."])
+def test_accepted_numbers_may_be_spelled_in_any_way(value: str) -> None:
+    errors: list[str] = []
+    assert take_megatron_flags(["--attention-dropout", value], errors) == [] and errors == []

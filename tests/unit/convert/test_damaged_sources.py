@@ -43,7 +43,7 @@ def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, saved: Path, verb
     target = "--hf" if verb == "export" else "--save"
     with pytest.raises(UserError, match=f"{file}: damaged: .* name another checkpoint") as refusal:
         convert(verb, "--load", saved, target, tmp_path / "result")
-    assert exit_code_of(refusal.value) is ExitCode.USER_MISTAKE
+    assert exit_code_of(refusal.value) is ExitCode.USER_ERROR
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -1,0 +1,99 @@
+"""Atomic file replacement, durable directories, and advisory locks.
+
+A file that has its final name is complete. Its content is written under a temporary name in the same directory,
+fsynced, and renamed; then the directory is fsynced, so that the rename survives a crash of the machine.
+"""
+
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+TEMPORARY_SUFFIX = ".partial"
+
+
+def temporary_path(path: Path) -> Path:
+    """Return an unused name next to `path`, so that renaming it to `path` stays within one file system."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+
+
+def remove_temporary_files(path: Path) -> None:
+    """Remove the temporary files that killed writers of `path` left; the caller must be the only writer."""
+    for abandoned in path.parent.glob(f"{path.name}.*{TEMPORARY_SUFFIX}"):
+        abandoned.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces `path` at the end of the block; an error leaves `path` as it was."""
+    temporary = temporary_path(path)
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            sync_file(file)
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Replace a file in one step: a reader finds either the old content or the new. Text is written as UTF-8."""
+    with atomic_writer(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write and fsync a file under a name that does not need to be atomic, such as a temporary one."""
+    with open(path, "wb") as file:
+        file.write(content)
+        sync_file(file)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Rename a fsynced file or directory to its final name, and make the rename durable."""
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def sync_file(file: BinaryIO) -> None:
+    """Flush the buffers of an open file and fsync it."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames, creations and deletions in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock_file(descriptor: int, wait: bool = False) -> OSError | None:
+    """Take the kernel's exclusive lock on an open file or directory.
+
+    The lock ends when its file is closed, so also when its holder is killed. The `filelock` package is not used: it
+    cannot lock a directory or a file that is already open, and without kernel locks it falls back to marker files,
+    which outlive a killed holder.
+
+    Args:
+        wait: wait for another holder instead of raising an error.
+
+    Returns:
+        None if the lock is held; the error if the file system has no locks, so that others cannot be kept away.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise BlockingIOError(error.errno, error.strerror) from None
+        return error
+    return None

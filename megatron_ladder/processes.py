@@ -1,0 +1,115 @@
+"""Child processes that do not outlive their parent, and the signals that end a program.
+
+A parent starts children with `start_child`, collects signals with `received_signals`, and ends the children with
+`end_children`. If the parent is killed, the kernel signals its children.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+"""Options of prctl(2), from <linux/prctl.h>."""
+
+Child = subprocess.Popen[bytes]
+
+
+def start_child(
+    command: Sequence[str],
+    death_signal: signal.Signals = signal.SIGTERM,
+    ignored_signals: Sequence[signal.Signals] = (),
+    **popen_options: Any,
+) -> Child:
+    """Start a process to which the kernel sends `death_signal` when the process that started it dies.
+
+    Args:
+        ignored_signals: signals that the child ignores until it installs its own handlers.
+        popen_options: further arguments of `subprocess.Popen`. With `start_new_session=True` the child does not
+            receive the terminal's Ctrl-C and can be killed together with its own children.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+    parent = os.getpid()
+
+    def prepare() -> None:
+        for number in ignored_signals:
+            signal.signal(number, signal.SIG_IGN)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, death_signal)
+        if os.getppid() != parent:
+            # The parent died before prctl took effect.
+            os._exit(1)
+
+    return subprocess.Popen(command, preexec_fn=prepare, **popen_options)
+
+
+def end_children(
+    children: Sequence[Child],
+    grace_seconds: float,
+    kill_groups: bool = False,
+    is_impatient: Callable[[], bool] = lambda: False,
+    poll_seconds: float = 0.02,
+) -> None:
+    """Send SIGTERM to all children that still run, wait, and send SIGKILL to those that remain.
+
+    Args:
+        kill_groups: send SIGKILL to the whole process group of each child, which must lead one.
+        is_impatient: ends the grace period early when it returns True, for example after a second signal.
+    """
+    running = [child for child in children if child.poll() is None]
+    for child in running:
+        child.terminate()
+    deadline = time.monotonic() + grace_seconds
+    while running and time.monotonic() < deadline and not is_impatient():
+        time.sleep(poll_seconds)
+        running = [child for child in running if child.poll() is None]
+    for child in running:
+        with contextlib.suppress(ProcessLookupError):
+            if kill_groups:
+                os.killpg(child.pid, signal.SIGKILL)
+            else:
+                child.kill()
+        child.wait()
+
+
+@contextmanager
+def received_signals(merge_seconds: float = 0.0) -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM and SIGHUP in a list inside the block, instead of letting them end the process.
+
+    A signal that the parent process ignores (as `nohup` does with SIGHUP) stays ignored.
+
+    Args:
+        merge_seconds: ignore signals that arrive within so many seconds after the first, because a terminal and a
+            launcher may both forward the same request.
+    """
+    received: list[int] = []
+    first = 0.0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        now = time.monotonic()
+        if not received:
+            first = now
+        if not received or now - first > merge_seconds:
+            received.append(number)
+
+    handled = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in handled}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def adopt_orphans() -> None:
+    """Make orphaned descendants children of this process, so that it can find and end them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

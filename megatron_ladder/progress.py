@@ -1,0 +1,88 @@
+"""Progress of long operations on stderr: amount, rate and remaining time.
+
+On a terminal a bar is redrawn in place. Elsewhere a line is printed every few seconds, so that logs stay readable.
+"""
+
+import sys
+import threading
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from tqdm import tqdm
+
+TERMINAL_SECONDS, PLAIN_SECONDS = 0.2, 10.0
+"""Time between two updates on a terminal, and between two lines elsewhere."""
+
+
+class _Bar(tqdm):  # type: ignore[misc]
+    # No monitor thread and no lock shared between processes: callers fork workers.
+    monitor_interval = 0
+    _lock = threading.RLock()
+
+
+class _PlainBar(_Bar):
+    """Prints lines instead of redrawing one."""
+
+    disable: bool
+
+    @staticmethod
+    def status_printer(file: TextIO) -> Any:
+        return lambda text: print(text, file=file, flush=True)
+
+    def close(self) -> None:
+        if not self.disable:
+            self.disable = True
+            self._decr_instances(self)
+            if self._time() - self.start_t >= self.delay:
+                self.display()
+
+
+class ProgressBar:
+    """Shows how much of a long operation is done; use as a context manager.
+
+    Args:
+        total: amount of work in `unit`; None if it is unknown.
+        unit: "B" for bytes, which are shown in powers of 1000; otherwise a word such as " trials".
+        done: amount that an earlier run did; it does not count for the rate.
+        stream: stderr if not given.
+    """
+
+    def __init__(
+        self, description: str, total: float | None, unit: str = "B", done: float = 0, stream: TextIO | None = None
+    ) -> None:
+        self._stream = stream or sys.stderr
+        self._is_terminal = self._stream.isatty()
+        options = {"desc": description, "total": total, "initial": done, "unit": unit, "unit_scale": unit == "B"}
+        if self._is_terminal:
+            self._bar = _Bar(**options, file=self._stream, mininterval=TERMINAL_SECONDS, miniters=1, dynamic_ncols=True)
+        else:
+            seconds = PLAIN_SECONDS
+            # Without columns there is no room for the drawn bar.
+            self._bar = _PlainBar(
+                **options, file=self._stream, mininterval=seconds, miniters=1, delay=seconds, ncols=0
+            )
+
+    def advance(self, amount: float, **notes: object) -> None:
+        """Count finished work, and update the display if it is due. `notes` are shown after the rate."""
+        if notes:
+            self._bar.set_postfix(notes, refresh=False)
+        self._bar.update(amount)
+
+    def print(self, text: str) -> None:
+        """Print a line of text above the bar, on the same stream."""
+        if self._is_terminal:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Show the final state. A short operation prints nothing on a stream that is not a terminal."""
+        self._bar.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

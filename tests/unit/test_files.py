@@ -1,0 +1,104 @@
+"""Atomic file replacement and locks of `megatron_ladder.files`."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder.files import atomic_writer, lock_file, publish, remove_temporary_files, write_atomically
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new" and names(tmp_path) == ["a.json"]
+
+
+def test_an_error_keeps_the_old_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+    with pytest.raises(RuntimeError), atomic_writer(path) as file:
+        file.write(b"new")
+        raise RuntimeError
+    assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
+
+
+def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
+
+
+def test_content_and_rename_are_synced_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        calls.append("directory" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file")
+        fsync(descriptor)
+
+    def noted_replace(source: Path, target: Path) -> None:
+        calls.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    write_atomically(tmp_path / "a.json", "x")
+    assert calls == ["file", "rename", "directory"]
+
+
+def test_temporary_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path; from megatron_ladder.files import atomic_writer\n"
+        "with atomic_writer(Path(sys.argv[1])) as file: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    path = tmp_path / "a.json"
+    done = subprocess.run([sys.executable, "-c", program, str(path)], cwd=Path(__file__).parents[2])
+    assert done.returncode == -signal.SIGKILL and len(names(tmp_path)) == 1 and not path.exists()
+    remove_temporary_files(path)
+    assert names(tmp_path) == []
+
+
+def test_a_directory_is_published(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    publish(tmp_path / "work", tmp_path / "done")
+    assert names(tmp_path) == ["done"]
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path, is_directory: bool) -> None:
+    path = tmp_path / "lock"
+    path.mkdir() if is_directory else path.touch()
+    first, second = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
+    assert lock_file(first) is None
+    with pytest.raises(BlockingIOError):
+        lock_file(second)
+    os.close(first)
+    assert lock_file(second, wait=True) is None
+    os.close(second)
+
+
+def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(descriptor: int, operation: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with open(tmp_path / "lock", "w") as file:
+        error = lock_file(file.fileno())
+    assert error is not None and error.strerror == "No locks available"

@@ -1,0 +1,84 @@
+"""Child processes and signals of `megatron_ladder.processes`."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_ladder.processes import end_children, received_signals, start_child
+
+ROOT = Path(__file__).resolve().parents[2]
+IGNORES_TERMINATION = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True)"
+
+
+@pytest.mark.parametrize("death_signal", [signal.SIGTERM, signal.SIGKILL])
+def test_a_child_dies_with_its_parent(death_signal: signal.Signals) -> None:
+    program = (
+        "import os, signal, sys; from megatron_ladder.processes import start_child\n"
+        f"child = start_child(['sleep', '60'], signal.Signals({int(death_signal)}))\n"
+        "print(child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(10)
+
+
+def test_children_that_ignore_termination_are_killed() -> None:
+    stubborn = start_child(
+        [sys.executable, "-c", IGNORES_TERMINATION + "; time.sleep(60)"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    polite = start_child(["sleep", "60"], start_new_session=True)
+    assert stubborn.stdout is not None and stubborn.stdout.readline() == b"ready\n"
+    end_children([stubborn, polite], grace_seconds=0.2, kill_groups=True)
+    assert (stubborn.returncode, polite.returncode) == (-signal.SIGKILL, -signal.SIGTERM)
+
+
+def test_impatience_ends_the_grace_period() -> None:
+    child = start_child([sys.executable, "-c", IGNORES_TERMINATION + "; time.sleep(60)"], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+    end_children([child], grace_seconds=600, is_impatient=lambda: True)
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_a_child_ignores_signals_that_its_parent_answers() -> None:
+    child = start_child(["sleep", "60"], ignored_signals=[signal.SIGINT])
+    child.send_signal(signal.SIGINT)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait() == -signal.SIGTERM
+
+
+def test_signals_are_collected_and_handlers_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with received_signals() as received:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert sorted(received) == [signal.SIGINT, signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_signals_of_one_request_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with received_signals(merge_seconds=1.0) as received:
+        for seconds in (0.0, 0.5, 0.6):
+            now[0] += seconds
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert len(received) == 2
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with received_signals() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert received == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
