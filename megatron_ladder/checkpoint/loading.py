@@ -4,17 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ladder.checkpoint.format import Checkpoint, Progress, checkpoint_candidates
+from megatron_ladder.checkpoint.optimizer_state import OptimizerState
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, is_published_name
 from megatron_ladder.checkpoint.training_state import load_training_state
 from megatron_ladder.comm.agreement import name_ranks
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.engine.state import EngineState
 from megatron_ladder.errors import UserError
 
 
 def load_newest(
     load: Path,
-    state: EngineState,
+    state: OptimizerState,
     world: CommGroup,
     refuse: Callable[[Checkpoint], list[str]],
     *,

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, file_checksum
 from megatron_ladder.checkpoint.host_memory import HostMemory
 from megatron_ladder.checkpoint.manifest import FileIndex, FileRecord, merge_manifest
+from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
 from megatron_ladder.checkpoint.publish import (
     create_temporary_directory,
     publish,
@@ -31,7 +32,6 @@ from megatron_ladder.checkpoint.publish import (
 from megatron_ladder.checkpoint.retention import Retention, remove_old_checkpoints
 from megatron_ladder.checkpoint.writer import CheckpointWriter
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.engine.state import MOMENTS, EngineState, Span
 from megatron_ladder.parallel.layout import split_interval
 
 ROOM_FOR_THE_REST = 1 << 20
@@ -109,7 +109,7 @@ class TrainingSave:
     def begin(
         save: Path,
         header: Mapping[str, Any],
-        state: EngineState,
+        state: OptimizerState,
         world: CommGroup,
         add_files: Callable[[Path], None],
         options: SaveOptions,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from megatron_ladder.checkpoint.format import Checkpoint, Progress
+from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions, TrainingSave, generator_states
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.engine.state import MOMENTS, EngineState
 from megatron_ladder.errors import UserError
 from megatron_ladder.parallel.layout import split_interval
 
@@ -22,7 +22,7 @@ from megatron_ladder.parallel.layout import split_interval
 def save_training_state(
     save: Path,
     header: Mapping[str, Any],
-    state: EngineState,
+    state: OptimizerState,
     world: CommGroup,
     add_files: Callable[[Path], None],
     options: SaveOptions | None = None,
@@ -48,7 +48,7 @@ def save_training_state(
 
 def load_training_state(
     checkpoint: Checkpoint,
-    state: EngineState,
+    state: OptimizerState,
     world: CommGroup,
     *,
     optimizer: bool = True,
@@ -93,7 +93,7 @@ def load_training_state(
         stored = checkpoint.manifest["optimizer"]
         state.set_steps_taken(int(stored["steps_taken"]))
         state.set_loss_scaler(stored.get("loss_scaler", {}))
-    state.masters_changed()
+    state.copy_masters_to_weights()
     for name, generator_state in read_generators.items():
         if name.endswith(".cuda"):
             torch.cuda.set_rng_state(generator_state)
@@ -102,7 +102,7 @@ def load_training_state(
 
 
 @torch.no_grad()
-def _read_optimizer(checkpoint: Checkpoint, state: EngineState, moments: bool) -> None:
+def _read_optimizer(checkpoint: Checkpoint, state: OptimizerState, moments: bool) -> None:
     for span in state.spans():
         targets = {"weight": span.master}
         if moments:

@@ -3,7 +3,7 @@
 DeepSpeed flattens parameters and cuts them over data-parallel ranks, each of its optimizer classes in its own way.
 One adapter per class says which run of which local parameter lies where; nothing is communicated for it, and nothing
 else in this package reads those classes' attributes. They are private to DeepSpeed, so its version is pinned, an
-unknown class is an error, and every save checks that masters and weights agree (`check_masters`).
+unknown class is an error, and every save checks that the masters, rounded, are the weights (`checkpoint/saving.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -14,41 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.engine.gradients import GradientPiece
-from megatron_ladder.parallel.layout import Section, parameter_sections
+from megatron_ladder.parallel.layout import parameter_sections
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What DeepSpeed's dynamic loss scaler knows of its past."""
-
-
-class Span(NamedTuple):
-    """A run of one local parameter that this rank's optimizer updates."""
-
-    sections: Sequence[Section]
-    """What the parameter is made of."""
-    shape: Sequence[int]
-    """The parameter's shape, whole; ZeRO-3 keeps parameters empty between uses."""
-    start: int
-    """First element, in the parameter's row-major order."""
-    weight: Tensor
-    """The elements that the model computes with, flat."""
-    flat_master: Tensor
-    """The optimizer's own fp32 tensor that holds the run, and the key of its moments."""
-    offset: int
-    """Where the run begins in it."""
-    owned: bool
-    """Whether this rank saves and counts it, among data-parallel ranks that hold the same run."""
-
-    @property
-    def length(self) -> int:
-        """Elements."""
-        return self.weight.numel()
-
-    @property
-    def master(self) -> Tensor:
-        """The fp32 values, flat."""
-        return self.flat_master.detach().view(-1).narrow(0, self.offset, self.length)
 
 
 class EngineState(ABC):
@@ -77,7 +48,7 @@ class EngineState(ABC):
         """
 
     @abstractmethod
-    def masters_changed(self) -> None:
+    def copy_masters_to_weights(self) -> None:
         """Brings the model's weights up to date with masters that were written; all ranks must call it."""
 
     def gradient_pieces(self) -> list[GradientPiece]:
@@ -156,12 +127,6 @@ class EngineState(ABC):
             if name in stored:
                 setattr(self.engine.optimizer.loss_scaler, name, stored[name])
 
-    def check_masters(self) -> None:
-        """Raises RuntimeError if a weight is not the rounded master: the adapter does not fit the engine then."""
-        for span in self.spans():
-            if not torch.equal(span.master.to(span.weight.device, span.weight.dtype), span.weight):
-                raise RuntimeError(f"the fp32 master of {span.sections[0].name} is not the model's weight")
-
 
 class PlainState(EngineState):
     """ZeRO-0 in fp32: torch's optimizer on the parameters themselves, the same on every data-parallel rank."""
@@ -183,7 +148,7 @@ class PlainState(EngineState):
             assert span.flat_master.grad is not None
             yield span.flat_master.grad
 
-    def masters_changed(self) -> None:
+    def copy_masters_to_weights(self) -> None:
         return
 
 
@@ -220,7 +185,7 @@ class FlatState(EngineState):
                     sections = self._sections[id(parameter)]
                     yield Span(sections, parameter.shape, first - offset, weight, flat_master, first - low, owned=True)
 
-    def masters_changed(self) -> None:
+    def copy_masters_to_weights(self) -> None:
         self.engine.optimizer.update_lp_params()
 
 
@@ -315,7 +280,7 @@ class Zero3State(EngineState):
             else:
                 yield optimizer.averaged_gradients[index][place].narrow(0, 0, span.length)
 
-    def masters_changed(self) -> None:
+    def copy_masters_to_weights(self) -> None:
         optimizer = self.engine.optimizer
         # Copies gathered before would outlive their parts; each parameter is gathered anew before its next use.
         optimizer._partition_all_parameters()

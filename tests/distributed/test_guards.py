@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron_ladder.engine.state import MOMENTS
+from megatron_ladder.checkpoint.optimizer_state import MOMENTS
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step

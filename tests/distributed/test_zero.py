@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.optimizer_state import MOMENTS
 from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
 from megatron_ladder.data.batches import MicroBatch
-from megatron_ladder.engine.state import MOMENTS
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import evaluate, train_step

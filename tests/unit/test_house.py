@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": LOW | {"comm"},
     "model": PARALLEL,
     "data": PARALLEL,
-    "checkpoint": PARALLEL | {"engine"},
+    "checkpoint": PARALLEL,
     "engine": MODEL | {"checkpoint"},
     "train": MODEL | {"engine", "data", "checkpoint"},
     "convert": MODEL | {"data", "checkpoint", "lab"},

@@ -18,10 +18,10 @@ import torch
 from megatron_ladder.checkpoint import checksum, tensor_file
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.host_memory import HostMemory
+from megatron_ladder.checkpoint.optimizer_state import MOMENTS
 from megatron_ladder.checkpoint.saving import SaveOptions
 from megatron_ladder.checkpoint.training_state import load_training_state
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.engine.state import MOMENTS
 from tests.unit.checkpoint import tiny_training
 from tests.unit.checkpoint.tiny_training import TinyState, begin, save_at_once
 

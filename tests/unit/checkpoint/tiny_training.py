@@ -11,15 +11,15 @@ from torch import Tensor
 from megatron_ladder.checkpoint.background import Background
 from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.handover import FileHandover
+from megatron_ladder.checkpoint.optimizer_state import MOMENTS, Span
 from megatron_ladder.checkpoint.saving import SaveOptions, SaveOutcome, TrainingSave
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.engine.state import MOMENTS, EngineState, Span
 from megatron_ladder.parallel.layout import Section
 
 SHAPES = {"mlp.weight": (6, 5), "norm.weight": (8,)}
 
 
-class TinyState(EngineState):
+class TinyState:
     """Two parameters in bf16 with fp32 masters, each cut in equal runs over the ranks."""
 
     def __init__(self, seed: int, rank: int = 0, size: int = 1) -> None:
@@ -43,17 +43,10 @@ class TinyState(EngineState):
             self._moments |= {(id(parts["weight"]), which): parts[which] for which in MOMENTS}
         self.steps = 7
 
-    @property
-    def base(self) -> torch.optim.Optimizer:
-        raise NotImplementedError
-
     def spans(self) -> Iterator[Span]:
         return iter(self._spans)
 
-    def gradients(self) -> Iterator[Tensor]:
-        raise NotImplementedError
-
-    def masters_changed(self) -> None:
+    def copy_masters_to_weights(self) -> None:
         for span in self._spans:
             span.weight.copy_(span.master)
 
@@ -78,7 +71,7 @@ class TinyState(EngineState):
             span.flat_master.add_(1.0)
             for which in MOMENTS:
                 self.moment(span, which).mul_(2.0)
-        self.masters_changed()
+        self.copy_masters_to_weights()
 
 
 class ThreadWorld(CommGroup):

@@ -1,0 +1,67 @@
+"""The contract between checkpoints and the training engine: the optimizer state that a rank holds.
+
+`engine/state.py` implements it for DeepSpeed. Checkpoints read and write the state span by span, without communication.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from megatron_ladder.parallel.layout import Section
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Span(NamedTuple):
+    """A contiguous part of one local parameter that this rank's optimizer updates."""
+
+    sections: Sequence[Section]
+    """The sections of the parameter."""
+    shape: Sequence[int]
+    """Shape of the whole local parameter; under ZeRO-3 the parameter itself is empty between uses."""
+    start: int
+    """Index of the first element, in the parameter's row-major order."""
+    weight: Tensor
+    """The elements that the model computes with, flat."""
+    flat_master: Tensor
+    """The optimizer's fp32 tensor that contains the span; the key of its moments."""
+    offset: int
+    """Index of the span's first element in `flat_master`."""
+    owned: bool
+    """Whether this rank, of all data-parallel ranks that hold the same span, saves and counts it."""
+
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+        return self.weight.numel()
+
+    @property
+    def master(self) -> Tensor:
+        """The fp32 values, flat."""
+        return self.flat_master.detach().view(-1).narrow(0, self.offset, self.length)
+
+
+class OptimizerState(Protocol):
+    """Masters, moments and counters of an optimizer, as checkpoints read and write them."""
+
+    def spans(self) -> Iterator[Span]:
+        """Iterate over all spans that this rank updates, in the same order at every call."""
+
+    def moment(self, span: Span, which: str) -> Tensor:
+        """Return the span's part of a moment (see `MOMENTS`), flat; zeros before the first step."""
+
+    def steps_taken(self) -> int:
+        """Return the number of optimizer steps since the start of the run."""
+
+    def set_steps_taken(self, steps: int) -> None:
+        """Set the number of steps, which AdamW needs for its bias correction."""
+
+    def loss_scaler(self) -> dict[str, float]:
+        """Return the state of fp16's dynamic loss scaling; empty if the scale is constant."""
+
+    def set_loss_scaler(self, stored: Mapping[str, float]) -> None:
+        """Restore the state of dynamic loss scaling, if this run uses it."""
+
+    def copy_masters_to_weights(self) -> None:
+        """Update the model's weights from masters that were overwritten; every rank must call it."""
