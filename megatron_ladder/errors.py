@@ -30,11 +30,14 @@ class ExitCode(IntEnum):
 
 
 class UserError(Exception):
-    """One or more errors that the user can fix. Each message names the flag or file, the problem and the fix."""
+    """One or more errors that the user can fix. Each message names the flag or file, the problem and the fix.
+
+    Repeated messages are dropped.
+    """
 
     def __init__(self, *messages: str) -> None:
-        super().__init__("\n".join(messages))
-        self.messages = messages
+        self.messages = tuple(dict.fromkeys(messages))
+        super().__init__("\n".join(self.messages))
 
     @property
     def mistakes(self) -> tuple[str, ...]:
@@ -73,14 +76,14 @@ class ErrorCollector:
             self.messages += error.messages
 
     def raise_if_any(self) -> None:
-        """Raise a UserError with all messages, each once, if there are any."""
+        """Raise a UserError with all messages if there are any."""
         raise_user_errors(self.messages)
 
 
 def raise_user_errors(messages: Iterable[str]) -> None:
-    """Raise a UserError with the messages, each once, if there are any."""
-    if distinct := list(dict.fromkeys(messages)):
-        raise UserError(*distinct)
+    """Raise a UserError with the messages if there are any."""
+    if found := list(messages):
+        raise UserError(*found)
 
 
 EXIT_CODES: dict[type[BaseException], ExitCode] = {

@@ -1,1 +1,1 @@
-"""What a run is: frozen dataclasses whose field docstrings are the help of the command line."""
+"""Configuration of a training run: frozen dataclasses whose field docstrings are the help of the command line."""

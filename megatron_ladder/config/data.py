@@ -1,4 +1,4 @@
-"""What a run is trained on."""
+"""Flags of the data that a run reads, and of the checkpoints that it reads and writes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,55 +9,94 @@ from megatron_ladder.flags import flag
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Data. Tokenised text and its tokenizer."""
+    """Data. Tokenized text and its tokenizer."""
 
     data_path: tuple[Path, ...] = ()
-    """Prefix of an indexed data set (of its .bin and .idx), cut into training, validation and test by --split. Several
-    are blended: PREFIX1 PREFIX2 by their sizes, WEIGHT1 PREFIX1 WEIGHT2 PREFIX2 by weights."""
+    """Prefix of an indexed data set (its .bin and .idx files), which --split divides into training, validation and test
+    data. Several data sets are blended: PREFIX1 PREFIX2 by their sizes, WEIGHT1 PREFIX1 WEIGHT2 PREFIX2 by weights."""
     train_data_path: tuple[Path, ...] = ()
-    """Prefix, or blend, of the training data, if it is a data set of its own."""
+    """Prefix or blend of the training data, if it is a separate data set."""
     valid_data_path: tuple[Path, ...] = ()
-    """Prefix, or blend, of the validation data, if it is a data set of its own."""
+    """Prefix or blend of the validation data, if it is a separate data set."""
     test_data_path: tuple[Path, ...] = ()
-    """Prefix, or blend, of the test data, if it is a data set of its own."""
+    """Prefix or blend of the test data, if it is a separate data set."""
     data_args_path: Path | None = None
-    """File with what would follow --data-path, separated by blanks or line ends, if that is long."""
+    """File with the arguments of --data-path, separated by white space; for long blends."""
     per_split_data_args_path: Path | None = None
-    """JSON file with what would follow --train-data-path, --valid-data-path and --test-data-path, as lists or texts
+    """JSON file with the arguments of --train-data-path, --valid-data-path and --test-data-path, as lists or strings
     under the keys train, valid and test."""
     split: str = "969,30,1"
-    """Shares of training, validation and test documents of --data-path."""
+    """Proportions of training, validation and test documents in --data-path."""
     data_cache_path: Path | None = None
-    """Folder in which the order of samples is kept: the processes of a machine then build it once and share its
-    memory. Worth it from about a million documents on."""
+    """Directory that caches the order of samples. The processes of a machine then compute the order only once and share
+    its memory. Useful for about a million documents or more."""
     megatron_order: bool = False
     """Read training samples in the order of Megatron-LM core, which depends on the length of the run."""
     allow_data_change: bool = False
-    """Continue a checkpoint with other data, or another order of it, than it was trained on."""
+    """Resume a checkpoint with data, or an order of data, that differs from its earlier training."""
     tokenizer_type: str | None = None
-    """SentencePieceTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer (merges.txt beside its vocab.json), ByteTokenizer
-    or NullTokenizer; their names in Megatron are known."""
+    """SentencePieceTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer (merges.txt next to its vocab.json), ByteTokenizer
+    or NullTokenizer. Megatron's names for them are accepted."""
     tokenizer_model: Path | None = flag(None, aliases=("--vocab-file",))
-    """The tokenizer's file or directory. It decides the vocabulary, and is kept with every checkpoint."""
+    """File or directory of the tokenizer. It determines the vocabulary, and every checkpoint contains a copy."""
     reset_position_ids: bool = False
-    """Count rotary positions anew after each end-of-document token."""
+    """Restart rotary positions at 0 after each end-of-document token."""
     reset_attention_mask: bool = False
-    """A token sees only its own document, which ends with the end-of-document token."""
+    """Restrict attention to the token's own document; documents end with the end-of-document token."""
     eod_mask_loss: bool = False
-    """Do not count the loss of what follows an end-of-document token."""
+    """Exclude the label after each end-of-document token from the loss."""
     loss_on: Literal["all", "assistant"] | None = None
-    """Which tokens of conversations count as labels: all, or those that the assistant says; the assistant's if not
-    given, where the data tells them."""
+    """Tokens of conversations that are labels: all tokens, or only those of the assistant. By default the assistant's,
+    if the data marks them."""
     streaming: tuple[str, ...] = ()
-    """Texts to train on without token files, instead of --data-path: files of JSON lines (also .gz and .zst), of
-    Parquet or of plain text, patterns, or hf://NAME[:CONFIG][@SPLIT]. They are tokenised while training."""
-    streaming_key: str = "text"
-    """Key of a JSON object, or column of a table, that --streaming reads."""
-    streaming_shuffle_buffer: int = 10000
-    """Documents that --streaming puts in a new order at a time, those of all streams together."""
-    streaming_shards: int | None = None
-    """Streams that --streaming cuts its input into. They are dealt to the data-parallel processes, whose number may be
-    any that divides this one; 64 if not given, or fewer if there is less input."""
-    streaming_skip_bad_lines: int = 0
-    """Lines of --streaming that may be passed over because they are malformed, not UTF-8, or too large; they are
-    listed. One more of them ends the run."""
+    """Text to train on without token files, instead of --data-path: JSON lines (also .gz and .zst), Parquet or plain
+    text files, glob patterns, or hf://NAME[:CONFIG][@SPLIT]. The text is tokenized during training."""
+    streaming_key: str = flag("text", requires="--streaming")
+    """Key of JSON objects, or column of tables, that --streaming reads."""
+    streaming_shuffle_buffer: int = flag(10000, minimum=1, requires="--streaming")
+    """Documents in the shuffle buffer of --streaming, over all streams together."""
+    streaming_shards: int | None = flag(None, minimum=1, requires="--streaming")
+    """Number of streams into which --streaming divides its input. They are distributed over the data-parallel ranks,
+    whose number must divide it. By default 64, or fewer if there is less input."""
+    streaming_skip_bad_lines: int = flag(0, minimum=0, requires="--streaming")
+    """Number of malformed, non-UTF-8 or oversized lines of --streaming that may be skipped. Skipped lines are listed;
+    one more ends the run."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints. Where the state of the run is saved and loaded."""
+
+    save: Path | None = None
+    """Directory for checkpoints, which are saved every --save-interval steps and at the end."""
+    load: Path | None = None
+    """Directory of checkpoints, or one checkpoint, to resume from. If it has no checkpoint, the run reports that and
+    starts from scratch."""
+    save_interval: int | None = flag(None, minimum=1)
+    """Steps between checkpoints; by default only the end of the run is saved."""
+    async_save: bool = False
+    """Copy the state to host memory and write it while training continues, one checkpoint at a time. Needs host memory
+    for the state of all ranks of a host."""
+    keep_last_n_checkpoints: int | None = flag(None, minimum=1)
+    """Keep only the newest N checkpoints. Without this flag and --save-retain-interval, all are kept."""
+    save_retain_interval: int | None = flag(None, minimum=1)
+    """Keep checkpoints whose iteration is a multiple of N, in addition to --keep-last-n-checkpoints or else the newest
+    one, and remove all others."""
+    checksum: Literal["xxh3_128", "sha256"] = "xxh3_128"
+    """Checksum of checkpoint files, computed while they are written."""
+    exit_on_missing_checkpoint: bool = False
+    """Exit with an error if --load has no checkpoint, instead of starting from scratch."""
+    finetune: bool = flag(False, requires="--load")
+    """Load only the weights: start at iteration 0 with a new optimizer, and with other data if given."""
+    load_optim: bool = True
+    """Do not load the optimizer state: AdamW starts from zero moments at the iteration of the checkpoint."""
+    load_rng: bool = True
+    """Do not load the states of the random number generators."""
+    override_opt_param_scheduler: bool = flag(
+        False, aliases=("--override-opt_param-scheduler",), excludes="--use-checkpoint-opt-param-scheduler"
+    )
+    """Take the learning rate, its schedule and the optimizer's hyperparameters from the command line, even if they
+    differ from those of the checkpoint. Without this flag a difference is an error."""
+    use_checkpoint_opt_param_scheduler: bool = flag(False, aliases=("--use-checkpoint-opt_param-scheduler",))
+    """Take the learning rate, its schedule and the optimizer's hyperparameters from the checkpoint, and ignore those of
+    the command line."""

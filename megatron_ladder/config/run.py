@@ -1,22 +1,20 @@
-"""One run: all its configuration, with nothing left open, and the arithmetic that must hold."""
+"""The configuration of one run: parses its flags, derives open values, and checks their combinations."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_mistakes
-from megatron_ladder.config.data import DataConfig
-from megatron_ladder.config.engine import engine_mistakes
+from megatron_ladder.config.data import CheckpointConfig, DataConfig
 from megatron_ladder.config.megatron_flags import take_megatron_flags
-from megatron_ladder.config.parallel import ParallelConfig
-from megatron_ladder.config.profile import ProfileConfig, profile_mistakes
-from megatron_ladder.config.reliability import ReliabilityConfig, reliability_mistakes
 from megatron_ladder.config.training import (
-    CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
+    ParallelConfig,
+    ProfileConfig,
+    ReliabilityConfig,
     TrainingConfig,
-    checkpoint_mistakes,
 )
 from megatron_ladder.flags import parse_command_line, to_plain
 
@@ -26,7 +24,7 @@ DESCRIPTION = "Pretrains a Llama-family transformer with Ladder Residual, tensor
 
 @dataclass(frozen=True)
 class RunFlags:
-    """What was given on the command line."""
+    """The values of the command line."""
 
     model: ModelFlags
     training: TrainingConfig
@@ -47,7 +45,7 @@ SECTIONS = (
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A run that can be started."""
+    """A run whose values are all known."""
 
     model: ModelConfig
     training: TrainingConfig
@@ -65,76 +63,67 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a global batch."""
+        """Tokens per global batch."""
         return self.global_batch_size * self.training.seq_length
 
     @property
-    def loads_weights_alone(self) -> bool:
-        """Whether nothing else is taken from --load, which may be of another schedule and other data."""
+    def loads_only_weights(self) -> bool:
+        """Whether --load provides only weights, so that its schedule and data may differ from this run's."""
         return self.checkpoint.finetune or self.logging.skip_train
 
     @property
     def recompute_layers(self) -> int:
-        """Layers whose sub-blocks are recomputed in backward."""
+        """Number of layers whose sub-blocks are recomputed in the backward pass."""
         if self.training.recompute_granularity is None:
             return 0
         layers = self.training.recompute_num_layers
         return self.model.num_layers if layers is None else layers
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, for the record in checkpoints and in TensorBoard."""
+        """Return JSON-compatible values, which are recorded in checkpoints and TensorBoard."""
         sections = {name: to_plain(getattr(self, name)) for name in RunFlags.__dataclass_fields__}
         derived = ("world_size", "data_parallel_size", "global_batch_size", "accumulation_steps")
         return {**sections, **{name: getattr(self, name) for name in derived}}
 
 
-def parse_run(argv: Sequence[str], mistakes: list[str]) -> RunFlags:
-    """Reads the command line, appending a line to `mistakes` for each word that cannot be read."""
-    words = take_megatron_flags(argv, mistakes)
-    return RunFlags(*parse_command_line(SECTIONS, words, PROGRAM, DESCRIPTION, found=mistakes))
+def parse_run(argv: Sequence[str], errors: list[str]) -> RunFlags:
+    """Read the command line, appending one line to `errors` for each value that is not valid by itself."""
+    words = take_megatron_flags(argv, errors)
+    return RunFlags(*parse_command_line(SECTIONS, words, PROGRAM, DESCRIPTION, found=errors))
 
 
-def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: list[str]) -> RunConfig:
-    """Derives what the flags leave open, and appends a line to `mistakes` for each number that cannot be."""
+def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str]) -> RunConfig:
+    """Derive the values that the flags leave open, appending one line to `errors` for each invalid combination."""
     training, parallel = flags.training, flags.parallel
-    tensor_parallel, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, mistakes)
-    _check_numbers(flags, mistakes)
-    _check_schedule(flags, mistakes)
-    _check_cuts(flags, model, mistakes)
-    mistakes += engine_mistakes(training, flags.optimizer, parallel)
-    _check_recomputation(training, model, mistakes)
-    mistakes += checkpoint_mistakes(flags.checkpoint)
-    mistakes += profile_mistakes(flags.profile, training.train_iters, world_size, flags.logging.tensorboard_dir)
-    mistakes += reliability_mistakes(flags.reliability)
-    if tensor_parallel < 1 or stages < 1 or world_size % (tensor_parallel * stages):
-        mistakes.append(
+    tensor_parallel = max(1, parallel.tensor_model_parallel_size)
+    stages = max(1, parallel.pipeline_model_parallel_size)
+    model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, errors)
+    errors += _schedule_errors(flags)
+    errors += _layout_errors(flags, model)
+    errors += _engine_errors(training, flags.optimizer, parallel)
+    errors += _recomputation_errors(training, model)
+    errors += _profile_errors(flags.profile, training.train_iters, world_size, flags.logging)
+    data_parallel = 1
+    if world_size % (tensor_parallel * stages):
+        errors.append(
             f"--tensor-model-parallel-size {tensor_parallel}"
             + (f" x --pipeline-model-parallel-size {stages}" if stages != 1 else "")
             + f" does not divide the {world_size} launched processes: "
             "launch a multiple of it, as in `deepspeed --num_gpus N`"
         )
-        data_parallel = 1
     else:
-        mistakes.extend(tensor_parallel_mistakes(model, tensor_parallel))
+        errors += tensor_parallel_mistakes(model, tensor_parallel)
         data_parallel = world_size // (tensor_parallel * stages)
     samples_at_once = max(training.micro_batch_size, 1) * data_parallel
     global_batch_size = samples_at_once if training.global_batch_size is None else training.global_batch_size
     if global_batch_size % samples_at_once:
-        mistakes.append(
+        errors.append(
             f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size "
             f"{training.micro_batch_size} x {data_parallel} data-parallel processes = {samples_at_once}"
         )
+    sections = {name: getattr(flags, name) for name in RunFlags.__dataclass_fields__}
     return RunConfig(
-        model=model,
-        training=training,
-        optimizer=flags.optimizer,
-        parallel=parallel,
-        data=flags.data,
-        checkpoint=flags.checkpoint,
-        logging=flags.logging,
-        profile=flags.profile,
-        reliability=flags.reliability,
+        **{**sections, "model": model},
         world_size=world_size,
         data_parallel_size=data_parallel,
         global_batch_size=global_batch_size,
@@ -142,106 +131,120 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, mistakes: lis
     )
 
 
-def _check_numbers(flags: RunFlags, mistakes: list[str]) -> None:
-    """What every number must be by itself."""
-    training, optimizer, parallel, logging = flags.training, flags.optimizer, flags.parallel, flags.logging
-    above_zero = {
-        "--train-iters": training.train_iters,
-        "--seq-length": training.seq_length,
-        "--micro-batch-size": training.micro_batch_size,
-        "--lr": optimizer.lr,
-        "--adam-eps": optimizer.adam_eps,
-        "--log-interval": logging.log_interval,
-        "--eval-interval": logging.eval_interval,
-        "--distributed-timeout-minutes": parallel.distributed_timeout_minutes,
-        "--distributed-timeout-seconds-after-first-step": parallel.distributed_timeout_seconds_after_first_step,
-        "--min-loss-scale": training.min_loss_scale,
-        "--loss-scale-window": training.loss_scale_window,
-        "--hysteresis": training.hysteresis,
-    }
-    optional = {
-        "--save-interval": flags.checkpoint.save_interval,
-        "--global-batch-size": training.global_batch_size,
-        "--lr-decay-iters": optimizer.lr_decay_iters,
-        "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
-        "--loss-scale": training.loss_scale,
-    }
-    above_zero |= {name: value for name, value in optional.items() if value is not None}
-    mistakes.extend(f"{name} {value} must be above zero" for name, value in above_zero.items() if value <= 0)
-    not_negative = {
-        "--min-lr": optimizer.min_lr,
-        "--lr-warmup-iters": optimizer.lr_warmup_iters,
-        "--weight-decay": optimizer.weight_decay,
-        "--clip-grad": optimizer.clip_grad,
-        "--eval-iters": logging.eval_iters,
-        "--recompute-num-layers": training.recompute_num_layers or 0,
-    }
-    mistakes.extend(f"{name} {value} must not be negative" for name, value in not_negative.items() if value < 0)
-    if not 0 <= parallel.tp_comm_max_ctas <= 32:
-        mistakes.append(f"--tp-comm-max-ctas {parallel.tp_comm_max_ctas} must lie in 0 to 32, the most that NCCL has")
-    for name, beta in (("--adam-beta1", optimizer.adam_beta1), ("--adam-beta2", optimizer.adam_beta2)):
-        if not 0 <= beta < 1:
-            mistakes.append(f"{name} {beta} must lie in [0, 1)")
-
-
-def _check_schedule(flags: RunFlags, mistakes: list[str]) -> None:
-    """The learning rate's phases and heights, beside one another."""
+def _schedule_errors(flags: RunFlags) -> Iterator[str]:
     training, optimizer = flags.training, flags.optimizer
     if optimizer.min_lr > optimizer.lr:
-        mistakes.append(f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}")
+        yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}"
     decay_iters = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
     if (optimizer.lr_wsd_decay_iters or 0) > max(0, decay_iters - optimizer.lr_warmup_iters):
-        mistakes.append(
+        yield (
             f"--lr-wsd-decay-iters {optimizer.lr_wsd_decay_iters} is more than the {decay_iters} decay iterations "
             f"leave after --lr-warmup-iters {optimizer.lr_warmup_iters}"
         )
-    if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters:
-        mistakes.append(
-            f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves no step of the {decay_iters} decay iterations"
-        )
+    if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters > 0:
+        yield f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves no step of the {decay_iters} decay iterations"
 
 
-def _check_cuts(flags: RunFlags, model: ModelConfig, mistakes: list[str]) -> None:
-    """The sequence's length beside the model's, and what is cut into parts."""
+def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[str]:
+    """Check sequence length and layers against the ranks that share them."""
     training, parallel = flags.training, flags.parallel
     if training.seq_length > model.max_position_embeddings:
-        mistakes.append(
+        yield (
             f"--seq-length {training.seq_length} is longer than --max-position-embeddings "
             f"{model.max_position_embeddings}"
         )
     if parallel.sequence_parallel:
         if model.residual_mode == "desync":
-            mistakes.append(
-                "--sequence-parallel cuts one stream, and with --residual-mode desync every process has its own: "
-                "leave one of them out"
+            yield (
+                "--sequence-parallel shards one shared residual stream, but --residual-mode desync has one stream per "
+                "rank: leave one of them out"
             )
         tensor_parallel = max(1, parallel.tensor_model_parallel_size)
         if training.seq_length % tensor_parallel:
-            mistakes.append(
+            yield (
                 f"--seq-length {training.seq_length} cannot be cut by --sequence-parallel into "
                 f"{tensor_parallel} equal parts: make it a multiple of --tensor-model-parallel-size"
             )
     if parallel.pipeline_model_parallel_size > model.num_layers > 0:
-        mistakes.append(
+        yield (
             f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is above --num-layers "
-            f"{model.num_layers}: a stage holds at least one layer"
+            f"{model.num_layers}: each stage needs at least one layer"
         )
 
 
-def _check_recomputation(training: TrainingConfig, model: ModelConfig, mistakes: list[str]) -> None:
-    """What a sub-block's pass is compiled to, and what of it is done again."""
+def _engine_errors(training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Reject combinations of precision, ZeRO stage and offloading that DeepSpeed does not support or gets wrong."""
+    stage, offloads = parallel.zero_stage, parallel.offload_optimizer != "none"
+    if (training.bf16 or training.fp16) and stage == "0":
+        yield (
+            f"{'--bf16' if training.bf16 else '--fp16'} needs --zero-stage 1, 2 or 3: only those optimizers keep fp32 "
+            "master weights and gradients"
+        )
+    if parallel.pipeline_model_parallel_size > 1:
+        if stage in ("2", "3"):
+            yield (
+                f"--zero-stage {stage} with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}: "
+                "a stage needs whole gradients over all its micro-batches, so use --zero-stage 0 or 1"
+            )
+        if training.fp16:
+            yield "--fp16 with --pipeline-model-parallel-size is not supported: use --bf16"
+        if offloads:
+            yield "--offload-optimizer cpu with --pipeline-model-parallel-size is not supported: leave it out"
+    if offloads and stage == "0":
+        yield "--offload-optimizer cpu needs --zero-stage 1, 2 or 3: DeepSpeed offloads what ZeRO shards"
+    if optimizer.optimizer_implementation == "apex":
+        if offloads:
+            yield "--optimizer-implementation apex needs a GPU, not --offload-optimizer cpu: use torch"
+        if stage == "3":
+            # ZeRO-3 updates its sub-groups one by one, and apex counts each update of a group as a step.
+            yield "--optimizer-implementation apex miscounts steps with --zero-stage 3: use torch"
+    if training.fp16 and offloads and stage != "3":
+        # Non-finite values stay in its buffers after an overflow, so every later step overflows too.
+        yield "--fp16 with --offload-optimizer cpu does not recover from overflows below --zero-stage 3: use --bf16"
+    if training.fp16:
+        yield from _loss_scale_errors(training)
+
+
+def _loss_scale_errors(training: TrainingConfig) -> Iterator[str]:
+    scale = training.initial_loss_scale
+    if training.loss_scale is None and (scale < 1 or not math.log2(scale).is_integer()):
+        yield f"--initial-loss-scale {scale:g}: expected a power of two, 1 or more"
+    elif not training.min_loss_scale.is_integer():
+        yield f"--min-loss-scale {training.min_loss_scale:g}: expected a whole number"
+    elif training.loss_scale is None and training.min_loss_scale > scale:
+        yield f"--min-loss-scale {training.min_loss_scale:g} is above --initial-loss-scale {scale:g}"
+
+
+def _recomputation_errors(training: TrainingConfig, model: ModelConfig) -> Iterator[str]:
     if training.compile_sub_blocks and training.norm_implementation == "apex":
-        mistakes.append(
-            "--compile-sub-blocks compiles torch's norm: leave --norm-implementation apex out, or --compile-sub-blocks"
-        )
+        yield "--compile-sub-blocks compiles torch's norm: leave out --norm-implementation apex or --compile-sub-blocks"
     if training.recompute_granularity == "selective":
-        mistakes.append(
-            "--recompute-granularity selective recomputes the score matrix, which the attention used here never "
-            "keeps: leave it out, or use full"
+        yield (
+            "--recompute-granularity selective recomputes the score matrix, which the attention kernels used here "
+            "never store: leave it out, or use full"
         )
-    if training.recompute_num_layers is not None and training.recompute_granularity is None:
-        mistakes.append("--recompute-num-layers has no meaning without --recompute-granularity full")
     if training.recompute_num_layers is not None and training.recompute_num_layers > model.num_layers > 0:
-        mistakes.append(
-            f"--recompute-num-layers {training.recompute_num_layers} is above --num-layers {model.num_layers}"
+        yield f"--recompute-num-layers {training.recompute_num_layers} is above --num-layers {model.num_layers}"
+
+
+def _profile_errors(
+    profile: ProfileConfig, train_iters: int, world_size: int, logging: LoggingConfig
+) -> Iterator[str]:
+    if not profile.profile:
+        return
+    start, end = profile.profile_step_start, profile.profile_step_end
+    if start >= end:
+        yield (
+            f"--profile-step-start {start} and --profile-step-end {end} select no step: make the end larger than the "
+            "start"
         )
+    elif end > train_iters:
+        yield f"--profile-step-end {end} is above --train-iters {train_iters}: the profile would not end"
+    absent = sorted({rank for rank in profile.profile_ranks if rank >= world_size})
+    if absent or not profile.profile_ranks:
+        yield (
+            f"--profile-ranks {' '.join(map(str, absent))}: expected ranks from 0 to {world_size - 1} of the "
+            f"{world_size} launched processes"
+        )
+    if profile.folder(logging.tensorboard_dir) is None:
+        yield "--profile needs a directory for its traces: give --profile-dir or --tensorboard-dir"

@@ -1,4 +1,4 @@
-"""Batches, precision, optimizer and schedule of a run."""
+"""Flags of the training loop: batches, optimizer, layout of processes, logging, profiling, and stopping."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,144 +11,176 @@ from megatron_ladder.flags import flag
 class TrainingConfig:
     """Training. Batches, length, precision and recomputation."""
 
-    train_iters: int
-    """Optimizer steps of the whole run, earlier runs that it resumes included."""
-    seq_length: int = 2048
-    """Tokens of a sample."""
-    micro_batch_size: int = 1
-    """Samples that a process computes at once."""
-    global_batch_size: int | None = None
-    """Samples of an optimizer step; micro batch x data-parallel processes if not given. It must be a multiple of
-    that, the factor being the accumulation steps."""
+    train_iters: int = flag(minimum=1)
+    """Optimizer steps of the whole run, including the steps of earlier runs that it resumes."""
+    seq_length: int = flag(2048, minimum=1)
+    """Tokens per sample."""
+    micro_batch_size: int = flag(1, minimum=1)
+    """Samples per micro-batch on each data-parallel rank."""
+    global_batch_size: int | None = flag(None, minimum=1)
+    """Samples per optimizer step. It must be a multiple of micro-batch size x data-parallel size, which is the
+    default; the quotient is the number of gradient accumulation steps."""
     bf16: bool = False
-    """Compute in bfloat16 with fp32 master weights and fp32 gradient accumulation; without it, all is fp32."""
-    fp16: bool = False
-    """Compute in float16 on CUDA, otherwise as with --bf16, the loss multiplied so that small gradients survive. A
-    step whose gradient overflows is left out, and the scale is lowered."""
-    loss_scale: float | None = None
-    """What --fp16 multiplies the loss by in every step, an overflow ending the run; found and adapted while training
-    if not given."""
+    """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation. Without --bf16 and --fp16,
+    everything is fp32."""
+    fp16: bool = flag(False, excludes="--bf16")
+    """Compute in float16, with fp32 master weights, fp32 gradient accumulation and loss scaling. A step whose gradient
+    overflows is skipped, and the loss scale is lowered."""
+    loss_scale: float | None = flag(None, above=0)
+    """Constant loss scale for --fp16; an overflow then ends the run. By default the loss scale is dynamic."""
     initial_loss_scale: float = 65536.0
-    """First loss scale of --fp16, a power of two."""
-    min_loss_scale: float = 1.0
-    """Lowest loss scale of --fp16; an overflow at it ends the run."""
-    loss_scale_window: int = 1000
+    """Initial dynamic loss scale for --fp16; must be a power of two."""
+    min_loss_scale: float = flag(1.0, above=0)
+    """Lowest dynamic loss scale for --fp16; an overflow at this scale ends the run."""
+    loss_scale_window: int = flag(1000, minimum=1)
     """Steps without overflow after which --fp16 doubles the loss scale."""
-    hysteresis: int = 2
-    """Overflows that --fp16 bears before it halves the loss scale."""
+    hysteresis: int = flag(2, minimum=1)
+    """Overflows that --fp16 tolerates before it halves the loss scale."""
     seed: int = 1234
-    """Decides the initial weights and the order of samples."""
+    """Random seed of the initial weights and of the order of samples."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """full: keep only the input of each sub-block and compute it again in backward. selective, which in Megatron
-    recomputes the score matrix, is not needed: the attention used here keeps none."""
-    recompute_num_layers: int | None = None
-    """Layers whose sub-blocks are recomputed, from the first; all if not given."""
+    """full: store only the input of each sub-block, and recompute the sub-block in the backward pass. selective, which
+    recomputes the score matrix in Megatron, is rejected: the attention kernels used here do not store it."""
+    recompute_num_layers: int | None = flag(None, minimum=0, requires="--recompute-granularity full")
+    """Recompute only the first N layers; all layers by default."""
     norm_implementation: Literal["auto", "torch", "apex"] = "auto"
-    """RMSNorm by torch or by NVIDIA apex; auto takes apex on CUDA if it is there."""
+    """Implementation of RMSNorm. auto: NVIDIA apex on CUDA if it is installed, otherwise torch."""
     compile_sub_blocks: bool = False
-    """torch.compile for norms, SwiGLU and rotary embedding, between the products of each sub-block; all-reduces are
-    in flight as without it. Needs a C++ compiler at run time."""
+    """Use torch.compile for norms, SwiGLU and rotary embedding, the parts between the matrix products of a sub-block.
+    All-reduces overlap as without it. Needs a C++ compiler at run time."""
     deterministic_mode: bool = False
-    """On CUDA, use deterministic kernels only."""
+    """Use only deterministic CUDA kernels."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer. AdamW and its learning rate."""
+    """Optimizer. AdamW and its learning-rate schedule."""
 
-    lr: float
-    """Highest learning rate."""
-    min_lr: float = 0.0
-    """Lowest learning rate after decay."""
+    lr: float = flag(above=0)
+    """Peak learning rate."""
+    min_lr: float = flag(0.0, minimum=0)
+    """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
-    """Course of the learning rate after warm-up. WSD (warm-up, stable, decay) stays at --lr until its last
-    --lr-wsd-decay-iters."""
-    lr_warmup_iters: int = 0
+    """Learning-rate schedule after the warm-up. WSD (warm-up, stable, decay) keeps --lr constant until the last
+    --lr-wsd-decay-iters steps."""
+    lr_warmup_iters: int = flag(0, minimum=0)
     """Steps over which the learning rate rises linearly from 0."""
-    lr_decay_iters: int | None = None
-    """Step at which the decay ends; --train-iters if not given."""
-    lr_wsd_decay_iters: int | None = None
-    """Steps of WSD's decay; a tenth of the decay iterations if not given."""
+    lr_decay_iters: int | None = flag(None, minimum=1)
+    """Step at which the decay ends; --train-iters by default."""
+    lr_wsd_decay_iters: int | None = flag(None, minimum=1)
+    """Steps of the WSD decay; a tenth of the decay iterations by default."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """Course of WSD's decay."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norms and biases have none."""
-    clip_grad: float = 1.0
-    """Highest norm of the whole gradient; 0 does not clip."""
-    adam_beta1: float = 0.9
-    """Decay of the mean of gradients."""
-    adam_beta2: float = 0.95
-    """Decay of the mean of squared gradients."""
-    adam_eps: float = 1e-8
-    """Added to the root of the mean square."""
+    """Shape of the WSD decay."""
+    weight_decay: float = flag(0.1, minimum=0)
+    """Decoupled weight decay of matrices. Norms and biases are not decayed."""
+    clip_grad: float = flag(1.0, minimum=0)
+    """Maximum norm of the gradient over all parameters; 0 disables clipping."""
+    adam_beta1: float = flag(0.9, minimum=0, below=1)
+    """Decay rate of the first moment."""
+    adam_beta2: float = flag(0.95, minimum=0, below=1)
+    """Decay rate of the second moment."""
+    adam_eps: float = flag(1e-8, above=0)
+    """Term added to the denominator of the update."""
     optimizer_implementation: Literal["auto", "torch", "apex"] = "auto"
-    """AdamW by torch or by NVIDIA apex; auto takes apex on CUDA if it is there."""
+    """Implementation of AdamW. auto: NVIDIA apex on CUDA if it is installed, otherwise torch."""
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
-    """Checkpoints. Where the state of the run is kept."""
+class ParallelConfig:
+    """Processes. How the model, the batch and the optimizer state are distributed."""
 
-    save: Path | None = None
-    """Directory to save checkpoints in, every --save-interval steps and at the end."""
-    load: Path | None = None
-    """Directory (or one checkpoint in it) to continue from; starts anew, and says so, if it has no checkpoint."""
-    save_interval: int | None = None
-    """Steps between checkpoints; only at the end if not given."""
-    async_save: bool = False
-    """Copy the state to host memory and write it while training goes on, one checkpoint at a time. Takes host memory
-    for the state of the processes of a host."""
-    keep_last_n_checkpoints: int | None = None
-    """Remove older checkpoints than so many; all are kept if neither this nor --save-retain-interval is given."""
-    save_retain_interval: int | None = None
-    """Keep the checkpoints of iterations that are multiples of it, besides the last one or
-    --keep-last-n-checkpoints, and remove the others."""
-    checksum: Literal["xxh3_128", "sha256"] = "xxh3_128"
-    """Checksum of the files of checkpoints, computed while they are written."""
-    exit_on_missing_checkpoint: bool = False
-    """End with an error if --load has no checkpoint, instead of starting anew."""
-    finetune: bool = False
-    """Take only the weights from --load: start at iteration 0, with a new optimizer, other data if given."""
-    load_optim: bool = True
-    """Do not load the optimizer's moments; AdamW begins anew, at the checkpoint's iteration."""
-    load_rng: bool = True
-    """Do not load the states of random generators."""
-    override_opt_param_scheduler: bool = flag(False, aliases=("--override-opt_param-scheduler",))
-    """On --load, take learning rate, its schedule and the optimizer's numbers from the command line even if the
-    checkpoint was trained with others, which is refused otherwise."""
-    use_checkpoint_opt_param_scheduler: bool = flag(False, aliases=("--use-checkpoint-opt_param-scheduler",))
-    """On --load, take them from the checkpoint, whatever the command line says."""
-
-
-def checkpoint_mistakes(checkpoint: CheckpointConfig) -> list[str]:
-    """A line for each number that cannot be, and for flags that contradict each other."""
-    numbers = {
-        "--keep-last-n-checkpoints": checkpoint.keep_last_n_checkpoints,
-        "--save-retain-interval": checkpoint.save_retain_interval,
-    }
-    mistakes = [f"{name} {n} must be above zero" for name, n in numbers.items() if n is not None and n <= 0]
-    if checkpoint.override_opt_param_scheduler and checkpoint.use_checkpoint_opt_param_scheduler:
-        mistakes.append(
-            "--override-opt-param-scheduler takes the schedule from the command line, and "
-            "--use-checkpoint-opt-param-scheduler from the checkpoint: give one of them"
-        )
-    if checkpoint.finetune and checkpoint.load is None:
-        mistakes.append("--finetune takes the weights of a checkpoint: give --load as well")
-    return mistakes
+    tensor_model_parallel_size: int = flag(1, minimum=1)
+    """Tensor-parallel ranks; each holds a shard of every layer."""
+    pipeline_model_parallel_size: int = flag(1, minimum=1)
+    """Pipeline stages; each holds a contiguous range of layers. The micro-batches of a global batch fill the pipeline,
+    so use several times as many accumulation steps as stages."""
+    pipeline_partition: Literal["uniform", "parameters"] = "uniform"
+    """How layers are assigned to stages. uniform: equal numbers of layers; the first stages get one more if the number
+    is not divisible. parameters: minimise the parameters of the largest stage, counting embedding and output head."""
+    zero_stage: Literal["0", "1", "2", "3"] = "1"
+    """State that ZeRO shards over the data-parallel ranks. 0: nothing; 1: optimizer state; 2: also gradients; 3: also
+    weights. --bf16 and --fp16 need at least 1; pipeline parallelism allows at most 1."""
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """cpu: keep optimizer state and fp32 master weights in host memory, and update them there."""
+    tp_overlap: bool = True
+    """Wait for each tensor-parallel all-reduce immediately after its launch. For comparison; results are the same."""
+    sequence_parallel: bool = False
+    """Shard the residual stream and its norms along the sequence over the tensor-parallel ranks. This saves activation
+    memory and replaces each all-reduce with a reduce-scatter and an all-gather. Not with --residual-mode desync."""
+    tp_comm_max_ctas: int = flag(16, minimum=0, maximum=32)
+    """Maximum number of thread blocks, each on one streaming multiprocessor, that a tensor-parallel NCCL collective
+    takes from the computation it overlaps with; 0 leaves the choice to NCCL. NCCL alone takes up to 32, which costs
+    large collectives more than half of the time that the overlap saves."""
+    distributed_timeout_minutes: float = flag(10.0, above=0)
+    """Minutes to wait for other ranks at start-up, and in collectives until the first step is done, during
+    checkpointing, and during evaluation."""
+    distributed_timeout_seconds_after_first_step: float = flag(120.0, above=0)
+    """Seconds to wait in a collective after the first step; at most --distributed-timeout-minutes. Shortly before the
+    timeout, each rank without progress prints its stack traces and the operation that it waits for."""
+    deepspeed: bool = False
+    """Accepted for compatibility with existing scripts: DeepSpeed always runs the optimizer."""
+    deepspeed_config: Path | None = flag(None, aliases=("--deepspeed_config",))
+    """A DeepSpeed JSON file. Values that the command line determines may be omitted or "auto"; a value that
+    contradicts the command line is an error."""
+    local_rank: int | None = flag(None, aliases=("--local_rank",))
+    """Set by launchers and ignored: the environment variable LOCAL_RANK is used."""
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
     """Logging and evaluation."""
 
-    log_interval: int = 10
-    """Steps between lines on the console and in TensorBoard."""
-    eval_interval: int = 1000
+    log_interval: int = flag(10, minimum=1)
+    """Steps between log lines on the console and in TensorBoard."""
+    eval_interval: int = flag(1000, minimum=1)
     """Steps between evaluations on the validation split."""
-    eval_iters: int = 100
-    """Global batches of one evaluation; 0 does not evaluate."""
+    eval_iters: int = flag(100, minimum=0)
+    """Global batches per evaluation; 0 disables evaluation."""
     skip_train: bool = False
-    """Take no step and save nothing: evaluate the model of --load on the validation data and end. --save is where
-    the record of it goes."""
+    """Do not train or save: evaluate the model from --load on the validation data and exit. The result is recorded
+    in --save."""
     tensorboard_dir: Path | None = None
-    """Directory for TensorBoard."""
+    """Directory for TensorBoard event files."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Profile. Traces of some steps, with sub-blocks and all-reduces by name."""
+
+    profile: bool = False
+    """Profile the steps after --profile-step-start up to --profile-step-end on --profile-ranks, and write one trace
+    per rank. Perfetto, chrome://tracing and tools/exposed_communication.py read the traces."""
+    profile_step_start: int = flag(10, minimum=0, requires="--profile")
+    """Completed steps when the profile starts; the next step is the first one in the profile."""
+    profile_step_end: int = flag(12, minimum=1, requires="--profile")
+    """Completed steps when the profile ends; the last one of them is the last step in the profile."""
+    profile_ranks: tuple[int, ...] = flag((0,), minimum=0, requires="--profile")
+    """Global ranks that write traces. All ranks wait for them before and after the profile."""
+    profile_dir: Path | None = flag(None, requires="--profile")
+    """Directory for traces; --tensorboard-dir by default."""
+
+    def folder(self, tensorboard_dir: Path | None) -> Path | None:
+        """Return the directory for traces; None if neither directory was given."""
+        return tensorboard_dir if self.profile_dir is None else self.profile_dir
+
+
+@dataclass(frozen=True)
+class ReliabilityConfig:
+    """Stopping and bad numbers. SIGTERM and SIGINT also save a checkpoint and end the run with exit code 0."""
+
+    exit_interval: int | None = flag(None, minimum=1)
+    """Save and exit after a step whose number is a multiple of N."""
+    exit_duration_in_mins: float | None = flag(None, above=0)
+    """Save and exit after the first step that ends when the process has been running for this many minutes."""
+    kill_switch_file: Path | None = flag(None, aliases=("--kill-switch-path",))
+    """Save and exit when this file exists. Rank 0 checks about once per second."""
+    max_consecutive_bad_steps: int = flag(3, minimum=1)
+    """Number of consecutive steps with a non-finite loss or gradient after which the run exits with code 3. Such a step
+    does not update the model; only the position in the data advances."""
+    loss_spike_factor: float | None = flag(None, above=1)
+    """Report a step whose loss exceeds this multiple of the median loss of the last --loss-spike-window steps. Off by
+    default."""
+    loss_spike_window: int = flag(64, minimum=1)
+    """Number of previous steps, including spikes, whose median loss --loss-spike-factor multiplies."""
+    skip_loss_spikes: bool = flag(False, requires="--loss-spike-factor")
+    """Skip the update of steps that --loss-spike-factor reports."""

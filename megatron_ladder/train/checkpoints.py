@@ -272,7 +272,7 @@ class CheckpointSaver:
 
     def _load(self, load: Path, opened: Checkpoint) -> Checkpoint:
         config, rank = self._config, self._world.rank
-        weights_alone = self._trainer.run.loads_weights_alone
+        weights_alone = self._trainer.run.loads_only_weights
         model = stored_model(opened)
 
         def refuse(checkpoint: Checkpoint) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.config.reliability import ReliabilityConfig
+from megatron_ladder.config.training import ReliabilityConfig
 from megatron_ladder.engine.gradients import GradientPiece, first_bad_parameter
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.parallel.layout import parameter_sections

@@ -80,7 +80,7 @@ def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
     elif run.data.streaming and sources is not None and not mistakes:
         stream = open_stream(run, tokenizer, checkpoint, about_files)
     knows_data = sources is not None and (sources.train is not None or stream is not None)
-    if checkpoint is not None and sources is not None and knows_data and not run.loads_weights_alone:
+    if checkpoint is not None and sources is not None and knows_data and not run.loads_only_weights:
         found = describe_data(sources, tokenizer, stream)
         about_files.extend(_other_data(checkpoint, found, run.data.allow_data_change, place.rank))
     eod_id = None if sources is None else find_eod(run.data, sources, tokenizer, mistakes)
@@ -299,7 +299,7 @@ def _disagreements(run: RunConfig, checkpoint: Checkpoint, ignored: Sequence[str
     else:
         del pairs["desync_interval"]
     training = checkpoint.manifest.get("run", {}).get("training", {})
-    if not run.loads_weights_alone:
+    if not run.loads_only_weights:
         pairs |= {name: (getattr(run.training, name), training[name]) for name in DEFINES_ORDER if name in training}
     return [
         f"{flag_name(name)} {ours}: {checkpoint.directory} was trained with {theirs}"

@@ -23,7 +23,7 @@ ADAMW = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
 def resumed_run(run: RunConfig, checkpoint: Checkpoint, mistakes: list[str]) -> RunConfig:
     """The run with the schedule that it continues with; appends a line to `mistakes` for each refused change."""
     options, stored = run.checkpoint, checkpoint.manifest.get("run", {})
-    if run.loads_weights_alone:
+    if run.loads_only_weights:
         return run
     if options.load_optim and not checkpoint.tensors("exp_avg"):
         mistakes.append(

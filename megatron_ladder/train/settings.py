@@ -12,8 +12,8 @@ import torch
 
 from megatron_ladder import __version__
 from megatron_ladder.comm.launch import Place
-from megatron_ladder.config.parallel import ParallelConfig
 from megatron_ladder.config.run import SECTIONS
+from megatron_ladder.config.training import ParallelConfig
 from megatron_ladder.flags import flag_name
 from megatron_ladder.train.inputs import RunInputs, describe_data
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from megatron_ladder.config.reliability import ReliabilityConfig
+from megatron_ladder.config.training import ReliabilityConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SECONDS = 2.0

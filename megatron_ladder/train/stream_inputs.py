@@ -12,17 +12,7 @@ from megatron_ladder.errors import UserError
 def streaming_mistakes(data: DataConfig) -> list[str]:
     """A line for each flag that contradicts another."""
     if not data.streaming:
-        given = [
-            name
-            for name, value, default in (
-                ("--streaming-key", data.streaming_key, "text"),
-                ("--streaming-shuffle-buffer", data.streaming_shuffle_buffer, 10000),
-                ("--streaming-shards", data.streaming_shards, None),
-                ("--streaming-skip-bad-lines", data.streaming_skip_bad_lines, 0),
-            )
-            if value != default
-        ]
-        return [f"{' '.join(given)}: no meaning without --streaming"] if given else []
+        return []
     mistakes = []
     if data.data_path or data.train_data_path or data.data_args_path:
         mistakes.append("--streaming and --data-path or --train-data-path exclude each other: give one of them")
@@ -32,14 +22,6 @@ def streaming_mistakes(data: DataConfig) -> list[str]:
         mistakes.append("--streaming reads texts, in which nobody is the assistant: leave --loss-on out")
     if data.tokenizer_type is None:
         mistakes.append("--streaming tokenises: give --tokenizer-type and --tokenizer-model")
-    for name, number in (
-        ("--streaming-shuffle-buffer", data.streaming_shuffle_buffer),
-        ("--streaming-shards", 1 if data.streaming_shards is None else data.streaming_shards),
-    ):
-        if number < 1:
-            mistakes.append(f"{name} {number}: expected 1 or more")
-    if data.streaming_skip_bad_lines < 0:
-        mistakes.append(f"--streaming-skip-bad-lines {data.streaming_skip_bad_lines}: expected 0 or more")
     return mistakes
 
 

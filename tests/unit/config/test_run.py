@@ -7,6 +7,7 @@ import pytest
 
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED, take_megatron_flags
 from megatron_ladder.config.run import SECTIONS, RunConfig, parse_run, resolve_run
+from megatron_ladder.config.training import ProfileConfig
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.flags import build_parser
 
@@ -14,18 +15,18 @@ BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-atte
 
 
 def read(words: str, world_size: int = 4) -> tuple[RunConfig, list[str]]:
-    mistakes: list[str] = []
-    run = resolve_run(parse_run((BASE + " " + words).split(), mistakes), 1000, world_size, mistakes)
-    return run, mistakes
+    errors: list[str] = []
+    run = resolve_run(parse_run((BASE + " " + words).split(), errors), 1000, world_size, errors)
+    return run, errors
 
 
 def test_batches_follow_from_the_layout() -> None:
-    run, mistakes = read("--micro-batch-size 2 --global-batch-size 16 --tensor-model-parallel-size 2")
-    assert not mistakes
+    run, errors = read("--micro-batch-size 2 --global-batch-size 16 --tensor-model-parallel-size 2")
+    assert not errors
     assert (run.data_parallel_size, run.accumulation_steps, run.tokens_per_step) == (2, 4, 2048)
     assert read("--micro-batch-size 3")[0].global_batch_size == 12
-    staged, mistakes = read("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8", 8)
-    assert not mistakes and (staged.data_parallel_size, staged.accumulation_steps) == (2, 4)
+    staged, errors = read("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8", 8)
+    assert not errors and (staged.data_parallel_size, staged.accumulation_steps) == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -37,31 +38,41 @@ def test_batches_follow_from_the_layout() -> None:
         ("--min-lr 1", "--min-lr 1.0 is above --lr"),
         ("--lr-warmup-iters 100", "--lr-warmup-iters 100 leaves no step"),
         ("--pipeline-model-parallel-size 3", "1 x --pipeline-model-parallel-size 3 does not divide the 4 launched"),
-        ("--pipeline-model-parallel-size 0", "1 x --pipeline-model-parallel-size 0 does not divide the 4 launched"),
+        ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0: expected 1 or more"),
         ("--pipeline-model-parallel-size 4 --num-layers 3", "--pipeline-model-parallel-size 4 is above --num-layers 3"),
         ("--sequence-parallel --residual-mode desync --desync-interval 2 --tensor-model-parallel-size 2",
-         "--sequence-parallel cuts one stream"),
+         "--sequence-parallel shards one shared residual stream"),
         ("--sequence-parallel --tensor-model-parallel-size 4 --seq-length 126",
          "--seq-length 126 cannot be cut by --sequence-parallel into 4 equal parts"),
         ("--recompute-granularity selective", "--recompute-granularity selective"),
-        ("--recompute-num-layers 2", "--recompute-num-layers has no meaning without"),
+        ("--recompute-num-layers 2", "--recompute-num-layers 2 requires --recompute-granularity full"),
         ("--recompute-granularity full --recompute-num-layers 13", "--recompute-num-layers 13 is above --num-layers"),
         ("--compile-sub-blocks --norm-implementation apex", "--compile-sub-blocks compiles torch's norm"),
         ("--profile --profile-step-end 9 --profile-dir p", "--profile-step-start 10 and --profile-step-end 9"),
-        ("--profile --profile-dir p --profile-ranks 8", "--profile-ranks 8: expected ranks from 0 to"),
-        ("--adam-beta2 1", "--adam-beta2 1.0 must lie in [0, 1)"),
-        ("--train-iters 0", "--train-iters 0 must be above zero"),
-        ("--lr-decay-iters -5", "--lr-decay-iters -5 must be above zero"),
+        ("--profile --profile-dir p --profile-ranks 8 0 4", "--profile-ranks 4 8: expected ranks from 0 to 3"),
+        ("--profile --profile-dir p --profile-ranks -1", "--profile-ranks -1: expected 0 or more"),
+        ("--profile --profile-dir p --profile-step-start -1", "--profile-step-start -1: expected 0 or more"),
+        ("--profile --profile-dir p --profile-step-end 101", "--profile-step-end 101 is above --train-iters 100"),
+        ("--profile", "--profile needs a directory for its traces"),
+        ("--profile-ranks 1", "--profile-ranks requires --profile"),
+        ("--loss-spike-factor 1", "--loss-spike-factor 1.0: expected above 1"),
+        ("--skip-loss-spikes", "--skip-loss-spikes requires --loss-spike-factor"),
+        ("--exit-duration-in-mins 0", "--exit-duration-in-mins 0.0: expected above 0"),
+        ("--finetune", "--finetune requires --load"),
+        ("--streaming-shards 4", "--streaming-shards 4 requires --streaming"),
+        ("--adam-beta2 1", "--adam-beta2 1.0: expected 0 or more, below 1"),
+        ("--train-iters 0", "--train-iters 0: expected 1 or more"),
+        ("--lr-decay-iters -5", "--lr-decay-iters -5: expected 1 or more"),
         ("--lr-warmup-iters 5 --lr-wsd-decay-iters 96", "--lr-wsd-decay-iters 96 is more than the 100 decay"),
-        ("--weight-decay -1", "--weight-decay -1.0 must not be negative"),
+        ("--weight-decay -1", "--weight-decay -1.0: expected 0 or more"),
     ],
 )
-def test_impossible_runs_are_refused(words: str, message: str) -> None:
+def test_an_invalid_value_or_combination_is_one_error(words: str, message: str) -> None:
     found = read(words)[1]
     assert len(found) == 1 and message in found[0], found
 
 
-def test_mistakes_of_every_kind_come_together() -> None:
+def test_all_errors_are_reported_together() -> None:
     found = read("--hidden-sizes 3 --num-experts 4 --hidden-size 65 --global-batch-size 6 --min-lr 5")[1]
     assert [line.split(" ")[0] for line in found] == [
         "--num-experts", "--hidden-sizes", "--hidden-size", "--min-lr", "--global-batch-size",
@@ -80,12 +91,17 @@ def test_megatrons_spellings_are_known() -> None:
         "--log-interval 1 --tensorboard-dir tb --profile --use-pytorch-profiler --profile-ranks 0 1 "
         " --pipeline-model-parallel-size 1 --deterministic-mode"
     )
-    run, mistakes = read(words)
-    assert mistakes == []
+    run, errors = read(words)
+    assert errors == []
     assert (run.model.num_key_value_heads, run.model.head_dim, run.recompute_layers) == (2, 16, 2)
 
 
-def test_no_flag_is_both_known_and_foreign() -> None:
+def test_a_valid_profile_is_accepted() -> None:
+    assert read("--profile --tensorboard-dir t --profile-step-start 0 --profile-step-end 100")[1] == []
+    assert ProfileConfig(profile_dir=Path("p")).folder(Path("t")) == Path("p")
+
+
+def test_no_flag_is_both_ours_and_megatrons() -> None:
     known = {word for action in build_parser(SECTIONS, "", "")._actions for word in action.option_strings}
     assert not known & (set(ACCEPTED) | set(REFUSED))
     assert not set(ACCEPTED) & set(REFUSED)
@@ -108,12 +124,12 @@ def test_deepspeeds_json_is_derived() -> None:
 def merged(tmp_path: Path, given: object) -> tuple[dict[str, object], list[str]]:
     path = tmp_path / "ds.json"
     path.write_text(given if isinstance(given, str) else json.dumps(given))
-    mistakes: list[str] = []
-    return deepspeed_json(read(f"--deepspeed_config {path} --clip-grad 0.7")[0], mistakes), mistakes
+    errors: list[str] = []
+    return deepspeed_json(read(f"--deepspeed_config {path} --clip-grad 0.7")[0], errors), errors
 
 
 def test_a_users_json_is_merged(tmp_path: Path) -> None:
-    config, mistakes = merged(
+    config, errors = merged(
         tmp_path,
         {
             "train_batch_size": "auto",
@@ -122,7 +138,7 @@ def test_a_users_json_is_merged(tmp_path: Path) -> None:
             "wall_clock_breakdown": True,
         },
     )
-    assert mistakes == []
+    assert errors == []
     assert config["train_batch_size"] == 4 and config["wall_clock_breakdown"] is True
     assert config["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 1000, "compute_grad_norm": False}
 

@@ -23,6 +23,7 @@ from megatron_ladder.data.streaming import (
     skipped_of,
 )
 from megatron_ladder.errors import UserError
+from megatron_ladder.flags import value_errors
 from megatron_ladder.train.reading import TextStreams
 from megatron_ladder.train.stream_inputs import streaming_mistakes
 
@@ -397,7 +398,8 @@ def test_flags_that_contradict_streaming() -> None:
     right = DataConfig(streaming=("a.jsonl",), tokenizer_type="ByteTokenizer")
     assert streaming_mistakes(right) == []
     for changes, said in (
-        ({"streaming": ()} | {"streaming_shards": 3, "streaming_key": "a"}, "--streaming-key --streaming-shards: no"),
+        ({"streaming": (), "streaming_key": "a"}, "--streaming-key a requires --streaming"),
+        ({"streaming": (), "streaming_shards": 3}, "--streaming-shards 3 requires --streaming"),
         ({"data_path": (Path("a"),)}, "--streaming and --data-path .* exclude each other"),
         ({"megatron_order": True}, "leave --megatron-order out"),
         ({"loss_on": "assistant"}, "leave --loss-on out"),
@@ -405,7 +407,8 @@ def test_flags_that_contradict_streaming() -> None:
         ({"streaming_shards": 0}, "--streaming-shards 0: expected 1 or more"),
         ({"streaming_shuffle_buffer": 0}, "--streaming-shuffle-buffer 0: expected 1 or more"),
         ({"streaming_skip_bad_lines": -1}, "--streaming-skip-bad-lines -1: expected 0 or more"),
-        ({"streaming": (), "streaming_skip_bad_lines": 2}, "--streaming-skip-bad-lines: no meaning without"),
+        ({"streaming": (), "streaming_skip_bad_lines": 2}, "--streaming-skip-bad-lines 2 requires --streaming"),
     ):
-        (line,) = streaming_mistakes(dataclasses.replace(right, **changes))
+        data = dataclasses.replace(right, **changes)
+        (line,) = [*value_errors([data]), *streaming_mistakes(data)]
         assert re.search(said, line)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_ladder.config.reliability import ReliabilityConfig
+from megatron_ladder.config.training import ReliabilityConfig
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.train.guards import Finding, Guard
 

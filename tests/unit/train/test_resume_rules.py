@@ -122,7 +122,7 @@ def test_flags_that_contradict_each_other() -> None:
     words = f"{TRAINED} {OVERRIDE} {KEEP} --finetune --keep-last-n-checkpoints 0 --save-retain-interval -1"
     flags = parse_run([word for word in f"{BASE} {words}".split() if word not in ("--load", "c")], mistakes)
     resolve_run(flags, 100, 1, mistakes)
-    starts = ["--keep-last-n-checkpoints 0 must", "--save-retain-interval -1 must", "--override-opt", "--finetune"]
+    starts = ["--keep-last-n-checkpoints 0:", "--save-retain-interval -1:", "--finetune", "--override-opt"]
     assert [line.startswith(start) for line, start in zip(mistakes, starts, strict=True)] == [True] * 4
 
 

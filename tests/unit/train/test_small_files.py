@@ -13,7 +13,8 @@ from tokenizers.models import WordLevel
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.config.training import CheckpointConfig, OptimizerConfig
+from megatron_ladder.config.data import CheckpointConfig
+from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.convert.names import tensor_shapes
 from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from megatron_ladder.generate.loading import open_model
@@ -55,7 +56,7 @@ def train(load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, i
     opened = Checkpoint.open(load)
     run = SimpleNamespace(
         checkpoint=CheckpointConfig(load=load, save=save, finetune=finetune),
-        loads_weights_alone=finetune, logging=SimpleNamespace(skip_train=False), optimizer=OptimizerConfig(lr=1.0),
+        loads_only_weights=finetune, logging=SimpleNamespace(skip_train=False), optimizer=OptimizerConfig(lr=1.0),
         training=SimpleNamespace(train_iters=9), model=SimpleNamespace(to_dict=lambda: opened.manifest["model"]),
         to_dict=dict,
     )  # fmt: skip

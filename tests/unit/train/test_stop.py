@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.config.reliability import ReliabilityConfig, reliability_mistakes
+from megatron_ladder.config.training import ReliabilityConfig
+from megatron_ladder.flags import value_errors
 from megatron_ladder.train.stop import Stopper, StopSignals
 from tests.distributed.commands import REPOSITORY_ROOT
 
@@ -103,11 +104,11 @@ def test_numbers_that_cannot_be_are_mistakes() -> None:
         exit_interval=0, exit_duration_in_mins=-1.0, max_consecutive_bad_steps=0, loss_spike_factor=1.0,
         loss_spike_window=0,
     )  # fmt: skip
-    flags = [mistake.split()[0] for mistake in reliability_mistakes(wrong)]
+    flags = [mistake.split()[0] for mistake in value_errors([wrong])]
     assert flags == [
-        "--exit-interval", "--exit-duration-in-mins", "--max-consecutive-bad-steps", "--loss-spike-window",
-        "--loss-spike-factor",
+        "--exit-interval", "--exit-duration-in-mins", "--max-consecutive-bad-steps", "--loss-spike-factor",
+        "--loss-spike-window",
     ]  # fmt: skip
-    (alone,) = reliability_mistakes(ReliabilityConfig(skip_loss_spikes=True))
-    assert alone == "--skip-loss-spikes has no meaning without --loss-spike-factor"
-    assert reliability_mistakes(ReliabilityConfig()) == []
+    (alone,) = value_errors([ReliabilityConfig(skip_loss_spikes=True)])
+    assert alone == "--skip-loss-spikes requires --loss-spike-factor"
+    assert value_errors([ReliabilityConfig()]) == []
