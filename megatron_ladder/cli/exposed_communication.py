@@ -13,8 +13,8 @@ from megatron_ladder.flags import parse_command_line
 from megatron_ladder.lab.bench.exposed import (
     COMMUNICATION_KERNELS,
     ELSEWHERE,
-    Collective,
     Communication,
+    TracedCollective,
     communication,
     read_events,
 )
@@ -82,11 +82,11 @@ def sub_block_rows(found: Communication) -> list[SubBlockRow]:
     return rows
 
 
-def _in_flight(collectives: Sequence[Collective]) -> float:
+def _in_flight(collectives: Sequence[TracedCollective]) -> float:
     return sum(collective.in_flight_seconds for collective in collectives)
 
 
-def _exposed(collectives: Sequence[Collective]) -> float:
+def _exposed(collectives: Sequence[TracedCollective]) -> float:
     return sum(collective.exposed_seconds for collective in collectives)
 
 

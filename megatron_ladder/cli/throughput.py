@@ -9,9 +9,9 @@ import torch
 
 from megatron_ladder.errors import BadNumbersError, UserError, run_program
 from megatron_ladder.flags import parse_command_line
-from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS, Verdict
+from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS, RatioVerdict
 from megatron_ladder.lab.bench.sizes import find_size
-from megatron_ladder.lab.bench.throughput import Workload, check_transformers, run
+from megatron_ladder.lab.bench.throughput import ThroughputWorkload, check_transformers, run
 from megatron_ladder.lab.bench.variants import VARIANTS
 from megatron_ladder.model.compiled import require_compiler
 
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> None:
         max_position_embeddings=max(shape.max_position_embeddings, *options.sequence),
     )  # fmt: skip
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    workload = Workload(
+    workload = ThroughputWorkload(
         config, options.sequence[0], options.batch, DTYPES[dtype], device,
         None if options.backend == "none" else options.backend, options.matrix,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> None:
     )
     variants = [VARIANTS[wiring] for wiring in options.wirings]
     found = run(workload, options.sequence, variants, options.rounds, options.transformers, options.json)
-    doubtful = [row for row in found if row.verdict != Verdict.SOUND.value]
+    doubtful = [row for row in found if row.verdict != RatioVerdict.SOUND.value]
     if doubtful:
         raise BadNumbersError("; ".join(f"{row.way} at {row.sequence}: {row.verdict}" for row in doubtful))
 

@@ -1,4 +1,4 @@
-"""The benchmark's machinery in a pool: what waits, what does not, and that all variants compute the same model."""
+"""Benchmarks on two ranks: exposed communication, and that all variants compute the same model."""
 
 from dataclasses import replace
 
@@ -7,7 +7,8 @@ import torch
 
 from megatron_ladder.comm.launch import Place
 from megatron_ladder.lab.bench.options import BenchmarkOptions, Case
-from megatron_ladder.lab.bench.program import Benchmark, Row
+from megatron_ladder.lab.bench.program import _Benchmark
+from megatron_ladder.lab.bench.results import BenchmarkRow
 from megatron_ladder.lab.bench.variants import VARIANTS
 from megatron_ladder.lab.cost.links import WireModel
 from tests.distributed.pool import GlooPools
@@ -15,17 +16,17 @@ from tests.distributed.pool import GlooPools
 ALPHA = 0.004
 
 
-def benchmark_of(case: Case, wirings: tuple[str, ...]) -> Benchmark:
+def benchmark_of(case: Case, wirings: tuple[str, ...]) -> _Benchmark:
     options = BenchmarkOptions(wirings=wirings, sizes=("small-train",), sequence=16, tokens=1, rounds=4)
-    return Benchmark(case, options, "small-train", Place(torch.distributed.get_rank(), 2, 0), torch.device("cpu"))
+    return _Benchmark(case, options, "small-train", Place(torch.distributed.get_rank(), 2, 0), torch.device("cpu"))
 
 
-def timed_rows(case: Case) -> list[Row]:
-    """On each rank: the rows of two wirings and their bound at one interconnect time."""
+def timed_rows(case: Case) -> list[BenchmarkRow]:
+    """Return the rows of two wirings and their bound at one interconnect time."""
     benchmark = benchmark_of(case, ("standard", "ladder"))
     prediction = benchmark.calibrate()
     assert prediction.by_modules[False].head > 0 and min(prediction.by_modules[False].forward) > 0
-    # What a collective costs the processor is noise on a busy machine, and may hide what the wire costs.
+    # On a busy machine, the processor time of a collective is noise that can exceed the wire's time.
     prediction = replace(prediction, wire=WireModel())
     rows = benchmark.rows(prediction, f"{ALPHA}s")
     benchmark.interconnect.close()
@@ -40,7 +41,7 @@ def test_standard_waits_for_every_reduce_and_no_comm_for_none(
         by_wiring = {row.wiring: row for row in rows}
         assert list(by_wiring) == ["standard", "ladder", "no-comm"]
         assert by_wiring["no-comm"].exposed_seconds_per_layer == 0
-        # Training hides the part of a reduce that the weight's gradient covers; the forward half stays.
+        # Training hides backward reduces behind the weight's gradient, but no forward reduce.
         waiting = reduces_a_layer if case != "train" else reduces_a_layer / 2
         assert by_wiring["standard"].exposed_seconds_per_layer >= waiting * ALPHA * 0.9
         assert by_wiring["standard"].ratio_to_standard == 1.0
@@ -48,7 +49,7 @@ def test_standard_waits_for_every_reduce_and_no_comm_for_none(
 
 
 def losses_of_variants() -> dict[str, float]:
-    """On each rank: the loss of every variant that leaves no reduce out, on the same weights."""
+    """Return the loss of every variant with reduces, on the same weights."""
     names = tuple(name for name, variant in VARIANTS.items() if not variant.without_reduces)
     benchmark = benchmark_of("train", names)
     ids = torch.arange(34).view(2, 17)

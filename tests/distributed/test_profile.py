@@ -1,4 +1,4 @@
-"""Traces of real training steps over two ranks, and what is read from them."""
+"""Traces of real training steps on two ranks."""
 
 import contextlib
 from pathlib import Path
@@ -17,7 +17,7 @@ RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --global-batch-size 4 -
 
 
 def profiled_steps(argv: list[str], first_iteration: int = 1) -> list[float]:
-    """On each rank: the losses of the steps up to the fifth, around them what --profile puts there."""
+    """Return the losses of the steps up to the fifth, run inside the contexts of --profile."""
     trainer = build_trainer_here([*RECIPE, *argv])
     around = step_contexts(trainer.run, trainer.mesh.world, CPU, first_iteration, contextlib.nullcontext)
     ids = torch.arange(26).view(2, 13)
@@ -37,7 +37,7 @@ def arguments(folder: Path, *, mode: str, ranks: str, start: int = 2, end: int =
 
 
 def names_of(events: list[Event], iteration: int) -> list[str]:
-    """The named stretches of the main thread in a step, in the order of their beginnings."""
+    """Return the named spans of the main thread in a step, in the order of their starts."""
     (step,) = [event for event in events if event["name"] == f"iteration {iteration}"]
     inside = [
         event
@@ -74,7 +74,7 @@ def test_a_trace_names_sub_blocks_and_reduces_in_their_order(gloo_pools: GlooPoo
         ]  # fmt: skip
 
 
-def test_a_rank_that_is_not_profiled_writes_nothing(gloo_pools: GlooPools, tmp_path: Path) -> None:
+def test_only_profiled_ranks_write(gloo_pools: GlooPools, tmp_path: Path) -> None:
     argv = [*arguments(tmp_path, mode="standard", ranks="1"), "--recompute-granularity", "full"]
     gloo_pools(2).run(profiled_steps, argv)
     (path,) = tmp_path.iterdir()
@@ -82,7 +82,7 @@ def test_a_rank_that_is_not_profiled_writes_nothing(gloo_pools: GlooPools, tmp_p
     assert "layers.2.mlp recompute" in names_of(read_events(path), 3)
 
 
-def test_a_resumed_run_profiles_what_is_left(gloo_pools: GlooPools, tmp_path: Path) -> None:
+def test_a_resumed_run_profiles_the_remaining_steps(gloo_pools: GlooPools, tmp_path: Path) -> None:
     argv = arguments(tmp_path, mode="ladder", ranks="0")
     gloo_pools(2).run(profiled_steps, argv, first_iteration=5)
     assert list(tmp_path.iterdir()) == []
@@ -90,7 +90,7 @@ def test_a_resumed_run_profiles_what_is_left(gloo_pools: GlooPools, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["rank0-steps4-4.pt.trace.json.gz"]
 
 
-def test_a_trace_that_cannot_be_written_ends_no_run(gloo_pools: GlooPools, tmp_path: Path) -> None:
+def test_a_failed_trace_does_not_end_the_run(gloo_pools: GlooPools, tmp_path: Path) -> None:
     argv = arguments(tmp_path / "missing", mode="ladder", ranks="0")
     assert len(gloo_pools(2).run(profiled_steps, argv)[0]) == 5
 
@@ -105,7 +105,7 @@ def test_a_sharded_stream_is_traced(gloo_pools: GlooPools, tmp_path: Path) -> No
         "all_gather start",
     ]  # fmt: skip
     rows = {(row.name, row.direction): row for row in sub_block_rows(communication(read_events(path)))}
-    # Each of two micro-batches: the gather for the next sub-block, and the scatter.
+    # For each of two micro-batches: the gather for the next sub-block, and the scatter.
     assert rows["layers.1.attention", "forward"].collectives == 4
 
 
@@ -114,8 +114,8 @@ def test_a_sharded_stream_is_traced(gloo_pools: GlooPools, tmp_path: Path) -> No
     [
         ([], 2, 2),
         (["--no-tp-overlap"], 2, 2),
-        # Gathers what it reads and scatters its output; backward also gathers its output's gradient, and its input
-        # again, which is not kept.
+        # Forward gathers its input and scatters its output. Backward also gathers its output's gradient, and gathers
+        # its input again, because it is not kept.
         (["--sequence-parallel"], 4, 6),
     ],
     ids=["overlap", "autograd", "sequence-parallel"],

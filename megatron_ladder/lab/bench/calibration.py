@@ -1,44 +1,82 @@
-"""What the step-time model needs to know of this machine: seconds of sub-blocks, of the head, and of a collective.
+"""Measures the inputs of the step-time model on this machine: seconds of sub-blocks, of the head, and of a collective.
 
-Sub-blocks are timed where they stand, inside whole passes of a model whose reduces do nothing, so that their weights
-come from memory as they do in the passes that are predicted. What a pass takes besides its sub-blocks (embedding,
-head, sampling, the loss) is the head. The processor's cost of one collective is what a pass over a wire of no latency
-takes longer than one without reduces, shared out over its reduces.
+Sub-blocks are timed inside whole passes of a model whose reduces do nothing, so that their weights come from memory as
+in the predicted passes. The head is the rest of a pass: embedding, head, sampling, loss. The processor time of one
+collective is the time that a pass over a wire without latency takes longer than a pass without reduces, divided by the
+number of reduces.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from megatron_ladder.lab.bench.clocks import Clock
 from megatron_ladder.lab.bench.variants import Variant
 from megatron_ladder.lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.sub_block import SubBlock
 
 
+class StageClock(Protocol):
+    """Measures the time between two points of a program on the processor that does the work."""
+
+    def mark(self) -> Any:
+        """Mark this point."""
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        """Return the time from one mark to a later one."""
+
+
+class _HostClock:
+    """For work that is done when its call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, began: float, ended: float) -> float:
+        return ended - began
+
+
+class _CudaClock:
+    """For work that a GPU's current stream does after its call has returned."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream())
+        return event
+
+    def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+        ended.synchronize()
+        return began.elapsed_time(ended) * 1e-3
+
+
+def clock_of(device: torch.device) -> StageClock:
+    """Return the clock for a device's work."""
+    return _CudaClock() if device.type == "cuda" else _HostClock()
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """Of one set of modules: those with two norms a layer, or those with one."""
+    """Times of one set of modules: those with two norms per layer, or those with one."""
 
     forward: tuple[float, ...]
     """Seconds of the sub-blocks of one layer, in order."""
     backward: tuple[float, ...]
     """The same, backward; zeros without training."""
     weight_gradient: tuple[float, ...]
-    """Of those, the gradient of the column-parallel weight, which the input's gradient does not wait for."""
+    """The part of `backward` that the input's gradient does not need: the column-parallel weight's gradient."""
     pass_seconds: float
     """One whole pass without reduces."""
     layers: int
 
     @property
     def head(self) -> float:
-        """What a pass takes besides its sub-blocks."""
+        """Seconds of a pass outside of its sub-blocks."""
         return max(0.0, self.pass_seconds - self.layers * sum(self.forward + self.backward))
 
     @property
@@ -47,12 +85,12 @@ class Calibration:
         return sum(self.forward) / len(self.forward)
 
     def predict(self, variant: Variant, reduce_seconds: float, wire: WireModel) -> float:
-        """Seconds of one pass of a variant, if every all-reduce takes `reduce_seconds` on the wire."""
+        """Return the seconds of one pass of a variant when every all-reduce takes `reduce_seconds` on the wire."""
         training = any(self.backward)
         late = variant.residual_mode in ("ladder", "ladder-parallel")
         staleness = variant.residual_staleness if late and variant.options.tp_overlap else 0
         times = list(zip(self.forward, self.backward, self.weight_gradient, strict=True)) * self.layers
-        # A desynchronised interval ends forward, and begins backward, in the one reduce that it has.
+        # A desynchronised interval has one reduce, at its end in forward and at its beginning in backward.
         interval = max(1, variant.desync_interval)
         steps = [
             SubBlockTime(
@@ -68,24 +106,39 @@ class Calibration:
         ]
         total = forward_seconds(steps, wire, head_seconds=self.head)
         if training:
-            mirrored = (
-                variant.options.tp_overlap and variant.options.mirrored_backward and not variant.desync_interval
-            )
+            mirrored = variant.options.tp_overlap and variant.options.mirrored_backward and not variant.desync_interval
             total += backward_seconds(steps, wire, launch_before_wgrad=mirrored, wait_at_once=not mirrored)
         return total
 
 
-class ForwardTimer:
-    """Times every sub-block of a model inside its passes, as long as it is attached."""
+@dataclass(frozen=True)
+class Prediction:
+    """The step-time model with this machine's calibration."""
 
-    def __init__(self, model: LanguageModel, clock: Clock) -> None:
+    by_modules: dict[bool, Calibration]
+    """For the modules with two norms per layer (False) and with one (True)."""
+    wire: WireModel
+    always_waiting: int
+    """Reduces of a pass that no wiring hides: those of embedding, head and loss."""
+
+    def seconds(self, variant: Variant, alpha: float) -> float:
+        """Return the seconds of one pass when every all-reduce takes `alpha` seconds on the wire."""
+        calibration = self.by_modules[variant.one_norm]
+        if variant.without_reduces:
+            return calibration.pass_seconds
+        cost = self.wire.launch_seconds + self.wire.finish_seconds
+        return calibration.predict(variant, alpha, self.wire) + self.always_waiting * (alpha + cost)
+
+
+class ForwardTimer:
+    """Times every sub-block of a model inside its passes while it is attached."""
+
+    def __init__(self, model: LanguageModel, clock: StageClock) -> None:
         self._clock = clock
-        self._spans: list[list[tuple[Any, Any]]] = []
         self._handles: list[RemovableHandle] = []
         per_layer = len(model.stack.sub_blocks()) // model.config.num_layers
+        self._spans: list[list[tuple[Any, Any]]] = [[] for _ in range(per_layer)]
         for number, step in enumerate(model.stack.sub_blocks()):
-            if number < per_layer:
-                self._spans.append([])
             self._attach(step, self._spans[number % per_layer])
 
     def _attach(self, step: SubBlock, spans: list[tuple[Any, Any]]) -> None:
@@ -100,16 +153,16 @@ class ForwardTimer:
         self._handles += [step.norm.register_forward_pre_hook(begin), step.body.register_forward_hook(end)]
 
     def finish(self) -> tuple[float, ...]:
-        """Median seconds of each sub-block of a layer; the timer is taken off."""
+        """Detach the timer and return the median seconds of each sub-block of a layer."""
         for handle in self._handles:
             handle.remove()
         return tuple(statistics.median(self._clock.seconds(*span) for span in spans) for spans in self._spans)
 
 
 def time_backward(
-    model: LanguageModel, hidden_states: Tensor, rounds: int, clock: Clock
+    model: LanguageModel, hidden_states: Tensor, rounds: int, clock: StageClock
 ) -> tuple[tuple[float, ...], ...]:
-    """Median seconds of each sub-block's backward in a layer, and of the column-parallel weight's gradient in it.
+    """Return the median seconds of each sub-block's backward in a layer, and of its column-parallel weight's gradient.
 
     Args:
         hidden_states: [s, b, h], any values.
@@ -130,21 +183,21 @@ def time_backward(
     return tuple(map(statistics.median, backward)), tuple(map(statistics.median, weight_gradient))
 
 
-def _time_weight_gradient(step: SubBlock, x: Tensor, clock: Clock) -> float:
-    """The product of the input with the output's gradient, for the first matrix of the sub-block."""
+def _time_weight_gradient(step: SubBlock, x: Tensor, clock: StageClock) -> float:
+    """Time the product of the input with the output's gradient, for the first matrix of the sub-block."""
     weight = next(parameter for parameter in step.body.parameters() if parameter.shape[-1] == x.shape[-1])
     rows = x.flatten(0, 1)
     gradient = rows.new_ones(rows.shape[0], weight.shape[0])
     return _seconds(lambda: gradient.t() @ rows, clock)
 
 
-def _seconds(run: Callable[[], object], clock: Clock) -> float:
+def _seconds(run: Callable[[], object], clock: StageClock) -> float:
     began = clock.mark()
     run()
     return clock.seconds(began, clock.mark())
 
 
 def collective_cost(without: Sequence[float], with_reduces: Sequence[float], collectives: int) -> float:
-    """The processor's seconds for one collective, from paired times of passes over a wire of no latency."""
+    """Return the processor's seconds for one collective, from paired times of passes over a wire without latency."""
     paired = [b - a for a, b in zip(without, with_reduces, strict=True)]
     return max(0.0, statistics.median(paired) / collectives)

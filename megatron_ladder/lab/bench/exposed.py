@@ -1,20 +1,20 @@
-"""Communication that nothing hides, from a trace of training steps (`--profile`).
+"""Exposed communication, from a trace of training steps (`--profile`).
 
-A trace has the steps (`iteration 12`), the sub-blocks (`layers.3.attention forward`, `norm forward`, `backward`, `norm
-backward`, `gather`, `recompute`) and the collectives by name (`comm/spans.py`). What is exposed depends on the device:
+A trace names the steps (`iteration 12`), the sub-blocks (`layers.3.attention forward`, `norm forward`, `backward`,
+`norm backward`, `gather`, `recompute`) and the collectives (`comm/spans.py`). Exposed time depends on the device:
 
-    CPU     the time inside waits, and inside collectives that are waited for at once
+    CPU     the time inside waits, and inside blocking collectives
     CUDA    the time in which a communication kernel runs and no other kernel, copy or fill does:
 
         compute   [ h_0 ][ h_1      ]      [ h_2 ...
         NCCL             [ y_0         ]
                                     ^^^  exposed
 
-A moment in which two communication kernels run counts once, for the one that began first. The communication of a
-sub-block is what it started: the reduce of its output in forward, and of its input's gradient in backward. A kernel
-that waits for a rank which is late counts as communication too.
+Time in which two communication kernels run counts once, for the first one. A sub-block owns the communication that it
+started: the reduce of its output in forward, and of its input's gradient in backward. A kernel that waits for a late
+rank counts as communication too.
 
-Times inside this file are a trace's own, microseconds; results are in seconds.
+Times inside this file are in microseconds, as in the trace; results are in seconds.
 """
 
 import gzip
@@ -31,13 +31,13 @@ from megatron_ladder.errors import UserError
 
 T = TypeVar("T")
 Event = dict[str, Any]
-"""Of Chrome's trace format, complete (`"ph": "X"`)."""
+"""A complete event (`"ph": "X"`) of Chrome's trace format."""
 Device = Literal["cpu", "cuda"]
 
 ELSEWHERE = "outside of sub-blocks"
 """The embedding, the head, the loss, and data-parallel reduces."""
 COMMUNICATION_KERNELS = r"nccl|(one|two)_shot_all_reduce|multimem"
-"""Names of kernels that communicate: NCCL's, and those of torch's symmetric memory."""
+"""Names of communication kernels: NCCL's, and those of torch's symmetric memory."""
 
 _STEP = re.compile(r"iteration (\d+)")
 _SUB_BLOCK = re.compile(r"(layers\.\d+\.\w+) (forward|norm forward|backward|norm backward|gather|recompute)")
@@ -47,18 +47,18 @@ _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _MICROSECOND = 1e-6
 _NESTING = 4
-"""More names than lie in that of another sub-block: its neighbour's norm and gathers run while it is halfway."""
+"""Largest nesting depth of names: a neighbour's norm and gathers run inside a sub-block."""
 
 
 class Interval(NamedTuple):
-    """A stretch of time."""
+    """A time interval."""
 
     start: float
     stop: float
 
 
 class Owner(NamedTuple):
-    """Whose communication it is."""
+    """The part of the model that started a collective."""
 
     name: str
     """`layers.3.attention`, or `ELSEWHERE`."""
@@ -66,28 +66,28 @@ class Owner(NamedTuple):
     """forward or backward; "" elsewhere."""
 
 
-class Collective(NamedTuple):
+class TracedCollective(NamedTuple):
     """One collective of this rank."""
 
     owner: Owner
     iteration: int
     in_flight_seconds: float
-    """CPU: from its start to the end of its wait. CUDA: of its kernel."""
+    """CPU: from the start to the end of the wait. CUDA: duration of the kernel."""
     exposed_seconds: float
 
 
 @dataclass(frozen=True)
 class Communication:
-    """What a trace tells."""
+    """The communication found in a trace."""
 
     device: Device
     step_seconds: dict[int, float]
-    """Iteration -> how long the step took."""
-    collectives: tuple[Collective, ...]
+    """Iteration -> duration of the step."""
+    collectives: tuple[TracedCollective, ...]
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals, ascending."""
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals into disjoint ones, ascending."""
     merged: list[Interval] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1].stop:
@@ -97,8 +97,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def uncovered(interval: Interval, cover: Sequence[Interval]) -> float:
-    """How much of an interval lies outside of `cover`, which is disjoint and ascending."""
+def _uncovered(interval: Interval, cover: Sequence[Interval]) -> float:
+    """Return the length of an interval outside of `cover`, which is disjoint and ascending."""
     if interval.start >= interval.stop:
         return 0.0
     total = interval.stop - interval.start
@@ -110,33 +110,33 @@ def uncovered(interval: Interval, cover: Sequence[Interval]) -> float:
 
 
 def read_events(path: Path) -> list[Event]:
-    """The complete events of a trace, gzipped or not.
+    """Read the complete events of a trace, gzipped or not.
 
     Raises:
-        UserError: it cannot be read, or is no trace.
+        UserError: the file cannot be read, or is not a trace.
     """
     try:
         content = path.read_bytes()
         trace = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
         return [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}: give a file that --profile has written") from None
+        raise UserError(f"{path}: {error.strerror or error}: give a file written by --profile") from None
     except (ValueError, EOFError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path}: no trace in JSON: give a file that --profile has written") from None
+        raise UserError(f"{path}: not a trace in JSON: give a file written by --profile") from None
 
 
 def communication(events: Sequence[Event], kernels: str = COMMUNICATION_KERNELS) -> Communication:
-    """All collectives of the steps in a trace.
+    """Find all collectives of the steps in a trace.
 
     Args:
-        kernels: regular expression for the names of kernels that communicate.
+        kernels: regular expression for the names of communication kernels.
 
     Raises:
-        ValueError: there is no step in it.
+        ValueError: the trace contains no step.
     """
     names = _Names(events)
     if not names.steps:
-        raise ValueError("no step has a name in it")
+        raise ValueError("it contains no training step")
     on_device = [event for event in events if event.get("cat") in _DEVICE_WORK]
     found = _of_kernels(events, on_device, names, re.compile(kernels)) if on_device else _of_waits(events, names)
     seconds = {number: (span.stop - span.start) * _MICROSECOND for span, number in names.steps}
@@ -144,7 +144,7 @@ def communication(events: Sequence[Event], kernels: str = COMMUNICATION_KERNELS)
 
 
 class _Names:
-    """Which step and which sub-block a moment of a thread belongs to."""
+    """Maps a time on a thread to its step and sub-block."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.steps: list[tuple[Interval, int]] = []
@@ -179,14 +179,14 @@ class _Names:
             self._sub_blocks[event["tid"]].append((_interval(event), owner))
 
     def step_at(self, moment: float) -> int | None:
-        """The step that a moment lies in."""
+        """Return the step at a time."""
         return _around(moment, self.steps, nesting=1)
 
     def owner_at(self, moment: float, thread: Any) -> Owner:
-        """The sub-block of what a thread does at a moment.
+        """Return the owner of a thread's activity at a time.
 
-        Where autograd walks backward by itself, nothing has a name; its nodes carry the numbers of the operators that
-        made them.
+        A backward run by autograd has no named sub-blocks; its nodes carry the sequence numbers of their forward
+        operators.
         """
         named = self._sub_block_at(moment, thread)
         if named is not None:
@@ -200,8 +200,8 @@ class _Names:
         return _around(moment, self._sub_blocks.get(thread, []), _NESTING)
 
 
-def _of_waits(events: Sequence[Event], names: _Names) -> list[Collective]:
-    """On a CPU. Collectives of a kind are waited for in the order in which they were started."""
+def _of_waits(events: Sequence[Event], names: _Names) -> list[TracedCollective]:
+    """Find collectives on a CPU. Collectives of a kind are waited for in the order of their starts."""
     found = []
     started: dict[str, deque[tuple[Owner, float]]] = defaultdict(deque)
     for event in sorted(events, key=lambda event: event["ts"]):
@@ -218,7 +218,7 @@ def _of_waits(events: Sequence[Event], names: _Names) -> list[Collective]:
             owner, begin = started[operation].popleft()
         span = _interval(event)
         found.append(
-            Collective(
+            TracedCollective(
                 owner, iteration, (span.stop - begin) * _MICROSECOND, (span.stop - span.start) * _MICROSECOND
             )
         )
@@ -227,8 +227,8 @@ def _of_waits(events: Sequence[Event], names: _Names) -> list[Collective]:
 
 def _of_kernels(
     events: Sequence[Event], on_device: Sequence[Event], names: _Names, kernels: re.Pattern[str]
-) -> list[Collective]:
-    """On CUDA. A kernel belongs to the step and the sub-block that launched it."""
+) -> list[TracedCollective]:
+    """Find collectives on CUDA. A kernel belongs to the step and the sub-block that launched it."""
     launches = {
         event["args"]["correlation"]: event
         for event in events
@@ -236,18 +236,18 @@ def _of_kernels(
     }
     communicating = [event for event in on_device if kernels.search(event["name"])]
     apart = {id(event) for event in communicating}
-    cover = union(_interval(event) for event in on_device if id(event) not in apart)
+    cover = _union(_interval(event) for event in on_device if id(event) not in apart)
     found, counted_until = [], 0.0
     for event in sorted(communicating, key=lambda event: event["ts"]):
         span = _interval(event)
-        exposed = uncovered(Interval(max(span.start, counted_until), span.stop), cover)
+        exposed = _uncovered(Interval(max(span.start, counted_until), span.stop), cover)
         counted_until = max(counted_until, span.stop)
         launch = launches.get(event.get("args", {}).get("correlation"), event)
         iteration = names.step_at(launch["ts"])
         if iteration is not None:
             owner = names.owner_at(launch["ts"], launch["tid"])
             found.append(
-                Collective(owner, iteration, (span.stop - span.start) * _MICROSECOND, exposed * _MICROSECOND)
+                TracedCollective(owner, iteration, (span.stop - span.start) * _MICROSECOND, exposed * _MICROSECOND)
             )
     return found
 
@@ -257,11 +257,11 @@ def _interval(event: Event) -> Interval:
 
 
 def _around(moment: float, entries: Sequence[tuple[Interval, T]], nesting: int) -> T | None:
-    """What belongs to the innermost interval around a moment.
+    """Return the value of the innermost interval around a time.
 
     Args:
-        entries: their intervals ascend.
-        nesting: how many of them are looked at, from the one that began last before the moment.
+        entries: (interval, value), intervals ascending.
+        nesting: number of entries to check, going back from the last one that began before `moment`.
     """
     last = bisect_right(entries, moment, key=lambda entry: entry[0].start)
     for span, belonging in reversed(entries[max(0, last - nesting) : last]):

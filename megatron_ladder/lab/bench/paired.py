@@ -1,31 +1,34 @@
-"""Several ways to do one thing, timed side by side: A B C D A B C D.
+"""Several ways to do the same thing, timed in alternation: A B C D A B C D.
 
-A machine drifts: its clock, its caches, its neighbours. What runs in the same round sees much the same machine, so
-ways are compared within each round, and the median is taken of these *paired* ratios, not a ratio of medians. The
-spread of a ratio is the distance of its quartiles: a single disturbed round moves neither it nor the median.
+A machine drifts: its clock, its caches, its other users. Runs of the same round see nearly the same machine, so ways
+are compared within each round, and the result is the median of these *paired* ratios, not a ratio of medians. The
+spread of a ratio is its interquartile range: a single disturbed round affects neither the spread nor the median.
 """
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron_ladder.progress import ProgressBar
+
 FEWEST_ROUNDS = 4
-"""Below this, quartiles say nothing."""
+"""With fewer rounds, quartiles are meaningless."""
 NOISE_LIMIT = 0.10
 """Spread over median above which a ratio is not judged. At 7 rounds the median is then good to about 3.5 %."""
 
 
-class Verdict(Enum):
-    """What a ratio is worth."""
+class RatioVerdict(Enum):
+    """How far a ratio can be trusted."""
 
     SOUND = "sound"
-    """It may be reported."""
+    """It can be reported."""
     TOO_NOISY = "too noisy to judge"
-    """Its rounds differ too much from one another."""
+    """The rounds differ too much."""
     ABOVE_BOUND = "above its bound: a measuring error"
-    """It exceeds what is possible by more than its spread."""
+    """It exceeds the possible maximum by more than its spread."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,21 @@ class Ratio:
 
     @property
     def spread(self) -> float:
-        """Distance of the quartiles."""
+        """Interquartile range."""
         return self.high - self.low
 
-    def verdict(self, bound: float | None = None, noise_limit: float = NOISE_LIMIT) -> Verdict:
-        """Whether the ratio can be believed.
+    def verdict(self, bound: float | None = None, noise_limit: float = NOISE_LIMIT) -> RatioVerdict:
+        """Judge the ratio.
 
         Args:
-            bound: what it cannot exceed by more than its spread; None if nothing is known.
+            bound: the possible maximum, exceeded only by measuring errors; None if unknown.
             noise_limit: largest spread, as a share of the median.
         """
         if self.spread > noise_limit * self.median:
-            return Verdict.TOO_NOISY
+            return RatioVerdict.TOO_NOISY
         if bound is not None and self.median > bound + self.spread:
-            return Verdict.ABOVE_BOUND
-        return Verdict.SOUND
+            return RatioVerdict.ABOVE_BOUND
+        return RatioVerdict.SOUND
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,11 @@ class PairedTimes:
             raise ValueError(f"expected the same {FEWEST_ROUNDS} or more rounds of every way, found {rounds}")
 
     def median(self, way: str) -> float:
-        """Median of a way's seconds."""
+        """Return the median of a way's seconds."""
         return statistics.median(self.seconds[way])
 
     def ratio(self, slow: str, fast: str) -> Ratio:
-        """How many times `slow` takes as long as `fast`, round by round: the speed-up of `fast` over `slow`."""
+        """Return the time of `slow` over that of `fast`, round by round: the speed-up of `fast` over `slow`."""
         pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
         low, median, high = statistics.quantiles((a / b for a, b in pairs), n=4, method="inclusive")
         return Ratio(median, low, high)
@@ -88,20 +91,20 @@ def measure(
     *,
     warm_up_rounds: int = 1,
     before_each: Callable[[], object] = lambda: None,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    label: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PairedTimes:
-    """Runs every way once in each round, always in the same order, and times it.
+    """Run every way once in each round, always in the same order, and time it.
 
-    Where several ranks take part, each makes this call alike, and `before_each` is a barrier of theirs.
+    With several ranks, each makes the same call, and `before_each` is their barrier.
 
     Args:
-        ways: name -> what to time.
-        rounds: that count; at least four.
-        warm_up_rounds: that do not count, before them.
-        before_each: runs before each way, outside of its time.
-        progress: is told (ways run so far, ways to run in all, warm-up included) after each.
-        clock: seconds.
+        ways: name -> function to time.
+        rounds: rounds that count; at least four.
+        warm_up_rounds: rounds before them, which do not count.
+        before_each: runs before each way, untimed.
+        label: of a progress bar on stderr; None shows none.
+        clock: returns seconds.
 
     Raises:
         ValueError: there are too few rounds.
@@ -109,15 +112,16 @@ def measure(
     if rounds < FEWEST_ROUNDS:
         raise ValueError(f"{rounds} rounds: expected {FEWEST_ROUNDS} or more")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    done, total = 0, (warm_up_rounds + rounds) * len(ways)
-    for number in range(-warm_up_rounds, rounds):
-        for name, run in ways.items():
-            before_each()
-            began = clock()
-            run()
-            taken = clock() - began
-            if number >= 0:
-                seconds[name].append(taken)
-            done += 1
-            progress(done, total)
+    total = (warm_up_rounds + rounds) * len(ways)
+    with contextlib.nullcontext() if label is None else ProgressBar(label, total, unit=" runs") as bar:
+        for number in range(-warm_up_rounds, rounds):
+            for name, run in ways.items():
+                before_each()
+                began = clock()
+                run()
+                taken = clock() - began
+                if number >= 0:
+                    seconds[name].append(taken)
+                if bar is not None:
+                    bar.advance(1)
     return PairedTimes({name: tuple(times) for name, times in seconds.items()})

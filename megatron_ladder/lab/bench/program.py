@@ -1,72 +1,140 @@
-"""One rank of `tools/benchmark.py`: calibrates, measures round by round, and holds the model against it."""
+"""One rank of `tools/benchmark.py`: calibrates, measures round by round, and compares with the step-time model."""
 
 import json
 import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from megatron_ladder.comm.launch import Place, find_place, naming_lost_peers, stop_process_group
-from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.lab.bench.calibration import Calibration, ForwardTimer, collective_cost, time_backward
-from megatron_ladder.lab.bench.clocks import clock_of
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.launch import (
+    Place,
+    find_place,
+    naming_lost_peers,
+    start_process_group,
+    stop_process_group,
+)
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.errors import BadNumbersError, UserError
+from megatron_ladder.files import write_atomically
+from megatron_ladder.lab.bench.calibration import (
+    Calibration,
+    ForwardTimer,
+    Prediction,
+    clock_of,
+    collective_cost,
+    time_backward,
+)
 from megatron_ladder.lab.bench.options import OWN, BenchmarkOptions, Case, parse_alpha
-from megatron_ladder.lab.bench.paired import PairedTimes, Ratio, Verdict, measure
-from megatron_ladder.lab.bench.plot import Curve, Point, plot_speed_up
+from megatron_ladder.lab.bench.paired import PairedTimes, RatioVerdict, measure
+from megatron_ladder.lab.bench.results import TABLE_HEAD, BenchmarkRow, plot_speed_up, results_table
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.bench.variants import VARIANTS, Variant, bound_of, build_models, find_variants
-from megatron_ladder.lab.bench.wires import Interconnect, make_interconnect, start_ranks
 from megatron_ladder.lab.bench.workloads import Workload
 from megatron_ladder.lab.cost.links import PRESETS, WireModel, gpu_contention
+from megatron_ladder.lab.link.cuda_groups import MeteredGroup, SymmetricMemoryGroup, check_peers
+from megatron_ladder.lab.link.cuda_link import CudaLink
+from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec, NoCommGroup, WireGroup
 
 BOUNDED_CONTENTION = 0.2
-"""What a collective that is bounded in multiprocessors gives back at most, as `gpu_contention` says."""
+"""Largest compute share lost to a collective with a bounded number of multiprocessors, per `gpu_contention`."""
 OWN_REDUCES = 50
-"""All-reduces that the time of one on the GPUs' own interconnect is the median of."""
+"""All-reduces in the median time of one on the GPUs' own interconnect."""
+TIMEOUT_MINUTES = 10.0
+SPIN_SECONDS = 0.1
+"""Waits poll the clock instead of sleeping: each rank has its own core, and virtual machines wake up late."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One wiring at one interconnect time."""
+class _Interconnect:
+    """The ranks of a benchmark and the wire between them."""
 
-    case: str
-    size: str
-    wiring: str
-    interconnect: str
-    """What carried the reduces; says so where it is emulated."""
-    alpha: str
-    alpha_seconds: float
-    """Time of one all-reduce on the wire."""
-    median_seconds: float
-    """One pass: a decoded token, a prefill, or forward and backward."""
-    ratio_to_standard: float
-    """Median of the rounds' paired ratios, standard over this wiring."""
-    spread: float
-    """Distance of the ratio's quartiles."""
-    predicted_ratio: float
-    """By the step-time model, from the calibration."""
-    exposed_seconds_per_layer: float
-    """Time spent waiting for reduces."""
-    verdict: str
+    name: str
+    """For tables."""
+    mesh: ProcessMesh
+    wire: EmulatedLink | CudaLink | MeteredGroup
+    """The tensor-parallel group whose reduces are timed."""
+    no_comm: NoCommGroup
+    """A group whose reduces do nothing."""
+    device: torch.device
+    dtype: torch.dtype
+
+    def set_alpha(self, seconds: float) -> None:
+        """Set the time of every all-reduce, whatever its size, if the wire is emulated."""
+        if isinstance(self.wire, WireGroup):
+            self.wire.set_wire(seconds, 0.0)
+
+    def synchronize(self) -> None:
+        """Block until the device has finished its queued work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Release what the wire holds."""
+        if isinstance(self.wire, WireGroup):
+            self.wire.close()
 
 
-class Benchmark:
-    """The models side by side, and the wire between their ranks."""
+def _start_ranks(options: BenchmarkOptions, place: Place) -> torch.device:
+    """Join the other processes, if there are any, and return this process's device.
 
-    def __init__(
-        self, case: Case, options: BenchmarkOptions, size: str, place: Place, device: torch.device
-    ) -> None:
+    Raises:
+        UserError: this machine lacks what --device or --tp-all-reduce require.
+    """
+    if options.device == "cpu":
+        return start_process_group(place, TIMEOUT_MINUTES, device=torch.device("cpu"))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise UserError("--device cuda: torch finds no GPU here: use --device cpu")
+    if count < place.world_size:
+        raise UserError(
+            f"--device cuda: found {count} GPUs for {place.world_size} processes: lower --tp, or give --emulated-tp to "
+            "run one rank's share of a larger group on one GPU"
+        )
+    if options.emulated_tp is not None:
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    if options.tp_all_reduce == "symmetric-memory":
+        check_peers(place.world_size, torch.device("cuda", place.local_rank))
+    return start_process_group(place, TIMEOUT_MINUTES)
+
+
+def _make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: torch.device) -> _Interconnect:
+    """Build the interconnect that the options describe; a collective call of all ranks."""
+    replicas = key_value_replicas(shape, options.ranks)
+    spec = LinkSpec(0.0, 0.0, options.link == "serial")
+    if options.emulated_tp is not None:
+        link = CudaLink(options.emulated_tp, spec, device, sms=options.comm_sms)
+        replica = NoCommGroup(CommGroup(range(replicas), 0, None))
+        mesh = replace(ProcessMesh.single(), tensor=link, kv_replica=replica)
+        name = f"emulated {options.link} wire and ranks"
+        return _Interconnect(name, mesh, link, NoCommGroup(link), device, torch.bfloat16)
+    mesh = ProcessMesh.build(options.tp, kv_replicas=replicas, tp_comm_max_ctas=options.comm_sms)
+    no_comm = NoCommGroup(mesh.tensor)
+    if options.device == "cpu":
+        wire = EmulatedLink(mesh.tensor, spec, spin_seconds=SPIN_SECONDS)
+        return _Interconnect(f"emulated {options.link} wire", mesh, wire, no_comm, device, torch.float32)
+    group = mesh.tensor
+    if options.tp_all_reduce == "symmetric-memory":
+        group = SymmetricMemoryGroup(group, device, torch.bfloat16)
+    return _Interconnect(options.tp_all_reduce, mesh, MeteredGroup(group), no_comm, device, torch.bfloat16)
+
+
+class _Benchmark:
+    """The models to compare, and the wire between their ranks."""
+
+    def __init__(self, case: Case, options: BenchmarkOptions, size: str, place: Place, device: torch.device) -> None:
         self.case = case
         self.options = options
         self.size = size
         self.place = place
         self.shape = find_size(size)
-        self.interconnect: Interconnect = make_interconnect(options, self.shape, device)
+        self.interconnect = _make_interconnect(options, self.shape, device)
         self.mesh, self.wire = self.interconnect.mesh, self.interconnect.wire
         self.workload = Workload(case, options.batch, options.sequence, options.tokens)
         self.variants = find_variants(options.wirings)
@@ -83,7 +151,7 @@ class Benchmark:
         return any(bound_of(variant) is bound for variant in self.variants)
 
     def time(self, variants: Sequence[Variant], what: str) -> PairedTimes:
-        """Interleaved rounds over the wire as it is set."""
+        """Time variants in interleaved rounds over the wire."""
         rounds = self.options.rounds
         self.waited = {variant.name: [] for variant in variants}
         ways = {
@@ -92,7 +160,8 @@ class Benchmark:
             )
             for variant in variants
         }
-        return measure(ways, rounds, before_each=self.mesh.world.barrier, progress=self._progress(what))
+        label = what if self.place.rank == 0 else None
+        return measure(ways, rounds, before_each=self.mesh.world.barrier, label=label)
 
     def _counting(self, name: str, run: Callable[[], object]) -> Callable[[], None]:
         def counted() -> None:
@@ -103,16 +172,8 @@ class Benchmark:
 
         return counted
 
-    def _progress(self, what: str) -> Callable[[int, int], None]:
-        def show(done: int, total: int) -> None:
-            if self.place.rank == 0 and sys.stderr.isatty():
-                bar = "#" * (24 * done // total)
-                print(f"\r{what:>12} [{bar:<24}] {done}/{total}", end="\n" if done == total else "", file=sys.stderr)
-
-        return show
-
-    def calibrate(self) -> "Prediction":
-        """Measures what the step-time model needs, on a wire that takes no time."""
+    def calibrate(self) -> Prediction:
+        """Measure the inputs of the step-time model, on a wire without latency."""
         self.interconnect.set_alpha(0.0)
         clock = clock_of(self.interconnect.device)
         timers = {bound.name: ForwardTimer(self.models[bound.name], clock) for bound in self.bounds}
@@ -143,19 +204,19 @@ class Benchmark:
         return Calibration(forward, backward, weight_gradient, seconds, self.shape.num_layers)
 
     def _reduces_of_a_pass(self) -> int:
-        """Reduces of one pass of the standard wiring, those of the embedding, head and loss included."""
+        """Count the reduces of one pass of the standard wiring, including embedding, head and loss."""
         run = self.workload.prepare(self.models["standard"], self.mesh, 1)
         self.wire.reset_counters()
         run()
         return self.wire.collectives // self.workload.units
 
     def _message_bytes(self) -> int:
-        """Of the tensor that a sub-block's output is."""
+        """Size of a sub-block's output."""
         tokens = self.options.batch * (1 if self.case == "decode" else self.options.sequence)
         return tokens * self.shape.hidden_size * self.interconnect.dtype.itemsize
 
-    def _alpha_seconds(self, text: str, prediction: "Prediction") -> float:
-        """Time of one all-reduce of that size."""
+    def _alpha_seconds(self, text: str, prediction: Prediction) -> float:
+        """Return the time of one all-reduce, given as a preset, as OWN, or as a time or multiple."""
         if text in PRESETS:
             return PRESETS[text].seconds(self._message_bytes(), self.options.ranks)
         if text == OWN:
@@ -173,8 +234,8 @@ class Benchmark:
         measured = marks[OWN_REDUCES:]
         return statistics.median(clock.seconds(a, b) for a, b in zip(measured, measured[1:], strict=False))
 
-    def rows(self, prediction: "Prediction", text: str) -> list[Row]:
-        """Every wiring at one interconnect time."""
+    def rows(self, prediction: Prediction, text: str) -> list[BenchmarkRow]:
+        """Measure every wiring at one interconnect time."""
         alpha = float(self.mesh.world.broadcast_object(self._alpha_seconds(text, prediction)))
         self.interconnect.set_alpha(alpha)
         compared = [*self.variants, *self.bounds]
@@ -182,12 +243,12 @@ class Benchmark:
         return [self._row(variant, text, alpha, times, prediction) for variant in compared]
 
     def _row(
-        self, variant: Variant, text: str, alpha: float, times: PairedTimes, prediction: "Prediction"
-    ) -> Row:
+        self, variant: Variant, text: str, alpha: float, times: PairedTimes, prediction: Prediction
+    ) -> BenchmarkRow:
         ratio = times.ratio("standard", variant.name)
         bound = times.ratio("standard", bound_of(variant).name)
         standard = prediction.seconds(VARIANTS["standard"], alpha)
-        return Row(
+        return BenchmarkRow(
             case=self.case,
             size=self.size,
             wiring=variant.name,
@@ -203,47 +264,29 @@ class Benchmark:
         )
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The step-time model with this machine's figures."""
-
-    by_modules: dict[bool, Calibration]
-    """Of the modules with two norms a layer (False) and with one (True)."""
-    wire: WireModel
-    always_waiting: int
-    """Reduces of a pass that no wiring hides: those of embedding, head and loss."""
-
-    def seconds(self, variant: Variant, alpha: float) -> float:
-        """One pass, if every all-reduce takes `alpha` seconds on the wire."""
-        calibration = self.by_modules[variant.one_norm]
-        if variant.without_reduces:
-            return calibration.pass_seconds
-        cost = self.wire.launch_seconds + self.wire.finish_seconds
-        return calibration.predict(variant, alpha, self.wire) + self.always_waiting * (alpha + cost)
-
-
 def run_rank(case: Case, options: BenchmarkOptions) -> None:
-    """Runs the benchmark as one of its ranks.
+    """Run the benchmark as one of its ranks.
 
     Raises:
-        BadNumbersError: a ratio exceeds what is possible, or the machine was too noisy to judge one.
+        BadNumbersError: a ratio exceeds the possible maximum, or the machine was too noisy to judge one.
     """
     place = find_place()
     if options.device == "cpu":
         _pin(place)
     with naming_lost_peers():
         rows = _measure(case, options, place)
-    doubtful = [row for row in rows if row.verdict != Verdict.SOUND.value]
+    doubtful = [row for row in rows if row.verdict != RatioVerdict.SOUND.value]
     if doubtful and place.rank == 0:
-        told = (f"{row.wiring} of {row.size} at {row.alpha}: {row.verdict}" for row in doubtful)
-        raise BadNumbersError("; ".join(told))
+        raise BadNumbersError(
+            "; ".join(f"{row.wiring} of {row.size} at {row.alpha}: {row.verdict}" for row in doubtful)
+        )
 
 
-def _measure(case: Case, options: BenchmarkOptions, place: Place) -> list[Row]:
-    device = start_ranks(options, place)
-    rows: list[Row] = []
+def _measure(case: Case, options: BenchmarkOptions, place: Place) -> list[BenchmarkRow]:
+    device = _start_ranks(options, place)
+    rows: list[BenchmarkRow] = []
     for size in options.sizes:
-        benchmark = Benchmark(case, options, size, place, device)
+        benchmark = _Benchmark(case, options, size, place, device)
         prediction = benchmark.calibrate()
         if place.rank == 0:
             print(_heading(benchmark, prediction), flush=True)
@@ -251,7 +294,7 @@ def _measure(case: Case, options: BenchmarkOptions, place: Place) -> list[Row]:
             new = benchmark.rows(prediction, text)
             rows += new
             if place.rank == 0:
-                print(_table(new), flush=True)
+                print(results_table(new), flush=True)
         benchmark.interconnect.close()
     if place.rank == 0:
         _write(rows, options, prediction)
@@ -260,7 +303,7 @@ def _measure(case: Case, options: BenchmarkOptions, place: Place) -> list[Row]:
 
 
 def _pin(place: Place) -> None:
-    """One thread and, where there are enough, a core of its own for each rank."""
+    """Use one thread and, if there are enough cores, a dedicated core for each rank."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= place.world_size:
@@ -274,7 +317,7 @@ def _seconds_of(text: str, calibration: Calibration) -> float:
     return number * {"s": 1.0, "c": calibration.sub_block, "a": calibration.forward[0]}[unit]
 
 
-def _heading(benchmark: Benchmark, prediction: Prediction) -> str:
+def _heading(benchmark: _Benchmark, prediction: Prediction) -> str:
     calibration, options = prediction.by_modules[False], benchmark.options
     parts = " and ".join(f"{1e3 * seconds:.3f}" for seconds in calibration.forward)
     dtype = str(benchmark.interconnect.dtype).removeprefix("torch.")
@@ -286,46 +329,14 @@ def _heading(benchmark: Benchmark, prediction: Prediction) -> str:
         f"{benchmark.interconnect.name}\n"
         f"attention and MLP {parts} ms forward, the rest of a pass {1e3 * calibration.head:.3f} ms, "
         f"a collective costs its processor {2e3 * prediction.wire.launch_seconds:.3f} ms\n\n"
-        "| all-reduce | wiring | ms | standard / it | spread | model | share | exposed ms a layer | |\n"
-        "|---|---|---|---|---|---|---|---|---|"
+        f"{TABLE_HEAD}"
     )
 
 
-def _table(rows: Sequence[Row]) -> str:
-    return "\n".join(
-        f"| {row.interconnect}, {row.alpha} = {_milliseconds(row.alpha_seconds)} "
-        f"| {row.wiring} | {1e3 * row.median_seconds:.2f} "
-        f"| {row.ratio_to_standard:.3f} | {row.spread:.3f} | {row.predicted_ratio:.3f} "
-        f"| {row.ratio_to_standard / row.predicted_ratio:.2f} | {1e3 * row.exposed_seconds_per_layer:.3f} "
-        f"| {'' if row.verdict == Verdict.SOUND.value else row.verdict} |"
-        for row in rows
-    )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.{2 if seconds >= 1e-4 or not seconds else 4}f} ms"
-
-
-def _write(rows: Sequence[Row], options: BenchmarkOptions, prediction: Prediction) -> None:
+def _write(rows: Sequence[BenchmarkRow], options: BenchmarkOptions, prediction: Prediction) -> None:
     if options.json is not None:
         plain: list[dict[str, Any]] = [vars(row) for row in rows]
-        _replace(options.json, json.dumps(plain, indent=1) + "\n")
+        write_atomically(options.json, json.dumps(plain, indent=1) + "\n")
     if options.plot is not None:
-        c = prediction.by_modules[False].sub_block
-        names = list(dict.fromkeys(row.wiring for row in rows if row.wiring not in ("standard", "no-comm-parallel")))
-        curves = {name: Curve(name, tuple(_point(row) for row in rows if row.wiring == name)) for name in names}
-        bound = curves.pop("no-comm")
         title = f"{rows[0].case}, {rows[0].size}, {options.ranks} ranks, {rows[0].interconnect}"
-        plot_speed_up(list(curves.values()), bound, options.plot, title=title, unit_seconds=c, unit="sub-blocks")
-
-
-def _point(row: Row) -> Point:
-    half = row.spread / 2
-    ratio = Ratio(row.ratio_to_standard, row.ratio_to_standard - half, row.ratio_to_standard + half)
-    return Point(row.alpha_seconds, ratio, row.predicted_ratio)
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+        plot_speed_up(rows, title, prediction.by_modules[False].sub_block, options.plot)

@@ -1,4 +1,4 @@
-"""Model shapes: those that a benchmark knows by name, and those that are spelled out."""
+"""Model shapes, by name or in numbers."""
 
 import re
 
@@ -40,18 +40,18 @@ SIZES: dict[str, ModelConfig] = {
     "llama-70b": _shape(80, 8192, 28672, 64, 8, LLAMA3_VOCABULARY),
     "llama-405b": _shape(126, 16384, 53248, 128, 8, LLAMA3_VOCABULARY),
 }
-"""small and small-train: attention and MLP of equal weight, for two CPU cores; small-llama: the MLP twice as heavy as
-the attention, as in Llama. The others are those of the paper (arXiv 2501.06589; paper-1.5b and paper-4.5b are its
-deeper ladders) and of Llama 3 (34b: CodeLlama)."""
+"""small and small-train: attention and MLP cost the same, for two CPU cores. small-llama: the MLP costs twice as much,
+as in Llama. paper-*: the models of the paper (arXiv 2501.06589); paper-1.5b and paper-4.5b are its deeper ladders.
+llama-*: Llama 3, except 34b, which is CodeLlama."""
 SHAPE = "LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY"
-"""How a shape is spelled out, in numbers."""
+"""Notation of a shape in numbers."""
 
 
 def find_size(text: str) -> ModelConfig:
-    """The shape of a name, or of numbers such as 8x192x512x6x6x4096, in the order of `SHAPE`.
+    """Return the shape for a name, or for numbers such as 8x192x512x6x6x4096, in the order of `SHAPE`.
 
     Raises:
-        ValueError: it is neither, or no model can have these numbers; says what was expected.
+        ValueError: the text is neither, or the numbers are not a valid model.
     """
     if text in SIZES:
         return SIZES[text]
@@ -61,7 +61,7 @@ def find_size(text: str) -> ModelConfig:
     if heads and hidden % heads:
         raise ValueError(f"hidden {hidden} is not divisible by {heads} heads")
     shape = _shape(layers, hidden, ffn, max(heads, 1), key_value_heads, vocabulary)
-    mistakes = model_mistakes(shape) if heads else ["--num-attention-heads 0 must be above zero"]
-    if mistakes:
-        raise ValueError("; ".join(mistake.removeprefix("--") for mistake in mistakes))
+    errors = model_mistakes(shape) if heads else ["--num-attention-heads 0 must be above zero"]
+    if errors:
+        raise ValueError("; ".join(error.removeprefix("--") for error in errors))
     return shape

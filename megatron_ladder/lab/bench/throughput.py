@@ -1,19 +1,17 @@
-"""Training throughput of one device: forward and backward of a micro-batch, against transformers and against the floor.
+"""Training throughput of one device: forward and backward of a micro-batch, compared with transformers and the floor.
 
-What can be reached at best is the time of the model's products alone, all at the rate of one large product on the same
-device: the floor. It is measured in the same rounds as the models, so that a clock that falls under load falls for
-all. Utilisation is the floor over the measured time: model FLOPs (`blueprint/flops.py`: 3 x forward, full scores)
-over the time, as a share of the measured rate.
+The floor is a lower bound on the time: the model's matrix products alone, at the rate of one large product on the same
+device. It is measured in the same rounds as the models, so that a clock that slows down under load affects all of them.
+Utilisation is the floor over the measured time: model FLOPs (`blueprint/flops.py`: 3 x forward, full scores) over the
+time, as a share of the measured rate.
 
-Our models are compiled as --compile-sub-blocks compiles them, which is how they train on many ranks; transformers'
-Llama is compiled whole. No optimizer takes part.
+Our models are compiled as with --compile-sub-blocks, the setting for training on many ranks; transformers' Llama is
+compiled whole. The optimizer is not included.
 """
 
 import importlib
 import importlib.util
 import json
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,35 +25,36 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.bench.paired import PairedTimes, Verdict, measure
+from megatron_ladder.files import write_atomically
+from megatron_ladder.lab.bench.paired import PairedTimes, RatioVerdict, measure
 from megatron_ladder.lab.bench.variants import Variant, build_models
 from megatron_ladder.model.compiled import compile_sub_blocks
 
 TRANSFORMERS = "transformers"
 PRODUCT = "product"
-"""The way that measures the floor."""
+"""Name of the way that measures the floor."""
 PRODUCTS_AT_ONCE = 8
-"""Between two looks at the clock; launching one takes time as well."""
+"""Products between two clock readings; launching one takes time as well."""
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What every way computes."""
+class ThroughputWorkload:
+    """The computation that every way performs."""
 
     config: ModelConfig
-    """In any wiring."""
+    """The model, in any wiring."""
     sequence: int
     batch: int
     dtype: torch.dtype
     device: torch.device
     backend: str | None
-    """Of torch.compile; None does not compile."""
+    """Backend of torch.compile; None does not compile."""
     matrix: int
     """Side of the square product that measures the rate."""
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch."""
+        """Tokens of one micro-batch."""
         return self.sequence * self.batch
 
     @property
@@ -65,7 +64,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Row:
+class ThroughputRow:
     """One way to train, at one length."""
 
     way: str
@@ -77,16 +76,18 @@ class Row:
     tokens_per_second: float
     model_flops_per_second: float
     utilisation: float
-    """Of the rate of one large product, measured in the same rounds; the median of paired ratios."""
+    """Share of the rate of one large product, measured in the same rounds; the median of paired ratios."""
     speed_over_transformers: float | None
-    """Median of the rounds' paired ratios; None where transformers does not run."""
+    """Median of the rounds' paired ratios; None without transformers."""
     spread: float
-    """Distance of the quartiles of that ratio, or of the utilisation where there is none."""
+    """Interquartile range of that ratio, or of the utilisation if there is none."""
     verdict: str
 
 
-def ways(workload: Workload, variants: Sequence[Variant], with_transformers: bool) -> dict[str, Callable[[], object]]:
-    """Everything to be timed, by name; our models share one set of weights."""
+def _ways(
+    workload: ThroughputWorkload, variants: Sequence[Variant], with_transformers: bool
+) -> dict[str, Callable[[], object]]:
+    """Return all functions to time, by name; our models share one set of weights."""
     alone = CommGroup.alone()
     models: dict[str, nn.Module] = {
         **build_models(
@@ -104,7 +105,7 @@ def ways(workload: Workload, variants: Sequence[Variant], with_transformers: boo
         for name, model in models.items()
     }
     if with_transformers:
-        llama = transformers_llama(workload.config, workload.dtype, workload.device)
+        llama = _transformers_llama(workload.config, workload.dtype, workload.device)
         compiled: Any = llama if workload.backend is None else torch.compile(llama, backend=workload.backend)
         tokens = ids[:, :-1].contiguous()
         made[TRANSFORMERS] = _training(llama, lambda: compiled(input_ids=tokens, labels=tokens).loss, workload)
@@ -112,8 +113,8 @@ def ways(workload: Workload, variants: Sequence[Variant], with_transformers: boo
     return made
 
 
-def _training(model: nn.Module, loss: Callable[[], Tensor], workload: Workload) -> Callable[[], None]:
-    """Forward and backward, to their end on the device."""
+def _training(model: nn.Module, loss: Callable[[], Tensor], workload: ThroughputWorkload) -> Callable[[], None]:
+    """Return a function that runs forward and backward and waits for the device."""
     model.train()
 
     def run() -> None:
@@ -125,7 +126,7 @@ def _training(model: nn.Module, loss: Callable[[], Tensor], workload: Workload) 
     return run
 
 
-def _product(workload: Workload) -> Callable[[], None]:
+def _product(workload: ThroughputWorkload) -> Callable[[], None]:
     left, right = (
         torch.randn(workload.matrix, workload.matrix, dtype=workload.dtype, device=workload.device) for _ in range(2)
     )
@@ -144,8 +145,8 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """transformers' Llama of these sizes, with weights of its own."""
+def _transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Build transformers' Llama of these sizes, with separate weights."""
     transformers = importlib.import_module("transformers")
     theirs = transformers.LlamaConfig(
         vocab_size=config.vocab_size,
@@ -168,25 +169,23 @@ def transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.de
 
 
 def check_transformers() -> None:
-    """Raises a UserError if transformers is not installed."""
+    """Raise UserError if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
-        raise UserError(
-            "transformers is not installed: pip install 'transformers>=5.0,<6', or give --no-transformers"
-        )
+        raise UserError("transformers is not installed: pip install 'transformers>=5.0,<6', or give --no-transformers")
 
 
-def rows(workload: Workload, times: PairedTimes) -> list[Row]:
-    """A row for every way but the product."""
+def _rows(workload: ThroughputWorkload, times: PairedTimes) -> list[ThroughputRow]:
+    """Return a row for every way but the product."""
     return [_row(way, workload, times) for way in times.seconds if way != PRODUCT]
 
 
-def _row(way: str, workload: Workload, times: PairedTimes) -> Row:
-    # A floor's time is that of the product, scaled to the model's operations.
+def _row(way: str, workload: ThroughputWorkload, times: PairedTimes) -> ThroughputRow:
+    # The floor is the time of the product, scaled to the FLOPs of the model.
     scale = workload.flops / (PRODUCTS_AT_ONCE * 2 * workload.matrix**3)
     utilisation = times.ratio(PRODUCT, way)
     judged = times.ratio(TRANSFORMERS, way) if TRANSFORMERS in times.seconds else utilisation
     seconds = times.median(way)
-    return Row(
+    return ThroughputRow(
         way=way,
         sequence=workload.sequence,
         batch=workload.batch,
@@ -201,8 +200,8 @@ def _row(way: str, workload: Workload, times: PairedTimes) -> Row:
     )
 
 
-def table(found: Sequence[Row]) -> str:
-    """Markdown."""
+def _table(found: Sequence[ThroughputRow]) -> str:
+    """Return the rows as a Markdown table."""
     lines = [
         "| sequence | batch | | ms | tokens/s | TFLOP/s | of the product's rate | over transformers | spread | |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -212,40 +211,32 @@ def table(found: Sequence[Row]) -> str:
         lines.append(
             f"| {row.sequence} | {row.batch} | {row.way} | {1e3 * row.median_seconds:.2f} "
             f"| {row.tokens_per_second:,.0f} | {row.model_flops_per_second / 1e12:.2f} | {row.utilisation:.1%} "
-            f"| {ratio} | {row.spread:.3f} | {'' if row.verdict == Verdict.SOUND.value else row.verdict} |"
+            f"| {ratio} | {row.spread:.3f} | {'' if row.verdict == RatioVerdict.SOUND.value else row.verdict} |"
         )
     return "\n".join(lines)
 
 
 def run(
-    workload: Workload,
+    workload: ThroughputWorkload,
     sequences: Sequence[int],
     variants: Sequence[Variant],
     rounds: int,
     with_transformers: bool,
     path: Path | None,
-) -> list[Row]:
-    """Measures every length in turn, prints a table of each, and writes all rows to `path`."""
-    found: list[Row] = []
+) -> list[ThroughputRow]:
+    """Measure every length, print a table of each, and write all rows to `path`."""
+    found: list[ThroughputRow] = []
     for sequence in sequences:
         at_length = replace(workload, sequence=sequence)
-        label = f"{sequence} tokens"
-        # Another length would otherwise be compiled for any length, and be slower.
+        # Otherwise the second length is compiled for dynamic lengths, which is slower.
         torch.compiler.reset()
-        timed = ways(at_length, variants, with_transformers)
-        times = measure(timed, rounds, warm_up_rounds=2, progress=lambda done, total: _show(label, done, total))  # noqa: B023
-        found += rows(at_length, times)
-        print(table(rows(at_length, times)), flush=True)
-        # The next length's models come into being before this name is theirs.
+        timed = _ways(at_length, variants, with_transformers)
+        times = measure(timed, rounds, warm_up_rounds=2, label=f"{sequence} tokens")
+        new = _rows(at_length, times)
+        found += new
+        print(_table(new), flush=True)
+        # Frees the models before those of the next length are built.
         timed.clear()
     if path is not None:
-        beside = path.with_name(path.name + ".tmp")
-        beside.write_text(json.dumps([vars(row) for row in found], indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, path)
+        write_atomically(path, json.dumps([vars(row) for row in found], indent=1) + "\n")
     return found
-
-
-def _show(label: str, done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        bar = "#" * (24 * done // total)
-        print(f"\r{label:>12} [{bar:<24}] {done}/{total}", end="\n" if done == total else "", file=sys.stderr)

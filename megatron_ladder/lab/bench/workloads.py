@@ -1,4 +1,4 @@
-"""What is timed: tokens of a decode loop, the prefill of a prompt, forward and backward of a micro-batch."""
+"""The timed workloads: decoding tokens, prefilling a prompt, and forward and backward of a micro-batch."""
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -15,23 +15,23 @@ from megatron_ladder.model.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class Workload:
-    """A benchmark's case and its sizes."""
+    """A benchmark's case and sizes."""
 
     case: Case
     batch: int
     """Samples."""
     sequence: int
-    """decode: tokens of the prompt before the timed ones. prefill and train: tokens of a sample."""
+    """decode: tokens of the prompt. prefill and train: tokens of a sample."""
     tokens: int = 8
-    """decode: tokens timed at once."""
+    """decode: tokens per timing."""
 
     @property
     def units(self) -> int:
-        """Passes through the model that one timing holds."""
+        """Passes through the model in one timing."""
         return self.tokens if self.case == "decode" else 1
 
     def prepare(self, model: LanguageModel, mesh: ProcessMesh, runs: int) -> Callable[[], object]:
-        """What to time, to be called `runs` times; it advances the model by `units` passes."""
+        """Return the function to time, which can be called `runs` times; each call runs `units` passes."""
         if self.case == "train":
             return _Training(model, self)
         engine = GenerationEngine(model, mesh)
@@ -40,13 +40,13 @@ class Workload:
         return _Decoding(engine, self, self._requests(model, new_tokens=1 + runs * self.tokens))
 
     def _requests(self, model: LanguageModel, new_tokens: int) -> list[GenerationRequest]:
-        ids = random_ids(model, self.batch, self.sequence)
-        # Greedy, since a drawn token may be one of a rank that is emulated.
+        ids = _random_ids(model, self.batch, self.sequence)
+        # Greedy, because a sampled token might belong to an emulated rank.
         return [GenerationRequest(tuple(row), new_tokens, GREEDY) for row in ids.tolist()]
 
 
 class _Decoding:
-    """Takes the next tokens of a running decode loop at each call."""
+    """Decodes the next tokens at each call."""
 
     def __init__(self, engine: GenerationEngine, workload: Workload, requests: list[GenerationRequest]) -> None:
         self._stream: Generator[NewToken, None, object] = engine.stream(requests)
@@ -60,11 +60,11 @@ class _Decoding:
 
 
 class _Training:
-    """Forward and backward of one micro-batch at each call."""
+    """Runs forward and backward of one micro-batch at each call."""
 
     def __init__(self, model: LanguageModel, workload: Workload) -> None:
         self._model = model.train()
-        self._ids = random_ids(model, workload.batch, workload.sequence + 1)
+        self._ids = _random_ids(model, workload.batch, workload.sequence + 1)
 
     def __call__(self) -> None:
         for parameter in self._model.parameters():
@@ -72,8 +72,8 @@ class _Training:
         self._model(self._ids[:, :-1], self._ids[:, 1:]).backward()
 
 
-def random_ids(model: LanguageModel, batch: int, length: int) -> torch.Tensor:
-    """Token ids [batch, length] on the model's device, the same on every rank and at every call."""
+def _random_ids(model: LanguageModel, batch: int, length: int) -> torch.Tensor:
+    """Return token ids [batch, length] on the model's device, identical on every rank and at every call."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator)
     return ids.to(model.embedding.weight.device)

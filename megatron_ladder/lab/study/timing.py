@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.lab.bench.paired import Verdict
+from megatron_ladder.lab.bench.paired import RatioVerdict
 from megatron_ladder.lab.study.commands import program
 from megatron_ladder.lab.study.description import StepTimes, Study
 from megatron_ladder.lab.study.options import RunOptions
@@ -43,7 +43,9 @@ def read_step_times(output: Path, study: Study, size: str, command: tuple[str, .
             measured[name] = by_name[timed_as]
     ranks = int(command[command.index("--tp") + 1])
     doubts = [
-        f"{size}: {name}: {row['verdict']}" for name, row in measured.items() if row["verdict"] != Verdict.SOUND.value
+        f"{size}: {name}: {row['verdict']}"
+        for name, row in measured.items()
+        if row["verdict"] != RatioVerdict.SOUND.value
     ]
     row = measured[STANDARD]
     link = f"{row['interconnect']}, an all-reduce takes {1e3 * row['alpha_seconds']:.3f} ms ({row['alpha']})"

@@ -1,4 +1,4 @@
-"""Exposed communication of traces that were drawn by hand."""
+"""Exposed communication in hand-made traces."""
 
 import gzip
 import json
@@ -13,10 +13,10 @@ from megatron_ladder.lab.bench.exposed import (
     Communication,
     Event,
     Interval,
+    _uncovered,
+    _union,
     communication,
     read_events,
-    uncovered,
-    union,
 )
 
 MAIN, AUTOGRAD_THREAD, GLOO_THREAD = 1, 2, 9
@@ -42,7 +42,7 @@ def launch(moment: float, correlation: int, thread: int = MAIN) -> Event:
 
 
 def found_of(found: Communication) -> dict[tuple[int, str, str], tuple[float, float]]:
-    """(step, sub-block, direction) -> microseconds in flight, and exposed."""
+    """Map (step, sub-block, direction) to the microseconds in flight and exposed."""
     sums: dict[tuple[int, str, str], tuple[float, float]] = {}
     for collective in found.collectives:
         key = (collective.iteration, *collective.owner)
@@ -53,7 +53,7 @@ def found_of(found: Communication) -> dict[tuple[int, str, str], tuple[float, fl
 
 
 def cpu_trace() -> list[Event]:
-    """Two ladder sub-blocks, as `L0 B1 L1 W0 W1` forward and `L1 L0 W1 W0` backward; the second step blocks."""
+    """Build a trace of two ladder sub-blocks, `L0 B1 L1 W0 W1` forward and `L1 L0 W1 W0` backward; step 2 blocks."""
     return [
         span("iteration 7", 0, 1000),
         span("all_reduce", 10, 40),
@@ -103,11 +103,11 @@ def test_on_a_cpu_waits_are_exposed() -> None:
 
 
 def cuda_trace() -> list[Event]:
-    """Compute on stream 7, communication on 20 and 21, launched long before; a copy computes as well.
+    """Compute on stream 7, communicate on 20 and 21, launched long before; a copy counts as computation.
 
-        stream 7    [1000     1100]      [1150 1200]  [1210 1220 copy]        [1400 1500]
-        stream 20             [1090   1140]              [1215          1300]
-        stream 21                                                [1290 1320]
+    stream 7    [1000     1100]      [1150 1200]  [1210 1220 copy]        [1400 1500]
+    stream 20             [1090   1140]              [1215          1300]
+    stream 21                                                [1290 1320]
     """
     return [
         span("iteration 1", 0, 900),
@@ -133,27 +133,27 @@ def cuda_trace() -> list[Event]:
     ]
 
 
-def test_on_cuda_communication_beside_no_other_kernel_is_exposed() -> None:
+def test_on_cuda_communication_without_other_kernels_is_exposed() -> None:
     found = communication(cuda_trace())
     assert found.device == "cuda"
     assert found_of(found) == {
         (1, "layers.0.attention", "forward"): (50, 40),
         (1, "layers.0.mlp", "forward"): (85, 80),
-        # The ten microseconds that both run count for the first.
+        # The ten microseconds of overlap count for the first.
         (1, "layers.0.mlp", "backward"): (30, 20),
     }
 
 
-def test_the_pattern_says_what_communicates() -> None:
+def test_the_pattern_selects_communication_kernels() -> None:
     events = [*cuda_trace()[:-1], kernel("one_shot_all_reduce_kernel", 1400, 1500, 7, 7)]
     assert found_of(communication(events))[1, "outside of sub-blocks", ""] == (100, 100)
     assert (1, "outside of sub-blocks", "") not in found_of(communication(events, "nccl"))
 
 
 def test_intervals() -> None:
-    cover = union([Interval(5, 7), Interval(0, 2), Interval(1, 3), Interval(3, 4)])
+    cover = _union([Interval(5, 7), Interval(0, 2), Interval(1, 3), Interval(3, 4)])
     assert cover == [(0, 4), (5, 7)]
-    assert [uncovered(Interval(*i), cover) for i in ((0, 4), (1, 6), (4, 5), (-2, 10), (6, 6), (8, 9))] == [
+    assert [_uncovered(Interval(*i), cover) for i in ((0, 4), (1, 6), (4, 5), (-2, 10), (6, 6), (8, 9))] == [
         0, 1, 1, 6, 0, 1,
     ]  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_the_command_writes_tables_json_and_a_picture(
     main(["--trace", str(trace), "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")])
     printed = capsys.readouterr().out
     assert "| 7 | 1.000 | 5 | 0.512 | 0.162 | 16.2% |" in printed
-    # In the mean of two steps.
+    # Mean of two steps.
     assert "| layers.0.attention | backward | 1 | 0.085 | 0.055 |" in printed
     assert printed.index("layers.0.attention | forward") < printed.index("layers.0.attention | backward")
     assert printed.index("layers.0.attention") < printed.index("layers.0.mlp") < printed.index("outside of")
@@ -184,15 +184,15 @@ def test_the_command_writes_tables_json_and_a_picture(
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_no_trace_is_told(tmp_path: Path) -> None:
+def test_invalid_traces_are_rejected(tmp_path: Path) -> None:
     for content in (b"", b"[1]", b"{}", b"\x1f\x8bnone", b'{"traceEvents": [3]}'):
         (tmp_path / "x.json").write_bytes(content)
-        with pytest.raises(UserError, match="no trace in JSON"):
+        with pytest.raises(UserError, match="not a trace in JSON"):
             read_events(tmp_path / "x.json")
     with pytest.raises(UserError, match="none.json: No such file"):
         main(["--trace", str(tmp_path / "none.json")])
     without_steps = write(tmp_path / "steps.json", cpu_trace()[1:17])
-    with pytest.raises(UserError, match="no step has a name"):
+    with pytest.raises(UserError, match="it contains no training step"):
         main(["--trace", str(without_steps)])
     with pytest.raises(UserError) as caught:
         main(["--trace", str(without_steps), "--plot", "x.txt", "--communication-kernels", "("])

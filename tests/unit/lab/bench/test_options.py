@@ -28,32 +28,32 @@ def test_defaults_fit_the_case() -> None:
     assert options_of("decode").alpha == ("0", "0.5c", "1c", "2c")
 
 
-def test_lists_have_blanks_or_commas() -> None:
+def test_lists_are_split_at_blanks_and_commas() -> None:
     words = "decode --sizes small,small-llama --alpha 0.5c,1c 2c --wirings standard,ladder desync-2"
     options = options_of(words)
     assert options.sizes == ("small", "small-llama") and options.alpha == ("0.5c", "1c", "2c")
     assert options.wirings == ("standard", "ladder", "desync-2")
 
 
-def test_presets_stand_in_for_times_or_beside_them() -> None:
+def test_presets_replace_or_extend_times() -> None:
     options = options_of("decode --tp 8 --link-preset nvlink,no-p2p")
     assert (options.alpha, options.link_preset) == ((), ("nvlink", "no-p2p"))
     assert options_of("decode --tp 8 --link-preset nvlink --alpha 1c").alpha == ("1c",)
 
 
-def test_one_gpu_stands_for_a_group_and_several_are_themselves() -> None:
+def test_one_gpu_emulates_a_group_and_several_form_one() -> None:
     emulated = options_of("decode --device cuda --emulated-tp 8 --sizes llama-8b --link-preset nvlink")
     assert (emulated.ranks, emulated.processes, emulated.own_interconnect) == (8, 1, False)
     own = options_of("decode --device cuda --tp 4 --tp-all-reduce symmetric-memory --sizes llama-8b")
     assert (own.ranks, own.processes, own.own_interconnect, own.alpha) == (4, 4, True, ("own",))
 
 
-def test_mistakes_come_together() -> None:
+def test_all_errors_are_reported_together() -> None:
     with pytest.raises(UserError) as caught:
         parse_options("--sizes huge --tp 3 --rounds 2 --alpha fast --link-preset wire infiniband --comm-sms 0".split())
     starts = [
-        "what to time", "--sizes huge", "--rounds 2", "--alpha fast", "--link-preset wire", "--link-preset infiniband",
-        "--comm-sms 0",
+        "the first argument", "--comm-sms 0: expected 1 to 32", "--rounds 2: expected 4 or more", "--sizes huge",
+        "--alpha fast", "--link-preset wire", "--link-preset infiniband",
     ]  # fmt: skip
     assert [m.startswith(s) for m, s in zip(caught.value.mistakes, starts, strict=True)] == [True] * len(starts)
 
@@ -61,18 +61,21 @@ def test_mistakes_come_together() -> None:
 @pytest.mark.parametrize(
     ("words", "mistake"),
     [
-        ("--tp 1", "--tp 1: there is nothing to reduce"),
-        ("--device cuda --emulated-tp 1", "--emulated-tp 1: there is nothing to reduce"),
-        ("--emulated-tp 8", "--emulated-tp needs --device cuda"),
+        ("--tp 1", "--tp 1: expected 2 or more"),
+        ("--device cuda --emulated-tp 1", "--emulated-tp 1: expected 2 or more"),
+        ("--emulated-tp 8", "--emulated-tp 8 requires --device cuda"),
         ("--device cuda --alpha 1c", "--alpha and --link-preset are for emulated wires"),
         ("--device cuda --link-preset nvlink", "--alpha and --link-preset are for emulated wires"),
-        ("--tp-all-reduce symmetric-memory", "--tp-all-reduce symmetric-memory is for several GPUs"),
-        ("--device cuda --emulated-tp 8 --tp-all-reduce symmetric-memory", "--tp-all-reduce symmetric-memory is for"),
-        ("--sizes small,small-llama --plot a.png", "--plot a.png: a picture shows one size, and --sizes has 2"),
+        ("--tp-all-reduce symmetric-memory", "--tp-all-reduce symmetric-memory requires --device cuda"),
+        (
+            "--device cuda --emulated-tp 8 --tp-all-reduce symmetric-memory",
+            "--tp-all-reduce symmetric-memory and --emulated-tp exclude each other",
+        ),
+        ("--sizes small,small-llama --plot a.png", "--plot a.png: a plot shows one size, but --sizes has 2"),
         ("--alpha 1c,fast", "--alpha fast"),
     ],
 )
-def test_what_does_not_go_together(words: str, mistake: str) -> None:
+def test_contradictions_are_rejected(words: str, mistake: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(["decode", *words.split()])
     assert len(caught.value.mistakes) == 1 and caught.value.mistakes[0].startswith(mistake)

@@ -1,14 +1,14 @@
-"""Order, pairing and judgement, on clocks that the tests wind themselves."""
+"""Order, pairing and verdicts of timed rounds, on fake clocks."""
 
 from collections.abc import Callable
 
 import pytest
 
-from megatron_ladder.lab.bench.paired import PairedTimes, Ratio, Verdict, measure
+from megatron_ladder.lab.bench.paired import PairedTimes, Ratio, RatioVerdict, measure
 
 
 class FakeClock:
-    """Shows the seconds that the ways have spent."""
+    """Returns the seconds that the ways have spent."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -20,7 +20,7 @@ class FakeClock:
         self.now += seconds
 
 
-def test_ways_take_turns_and_only_their_own_time_counts() -> None:
+def test_ways_alternate_and_only_their_time_counts() -> None:
     clock, events = FakeClock(), list[str]()
 
     def way(name: str, seconds: float) -> Callable[[], None]:
@@ -34,22 +34,20 @@ def test_ways_take_turns_and_only_their_own_time_counts() -> None:
         events.append("|")
         clock.spend(100.0)
 
-    told = list[tuple[int, int]]()
     times = measure(
         {"a": way("a", 1.0), "b": way("b", 10.0)},
         4,
         warm_up_rounds=2,
         before_each=barrier,
-        progress=lambda done, total: told.append((done, total)),
+        label="ways",
         clock=clock,
     )
     assert "".join(events) == "|a|b" * 6
     assert times.seconds == {"a": (4, 5, 6, 7), "b": (40, 50, 60, 70)}
-    assert told == [(done, 12) for done in range(1, 13)]
 
 
 def test_ratios_are_paired() -> None:
-    """A machine that slows down in each round: the ratio of medians is wrong, the median of ratios is not."""
+    """When a machine slows down in each round, the ratio of medians is wrong and the median of ratios is right."""
     drift = (1.0, 2.0, 3.0, 50.0, 60.0)
     steady = {"slow": tuple(1.5 * d for d in drift), "fast": drift}
     assert PairedTimes(steady).ratio("slow", "fast") == Ratio(1.5, 1.5, 1.5)
@@ -66,26 +64,26 @@ def test_one_disturbed_round_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("ratio", "bound", "verdict"),
     [
-        (Ratio(1.5, 1.45, 1.55), None, Verdict.SOUND),
-        (Ratio(1.5, 1.45, 1.55), 1.45, Verdict.SOUND),
-        (Ratio(1.5, 1.45, 1.55), 1.35, Verdict.ABOVE_BOUND),
-        (Ratio(1.5, 1.35, 1.55), 2.0, Verdict.TOO_NOISY),
-        (Ratio(1.5, 1.35, 1.55), 1.0, Verdict.TOO_NOISY),
-        (Ratio(3.0, 2.9, 3.15), 3.0, Verdict.SOUND),
+        (Ratio(1.5, 1.45, 1.55), None, RatioVerdict.SOUND),
+        (Ratio(1.5, 1.45, 1.55), 1.45, RatioVerdict.SOUND),
+        (Ratio(1.5, 1.45, 1.55), 1.35, RatioVerdict.ABOVE_BOUND),
+        (Ratio(1.5, 1.35, 1.55), 2.0, RatioVerdict.TOO_NOISY),
+        (Ratio(1.5, 1.35, 1.55), 1.0, RatioVerdict.TOO_NOISY),
+        (Ratio(3.0, 2.9, 3.15), 3.0, RatioVerdict.SOUND),
     ],
 )
-def test_verdicts(ratio: Ratio, bound: float | None, verdict: Verdict) -> None:
+def test_verdicts(ratio: Ratio, bound: float | None, verdict: RatioVerdict) -> None:
     assert ratio.verdict(bound) is verdict
 
 
 def test_the_noise_limit_is_a_share_of_the_median() -> None:
     ratio = Ratio(2.0, 1.9, 2.15)
     assert ratio.spread == pytest.approx(0.25)
-    assert ratio.verdict() is Verdict.TOO_NOISY
-    assert ratio.verdict(noise_limit=0.13) is Verdict.SOUND
+    assert ratio.verdict() is RatioVerdict.TOO_NOISY
+    assert ratio.verdict(noise_limit=0.13) is RatioVerdict.SOUND
 
 
-def test_too_few_or_unequal_rounds_are_refused() -> None:
+def test_too_few_or_unequal_rounds_are_rejected() -> None:
     ran = list[int]()
     with pytest.raises(ValueError, match="3 rounds: expected 4 or more"):
         measure({"a": lambda: ran.append(1)}, 3)

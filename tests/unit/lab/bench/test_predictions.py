@@ -1,4 +1,4 @@
-"""What a calibration predicts, by hand."""
+"""Predictions of a calibration, compared with values computed by hand."""
 
 import pytest
 
@@ -28,10 +28,10 @@ def test_a_pass_over_a_slow_wire(wiring: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("wiring", "exposed"),
     [
-        # Backward hides of each reduce what the weight's gradient takes: 2 of attention, 4 of the MLP.
+        # Backward hides the duration of the weight's gradient from each reduce: 2 in attention, 4 in the MLP.
         ("standard", 8 * 7 + 4 * (5 + 3)),
         ("standard-blocking", 8 * 7 + 8 * 7),
-        # One reduce forward and one backward for each interval, waited for at once.
+        # One blocking reduce forward and one backward for each interval.
         ("desync-2", 4 * 7 + 4 * 7),
         ("desync-4", 2 * 7 + 2 * 7),
     ],

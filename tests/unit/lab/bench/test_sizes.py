@@ -6,7 +6,7 @@ from megatron_ladder.blueprint.flops import parameter_count
 from megatron_ladder.lab.bench.sizes import SIZES, find_size
 
 
-def test_a_shape_is_found_by_name_or_spelled_out() -> None:
+def test_a_shape_is_given_by_name_or_in_numbers() -> None:
     assert find_size("small-train") is SIZES["small-train"]
     shape = find_size("2x24x40x6x3x100")
     assert (shape.num_layers, shape.head_dim, shape.vocab_size, shape.tie_embeddings) == (2, 4, 100, False)
@@ -26,6 +26,6 @@ def test_a_shape_is_found_by_name_or_spelled_out() -> None:
         ("2x24x40x0x0x100", "num-attention-heads 0 must be above zero"),
     ],
 )
-def test_what_is_no_shape_is_told(text: str, expected: str) -> None:
+def test_invalid_shapes_are_rejected(text: str, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         find_size(text)

@@ -1,4 +1,4 @@
-"""Training throughput: sizes that agree with transformers', utilisation by hand, and the command at a small size."""
+"""Training throughput: model sizes, utilisation, and the whole command at a small size."""
 
 import importlib.util
 import json
@@ -13,34 +13,34 @@ from megatron_ladder.cli.throughput import main
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.lab.bench.paired import PairedTimes
 from megatron_ladder.lab.bench.sizes import SIZES
-from megatron_ladder.lab.bench.throughput import PRODUCTS_AT_ONCE, Workload, rows, transformers_llama
+from megatron_ladder.lab.bench.throughput import PRODUCTS_AT_ONCE, ThroughputWorkload, _rows, _transformers_llama
 
 CPU = torch.device("cpu")
 SMALL = replace(SIZES["small-train"], num_layers=1, hidden_size=64, ffn_hidden_size=96, vocab_size=128, head_dim=8)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_gets_a_model_of_the_same_sizes(tied: bool) -> None:
+def test_transformers_model_has_the_same_sizes(tied: bool) -> None:
     config = replace(SMALL, tie_embeddings=tied, num_key_value_heads=2)
-    model = transformers_llama(config, torch.bfloat16, CPU)
+    model = _transformers_llama(config, torch.bfloat16, CPU)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameter_count(config).total
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def test_utilisation_and_ratios() -> None:
-    """By hand: products of 2 * 10^3 operations in 1 s each make a rate of 2000 FLOP/s."""
-    workload = Workload(SMALL, 16, 3, torch.float32, CPU, None, matrix=10)
+    """Products of 2 * 10^3 FLOPs in 1 s each make a rate of 2000 FLOP/s."""
+    workload = ThroughputWorkload(SMALL, 16, 3, torch.float32, CPU, None, matrix=10)
     # 3 samples, forward and backward thrice the forward: projections, scores, MLP and head.
     flops = 3 * 3 * 2 * 16 * (64 * 8 * 32 + 2 * 16 * 64 + 3 * 64 * 96 + 64 * 128)
     seconds = {"ladder": flops / 1000, "transformers": flops / 500, "product": float(PRODUCTS_AT_ONCE)}
     times = PairedTimes({way: tuple(second * drift for drift in (1, 2, 1, 3)) for way, second in seconds.items()})
-    ladder, transformers = rows(workload, times)
+    ladder, transformers = _rows(workload, times)
     assert ladder.utilisation == pytest.approx(0.5) and transformers.utilisation == pytest.approx(0.25)
     assert ladder.speed_over_transformers == pytest.approx(2.0) and transformers.speed_over_transformers == 1.0
     assert ladder.median_seconds == pytest.approx(1.5 * flops / 1000)
     assert ladder.tokens_per_second == pytest.approx(48 / (1.5 * flops / 1000))
     assert (ladder.spread, ladder.verdict) == (pytest.approx(0.0), "sound")
-    (alone,) = rows(workload, PairedTimes({way: times.seconds[way] for way in ("ladder", "product")}))
+    (alone,) = _rows(workload, PairedTimes({way: times.seconds[way] for way in ("ladder", "product")}))
     assert alone.speed_over_transformers is None and alone.utilisation == pytest.approx(0.5)
 
 
@@ -50,7 +50,7 @@ def test_the_command_at_a_small_size(tmp_path: Path, capsys: pytest.CaptureFixtu
     try:
         main([*words, "--json", str(tmp_path / "rows.json")])
     except BadNumbersError as error:
-        # A machine that others use is too noisy for passes of milliseconds.
+        # Passes of milliseconds are noisy on a shared machine.
         assert "too noisy to judge" in str(error)
     found = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["way"], row["sequence"], row["layers"]) for row in found] == [
@@ -62,7 +62,7 @@ def test_the_command_at_a_small_size(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert printed.count("| ladder |") == 2
 
 
-def test_mistakes_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     words = "--size huge --wirings ladder desync --batch 0 --sequence 4 -1 --rounds 3 --backend none".split()
     with pytest.raises(UserError) as caught:

@@ -1,4 +1,4 @@
-"""Which interconnect a benchmark gets, and a whole one on a GPU that is none: streams and kernels are fakes."""
+"""A benchmark's interconnect, and whole benchmarks with fake CUDA streams and kernels."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,11 +9,11 @@ import torch
 
 from megatron_ladder.comm.launch import Place
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.bench import program, wires
+from megatron_ladder.lab.bench import program
 from megatron_ladder.lab.bench.options import BenchmarkOptions, Case
-from megatron_ladder.lab.bench.program import Benchmark
+from megatron_ladder.lab.bench.program import _Benchmark, _Interconnect, _make_interconnect, _start_ranks
+from megatron_ladder.lab.bench.results import results_table
 from megatron_ladder.lab.bench.sizes import SIZES
-from megatron_ladder.lab.bench.wires import Interconnect, make_interconnect, start_ranks
 from megatron_ladder.lab.cost.links import PRESETS
 from megatron_ladder.lab.link.cuda_link import CudaLink
 from megatron_ladder.lab.link.link import NoCommGroup
@@ -33,24 +33,22 @@ def device(monkeypatch: pytest.MonkeyPatch) -> fake_cuda.Device:
 
 
 def emulated(device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch, **given: Any) -> BenchmarkOptions:
-    """Options of a group of four on one GPU, whose link will have the fake's kernels and compute on the CPU."""
+    """Return options of an emulated group of four, with fake kernels and computation on the CPU."""
     monkeypatch.setitem(SIZES, "tiny", TINY)
     real = CudaLink
 
     def link_of(size: int, spec: Any, device_: torch.device, sms: int) -> CudaLink:
         return real(size, spec, device_, sms=sms, kernels=fake_cuda.Kernels(device))
 
-    monkeypatch.setattr(wires, "CudaLink", link_of)
+    monkeypatch.setattr(program, "CudaLink", link_of)
     return BenchmarkOptions(device="cuda", emulated_tp=4, sizes=("tiny",), sequence=8, tokens=1, rounds=4, **given)
 
 
-def test_one_gpu_is_rank_0_of_an_emulated_group(
-    device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interconnect = make_interconnect(emulated(device, monkeypatch, comm_sms=12), TINY, CPU)
+def test_one_gpu_is_rank_0_of_an_emulated_group(device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    interconnect = _make_interconnect(emulated(device, monkeypatch, comm_sms=12), TINY, CPU)
     assert isinstance(interconnect.wire, CudaLink) and interconnect.mesh.tensor is interconnect.wire
     assert (interconnect.wire.size, interconnect.wire.rank, interconnect.wire.sms) == (4, 0, 12)
-    # Two key and value heads on four ranks: each is there twice.
+    # Two key and value heads on four ranks: two replicas each.
     replica = interconnect.mesh.kv_replica
     assert isinstance(replica, NoCommGroup) and replica.size == 2
     assert "emulated" in interconnect.name and interconnect.dtype == torch.bfloat16
@@ -62,16 +60,16 @@ def test_one_gpu_is_rank_0_of_an_emulated_group(
 def test_a_share_of_a_larger_group_runs_alone(
     device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch, case: Case, reduces: int
 ) -> None:
-    """The fake's clock stands still but for waits, so that every reduce is exposed."""
+    """The fake clock advances only in waits, so every reduce is exposed."""
     alpha = 1e-4
-    synchronised: list[Interconnect] = []
-    monkeypatch.setattr(Interconnect, "synchronize", lambda self: synchronised.append(self))
+    synchronised: list[_Interconnect] = []
+    monkeypatch.setattr(_Interconnect, "synchronize", lambda self: synchronised.append(self))
     options = emulated(device, monkeypatch, wirings=("standard", "ladder"))
-    # Not made by `start_ranks`: the model computes on the CPU here.
-    benchmark = Benchmark(case, options, "tiny", ALONE, CPU)
+    # Without `_start_ranks`, because the model computes on the CPU here.
+    benchmark = _Benchmark(case, options, "tiny", ALONE, CPU)
     rows = {row.wiring: row for row in benchmark.rows(benchmark.calibrate(), "100us")}
     assert list(rows) == ["standard", "ladder", "no-comm"]
-    # Standard and the bound for the calibration, then all three, each in a round to warm up and four that count.
+    # Standard and the bound for the calibration, then all three, each in one warm-up round and four that count.
     assert len(synchronised) == (2 + 3) * (1 + 4)
     assert rows["no-comm"].exposed_seconds_per_layer == 0
     assert rows["standard"].exposed_seconds_per_layer >= reduces * alpha
@@ -79,13 +77,13 @@ def test_a_share_of_a_larger_group_runs_alone(
     assert rows["standard"].interconnect == "emulated serial wire and ranks"
 
 
-def test_every_line_says_what_is_emulated(device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_line_names_emulated_parts(device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     options = emulated(device, monkeypatch, wirings=("standard", "desync-2"))
-    benchmark = Benchmark("decode", options, "tiny", ALONE, CPU)
+    benchmark = _Benchmark("decode", options, "tiny", ALONE, CPU)
     prediction = benchmark.calibrate()
     rows = benchmark.rows(prediction, "nvlink")
     assert rows[0].alpha_seconds == PRESETS["nvlink"].seconds(64 * 2, 4), "a bf16 vector on four ranks"
-    heading, table = program._heading(benchmark, prediction), program._table(rows)
+    heading, table = program._heading(benchmark, prediction), results_table(rows)
     assert "rank 0 of 4 emulated ones (its results are wrong numbers)" in heading
     assert all("emulated" in line for line in table.splitlines()) and len(table.splitlines()) == 3
     required = {
@@ -94,40 +92,40 @@ def test_every_line_says_what_is_emulated(device: fake_cuda.Device, monkeypatch:
     assert required <= set(vars(rows[0]))
 
 
-def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronize_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     nothing: Any = None
     for device in (CPU, torch.device("cuda", 3)):
-        Interconnect("", nothing, nothing, nothing, device, torch.bfloat16).synchronize()
+        _Interconnect("", nothing, nothing, nothing, device, torch.bfloat16).synchronize()
     assert waited == [torch.device("cuda", 3)]
 
 
-def test_what_a_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hardware_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="--device cuda: torch finds no GPU here"):
-        start_ranks(BenchmarkOptions(device="cuda", emulated_tp=8), ALONE)
+        _start_ranks(BenchmarkOptions(device="cuda", emulated_tp=8), ALONE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
     options = BenchmarkOptions(device="cuda", tp_all_reduce="symmetric-memory")
     with pytest.raises(UserError, match="cannot read the memory"):
-        start_ranks(options, Place(0, 2, 0))
+        _start_ranks(options, Place(0, 2, 0))
     with pytest.raises(UserError, match="found 2 GPUs for 4 processes: lower --tp, or give --emulated-tp"):
-        start_ranks(options, Place(0, 4, 0))
+        _start_ranks(options, Place(0, 4, 0))
 
 
 def test_real_groups_are_bounded_and_metered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     mesh = SimpleNamespace(tensor=NoCommGroup(CudaLinkless(2)))
-    monkeypatch.setattr(wires.ProcessMesh, "build", lambda tp, **options: asked.append(options) or mesh)
-    interconnect: Interconnect = make_interconnect(BenchmarkOptions(device="cuda", comm_sms=8), TINY, CPU)
+    monkeypatch.setattr(program.ProcessMesh, "build", lambda tp, **options: asked.append(options) or mesh)
+    interconnect: _Interconnect = _make_interconnect(BenchmarkOptions(device="cuda", comm_sms=8), TINY, CPU)
     assert asked == [{"kv_replicas": 1, "tp_comm_max_ctas": 8}]
-    assert interconnect.name == "nccl" and isinstance(interconnect.wire, wires.MeteredGroup)
+    assert interconnect.name == "nccl" and isinstance(interconnect.wire, program.MeteredGroup)
 
 
 class CudaLinkless(NoCommGroup):
-    """A group of a size and nothing else."""
+    """A group with a size and nothing else."""
 
     def __init__(self, size: int) -> None:
         self.ranks, self.rank, self.size, self.process_group = tuple(range(size)), 0, size, None
