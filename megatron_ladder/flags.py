@@ -73,6 +73,7 @@ def flag(
     below: float | None = None,
     requires: str | Sequence[str] = (),
     excludes: str | Sequence[str] = (),
+    details: str = "",
 ) -> Any:
     """Declare a dataclass field that is a flag.
 
@@ -83,12 +84,14 @@ def flag(
         requires: flags without which this one has no effect. A flag with a value (`"--optimizer adam"`) must have
             that value; without one it must have any value but its default.
         excludes: flags that contradict this one, in the same notation.
+        details: computed text that follows the docstring in the help.
     """
     metadata = {
         "aliases": tuple(aliases),
         "bounds": Bounds(minimum, maximum, above, below),
         "requires": (requires,) if isinstance(requires, str) else tuple(requires),
         "excludes": (excludes,) if isinstance(excludes, str) else tuple(excludes),
+        "details": details,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -256,7 +259,7 @@ def section_flags(config_class: type) -> list[Flag]:
                 spellings=(first, *field.metadata.get("aliases", ())),
                 placeholder="" if is_switch else value_type.placeholder,
                 many=value_type.many,
-                documentation=" ".join(documented[field.name].split()),
+                documentation=" ".join([*documented[field.name].split(), *field.metadata.get("details", "").split()]),
                 default=default,
                 required=field.default is dataclasses.MISSING,
                 turns_off=turns_off,

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model  # noqa: E402
-from megatron_ladder.blueprint.wiring import SubBlockKind, layer_wirings  # noqa: E402
+from megatron_ladder.blueprint.wiring import SubBlockKind  # noqa: E402
 from megatron_ladder.lab.cost.links import (  # noqa: E402
     Clock,
     Collective,
@@ -106,9 +106,9 @@ def model(residual_mode: str, layers: int, late: str | None = None, staleness: i
 
 def named_sub_blocks(config: ModelConfig) -> Iterator[tuple[str, str, int, int]]:
     """Of each sub-block its label, its colour, its computation in c and its staleness."""
-    for layer, wiring in enumerate(layer_wirings(config)):
-        for kind in wiring.sub_blocks:
-            yield f"{LABELS[kind]}{layer}", kind.value, 1 + (kind is SubBlockKind.ATTENTION_MLP), wiring.staleness
+    for layer, sub_blocks in enumerate(config.wired_layers):
+        for kind, staleness, *_ in sub_blocks:
+            yield f"{LABELS[kind]}{layer}", kind.value, 1 + (kind is SubBlockKind.ATTENTION_MLP), staleness
 
 
 def forward_blocks(config: ModelConfig, reduce: float) -> list[SubBlockTime]:

@@ -2,20 +2,22 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Literal
 
+from megatron_ladder.blueprint.wiring import (
+    DESYNC_INTERVALS,
+    RESIDUAL_MODES,
+    WIRINGS,
+    ResidualMode,
+    WiredSubBlock,
+    Wiring,
+    describe_wirings,
+    modes_taking,
+)
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import ValueType, flag, flag_name, to_plain
 
-ResidualMode = Literal["standard", "ladder", "parallel", "ladder-parallel", "desync"]
-RESIDUAL_MODES: tuple[str, ...] = get_args(ResidualMode)
-STALE_MODES = ("ladder", "ladder-parallel")
-"""Modes whose sub-blocks read the stream late; they alone have --ladder-layers and --residual-staleness."""
-ONE_NORM_MODES = ("parallel", "ladder-parallel")
-"""Modes in which every layer is attention and MLP of one norm."""
-DESYNC_INTERVALS = (2, 4)
-"""Values of --desync-interval."""
 FFN_MULTIPLE = 256
 """The default MLP width, 8/3 of the hidden size, is rounded up to a multiple of this."""
 
@@ -50,14 +52,10 @@ class ModelTraits:
     """RMSNorm over each query and key head before the rotary embedding."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; output projections get it over sqrt(2 x layers)."""
-    residual_mode: ResidualMode = "standard"
-    """Wiring of the layers. ladder: in --ladder-layers a sub-block reads the residual stream one sub-block late,
-    so that its all-reduce runs under the next one; the other layers are standard. parallel: attention and MLP of
-    a layer read one norm and share one all-reduce. ladder-parallel: both at once; layers outside --ladder-layers
-    are parallel. desync: each tensor-parallel rank has a stream of its own, and they are summed after every
-    --desync-interval sub-blocks; the tensor-parallel size is part of the model."""
+    residual_mode: ResidualMode = flag("standard", details=describe_wirings())
+    """Wiring of the layers."""
     residual_staleness: int = 1
-    """By how many sub-blocks a ladder layer reads the stream late, and so how many all-reduces are in flight."""
+    """How many sub-blocks late a ladder layer reads the stream, and so how many all-reduces are in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +115,35 @@ class ModelConfig(ModelTraits):
     """Sub-blocks between two all-reduces of a desynchronised stream; 0 without desync."""
     desync_tp: int | None = None
     """Tensor-parallel size that a desync model was made for, and the only one that it has; None without desync."""
+
+    @property
+    def wiring(self) -> Wiring:
+        """The row of the table of wirings."""
+        return WIRINGS[self.residual_mode]
+
+    @property
+    def wired_layers(self) -> list[tuple[WiredSubBlock, ...]]:
+        """The sub-blocks of every layer."""
+        layers, staleness = self.ladder_layers, self.residual_staleness
+        return self.wiring.layers(self.num_layers, layers, staleness, self.desync_interval)
+
+    def in_wiring(
+        self, mode: ResidualMode, *, staleness: int = 1, desync_interval: int = 0, ranks: int = 1
+    ) -> "ModelConfig":
+        """Return the same model with all layers in another wiring.
+
+        Args:
+            ranks: tensor-parallel size, which is part of a desync model.
+        """
+        wiring = WIRINGS[mode]
+        return replace(
+            self,
+            residual_mode=mode,
+            residual_staleness=staleness,
+            ladder_layers=tuple(range(self.num_layers)) if wiring.late else (),
+            desync_interval=desync_interval,
+            desync_tp=ranks if wiring.stream == "per rank" else None,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; the inverse of `from_dict`."""
@@ -196,14 +223,14 @@ def resolve_model(
             f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: "
             "change one of them, or give --head-dim"
         )
-    late, desync = flags.residual_mode in STALE_MODES, flags.residual_mode == "desync"
-    meaningful_in = {"ladder_layers": STALE_MODES, "residual_staleness": STALE_MODES, "desync_interval": ("desync",)}
-    for name, modes in meaningful_in.items():
-        if flags.residual_mode not in modes and getattr(flags, name) != getattr(ModelFlags, name):
+    wiring = WIRINGS[flags.residual_mode]
+    for name in ("ladder_layers", "residual_staleness", "desync_interval"):
+        if name not in wiring.takes and getattr(flags, name) != getattr(ModelFlags, name):
             mistakes.append(
                 f"{flag_name(name)} {getattr(flags, name)} has no meaning with --residual-mode "
-                f"{flags.residual_mode}: give --residual-mode {' or '.join(modes)}, or leave it out"
+                f"{flags.residual_mode}: give --residual-mode {' or '.join(modes_taking(name))}, or leave it out"
             )
+    desync = wiring.stream == "per rank"
     try:
         layers = parse_layers("all" if flags.ladder_layers is None else flags.ladder_layers, flags.num_layers)
     except ValueError as error:
@@ -217,7 +244,7 @@ def resolve_model(
         head_dim=hidden // heads if flags.head_dim is None else flags.head_dim,
         vocab_size=vocab_size,
         max_position_embeddings=seq_length if flags.max_position_embeddings is None else flags.max_position_embeddings,
-        ladder_layers=layers if late else (),
+        ladder_layers=layers if wiring.late else (),
         desync_interval=flags.desync_interval if desync else 0,
         desync_tp=tensor_parallel if desync else None,
     )
@@ -262,7 +289,7 @@ def model_mistakes(config: ModelConfig) -> list[str]:
         mistakes.append(f"--ladder-layers {list(config.ladder_layers)} has layers outside 0-{config.num_layers - 1}")
     if config.residual_mode not in RESIDUAL_MODES:
         mistakes.append(f"--residual-mode {config.residual_mode} is not one of {', '.join(RESIDUAL_MODES)}")
-    if config.residual_mode == "desync":
+    elif config.wiring.stream == "per rank":
         if config.desync_interval not in DESYNC_INTERVALS:
             possible = " or ".join(map(str, DESYNC_INTERVALS))
             mistakes.append(f"--desync-interval {config.desync_interval} is not {possible}")
@@ -297,18 +324,6 @@ def tensor_parallel_mistakes(config: ModelConfig, tensor_parallel: int) -> list[
     return mistakes
 
 
-def synchronised_after(config: ModelConfig, sub_block: int) -> bool:
-    """Whether the stream is the same on all tensor-parallel ranks after this sub-block of the model.
-
-    Args:
-        sub_block: counted from 0 over all layers; -1 asks for what the embedding gives. In desync, attention of
-            layer N is 2 N and its MLP 2 N + 1.
-    """
-    if config.residual_mode != "desync":
-        return True
-    return (sub_block + 1) % config.desync_interval == 0 or sub_block == 2 * config.num_layers - 1
-
-
 def key_value_replicas(config: ModelConfig, tensor_parallel: int) -> int:
-    """Ranks that hold the same key and value heads: 1 when there are at least as many heads as ranks."""
+    """Return how many ranks hold the same key and value heads: 1 with at least as many heads as ranks."""
     return max(1, tensor_parallel // config.num_key_value_heads)

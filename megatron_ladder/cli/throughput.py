@@ -7,6 +7,7 @@ from typing import Literal, NoReturn
 
 import torch
 
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.errors import BadNumbersError, UserError, run_program
 from megatron_ladder.flags import parse_command_line
 from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS, RatioVerdict
@@ -28,7 +29,7 @@ class ThroughputOptions:
     layers: int | None = None
     """Layers, where memory does not hold all of the shape's: weights and gradients of two models have to fit."""
     wirings: tuple[str, ...] = ("standard", "ladder")
-    """Our models: standard, ladder, parallel, ladder-parallel."""
+    """Our models: any --residual-mode of pretrain_ladder.py except desync."""
     sequence: tuple[int, ...] = (2048, 4096)
     """Tokens of a sample; each length is measured by itself."""
     batch: int = 1
@@ -56,10 +57,9 @@ def option_mistakes(options: ThroughputOptions) -> list[str]:
             mistakes.append(f"--layers {options.layers}: {options.size} has 1 to {layers}")
     except ValueError as error:
         mistakes.append(f"--size {options.size}: {error}")
-    known = ("standard", "ladder", "parallel", "ladder-parallel")
-    strange = [wiring for wiring in options.wirings if wiring not in known]
+    strange = [wiring for wiring in options.wirings if wiring not in SHARED_STREAM_MODES]
     if strange:
-        mistakes.append(f"--wirings {' '.join(strange)}: expected some of {', '.join(known)}")
+        mistakes.append(f"--wirings {' '.join(strange)}: expected some of {', '.join(SHARED_STREAM_MODES)}")
     numbers = {"--batch": (options.batch,), "--matrix": (options.matrix,), "--sequence": options.sequence}
     for name, values in numbers.items():
         if min(values, default=0) < 1:

@@ -154,7 +154,7 @@ def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[str]:
             f"{model.max_position_embeddings}"
         )
     if parallel.sequence_parallel:
-        if model.residual_mode == "desync":
+        if model.wiring.stream == "per rank":
             yield (
                 "--sequence-parallel shards one shared residual stream, but --residual-mode desync has one stream per "
                 "rank: leave one of them out"

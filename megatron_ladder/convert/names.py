@@ -1,8 +1,16 @@
-"""Which tensors a model has: their canonical names and shapes, and what a Hugging Face directory calls them."""
+"""The tensors of a model as files name and cut them: Hugging Face names, and each rank's slices of a checkpoint.
+
+A checkpoint has no layout, so any cut would be valid. The one here is that of training: a rank that resumes in the same
+layout opens only its own file.
+"""
 
 import re
+from collections.abc import Iterator
 
-from megatron_ladder.blueprint.model import ONE_NORM_MODES, ModelConfig, synchronised_after
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.partition import uniform_partition
+from megatron_ladder.blueprint.tensors import TensorSpec, model_tensors
+from megatron_ladder.checkpoint.boxes import Box
 
 _PARTS = (
     ("embedding.", "model.embed_tokens."),
@@ -12,63 +20,40 @@ _PARTS = (
     (".mlp_norm.", ".post_attention_layernorm."),
     (".attention.", ".self_attn."),
 )
-"""Canonical, and as transformers' Llama, Mistral, Qwen2 and Qwen3 name it; the rest of a name is the same."""
-
+"""Canonical part of a name, and the part in transformers' Llama, Mistral, Qwen2 and Qwen3; the rest is the same."""
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def hf_name(name: str) -> str:
-    """What a Hugging Face directory calls a canonical tensor."""
+    """Return the name of a canonical tensor in a Hugging Face directory."""
     for ours, theirs in _PARTS:
         name = name.replace(ours, theirs)
     return name
 
 
-def layer_of(name: str) -> int | None:
-    """The layer that a canonical tensor belongs to; None for embedding, final norm and head."""
-    match = _LAYER.match(name)
-    return None if match is None else int(match[1])
-
-
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of every weight, in the order in which the model computes with them.
+    """Return the shape of every weight by canonical name, in the order in which the model computes with them."""
+    return {tensor.name: tensor.shape for tensor in model_tensors(config)}
 
-    Matrices are [out, in]. In a desync model the norm of a stream that is each rank's own is [ranks, h].
+
+def stage_of(name: str, config: ModelConfig, stages: int) -> int:
+    """Return the pipeline stage that holds a canonical tensor, with layers shared out evenly."""
+    match = _LAYER.match(name)
+    if match is None:
+        return 0 if name.startswith("embedding.") else stages - 1
+    ranges = uniform_partition(config.num_layers, stages)
+    return next(stage for stage, layers in enumerate(ranges) if int(match[1]) in layers)
+
+
+def rank_slices(tensor: TensorSpec, tensor_parallel: int) -> Iterator[tuple[int, Box]]:
+    """Yield each tensor-parallel rank that writes a slice of a canonical tensor, with the slice.
+
+    Of ranks that hold the same slice, the first writes it.
     """
-    h, vocabulary = config.hidden_size, config.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (vocabulary, h)}
-    for layer in range(config.num_layers):
-        shapes |= _layer_shapes(config, layer)
-    shapes["final_norm.weight"] = (h,)
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (vocabulary, h)
-    return shapes
-
-
-def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    h, f, d = config.hidden_size, config.ffn_hidden_size, config.head_dim
-    q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
-    attention, mlp = f"layers.{layer}.attention", f"layers.{layer}.mlp"
-    shapes = {f"layers.{layer}.attention_norm.weight": _norm_shape(config, 2 * layer)}
-    for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-        shapes |= _matrix(f"{attention}.{name}", rows, h, config.add_qkv_bias)
-    if config.qk_layernorm:
-        shapes |= {f"{attention}.q_norm.weight": (d,), f"{attention}.k_norm.weight": (d,)}
-    shapes |= _matrix(f"{attention}.o_proj", h, q, config.add_attention_output_bias)
-    if config.residual_mode not in ONE_NORM_MODES:
-        shapes[f"layers.{layer}.mlp_norm.weight"] = _norm_shape(config, 2 * layer + 1)
-    for name in ("gate_proj", "up_proj"):
-        shapes |= _matrix(f"{mlp}.{name}", f, h, config.add_mlp_bias)
-    return shapes | _matrix(f"{mlp}.down_proj", h, f, config.add_mlp_bias)
-
-
-def _matrix(name: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
-    return shapes | {f"{name}.bias": (rows,)} if bias else shapes
-
-
-def _norm_shape(config: ModelConfig, sub_block: int) -> tuple[int, ...]:
-    if synchronised_after(config, sub_block - 1):
-        return (config.hidden_size,)
-    assert config.desync_tp is not None
-    return config.desync_tp, config.hidden_size
+    for rank in range(0, tensor_parallel, tensor.replicas(tensor_parallel)):
+        start, length = tensor.slice_of(rank, tensor_parallel)
+        if length > 0:
+            cut = tensor.sharded_dim or 0
+            offset = tuple(start if dim == cut else 0 for dim in range(len(tensor.shape)))
+            extent = tuple(length if dim == cut else size for dim, size in enumerate(tensor.shape))
+            yield rank, Box(offset, extent)

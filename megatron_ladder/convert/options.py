@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from megatron_ladder.blueprint.model import ResidualMode
+from megatron_ladder.blueprint.wiring import ResidualMode
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag_name, parse_command_line
 

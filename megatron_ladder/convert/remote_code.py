@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import ONE_NORM_MODES, STALE_MODES, ModelConfig, model_mistakes
+from megatron_ladder.blueprint.model import ModelConfig, model_mistakes
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, SUB_BLOCK_TABLE, WIRINGS
 from megatron_ladder.convert.hf_keys import HFKeys
 from megatron_ladder.errors import UserError
 
@@ -28,8 +29,8 @@ CLASSES = {
 AUTHORS_TYPE = "llamaLadder"
 """`model_type` of the paper's authors: Llama, with `ladder_layers`."""
 READABLE_TYPES = (*CLASSES, AUTHORS_TYPE)
-OWN_MODES = ("standard", "parallel", *STALE_MODES)
-"""Wirings that one process can compute."""
+_TABLE_IMPORT = b"from megatron_ladder.blueprint.wiring import SUB_BLOCK_TABLE\n"
+"""Line of the configuration module that an exported directory has the table instead of."""
 
 
 def module_files(model: ModelConfig) -> dict[str, bytes]:
@@ -41,7 +42,12 @@ def module_files(model: ModelConfig) -> dict[str, bytes]:
     if hf_type(model) != OWN_TYPE:
         return {}
     folder = Path(__file__).with_name("hf_module")
-    return {f"{name}.py": (folder / f"{name}.py").read_bytes() for name in (CONFIGURATION, MODELING)}
+    files = {f"{name}.py": (folder / f"{name}.py").read_bytes() for name in (CONFIGURATION, MODELING)}
+    configuration = files[f"{CONFIGURATION}.py"]
+    assert configuration.count(_TABLE_IMPORT) == 1
+    rows = "".join(f"    {name!r}: {row!r},\n" for name, row in SUB_BLOCK_TABLE.items())
+    files[f"{CONFIGURATION}.py"] = configuration.replace(_TABLE_IMPORT, f"SUB_BLOCK_TABLE = {{\n{rows}}}\n".encode())
+    return files
 
 
 def hf_type(model: ModelConfig) -> str:
@@ -50,15 +56,15 @@ def hf_type(model: ModelConfig) -> str:
     Raises:
         UserError: a desync model, whose tensor-parallel ranks each have a stream and norms of their own.
     """
-    if model.residual_mode == "desync":
+    if model.wiring.stream == "per rank":
         raise UserError(
-            f"--residual-mode desync: a model of {model.desync_tp} tensor-parallel ranks with streams of their own, "
-            "which no Hugging Face model can express: generate from the checkpoint itself instead"
+            f"--residual-mode {model.residual_mode}: each of the {model.desync_tp} tensor-parallel ranks has its own "
+            "stream, which no Hugging Face model can express: generate from the checkpoint instead"
         )
     divides = model.hidden_size % model.num_attention_heads == 0
     usual_heads = divides and model.head_dim == model.hidden_size // model.num_attention_heads
     q_bias, o_bias, mlp_bias = model.add_qkv_bias, model.add_attention_output_bias, model.add_mlp_bias
-    if model.ladder_layers or model.residual_mode in ONE_NORM_MODES:
+    if model.ladder_layers or model.wiring.one_norm:
         return OWN_TYPE
     if model.qk_layernorm:
         return "qwen3" if q_bias == o_bias and not mlp_bias else OWN_TYPE
@@ -233,8 +239,8 @@ def _wiring(keys: HFKeys, model_type: str) -> dict[str, Any]:
         if layers:
             keys.mistake("ladder_layers", list(layers), f"none in a {model_type} model, which computes no ladder")
         return {}
-    mode = keys.expect("residual_mode", OWN_MODES)
-    if layers and mode not in STALE_MODES:
+    mode = str(keys.expect("residual_mode", SHARED_STREAM_MODES))
+    if layers and not WIRINGS[mode].late:
         keys.mistake("ladder_layers", list(layers), f"none with residual_mode {mode!r}")
     return {
         "residual_mode": mode,

@@ -1,20 +1,19 @@
 """Training checkpoints at both ends of a conversion: what one holds, and the plan of another."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_mistakes
-from megatron_ladder.checkpoint.boxes import Box
+from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.checksum import algorithm_of, checksum_of
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.manifest import KINDS, BoxRecord, FileIndex, encode_manifest, merge_manifest
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
-from megatron_ladder.convert.layout import shares, stage_of
 from megatron_ladder.convert.mistakes import raise_mistakes
-from megatron_ladder.convert.names import tensor_shapes
+from megatron_ladder.convert.names import rank_slices, stage_of, tensor_shapes
 from megatron_ladder.convert.plan import CopiedTensor, Plan, TargetBox, make_plan
 from megatron_ladder.convert.source_checksums import damage
 from megatron_ladder.convert.sources import SourceTensor, stored_tensor
@@ -124,25 +123,19 @@ def plan_checkpoint(
     Args:
         tensors: kind -> canonical name -> tensor.
     """
+    described = {tensor.name: tensor for tensor in model_tensors(model)}
     groups: dict[tuple[int, str], list[CopiedTensor]] = {}
     for kind, named in tensors.items():
         for name, source in named.items():
             stage = 0 if kind == "rng" else stage_of(name, model, stages)
+            slices = [(0, source.whole)] if kind == "rng" else rank_slices(described[name], tensor_parallel)
             boxes = []
-            for rank, box in _boxes(kind, name, source, model, tensor_parallel):
+            for rank, box in slices:
                 file = f"{KINDS[kind]}_rank_{stage * tensor_parallel + rank:05d}.safetensors"
                 boxes.append(TargetBox(file, f"{kind}:{name}@{','.join(map(str, box.offset))}", box))
             copied = CopiedTensor(name, kind, source, source.dtype, tuple(boxes))
             groups.setdefault((stage, KINDS[kind]), []).append(copied)
     return make_plan(groups[key] for key in sorted(groups))
-
-
-def _boxes(
-    kind: str, name: str, source: SourceTensor, model: ModelConfig, tensor_parallel: int
-) -> Sequence[tuple[int, Box]]:
-    if kind == "rng":
-        return [(0, source.whole)]
-    return list(shares(name, source.shape, model, tensor_parallel))
 
 
 def manifest_bytes(

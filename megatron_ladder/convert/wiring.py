@@ -1,21 +1,22 @@
-"""The wiring that a converted model gets: its own, or the one that the command line asks for."""
+"""The wiring of a converted model: its own, or the one of the command line."""
 
 from dataclasses import replace
 
-from megatron_ladder.blueprint.model import ONE_NORM_MODES, STALE_MODES, ModelConfig, model_mistakes, parse_layers
+from megatron_ladder.blueprint.model import ModelConfig, model_mistakes, parse_layers
+from megatron_ladder.blueprint.wiring import WIRINGS, modes_taking
 from megatron_ladder.convert.mistakes import raise_mistakes
 from megatron_ladder.convert.options import Rewiring
 
 
 def wiring_text(model: ModelConfig) -> str:
-    """A few words about a model's wiring."""
-    text: str = model.residual_mode
-    if model.residual_mode in STALE_MODES:
+    """Describe a model's wiring in a few words."""
+    text = model.residual_mode
+    if model.wiring.late:
         some = f"in layers {_ranges(model.ladder_layers)} of {model.num_layers}"
         text += {0: " in no layer", model.num_layers: " in all layers"}.get(len(model.ladder_layers), f" {some}")
         if model.residual_staleness != 1:
             text += f", {model.residual_staleness} sub-blocks late"
-    if model.residual_mode == "desync":
+    if model.wiring.stream == "per rank":
         text += f", interval {model.desync_interval}, of {model.desync_tp} tensor-parallel ranks"
     return text
 
@@ -31,7 +32,7 @@ def _ranges(layers: tuple[int, ...]) -> str:
 
 
 def rewired(model: ModelConfig, options: Rewiring) -> tuple[ModelConfig, list[str]]:
-    """The model with the wiring that was asked for, and a line if that overrides its own.
+    """Return the model with the requested wiring, and a line if that overrides its own.
 
     Raises:
         UserError: the wiring needs other weights than the model has, or its flags contradict each other.
@@ -40,37 +41,39 @@ def rewired(model: ModelConfig, options: Rewiring) -> tuple[ModelConfig, list[st
     if mode is None and layers is None and staleness is None:
         return model, []
     if mode is None:
-        mode = model.residual_mode if model.residual_mode in STALE_MODES else "ladder"
+        mode = model.residual_mode if model.wiring.late else "ladder"
+    old, new = model.wiring, WIRINGS[mode]
     mistakes = []
-    if model.residual_mode == "desync":
+    if old.stream == "per rank":
         mistakes.append(
-            f"--residual-mode {mode}: the source is desync, whose norms differ from rank to rank, so it can only stay "
-            "what it is: leave --residual-mode, --ladder-layers and --residual-staleness out"
+            f"--residual-mode {mode}: the source is {old.name}, whose norms differ from rank to rank, so its wiring "
+            "cannot change: leave --residual-mode, --ladder-layers and --residual-staleness out"
         )
-    elif mode == "desync":
+    elif new.stream == "per rank":
         mistakes.append(
-            "--residual-mode desync: its norms differ from rank to rank, and the source has one for all: "
+            f"--residual-mode {mode}: its norms differ from rank to rank, and the source has one for all ranks: "
             "such a model can only be trained from the start"
         )
-    if (mode in ONE_NORM_MODES) != (model.residual_mode in ONE_NORM_MODES):
-        has, needs = ("one norm", "two") if model.residual_mode in ONE_NORM_MODES else ("two norms", "one")
+    if new.one_norm != old.one_norm:
+        has, needs = ("one norm", "two") if old.one_norm else ("two norms", "one")
+        late = [name for name in modes_taking("ladder_layers") if WIRINGS[name].one_norm == old.one_norm]
         mistakes.append(
-            f"--residual-mode {mode}: every layer of the source has {has}, and of such a model {needs}: "
-            f"give --residual-mode {'ladder-parallel' if has == 'one norm' else 'ladder'} or standard"
+            f"--residual-mode {mode}: every layer of the source has {has}, and this wiring needs {needs}: "
+            f"give --residual-mode {' or '.join(late)}, or leave it out"
         )
     for flag, value in (("--ladder-layers", layers), ("--residual-staleness", staleness)):
-        if value is not None and mode not in STALE_MODES:
+        if value is not None and not new.late:
             mistakes.append(f"{flag} {value} has no meaning with --residual-mode {mode}: leave it out")
-    late: tuple[int, ...] = ()
-    if mode in STALE_MODES and not mistakes:
-        keep = layers is None and model.residual_mode in STALE_MODES and options.residual_mode is None
+    late_layers: tuple[int, ...] = ()
+    if new.late and not mistakes:
+        keep = layers is None and old.late and options.residual_mode is None
         try:
-            late = model.ladder_layers if keep else parse_layers(layers or "all", model.num_layers)
+            late_layers = model.ladder_layers if keep else parse_layers(layers or "all", model.num_layers)
         except ValueError as error:
             mistakes.append(f"--ladder-layers {layers}: {error}")
     raise_mistakes(mistakes)
-    new = replace(model, residual_mode=mode, ladder_layers=late, residual_staleness=staleness or 1)
-    raise_mistakes(model_mistakes(new))
-    if wiring_text(new) == wiring_text(model):
-        return new, []
-    return new, [f"the wiring of the source, {wiring_text(model)}, is overridden: {wiring_text(new)}"]
+    changed = replace(model, residual_mode=mode, ladder_layers=late_layers, residual_staleness=staleness or 1)
+    raise_mistakes(model_mistakes(changed))
+    if wiring_text(changed) == wiring_text(model):
+        return changed, []
+    return changed, [f"the wiring of the source, {wiring_text(model)}, is overridden: {wiring_text(changed)}"]

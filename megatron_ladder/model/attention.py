@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.documents import Documents, document_attention
 from megatron_ladder.model.norm import NormFunction, RMSNorm
-from megatron_ladder.model.projections import attention_output, input_projection, query_key_value_shares
+from megatron_ladder.model.projections import input_projection, output_projection
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary
 from megatron_ladder.parallel.input_gradient import InputGradient
 
@@ -86,8 +87,8 @@ class AttentionHeads(nn.Module):
     """From projected queries, keys and values to the heads' outputs; owns the norms of queries and keys."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, norm: NormFunction, group: CommGroup, widths: Sequence[int],
-        dtype: torch.dtype, device: torch.device,
+        self, config: ModelConfig, layer: int, branch: Branch, norm: NormFunction, group: CommGroup,
+        widths: Sequence[int], dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         """`widths`: of the queries, the keys and the values in the input product."""
         super().__init__()
@@ -99,14 +100,11 @@ class AttentionHeads(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         self.q_norm, self.k_norm = None, None
-        if config.qk_layernorm:
+        if branch.head_norms:
             self.q_norm, self.k_norm = (
-                RMSNorm(
-                    f"layers.{layer}.attention.{which}_norm", config.head_dim, config.norm_epsilon, norm,
-                    rank=group.rank, dtype=dtype, device=device, partial_over=group,
-                )
-                for which in "qk"
-            )  # fmt: skip
+                RMSNorm(tensor, config.norm_epsilon, norm, group=group, dtype=dtype, device=device, partial_over=group)
+                for tensor in branch.head_norms
+            )
 
     def forward(
         self,
@@ -134,14 +132,14 @@ class Attention(nn.Module):
     """Fused q, k, v projection -> heads -> output projection in flight."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, norm: NormFunction, mesh: ProcessMesh,
+        self, config: ModelConfig, layer: int, tensors: SubBlockTensors, norm: NormFunction, mesh: ProcessMesh,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
-        shares = query_key_value_shares(config, layer, mesh.tensor.size)
-        self.qkv_proj = input_projection(config, shares, mesh, dtype, device)
-        self.heads = AttentionHeads(config, layer, norm, mesh.tensor, self.qkv_proj.widths, dtype, device)
-        self.o_proj = attention_output(config, layer, mesh, dtype, device)
+        (branch,) = tensors.branches
+        self.qkv_proj = input_projection(config, tensors, mesh, dtype, device)
+        self.heads = AttentionHeads(config, layer, branch, norm, mesh.tensor, self.qkv_proj.widths, dtype, device)
+        self.o_proj = output_projection(tensors, branch, mesh, dtype, device)
 
     def forward(
         self,

@@ -4,18 +4,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import SubBlockTensors
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.attention import AttentionHeads, Midway, SequenceContext
 from megatron_ladder.model.mlp import swiglu
 from megatron_ladder.model.norm import NormFunction
-from megatron_ladder.model.projections import (
-    attention_output,
-    gate_up_shares,
-    input_projection,
-    mlp_output,
-    query_key_value_shares,
-)
+from megatron_ladder.model.projections import input_projection, output_projection
 from megatron_ladder.parallel.input_gradient import InputGradient
 
 
@@ -23,17 +18,18 @@ class AttentionMLP(nn.Module):
     """q, k, v, gate and up in one column-parallel product; the two output projections share one reduce."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, norm: NormFunction, mesh: ProcessMesh,
+        self, config: ModelConfig, layer: int, tensors: SubBlockTensors, norm: NormFunction, mesh: ProcessMesh,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
         self.swiglu = swiglu
         self.layout = mesh.stream
-        shares = [*query_key_value_shares(config, layer, mesh.tensor.size), *gate_up_shares(config, layer)]
-        self.in_proj = input_projection(config, shares, mesh, dtype, device)
-        self.heads = AttentionHeads(config, layer, norm, mesh.tensor, self.in_proj.widths[:3], dtype, device)
-        self.o_proj = attention_output(config, layer, mesh, dtype, device)
-        self.down_proj = mlp_output(config, layer, mesh, dtype, device)
+        attention, mlp = tensors.branches
+        self.in_proj = input_projection(config, tensors, mesh, dtype, device)
+        widths = self.in_proj.widths[:3]
+        self.heads = AttentionHeads(config, layer, attention, norm, mesh.tensor, widths, dtype, device)
+        self.o_proj = output_projection(tensors, attention, mesh, dtype, device)
+        self.down_proj = output_projection(tensors, mlp, mesh, dtype, device)
 
     def forward(
         self,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import embedding_tensor, final_norm_tensor, head_tensor
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.attention import SequenceContext
 from megatron_ladder.model.documents import Documents
@@ -61,28 +62,20 @@ class LanguageModel(nn.Module):
         self.compute_dtype = dtype
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         self.copies_embedding = config.tie_embeddings and self.is_last and not self.is_first
-        std = config.init_method_std
         if self.is_first or self.copies_embedding:
-            self.embedding = VocabParallelEmbedding(
-                "embedding", config.vocab_size, config.hidden_size,
-                std=std, group=mesh.tensor, layout=mesh.stream,
-                dtype=dtype, device=device,
-            )  # fmt: skip
+            self.embedding = VocabParallelEmbedding(embedding_tensor(config), mesh.tensor, mesh.stream, dtype, device)
         if self.copies_embedding:
             sections = self.embedding.sections
             sections["weight"] = tuple(replace(section, counted=False) for section in sections["weight"])
         self.stack = TransformerStack(config, layers, mesh, options, dtype, device)
         if self.is_last:
             self.final_norm = RMSNorm(
-                "final_norm", config.hidden_size, config.norm_epsilon, options.norm,
-                rank=mesh.tensor.rank, dtype=dtype, device=device, partial_over=positions_over(mesh),
+                final_norm_tensor(config), config.norm_epsilon, options.norm,
+                group=mesh.tensor, dtype=dtype, device=device, partial_over=positions_over(mesh),
             )  # fmt: skip
         self.lm_head: VocabParallelHead | None = None
         if self.is_last and not config.tie_embeddings:
-            self.lm_head = VocabParallelHead(
-                "lm_head", config.vocab_size, config.hidden_size, std=std, group=mesh.tensor, layout=mesh.stream,
-                dtype=dtype, device=device,
-            )  # fmt: skip
+            self.lm_head = VocabParallelHead(head_tensor(config), mesh.tensor, mesh.stream, dtype, device)
         if seed is not None:
             initialize(self, seed)
 

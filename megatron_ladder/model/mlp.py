@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import SubBlockTensors
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.attention import Midway, SequenceContext
-from megatron_ladder.model.projections import gate_up_shares, input_projection, mlp_output
+from megatron_ladder.model.projections import input_projection, output_projection
 from megatron_ladder.parallel.input_gradient import InputGradient
 
 
@@ -25,12 +26,13 @@ class MLP(nn.Module):
     """Fused gate and up projection -> SwiGLU -> down projection in flight."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, mesh: ProcessMesh, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, tensors: SubBlockTensors, mesh: ProcessMesh, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.swiglu = swiglu
-        self.gate_up_proj = input_projection(config, gate_up_shares(config, layer), mesh, dtype, device)
-        self.down_proj = mlp_output(config, layer, mesh, dtype, device)
+        (branch,) = tensors.branches
+        self.gate_up_proj = input_projection(config, tensors, mesh, dtype, device)
+        self.down_proj = output_projection(tensors, branch, mesh, dtype, device)
 
     def forward(
         self,

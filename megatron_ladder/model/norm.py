@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 from megatron_ladder.errors import UserError
 from megatron_ladder.parallel.apex import find_in_apex
-from megatron_ladder.parallel.layout import ParallelModule, Section, replicated
+from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.partial_gradients import PartialGradients
 
 NormFunction = Callable[[Tensor, Tensor, float], Tensor]
@@ -77,22 +78,18 @@ class RMSNorm(ParallelModule):
 
     def __init__(
         self,
-        name: str,
-        size: int,
+        tensor: TensorSpec,
         epsilon: float,
         function: NormFunction,
         *,
-        rank: int,
+        group: CommGroup,
         dtype: torch.dtype,
         device: torch.device,
-        per_rank: int | None = None,
         partial_over: CommGroup | None = None,
     ) -> None:
         """
         Args:
-            name: canonical, without `.weight`.
-            rank: the tensor-parallel rank.
-            per_rank: how many ranks have a weight of their own; None means that all have the same one.
+            tensor: the weight, one for all ranks of the group or one row per rank.
             partial_over: ranks that each normalise a part of one tensor.
         """
         super().__init__()
@@ -100,12 +97,7 @@ class RMSNorm(ParallelModule):
         self.epsilon = epsilon
         self.function = function
         self.add_function: AddNormFunction | None = None
-        if per_rank is None:
-            share = replicated(f"{name}.weight", (size,), rank, mean=1.0)
-            self.add_parameter("weight", (size,), (share,), dtype, device, sharded=False)
-        else:
-            share = Section(f"{name}.weight", (per_rank, size), global_start=rank, length=1, mean=1.0)
-            self.add_parameter("weight", (1, size), (share,), dtype, device, sharded=True)
+        self.add_parameter("weight", [tensor], group, dtype, device)
 
     def weight_in_use(self, partial_gradients: PartialGradients | None = None) -> Tensor:
         """The weight [n], its gradient summed over the ranks if each of them gets only a part.

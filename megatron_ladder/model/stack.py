@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_ladder.blueprint.model import ModelConfig, synchronised_after
-from megatron_ladder.blueprint.wiring import LayerWiring, SubBlockKind, layer_wirings, pending_before
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import SubBlockTensors, layer_tensors
+from megatron_ladder.blueprint.wiring import SubBlockKind, pending_before
 from megatron_ladder.comm.aside import beside
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -59,43 +60,40 @@ class TransformerLayer(nn.Module):
     """The modules of one layer, in the order of its wiring."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, wiring: LayerWiring, mesh: ProcessMesh, norm: NormFunction,
+        self, config: ModelConfig, layer: int, mesh: ProcessMesh, norm: NormFunction,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.wiring = wiring
+        self.wired = config.wired_layers[layer]
         self.norms = nn.ModuleDict()
         self.bodies = nn.ModuleDict()
-        for place, kind in enumerate(wiring.sub_blocks):
-            name = f"layers.{layer}.{'mlp' if kind is SubBlockKind.MLP else 'attention'}_norm"
-            reads_own_stream = not synchronised_after(config, len(wiring.sub_blocks) * layer + place - 1)
+        for tensors in layer_tensors(config)[layer]:
+            kind = tensors.wired.kind
             self.norms[kind.value] = RMSNorm(
-                name, config.hidden_size, config.norm_epsilon, norm, rank=mesh.tensor.rank, dtype=dtype, device=device,
-                per_rank=mesh.tensor.size if reads_own_stream else None, partial_over=positions_over(mesh),
+                tensors.norm, config.norm_epsilon, norm, group=mesh.tensor, dtype=dtype, device=device,
+                partial_over=positions_over(mesh),
             )  # fmt: skip
-            self.bodies[kind.value] = self._body(kind, config, layer, mesh, norm, dtype, device)
+            self.bodies[kind.value] = self._body(tensors, config, layer, mesh, norm, dtype, device)
 
     @staticmethod
     def _body(
-        kind: SubBlockKind, config: ModelConfig, layer: int, mesh: ProcessMesh, norm: NormFunction,
+        tensors: SubBlockTensors, config: ModelConfig, layer: int, mesh: ProcessMesh, norm: NormFunction,
         dtype: torch.dtype, device: torch.device,
     ) -> nn.Module:  # fmt: skip
-        if kind is SubBlockKind.ATTENTION:
-            return Attention(config, layer, norm, mesh, dtype, device)
-        if kind is SubBlockKind.MLP:
-            return MLP(config, layer, mesh, dtype, device)
-        return AttentionMLP(config, layer, norm, mesh, dtype, device)
+        if tensors.wired.kind is SubBlockKind.ATTENTION:
+            return Attention(config, layer, tensors, norm, mesh, dtype, device)
+        if tensors.wired.kind is SubBlockKind.MLP:
+            return MLP(config, tensors, mesh, dtype, device)
+        return AttentionMLP(config, layer, tensors, norm, mesh, dtype, device)
 
     def sub_blocks(self, mesh: ProcessMesh, recompute: bool, name: str, span: Span) -> list[SubBlock]:
         """The steps of this layer, which is called `name`."""
         steps = []
-        for kind in self.wiring.sub_blocks:
+        for kind, staleness, *_ in self.wired:
             norm, body = self.norms[kind.value], self.bodies[kind.value]
             assert isinstance(norm, RMSNorm)
             steps.append(
-                SubBlock(
-                    norm, body, self.wiring.staleness, mesh.tensor, mesh.stream, recompute, f"{name}.{kind.value}", span
-                )
+                SubBlock(norm, body, staleness, mesh.tensor, mesh.stream, recompute, f"{name}.{kind.value}", span)
             )
         return steps
 
@@ -120,19 +118,20 @@ class TransformerStack(nn.Module):
         super().__init__()
         if config.desync_tp not in (None, mesh.tensor.size):
             raise ValueError(f"a desync model of {config.desync_tp} tensor-parallel ranks on {mesh.tensor.size}")
-        wirings = layer_wirings(config)
+        wired = config.wired_layers
         self.options = options
         self.mesh = mesh
         self.layout = mesh.stream
         self.aside = beside(device) if self.layout.shards > 1 and options.tp_overlap else None
-        self.desync = config.residual_mode == "desync"
-        self.synchronised = [synchronised_after(config, i) for i in range(2 * layers.start - 1, 2 * layers.stop)]
-        self.pending_in = pending_before(wirings, layers.start)
-        self.pending_out = pending_before(wirings, layers.stop)
+        self.desync = config.wiring.stream == "per rank"
+        steps = [sub_block for layer in layers for sub_block in wired[layer]]
+        self.synchronised = [steps[0].reads_shared, *(step.leaves_shared for step in steps)]
+        self.pending_in = pending_before(wired, layers.start)
+        self.pending_out = pending_before(wired, layers.stop)
         self.partial_sums = PartialSums(mesh.tensor)
         self.layers = nn.ModuleDict(
             {
-                str(layer): TransformerLayer(config, layer, wirings[layer], mesh, options.norm, dtype, device)
+                str(layer): TransformerLayer(config, layer, mesh, options.norm, dtype, device)
                 for layer in layers
             }
         )

@@ -8,20 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.stream import StreamLayout
-from megatron_ladder.parallel.layout import ParallelModule, Section
+from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.panels import panel_rows
 from megatron_ladder.parallel.partitioned import linear
-
-VOCABULARY_MULTIPLE = 128
-"""Rows per rank are a multiple of this, for matrix units."""
-
-
-def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """The vocabulary rounded up to a multiple of 128 x tensor-parallel size."""
-    multiple = VOCABULARY_MULTIPLE * tensor_parallel
-    return -(-vocab_size // multiple) * multiple
 
 
 class _VocabParallelMatrix(ParallelModule):
@@ -35,26 +27,12 @@ class _VocabParallelMatrix(ParallelModule):
     weight: nn.Parameter
 
     def __init__(
-        self,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        std: float,
-        group: CommGroup,
-        layout: StreamLayout,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, tensor: TensorSpec, group: CommGroup, layout: StreamLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.layout = layout
-        rows = padded_vocab_size(vocab_size, group.size) // group.size
-        self.start = group.rank * rows
-        self.valid = max(0, min(rows, vocab_size - self.start))
-        share = Section(
-            f"{name}.weight", (vocab_size, hidden_size), 0, self.start, self.valid, block=64, std=std
-        )  # fmt: skip
-        self.add_parameter("weight", (rows, hidden_size), (share,), dtype, device, sharded=True)
+        self.start, self.valid = tensor.slice_of(group.rank, group.size)
+        self.add_parameter("weight", [tensor], group, dtype, device)
 
 
 class VocabParallelEmbedding(_VocabParallelMatrix):

@@ -14,6 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.tensors import TensorSpec
+from megatron_ladder.comm.group import CommGroup
+
 
 @dataclass(frozen=True)
 class Section:
@@ -44,6 +47,15 @@ class Section:
     """Initial standard deviation; 0 means constant."""
     counted: bool = True
     """Whether this rank's copy counts in norms and is saved, among ranks that hold the same slice."""
+
+    @staticmethod
+    def of(tensor: TensorSpec, group: CommGroup, local_start: int = 0) -> "Section":
+        """Return the share of a canonical tensor that a tensor-parallel rank holds."""
+        start, length = tensor.slice_of(group.rank, group.size)
+        return Section(
+            tensor.name, tensor.shape, tensor.sharded_dim or 0, start, length, local_start, tensor.block,
+            tensor.mean, tensor.std, counted=group.rank % tensor.replicas(group.size) == 0,
+        )  # fmt: skip
 
     @property
     def offset(self) -> tuple[int, ...]:
@@ -117,23 +129,26 @@ class ParallelModule(nn.Module):
     def add_parameter(
         self,
         attribute: str,
-        shape: tuple[int, ...],
-        sections: tuple[Section, ...],
+        tensors: Sequence[TensorSpec],
+        group: CommGroup,
         dtype: torch.dtype,
         device: torch.device,
-        sharded: bool,
     ) -> None:
-        """Registers an uninitialised parameter with its sections, marked as DeepSpeed knows sharded ones."""
+        """Register an uninitialised parameter that holds the rank's slices of canonical tensors, one after another.
+
+        The slices follow one another along the sharded dimension, which is that of the first tensor.
+        """
+        sections, start = [], 0
+        for tensor in tensors:
+            sections.append(Section.of(tensor, group, start))
+            start += tensor.width(group.size)
+        shape, dim = list(tensors[0].shape), tensors[0].sharded_dim
+        shape[dim or 0] = start
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         for mark in SHARDED_MARKS:
-            setattr(parameter, mark, sharded)
+            setattr(parameter, mark, dim is not None)
         self.register_parameter(attribute, parameter)
         self.sections[attribute] = tuple(section for section in sections if section.length > 0)
-
-
-def replicated(name: str, shape: tuple[int, ...], rank: int, mean: float = 0.0) -> Section:
-    """The section of a parameter that every tensor-parallel rank holds whole; rank 0's copy counts."""
-    return Section(name, shape, length=shape[0], block=shape[0], mean=mean, counted=rank == 0)
 
 
 def parameter_sections(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[Section, ...]]]:

@@ -7,38 +7,19 @@ Shapes per rank, with t ranks, s positions, b samples:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.tensors import Matrix
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region, sum_gradient_rows
 from megatron_ladder.comm.stream import ReplicatedStream, StreamLayout
 from megatron_ladder.parallel.input_gradient import InputGradient, linear_giving_input_gradient
-from megatron_ladder.parallel.layout import ParallelModule, Section, replicated
+from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.partitioned import linear
-
-ROWS_PER_BLOCK = 64
-"""Rows (or columns) of a matrix without heads that are initialised from one generator."""
-
-
-@dataclass(frozen=True)
-class ColumnShare:
-    """A canonical matrix `[rows, in]` that a column-parallel layer holds a slice of."""
-
-    name: str
-    """Canonical name without `.weight`."""
-    rows: int
-    """Rows of the whole matrix."""
-    block: int = ROWS_PER_BLOCK
-    """Rows that stay together: a head."""
-    replicas: int = 1
-    """Neighbouring ranks that hold the same rows (key and value heads, when there are fewer than ranks)."""
-    bias: bool = False
-    """Whether it has a bias, `<name>.bias`."""
 
 
 class ColumnParallelLinear(ParallelModule):
@@ -53,10 +34,8 @@ class ColumnParallelLinear(ParallelModule):
 
     def __init__(
         self,
-        in_features: int,
-        shares: Sequence[ColumnShare],
+        matrices: Sequence[Matrix],
         *,
-        std: float,
         group: CommGroup,
         kv_replica_group: CommGroup,
         dtype: torch.dtype,
@@ -71,26 +50,13 @@ class ColumnParallelLinear(ParallelModule):
         self.group = group
         self.sum_input_gradient = sum_input_gradient
         self.kv_replica_group = kv_replica_group
-        self.widths = [share.rows * share.replicas // group.size for share in shares]
-        self.biased = [share.bias for share in shares]
-        weights, biases = [], []
-        local, local_bias = 0, 0
-        for share, width in zip(shares, self.widths, strict=True):
-            start, counted = group.rank // share.replicas * width, group.rank % share.replicas == 0
-            rows = Section(
-                f"{share.name}.weight", (share.rows, in_features), 0, start, width, local, share.block,
-                std=std, counted=counted,
-            )  # fmt: skip
-            weights.append(rows)
-            if share.bias:
-                name = f"{share.name}.bias"
-                biases.append(replace(rows, name=name, global_shape=(share.rows,), local_start=local_bias, std=0.0))
-                local_bias += width
-            local += width
-        self._replicated = [share.replicas > 1 for share in shares]
-        self.add_parameter("weight", (local, in_features), tuple(weights), dtype, device, sharded=True)
-        if local_bias:
-            self.add_parameter("bias", (local_bias,), tuple(biases), dtype, device, sharded=True)
+        self.widths = [matrix.weight.width(group.size) for matrix in matrices]
+        self.biased = [matrix.bias is not None for matrix in matrices]
+        self._replicated = [matrix.weight.replicas(group.size) > 1 for matrix in matrices]
+        biases = [matrix.bias for matrix in matrices if matrix.bias is not None]
+        self.add_parameter("weight", [matrix.weight for matrix in matrices], group, dtype, device)
+        if biases:
+            self.add_parameter("bias", biases, group, dtype, device)
         else:
             self.bias = None
 
@@ -149,27 +115,18 @@ class RowParallelLinear(ParallelModule):
 
     def __init__(
         self,
-        name: str,
-        in_features: int,
-        out_features: int,
+        matrix: Matrix,
         *,
-        bias: bool,
-        std: float,
         group: CommGroup,
         dtype: torch.dtype,
         device: torch.device,
         layout: StreamLayout | None = None,
-        block: int = ROWS_PER_BLOCK,
         reduce: bool = False,
         equal_gradients: bool = True,
     ) -> None:
         """
         Args:
-            name: canonical name without `.weight`.
-            in_features: width of the whole input; this rank gets `in_features / group.size` of it.
-            std: standard deviation of the initial weight.
             layout: how the ranks share the sum; each holds all of it if not given.
-            block: columns that are initialised together: a head.
             reduce: wait for the sum and return it as a plain tensor.
             equal_gradients: False when each rank goes on with its partial sum, so that its gradient is not the others'.
         """
@@ -178,14 +135,9 @@ class RowParallelLinear(ParallelModule):
         self.layout = layout or ReplicatedStream(group)
         self.reduce = reduce
         self.equal_gradients = equal_gradients
-        width = in_features // group.size
-        share = Section(
-            f"{name}.weight", (out_features, in_features), 1, group.rank * width, width, 0, block, std=std
-        )  # fmt: skip
-        self.add_parameter("weight", (out_features, width), (share,), dtype, device, sharded=True)
-        if bias:
-            whole = replicated(f"{name}.bias", (out_features,), group.rank)
-            self.add_parameter("bias", (out_features,), (whole,), dtype, device, sharded=False)
+        self.add_parameter("weight", [matrix.weight], group, dtype, device)
+        if matrix.bias is not None:
+            self.add_parameter("bias", [matrix.bias], group, dtype, device)
         else:
             self.bias = None
 

@@ -10,10 +10,8 @@ from typing import Self
 import torch
 
 from megatron_ladder import __version__
-from megatron_ladder.blueprint.flops import ModelFlops, parameter_count
-from megatron_ladder.blueprint.model import STALE_MODES
+from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, parameter_count
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.parallel.embedding import padded_vocab_size
 from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer, partition
@@ -33,10 +31,10 @@ def banner(trainer: Trainer) -> str:
     tensor_parallel = run.parallel.tensor_model_parallel_size
     layers = model.ladder_layers
     wiring: str = model.residual_mode
-    if wiring in STALE_MODES:
+    if model.wiring.late:
         which = "all layers" if len(layers) == model.num_layers else f"layers {list(layers)} of {model.num_layers}"
         wiring += f": {which} read the stream {model.residual_staleness} sub-block(s) late"
-    if wiring == "desync":
+    if model.wiring.stream == "per rank":
         wiring += f": {model.desync_tp} streams, summed after every {model.desync_interval} sub-blocks"
     rows = {
         "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {run.parallel.zero_stage}"
@@ -86,7 +84,7 @@ def _stages(run: RunConfig) -> str:
 def _overlap(run: RunConfig) -> str:
     if run.parallel.tensor_model_parallel_size == 1:
         return "nothing to hide: one tensor-parallel process"
-    if run.model.residual_mode == "desync":
+    if run.model.wiring.stream == "per rank":
         return "none: the sum of desynchronised streams is waited for at once"
     if not run.parallel.tp_overlap:
         return "off: every all-reduce is waited for at once"

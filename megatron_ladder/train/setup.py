@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ladder.blueprint.flops import parameter_count
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.blueprint.partition import balanced_partition, uniform_partition
+from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import Place, start_deepspeed, start_process_group

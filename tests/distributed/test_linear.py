@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ladder.blueprint.tensors import Matrix, TensorSpec
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.parallel.layout import parameter_sections
-from megatron_ladder.parallel.linear import ColumnParallelLinear, ColumnShare, RowParallelLinear
+from megatron_ladder.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import mesh_of
 
@@ -23,13 +24,12 @@ def whole_matrices() -> dict[str, Tensor]:
 def run_layers(reduce: bool) -> dict[str, Tensor | str]:
     """On each rank: the output of a column- and a row-parallel layer, gradients, and what the row-parallel gave."""
     mesh, whole = mesh_of(2), whole_matrices()
+    up_matrix = Matrix(TensorSpec("up.weight", (8, 6), 0), TensorSpec("up.bias", (8,), 0))
+    down_matrix = Matrix(TensorSpec("down.weight", (5, 8), 1), TensorSpec("down.bias", (5,)))
     up = ColumnParallelLinear(
-        6, [ColumnShare("up", 8, bias=True)], std=1.0, group=mesh.tensor, kv_replica_group=mesh.kv_replica,
-        dtype=DOUBLE, device=CPU,
-    )  # fmt: skip
-    down = RowParallelLinear(
-        "down", 8, 5, bias=True, std=1.0, group=mesh.tensor, dtype=DOUBLE, device=CPU, reduce=reduce
-    )  # fmt: skip
+        [up_matrix], group=mesh.tensor, kv_replica_group=mesh.kv_replica, dtype=DOUBLE, device=CPU
+    )
+    down = RowParallelLinear(down_matrix, group=mesh.tensor, dtype=DOUBLE, device=CPU, reduce=reduce)
     with torch.no_grad():
         for layer in (up, down):
             for parameter, sections in parameter_sections(layer):

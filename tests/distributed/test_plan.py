@@ -17,7 +17,6 @@ from megatron_ladder.lab.cost.memory import (
     stage_parameters,
     state_bytes,
 )
-from megatron_ladder.lab.cost.training import wired
 from megatron_ladder.lab.plan.calibration import Calibration, apply_calibration
 from megatron_ladder.lab.plan.measure import Measurement, Sizes
 from megatron_ladder.model.language_model import LanguageModel
@@ -81,7 +80,7 @@ def test_states_are_what_the_engine_allocates(gloo_pools: GlooPools, precision: 
 
 def kept_of_a_pass(wiring: ResidualMode, recompute: bool, sequence_parallel: bool) -> tuple[int, float]:
     """On each rank: bytes that a forward pass of two samples leaves for backward, and what is counted."""
-    model = wired(WIDE, wiring)
+    model = WIDE.in_wiring(wiring)
     mesh = replace(mesh_of(2, 1), sequence_parallel=sequence_parallel)
     module = LanguageModel(model, mesh, StackOptions(recompute_layers=4 if recompute else 0), seed=1)
     ids = torch.arange(130).view(2, 65)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.wiring import layer_wirings, pending_before
+from megatron_ladder.blueprint.wiring import pending_before
 from megatron_ladder.comm.aside import Aside
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -352,7 +352,7 @@ def chained_ranges(config: ModelConfig, cut: int, sequence_parallel: bool = Fals
     whole = model.stack(whole_input, context)
     (whole * weight).sum().backward()
     crossing = parts[0](cut_input, context)
-    assert crossing.shape[0] == 1 + mesh.stream.shards * pending_before(layer_wirings(config), cut)
+    assert crossing.shape[0] == 1 + mesh.stream.shards * pending_before(config.wired_layers, cut)
     # What crosses between processes is a new leaf there, and its gradient comes back.
     received = crossing.detach().clone().requires_grad_()
     chained = parts[1](received, context)
@@ -397,8 +397,8 @@ def test_desync_ranges_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict
 
 
 def test_a_ladder_boundary_carries_one_pending_output() -> None:
-    wirings = layer_wirings(small_model(num_layers=4, residual_mode="ladder", ladder_layers=(1, 2)))
-    assert [pending_before(wirings, layer) for layer in range(5)] == [0, 1, 1, 0, 0]
+    wired = small_model(num_layers=4, residual_mode="ladder", ladder_layers=(1, 2)).wired_layers
+    assert [pending_before(wired, layer) for layer in range(5)] == [0, 1, 1, 0, 0]
     two_late = small_model(num_layers=4, residual_mode="ladder", ladder_layers=(1, 2), residual_staleness=2)
     # What the standard layer before it has drained cannot be missing again.
-    assert [pending_before(layer_wirings(two_late), layer) for layer in range(5)] == [0, 1, 2, 0, 0]
+    assert [pending_before(two_late.wired_layers, layer) for layer in range(5)] == [0, 1, 2, 0, 0]

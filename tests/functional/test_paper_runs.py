@@ -20,7 +20,6 @@ from examples.paper.check import (
 )
 from examples.paper.runs import SIZES, WIRINGS, training_flags
 from examples.paper.take_documents import documents
-from megatron_ladder.blueprint.wiring import layer_wirings
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.cost.hardware import CLUSTERS
 from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, run_command
@@ -66,13 +65,13 @@ def test_every_run_is_read_by_the_trainer_and_fits(size: str, wiring: str) -> No
     assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.9, 0.95, 1e-10)
     assert (optimizer.weight_decay, run.model.init_method_std, run.model.head_dim) == (0.1, 0.02, 64)
     layers = run.model.num_layers
-    wirings = layer_wirings(run.model)
+    wired = run.model.wired_layers
     expected = {
         "standard": [0] * layers, "parallel": [0] * layers, "ladder": [1] * layers, "ladder-parallel": [1] * layers,
         "staleness-2": [2] * layers, "hybrid": [0] * (layers // 2) + [1] * (layers // 2),
     }  # fmt: skip
-    assert [layer.staleness for layer in wirings] == expected[wiring]
-    assert {len(layer.sub_blocks) for layer in wirings} == {1 if "parallel" in wiring else 2}
+    width = 1 if "parallel" in wiring else 2
+    assert [[sub_block.staleness for sub_block in layer] for layer in wired] == [[s] * width for s in expected[wiring]]
 
 
 def test_a_hybrid_lies_between_its_halves() -> None:

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": PARALLEL,
     "engine": MODEL | {"checkpoint"},
     "train": MODEL | {"engine", "data", "checkpoint"},
-    "convert": MODEL | {"data", "checkpoint", "lab"},
+    "convert": MODEL | {"data", "checkpoint"},
     "generate": MODEL | {"data", "checkpoint", "convert"},
 }
 MAY_IMPORT["lab"] = set(MAY_IMPORT)

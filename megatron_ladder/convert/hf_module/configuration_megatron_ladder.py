@@ -6,10 +6,8 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-ONE_NORM_MODES = ("parallel", "ladder-parallel")
-"""Attention and MLP of a layer read one norm, side by side."""
-LATE_MODES = ("ladder", "ladder-parallel")
-"""Some layers read the residual stream late."""
+# Wiring -> the sub-blocks of a layer, and whether each reads the residual stream late in ladder layers.
+from megatron_ladder.blueprint.wiring import SUB_BLOCK_TABLE
 
 
 class MegatronLadderConfig(PreTrainedConfig):
@@ -100,9 +98,8 @@ class MegatronLadderConfig(PreTrainedConfig):
 
     def _late_layers(self, residual_mode: str, ladder_layers: int | list[int] | None, staleness: int) -> list[int]:
         """`ladder_layers` as sorted indices."""
-        modes = ("standard", "ladder", *ONE_NORM_MODES)
-        if residual_mode not in modes:
-            raise ValueError(f"residual_mode {residual_mode!r}: transformers can run {', '.join(modes)}")
+        if residual_mode not in SUB_BLOCK_TABLE:
+            raise ValueError(f"residual_mode {residual_mode!r}: transformers can run {', '.join(SUB_BLOCK_TABLE)}")
         if staleness < 1:
             raise ValueError(f"residual_staleness {staleness} must be at least 1")
         layers = self.num_hidden_layers
@@ -110,25 +107,26 @@ class MegatronLadderConfig(PreTrainedConfig):
             late = list(range(layers - ladder_layers, layers))
         else:
             late = sorted(ladder_layers or ())
-        if late and residual_mode not in LATE_MODES:
+        if late and not any(reads_late for _, reads_late in SUB_BLOCK_TABLE[residual_mode]):
             raise ValueError(f"ladder_layers {ladder_layers} has no meaning with residual_mode {residual_mode!r}")
         if len(set(late)) < len(late) or any(not 0 <= layer < layers for layer in late):
             raise ValueError(f"ladder_layers {ladder_layers}: expected different layers of 0-{layers - 1}")
         return late
 
-    def staleness(self, layer: int) -> int:
-        """By how many sub-blocks this layer reads the residual stream late."""
-        return self.residual_staleness if layer in self.ladder_layers else 0
+    def sub_blocks(self, layer: int) -> list[tuple[str, int]]:
+        """Return the sub-blocks of a layer, each with how many sub-blocks late it reads the residual stream."""
+        staleness = self.residual_staleness if layer in self.ladder_layers else 0
+        return [(kind, staleness if late else 0) for kind, late in SUB_BLOCK_TABLE[self.residual_mode]]
 
     def missing_before(self, layer: int) -> int:
-        """Outputs of earlier sub-blocks that this layer may miss when it begins; none after the last layer."""
+        """Return how many outputs may be missing from the stream that enters a layer; none after the last layer."""
         if layer == self.num_hidden_layers:
             return 0
         pending = 0
         for earlier in range(layer):
-            for _ in range(1 if self.residual_mode in ONE_NORM_MODES else 2):
-                pending = min(pending, self.staleness(earlier)) + 1
-        return min(pending, self.staleness(layer))
+            for _, staleness in self.sub_blocks(earlier):
+                pending = min(pending, staleness) + 1
+        return min(pending, self.sub_blocks(layer)[0][1])
 
 
 __all__ = ["MegatronLadderConfig"]

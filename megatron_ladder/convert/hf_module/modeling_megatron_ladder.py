@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from .configuration_megatron_ladder import ONE_NORM_MODES, MegatronLadderConfig
+from .configuration_megatron_ladder import MegatronLadderConfig
 
 
 class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
@@ -40,10 +40,9 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
             self.self_attn.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_output_bias)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = None
-        if config.residual_mode not in ONE_NORM_MODES:
+        self.sub_blocks = config.sub_blocks(layer_idx)
+        if len(self.sub_blocks) > 1:
             self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.staleness = config.staleness(layer_idx)
         self.layer_idx = layer_idx
         self.streams_in = 1 + config.missing_before(layer_idx)
         self.streams_out = 1 + config.missing_before(layer_idx + 1)
@@ -64,19 +63,18 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
                 f"layer {self.layer_idx} needs the last {self.streams_in} residual streams and was given "
                 f"{len(streams)}: a ladder cannot be cut into pipeline stages here, use tensor parallelism"
             )
-        normed = self.input_layernorm(self._read(streams))
-        output, _ = self.self_attn(hidden_states=normed, **kwargs)
-        if self.post_attention_layernorm is None:
-            streams = (streams[0] + (output + self.mlp(normed)), *streams)
-        else:
+        for kind, staleness in self.sub_blocks:
+            # The first sub-blocks of the model have no stream as old as they may read.
+            read = streams[min(staleness, len(streams) - 1)]
+            if kind == "mlp":
+                output = self.mlp(self.post_attention_layernorm(read))
+            else:
+                normed = self.input_layernorm(read)
+                output, _ = self.self_attn(hidden_states=normed, **kwargs)
+                if kind == "attention_mlp":
+                    output = output + self.mlp(normed)
             streams = (streams[0] + output, *streams)
-            normed = self.post_attention_layernorm(self._read(streams))
-            streams = (streams[0] + self.mlp(normed), *streams)
         return streams[0] if self.streams_out == 1 else streams[: self.streams_out]
-
-    def _read(self, streams: tuple[Tensor, ...]) -> Tensor:
-        """The stream that a sub-block of this layer reads now; at the start there is none as old as it may be."""
-        return streams[min(self.staleness, len(streams) - 1)]
 
 
 class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):

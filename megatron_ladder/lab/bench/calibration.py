@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.lab.bench.variants import Variant
 from megatron_ladder.lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
 from megatron_ladder.model.language_model import LanguageModel
@@ -87,20 +88,20 @@ class Calibration:
     def predict(self, variant: Variant, reduce_seconds: float, wire: WireModel) -> float:
         """Return the seconds of one pass of a variant when every all-reduce takes `reduce_seconds` on the wire."""
         training = any(self.backward)
-        late = variant.residual_mode in ("ladder", "ladder-parallel")
-        staleness = variant.residual_staleness if late and variant.options.tp_overlap else 0
-        times = list(zip(self.forward, self.backward, self.weight_gradient, strict=True)) * self.layers
+        wiring = WIRINGS[variant.residual_mode]
+        late = [variant.options.tp_overlap and kind in wiring.late for kind in wiring.sub_blocks]
+        times = list(zip(self.forward, self.backward, self.weight_gradient, late, strict=True)) * self.layers
         # A desynchronised interval has one reduce, at its end in forward and at its beginning in backward.
         interval = max(1, variant.desync_interval)
         steps = [
             SubBlockTime(
                 forward_seconds=sum(forward),
                 reduce_seconds=reduce_seconds,
-                staleness=staleness,
+                staleness=variant.residual_staleness if reads_late[0] else 0,
                 dgrad_seconds=sum(backward) - weight_gradient[0],
                 wgrad_seconds=weight_gradient[0],
             )
-            for forward, backward, weight_gradient in (
+            for forward, backward, weight_gradient, reads_late in (
                 tuple(zip(*times[start : start + interval], strict=True)) for start in range(0, len(times), interval)
             )
         ]

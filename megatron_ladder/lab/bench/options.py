@@ -30,8 +30,9 @@ class BenchmarkOptions:
     tp: int = 2
     """Tensor-parallel processes. The program starts them, each with a dedicated core or GPU."""
     wirings: tuple[str, ...] = ("standard", "ladder", "parallel", "ladder-parallel")
-    """Ways to compute, interleaved in every round: standard, ladder, parallel, ladder-parallel, staleness-2, desync-2,
-    desync-4, ladder-autograd (backward left to autograd), standard-blocking, ladder-blocking."""
+    """Ways to compute, interleaved in every round: any --residual-mode of pretrain_ladder.py except desync;
+    staleness-2, desync-2, desync-4, ladder-autograd (backward left to autograd), standard-blocking,
+    ladder-blocking."""
     sizes: tuple[str, ...] = flag((), aliases=("--size",))
     """Shapes of the model, measured one after the other: small, small-llama, small-train, paper-1.2b, paper-3.5b,
     llama-1b and so on to llama-405b, or a shape in numbers, LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY, such as

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_ladder.blueprint.flops import ModelFlops
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import ModelFlops
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from megatron_ladder.blueprint.model import ONE_NORM_MODES, STALE_MODES, ModelConfig, ResidualMode
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.wiring import DESYNC_INTERVALS, SHARED_STREAM_MODES, WIRINGS, ResidualMode
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
@@ -29,18 +30,12 @@ class Variant:
     @property
     def one_norm(self) -> bool:
         """Whether attention and MLP share a norm, an input product and a reduce."""
-        return self.residual_mode in ONE_NORM_MODES
+        return WIRINGS[self.residual_mode].one_norm
 
     def config(self, model: ModelConfig, ranks: int) -> ModelConfig:
         """`model` in this wiring, on so many tensor-parallel ranks."""
-        late = tuple(range(model.num_layers)) if self.residual_mode in STALE_MODES else ()
-        return replace(
-            model,
-            residual_mode=self.residual_mode,
-            residual_staleness=self.residual_staleness,
-            ladder_layers=late,
-            desync_interval=self.desync_interval,
-            desync_tp=ranks if self.residual_mode == "desync" else None,
+        return model.in_wiring(
+            self.residual_mode, staleness=self.residual_staleness, desync_interval=self.desync_interval, ranks=ranks
         )
 
 
@@ -49,13 +44,9 @@ _AUTOGRAD = StackOptions(mirrored_backward=False)
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for variant in (
-        Variant("standard", "standard"),
-        Variant("ladder", "ladder"),
-        Variant("parallel", "parallel"),
-        Variant("ladder-parallel", "ladder-parallel"),
+        *(Variant(name, name) for name in SHARED_STREAM_MODES),
         Variant("staleness-2", "ladder", residual_staleness=2),
-        Variant("desync-2", "desync", desync_interval=2),
-        Variant("desync-4", "desync", desync_interval=4),
+        *(Variant(f"desync-{interval}", "desync", desync_interval=interval) for interval in DESYNC_INTERVALS),
         Variant("standard-blocking", "standard", options=_BLOCKING),
         Variant("ladder-blocking", "ladder", options=_BLOCKING),
         Variant("ladder-autograd", "ladder", options=_AUTOGRAD),

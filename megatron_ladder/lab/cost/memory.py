@@ -27,11 +27,10 @@ A pipeline's stage i of p holds those of min(p - i, micro-batches) micro-batches
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ladder.blueprint.model import ONE_NORM_MODES, ModelConfig
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import embedding_tensor, final_norm_tensor, layer_tensors, padded_vocab_size
 
 Precision = Literal["fp32", "bf16"]
-VOCABULARY_MULTIPLE = 128
-"""The vocabulary is padded to this times the tensor-parallel size."""
 FP32_BYTES = 4
 RESERVED_BYTES = 4e9
 """Assumed for the CUDA context, the buffers of NCCL, DeepSpeed's bucket of 5e8 numbers, and fragmentation."""
@@ -81,22 +80,9 @@ def number_bytes(precision: Precision) -> int:
     return 2 if precision == "bf16" else FP32_BYTES
 
 
-def vocabulary_rows(model: ModelConfig, tensor: int) -> int:
-    """Rows of the embedding on one rank, padding included."""
-    multiple = VOCABULARY_MULTIPLE * tensor
-    return -(-model.vocab_size // multiple) * VOCABULARY_MULTIPLE
-
-
 def layer_parameters(model: ModelConfig, tensor: int) -> int:
-    """Of one layer on one rank. Heads of keys and values that are fewer than ranks are there more than once."""
-    d, hidden = model.head_dim, model.hidden_size
-    query = model.num_attention_heads * d // tensor
-    key_value = max(1, model.num_key_value_heads // tensor) * d
-    ffn = model.ffn_hidden_size // tensor
-    count = hidden * (2 * query + 2 * key_value) + 3 * hidden * ffn
-    count += hidden * (1 if model.residual_mode in ONE_NORM_MODES else 2)
-    count += (query + 2 * key_value) * model.add_qkv_bias + hidden * model.add_attention_output_bias
-    return count + (2 * ffn + hidden) * model.add_mlp_bias + 2 * d * model.qk_layernorm
+    """Return the parameters of one layer on one rank."""
+    return sum(sub_block.parameters(tensor) for sub_block in layer_tensors(model)[0])
 
 
 def stage_layers(model: ModelConfig, pipeline: int, stage: int) -> int:
@@ -106,10 +92,10 @@ def stage_layers(model: ModelConfig, pipeline: int, stage: int) -> int:
 
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
     """On one rank of a stage: its layers, the embedding on the first, the head on the last (there, too, if tied)."""
-    matrix = vocabulary_rows(model, layout.tensor) * model.hidden_size
+    matrix = embedding_tensor(model).local_numel(layout.tensor)
     count = stage_layers(model, layout.pipeline, stage) * layer_parameters(model, layout.tensor)
     last = layout.pipeline - 1
-    count += matrix * (stage == 0) + model.hidden_size * (stage == last)
+    count += matrix * (stage == 0) + final_norm_tensor(model).numel * (stage == last)
     return count + matrix * (stage == last and not (model.tie_embeddings and stage == 0))
 
 
@@ -135,16 +121,17 @@ def layers_activation_bytes(
 ) -> float:
     """Bytes that the layers of a stage keep of a micro-batch of so many tokens.
 
-    Where the first layer reads late, the first two sub-blocks of the model read the same stream.
+    If the second sub-block of the model reads late, it reads the same stream as the first.
     """
-    sub_blocks = (1 if model.residual_mode in ONE_NORM_MODES else 2) * stage_layers(model, layout.pipeline, stage)
+    layers = stage_layers(model, layout.pipeline, stage)
+    sub_blocks = layers * len(model.wiring.sub_blocks)
     size = number_bytes(precision)
     stream = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
-    inputs = (sub_blocks - (stage == 0 and 0 in model.ladder_layers)) * stream * size
+    second = [sub_block for layer in model.wired_layers[:2] for sub_block in layer][1:2]
+    inputs = (sub_blocks - (stage == 0 and any(one.staleness for one in second))) * stream * size
     if layout.recompute:
         return inputs
     norms = sub_blocks * stream * (size + _unfused_bytes(layout, precision))
-    layers = stage_layers(model, layout.pipeline, stage)
     return inputs + norms + layers * inner_activations(model, layout.tensor, tokens) * size
 
 
@@ -157,17 +144,16 @@ def _unfused_bytes(layout: Layout, precision: Precision) -> int:
 
 
 def inner_activations(model: ModelConfig, tensor: int, tokens: int) -> float:
-    """Numbers that one layer keeps inside its sub-blocks, all of them cut over the tensor-parallel ranks."""
-    query = model.num_attention_heads / tensor
-    key_value = max(1.0, model.num_key_value_heads / tensor)
-    return tokens * (3 * (query + key_value) * model.head_dim + 4 * model.ffn_hidden_size / tensor)
+    """Return the numbers that one layer keeps inside its sub-blocks, all of them cut over the tensor-parallel ranks."""
+    return tokens * sum(sub_block.activations(tensor) for sub_block in layer_tensors(model)[0])
 
 
 def head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, precision: Precision) -> float:
     """Bytes that final norm, output head and loss keep. The head's input is whole on every rank."""
     size, cut = number_bytes(precision), layout.tensor if layout.sequence_parallel else 1
     stream = tokens * model.hidden_size * (size + (size + _unfused_bytes(layout, precision)) / cut)
-    return stream + FP32_BYTES * tokens * min(model.vocab_size, vocabulary_rows(model, layout.tensor))
+    rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
+    return stream + FP32_BYTES * tokens * min(model.vocab_size, rows)
 
 
 def stage_memory(
@@ -187,7 +173,7 @@ def stage_memory(
         activations += inner_activations(model, layout.tensor, tokens) * size
     if stage == layout.pipeline - 1:
         # Backward makes a gradient of the logits, in fp32 and once more in the model's precision.
-        logits = tokens * vocabulary_rows(model, layout.tensor)
+        logits = tokens * padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
         activations += head_activation_bytes(model, layout, tokens, precision) + (FP32_BYTES + size) * logits
     if layout.zero >= 3:
         weights += 2 * size * layer_parameters(model, layout.tensor)

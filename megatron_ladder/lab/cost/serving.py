@@ -8,14 +8,12 @@ shapes its times, read from the authors' source:
 * embedding and output head are whole on every rank, and prefill computes the logits of every position;
 * with pipeline parallelism a token passes the stages one after another, so it takes what one stage of all layers takes.
 
-A layer is scheduled by its wiring, with c the seconds of a sub-block, t those of its all-reduce, and s the share of an
-overlap that a GPU gives back because the collective takes multiprocessors:
+A layer takes the sum over its sub-blocks, with c the seconds of a sub-block, t those of an all-reduce, and s the share
+of an overlap that a GPU gives back because the collective takes multiprocessors:
 
-    standard          c_attention + c_mlp + 2 t
-    parallel          c_attention + c_mlp + t
-    ladder            sum over both of max(c, t) + s min(c, t)
-    ladder-parallel   max(c, t) + s min(c, t) of both together
-    no-comm           c_attention + c_mlp
+    reads late        max(c, t) + s min(c, t)      the all-reduce of its predecessor overlaps with it
+    others            c + t
+    no-comm           c
 
 Microseconds and GB/s in the parameters; bytes, FLOPs and seconds elsewhere.
 """
@@ -25,6 +23,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import Branch, layer_tensors
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, WIRINGS, Wiring
 from megatron_ladder.lab.cost.fit import Parameter, fit_parameters
 from megatron_ladder.lab.cost.links import GIGABYTE_PER_SECOND, KILOBYTE, MEGABYTE, MICROSECOND, wire_bytes
 
@@ -38,8 +38,10 @@ PEAK_FLOPS = 989e12
 MEMORY_BYTES_PER_SECOND = 3.35e12
 """H100 SXM, NVIDIA's data sheet: dense bf16 FLOP/s, and HBM3."""
 GPUS_PER_NODE = 8
-GLUE = {"standard": "standard", "ladder": "ladder", "parallel": "parallel", "ladder-parallel": "parallel"}
-WIRINGS = (*GLUE, "no-comm")
+NO_COMM = "no-comm"
+"""Standard without all-reduces: wrong results, and the least time."""
+SERVED_WIRINGS = (*SHARED_STREAM_MODES, NO_COMM)
+"""Wirings whose times can be predicted."""
 PREFILL_SPREADS = (0.04, 0.03)
 DECODE_SPREADS = (0.02, 0.012)
 """Expected relative error of the wirings of a setting together, and of one among them."""
@@ -160,13 +162,14 @@ def _decode_seconds(setting: Setting, values: Mapping[str, float]) -> float:
     rate = values[f"{kind}_rate"] * MEMORY_BYTES_PER_SECOND
     floor = values[f"{kind}_floor"] + (values["floor_growth"] * math.log2(batch / 4) if batch > 1 else 0.0)
     floor *= MICROSECOND
-    weights = [BYTES * count / setting.tensor_parallel / rate for count in matrices(model)]
+    weights = [BYTES * branch.weights_per_token / setting.tensor_parallel / rate for branch in _branches(model)]
     width = model.num_attention_heads * model.head_dim
     cache = 2 * BYTES * (PROMPT + NEW_TOKENS) * width * batch / setting.tensor_parallel / MEMORY_BYTES_PER_SECOND
     attention = weights[0] + values["cache_share"] * cache + values["attention_floor"] * floor
     mlp = weights[1] + (1 - values["attention_floor"]) * floor
-    glue = values[f"{kind}_{GLUE[setting.wiring]}"] * MICROSECOND if setting.wiring in GLUE else 0.0
-    if batch > 1 and setting.wiring in ("parallel", "ladder-parallel"):
+    wiring = WIRINGS.get(setting.wiring)
+    glue = 0.0 if wiring is None else values[f"{kind}_{_glue_of(wiring)}"] * MICROSECOND
+    if batch > 1 and wiring is not None and wiring.one_norm:
         glue += values["fused"] * sum(weights)
     layer = _layer_seconds(setting, attention, mlp, BYTES * batch * model.hidden_size, values) + glue
     rest = BYTES * model.hidden_size * model.vocab_size / rate
@@ -180,21 +183,27 @@ def _prefill_seconds(setting: Setting, values: Mapping[str, float]) -> float:
     floor = values["prefill_floor"] * MICROSECOND
     a_pass = BYTES * tokens * model.hidden_size / MEMORY_BYTES_PER_SECOND
     heads, places = model.num_attention_heads / ranks, PROMPT + NEW_TOKENS
-    attention, mlp = (2 * tokens * count / ranks / flops for count in matrices(model))
+    attention, mlp = (tokens * branch.product_flops / ranks / flops for branch in _branches(model))
     attention += 4 * tokens * places * heads * model.head_dim / flops
     attention += values["score_passes"] * BYTES * tokens * heads * places / MEMORY_BYTES_PER_SECOND
     attention += values["attention_floor"] * floor + values["stream_passes"] * a_pass
     mlp += (1 - values["attention_floor"]) * floor + values["stream_passes"] * a_pass
-    glue = values[f"prefill_{GLUE[setting.wiring]}"] * a_pass if setting.wiring in GLUE else 0.0
+    wiring = WIRINGS.get(setting.wiring)
+    glue = 0.0 if wiring is None else values[f"prefill_{_glue_of(wiring)}"] * a_pass
     layer = _layer_seconds(setting, attention, mlp, BYTES * tokens * model.hidden_size, values) + glue
     return model.num_layers * layer + 2 * tokens * model.hidden_size * model.vocab_size / flops
 
 
-def matrices(model: ModelConfig) -> tuple[int, int]:
-    """Numbers in the matrices of one layer: those of its attention, and those of its MLP."""
-    query = model.num_attention_heads * model.head_dim
-    key_value = model.num_key_value_heads * model.head_dim
-    return 2 * model.hidden_size * (query + key_value), 3 * model.hidden_size * model.ffn_hidden_size
+def _branches(model: ModelConfig) -> list[Branch]:
+    """Return the attention and the MLP of one layer."""
+    return [branch for sub_block in layer_tensors(model)[0] for branch in sub_block.branches]
+
+
+def _glue_of(wiring: Wiring) -> str:
+    """Return which of the fitted times of adds and norms a wiring has."""
+    if wiring.one_norm:
+        return "parallel"
+    return "ladder" if wiring.late else "standard"
 
 
 def _layer_seconds(
@@ -202,17 +211,17 @@ def _layer_seconds(
 ) -> float:
     """By the table at the head of this file."""
     t = all_reduce_seconds(num_bytes, setting.tensor_parallel, setting.p2p, values)
-    if setting.wiring == "standard":
-        return attention + mlp + 2 * t
-    if setting.wiring == "parallel":
-        return attention + mlp + t
-    if setting.wiring == "no-comm" or t == 0:
+    if setting.wiring == NO_COMM or t == 0:
         return attention + mlp
     staged = not setting.p2p and setting.tensor_parallel == 2
     share = values["host_contention" if staged else "contention"]
     share *= num_bytes / (num_bytes + values["contention_size"] * MEGABYTE)
-    together = (attention, mlp) if setting.wiring == "ladder" else (attention + mlp,)
-    return sum(max(c, t) + share * min(c, t) for c in together)
+    wiring = WIRINGS[setting.wiring]
+    computing = (attention + mlp,) if wiring.one_norm else (attention, mlp)
+    return sum(
+        max(c, t) + share * min(c, t) if kind in wiring.late else c + t
+        for c, kind in zip(computing, wiring.sub_blocks, strict=True)
+    )
 
 
 def all_reduce_seconds(num_bytes: int, ranks: int, p2p: bool, values: Mapping[str, float]) -> float:

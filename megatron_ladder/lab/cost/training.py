@@ -20,11 +20,12 @@ What runs under computation is exposed by as much as it takes longer, and gives 
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_ladder.blueprint.flops import ModelFlops
-from megatron_ladder.blueprint.model import ONE_NORM_MODES, STALE_MODES, ModelConfig, ResidualMode
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import ModelFlops, layer_tensors, padded_vocab_size
+from megatron_ladder.blueprint.wiring import pending_before
 from megatron_ladder.lab.cost.hardware import Cluster
 from megatron_ladder.lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
-from megatron_ladder.lab.cost.memory import FP32_BYTES, Layout, stage_layers, stage_parameters, vocabulary_rows
+from megatron_ladder.lab.cost.memory import FP32_BYTES, Layout, stage_layers, stage_parameters
 
 WEIGHT_BYTES = 2
 STREAM_PASSES = 5.5
@@ -54,12 +55,6 @@ class StepTime:
     def total(self) -> float:
         """All of it."""
         return self.compute + self.exposed_tensor + self.bubble + self.exposed_data
-
-
-def wired(model: ModelConfig, wiring: ResidualMode) -> ModelConfig:
-    """The model with all layers in a wiring."""
-    late = tuple(range(model.num_layers)) if wiring in STALE_MODES else ()
-    return replace(model, residual_mode=wiring, ladder_layers=late)
 
 
 @dataclass(frozen=True)
@@ -98,27 +93,25 @@ class LayerTime:
     @cached_property
     def sub_blocks(self) -> list[SubBlockTime]:
         """Of one layer."""
-        flops = ModelFlops(self.model, self.sequence)
-        rate = self.cluster.peak_flops * self.cluster.flops_share * self.tensor / self.micro_batch
-        # A flash kernel skips the masked half of the scores.
-        attention = (flops.attention_projections + flops.attention_scores / 2) / rate
+        rate = self.cluster.peak_flops * self.cluster.flops_share * self.tensor
         streams = STREAM_PASSES * self.stream_bytes / self.cluster.memory_bytes_per_second
         if self.sequence_parallel:
             streams /= self.tensor
-        parts = [attention + streams, flops.mlp / rate + streams]
-        if self.model.residual_mode in ONE_NORM_MODES:
-            parts = [sum(parts) - streams]
-        staleness = self.model.residual_staleness if self.model.ladder_layers else 0
-        return [
-            SubBlockTime(
-                forward_seconds=seconds,
-                reduce_seconds=self.reduce_seconds,
-                staleness=staleness,
-                dgrad_seconds=seconds * (2 if self.recompute else 1),
-                wgrad_seconds=seconds,
+        times = []
+        for sub_block in layer_tensors(self.model)[-1]:
+            # A flash kernel skips the masked half of the scores.
+            flops = sum(one.product_flops + one.score_flops(self.sequence) / 2 for one in sub_block.branches)
+            seconds = self.sequence * self.micro_batch * flops / rate + streams
+            times.append(
+                SubBlockTime(
+                    forward_seconds=seconds,
+                    reduce_seconds=self.reduce_seconds,
+                    staleness=sub_block.wired.staleness,
+                    dgrad_seconds=seconds * (2 if self.recompute else 1),
+                    wgrad_seconds=seconds,
+                )
             )
-            for seconds in parts
-        ]
+        return times
 
     @cached_property
     def wire(self) -> WireModel:
@@ -162,7 +155,8 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     busy = micro_batches * totals[slowest]
     handing_on = 0.0
     if layout.pipeline > 1:
-        state = times.stream_bytes * (1 + _pending(times.model)) / (times.tensor if times.sequence_parallel else 1)
+        pending = pending_before(times.model.wired_layers, times.model.num_layers - 1)
+        state = times.stream_bytes * (1 + pending) / (times.tensor if times.sequence_parallel else 1)
         distance = layout.tensor * layout.data
         handing_on = 2 * (micro_batches + layout.pipeline - 1) * times.cluster.send_seconds(state, distance)
     update = _update_seconds(times, layout)
@@ -183,15 +177,12 @@ def _stage(times: LayerTime, layout: Layout, stage: int) -> _Passes:
     if stage == layout.pipeline - 1:
         rate = times.cluster.peak_flops * times.cluster.flops_share * times.tensor
         head = 3 * ModelFlops(times.model, times.sequence).head * times.micro_batch / rate
-        logits = times.sequence * times.micro_batch * vocabulary_rows(times.model, times.tensor)
+        rows = padded_vocab_size(times.model.vocab_size, times.tensor) // times.tensor
+        logits = times.sequence * times.micro_batch * rows
         # Logits, exponentials and their gradient in fp32, each written and read.
         head += 6 * FP32_BYTES * logits / times.cluster.memory_bytes_per_second
         compute, total = compute + head, total + head + times.reduce_seconds
     return _Passes(compute, total)
-
-
-def _pending(model: ModelConfig) -> int:
-    return model.residual_staleness if model.ladder_layers else 0
 
 
 def _parameters(times: LayerTime, layout: Layout) -> int:

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from megatron_ladder.blueprint.model import ModelConfig, ResidualMode, tensor_parallel_mistakes
+from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_mistakes
+from megatron_ladder.blueprint.wiring import ResidualMode
 from megatron_ladder.lab.cost.hardware import UNCALIBRATED_RANGE, Cluster
 from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout, Memory, worst_memory
-from megatron_ladder.lab.cost.training import LayerTime, StepTime, model_flop_utilisation, step_time, wired
+from megatron_ladder.lab.cost.training import LayerTime, StepTime, model_flop_utilisation, step_time
 
 MOST_NODES_OF_TENSOR = 2
 """A tensor-parallel group spans so many nodes at most."""
@@ -72,7 +73,7 @@ def fitting_plans(question: Question) -> list[Plan]:
 
     @cache
     def layer_time(wiring: ResidualMode, tensor: int, micro_batch: int, recompute: bool, cut: bool) -> LayerTime:
-        model = wired(question.model, wiring)
+        model = question.model.in_wiring(wiring)
         return LayerTime(model, question.cluster, tensor, question.sequence, micro_batch, recompute, cut)
 
     plans = []
@@ -155,7 +156,7 @@ def sweep(question: Question, layout: Layout, factors: Sequence[float] = FACTORS
         reduce_seconds = 0.0
         for wiring in dict.fromkeys(("standard", *question.wirings)):
             times = LayerTime(
-                wired(question.model, wiring), question.cluster, layout.tensor, question.sequence,
+                question.model.in_wiring(wiring), question.cluster, layout.tensor, question.sequence,
                 layout.micro_batch, layout.recompute, layout.sequence_parallel, factor,
             )  # fmt: skip
             seconds[wiring] = step_time(times, layout, question.global_batch).total

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from megatron_ladder.blueprint.model import ResidualMode
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag, flag_name, parse_command_line
 from megatron_ladder.lab.bench.sizes import find_size
@@ -13,7 +13,6 @@ from megatron_ladder.lab.cost.hardware import CLUSTERS
 
 Command = Literal["layouts", "calibrate", "paper"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
-WIRINGS: tuple[ResidualMode, ...] = ("standard", "ladder", "parallel", "ladder-parallel")
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class LayoutOptions:
     """Samples of one step."""
     seq_length: int = 4096
     """Tokens of a sample."""
-    wirings: tuple[str, ...] = WIRINGS
-    """Those to compare: standard, ladder, parallel, ladder-parallel."""
+    wirings: tuple[str, ...] = SHARED_STREAM_MODES
+    """Wirings to compare: any --residual-mode of pretrain_ladder.py except desync."""
     top: int = 10
     """Layouts to list."""
     calibration: Path | None = None
@@ -133,9 +132,9 @@ def _layout_mistakes(options: LayoutOptions) -> list[str]:
         mistakes.append(f"--model {options.model}: {error}")
     if options.cluster not in CLUSTERS:
         mistakes.append(f"--cluster {options.cluster}: expected one of {', '.join(CLUSTERS)}")
-    unknown = [name for name in options.wirings if name not in WIRINGS]
+    unknown = [name for name in options.wirings if name not in SHARED_STREAM_MODES]
     if unknown:
-        mistakes.append(f"--wirings {' '.join(unknown)}: expected some of {', '.join(WIRINGS)}")
+        mistakes.append(f"--wirings {' '.join(unknown)}: expected some of {', '.join(SHARED_STREAM_MODES)}")
     for name in ("gpus", "global_batch_size", "seq_length", "top", "gpus_per_node", "gpu_memory_gb", "peak_tflops",
                  "flops_share", "node_bandwidth_gbs", "network_bandwidth_gbs"):  # fmt: skip
         value = getattr(options, name)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.cost.fit import median_and_quantile
@@ -13,7 +14,7 @@ from megatron_ladder.lab.cost.links import GIGABYTE_PER_SECOND, MICROSECOND
 from megatron_ladder.lab.plan.calibration import apply_calibration, read_calibration
 from megatron_ladder.lab.plan.files import write_text
 from megatron_ladder.lab.plan.layouts import Question, fitting_plans
-from megatron_ladder.lab.plan.options import WIRINGS, LayoutOptions, PaperOptions
+from megatron_ladder.lab.plan.options import LayoutOptions, PaperOptions
 from megatron_ladder.lab.plan.published import (
     fit_table,
     predict_table,
@@ -50,7 +51,7 @@ def print_layouts(options: LayoutOptions) -> None:
         gpus=options.gpus,
         global_batch=options.global_batch_size,
         sequence=options.seq_length,
-        wirings=tuple(wiring for wiring in WIRINGS if wiring in options.wirings),
+        wirings=tuple(wiring for wiring in SHARED_STREAM_MODES if wiring in options.wirings),
     )
     plans = fitting_plans(question)
     if not plans:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.sizes import LLAMA3_VOCABULARY, POSITIONS, SIZES
-from megatron_ladder.lab.cost.serving import WIRINGS, ServingTimes, Setting, fit_serving, predict
+from megatron_ladder.lab.cost.serving import SERVED_WIRINGS, ServingTimes, Setting, fit_serving, predict
 from megatron_ladder.lab.plan.files import write_text
 
 SETTING_COLUMNS = ("model", "p2p", "tensor_parallel", "batch", "wiring")
@@ -101,8 +101,8 @@ def _read_setting(row: Mapping[str, str], where: str, mistakes: list[str]) -> Se
         mistakes.append(f"{where}: model {row['model']!r} is not one of {', '.join(SHAPES)}")
     if row["p2p"] not in ("on", "off"):
         mistakes.append(f"{where}: p2p is {row['p2p']!r}, expected on or off")
-    if row["wiring"] not in WIRINGS:
-        mistakes.append(f"{where}: wiring {row['wiring']!r} is not one of {', '.join(WIRINGS)}")
+    if row["wiring"] not in SERVED_WIRINGS:
+        mistakes.append(f"{where}: wiring {row['wiring']!r} is not one of {', '.join(SERVED_WIRINGS)}")
     for name in ("tensor_parallel", "batch"):
         if not (row[name].isascii() and row[name].isdigit() and int(row[name]) > 0):
             mistakes.append(f"{where}: {name} is {row[name]!r}, expected a whole number of 1 or more")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ladder.lab.study.wirings import ALL_WIRINGS
+from megatron_ladder.lab.study.wirings import DEFAULT_WIRINGS
 
 OWN_LINK = "own"
 """In the place of an interconnect's time: that of the trials."""
@@ -19,7 +19,7 @@ class RunOptions:
     """Folder for report.md and its pictures; --output-dir if not given."""
     small: bool = False
     """Other defaults: everything once over in about ten minutes on two cores. Nothing can be concluded from it."""
-    wirings: tuple[str, ...] = ALL_WIRINGS
+    wirings: tuple[str, ...] = DEFAULT_WIRINGS
     """Those to compare: standard, parallel, ladder, ladder-parallel, staleness-2, hybrid (ladder in the upper half of
     the layers) and desync-2x (two tensor-parallel ranks, and so two slots of --jobs)."""
     timed_wirings: tuple[str, ...] = ()

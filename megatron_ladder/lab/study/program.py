@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from megatron_ladder.blueprint.flops import parameter_count
+from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.checkpoint.publish import write_whole
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.errors import ExitCode, UserError

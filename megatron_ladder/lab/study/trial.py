@@ -18,7 +18,7 @@ RESULT_NAME = "result.json"
 
 
 @dataclass(frozen=True)
-class Wiring:
+class StudiedWiring:
     """A wiring as a study names it."""
 
     name: str

@@ -1,31 +1,28 @@
-"""The wirings that a study compares, and how each is asked for."""
+"""The wirings that a study compares, and the training flags of each."""
 
-from megatron_ladder.lab.study.trial import Wiring
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
+from megatron_ladder.lab.study.trial import StudiedWiring
 
 STANDARD = "standard"
-"""What all others are compared with."""
-DESYNC_RANKS = 2
-"""Of which each has a residual stream of its own."""
-ALL_WIRINGS = ("standard", "parallel", "ladder", "ladder-parallel", "staleness-2", "hybrid", "desync-2x")
-TIMED_WIRINGS = ("standard", "parallel", "ladder", "ladder-parallel", "staleness-2")
-"""Those whose steps tools/benchmark.py times."""
+"""The wiring that all others are compared with."""
+STALENESS_2, HYBRID, DESYNC = "staleness-2", "hybrid", "desync-2x"
+DEFAULT_WIRINGS = (STANDARD, "parallel", "ladder", "ladder-parallel", STALENESS_2, HYBRID, DESYNC)
+ALL_WIRINGS = (*SHARED_STREAM_MODES, STALENESS_2, HYBRID, DESYNC)
+TIMED_WIRINGS = (*SHARED_STREAM_MODES, STALENESS_2)
+"""Wirings whose steps tools/benchmark.py times."""
 
 
-def find_wiring(name: str, num_layers: int) -> Wiring:
-    """The wiring of a name, for a model of so many layers.
+def find_wiring(name: str, num_layers: int) -> StudiedWiring:
+    """Return the wiring of a name, for a model of so many layers.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: there is no wiring of that name.
     """
-    late = ("--residual-mode", "ladder")
-    flags: dict[str, tuple[str, ...]] = {
-        "standard": ("--residual-mode", "standard"),
-        "parallel": ("--residual-mode", "parallel"),
-        "ladder": late,
-        "ladder-parallel": ("--residual-mode", "ladder-parallel"),
-        "staleness-2": (*late, "--residual-staleness", "2"),
-        "hybrid": (*late, "--ladder-layers", str(num_layers // 2)),
-        "desync-2x": ("--residual-mode", "desync", "--desync-interval", "2"),
+    ladder = ("--residual-mode", "ladder")
+    flags: dict[str, tuple[str, ...]] = {mode: ("--residual-mode", mode) for mode in SHARED_STREAM_MODES} | {
+        STALENESS_2: (*ladder, "--residual-staleness", "2"),
+        HYBRID: (*ladder, "--ladder-layers", str(num_layers // 2)),
+        DESYNC: ("--residual-mode", "desync", "--desync-interval", "2"),
     }
     timed_as = name if name in TIMED_WIRINGS else None
-    return Wiring(name, flags[name], timed_as, DESYNC_RANKS if name == "desync-2x" else 1)
+    return StudiedWiring(name, flags[name], timed_as, ranks=2 if name == DESYNC else 1)

@@ -10,7 +10,6 @@ from megatron_ladder.blueprint.model import (
     key_value_replicas,
     parse_layers,
     resolve_model,
-    synchronised_after,
     tensor_parallel_mistakes,
 )
 from megatron_ladder.errors import UserError
@@ -98,10 +97,13 @@ def test_a_desync_model_keeps_its_tensor_parallel_size() -> None:
         ModelConfig.from_dict(stored | {"desync_tp": None}, "file")
 
 
-def test_streams_are_synchronised_after_every_interval_and_at_the_end() -> None:
+def test_streams_are_shared_after_every_interval_and_at_the_end() -> None:
     config, _ = resolve(residual_mode="desync", desync_interval=4, num_layers=5)
-    assert [index for index in range(-1, 10) if synchronised_after(config, index)] == [-1, 3, 7, 9]
-    assert all(synchronised_after(resolve(residual_mode="ladder")[0], index) for index in range(-1, 24))
+    sub_blocks = [sub_block for layer in config.wired_layers for sub_block in layer]
+    assert [index for index, sub_block in enumerate(sub_blocks) if sub_block.leaves_shared] == [3, 7, 9]
+    assert [index for index, sub_block in enumerate(sub_blocks) if sub_block.reads_shared] == [0, 4, 8]
+    ladder = resolve(residual_mode="ladder")[0].wired_layers
+    assert all(sub_block.reads_shared and sub_block.leaves_shared for layer in ladder for sub_block in layer)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
@@ -19,8 +20,7 @@ from megatron_ladder.checkpoint.weights import stored_model
 from megatron_ladder.checkpoint.writer import CheckpointWriter
 from megatron_ladder.convert import copying
 from megatron_ladder.convert.casts import RAW, cast
-from megatron_ladder.convert.layout import shares
-from megatron_ladder.convert.names import hf_name, tensor_shapes
+from megatron_ladder.convert.names import hf_name, rank_slices
 from megatron_ladder.convert.options import shard_bytes
 from megatron_ladder.errors import UserError
 from tests.reference import ReferenceConfig, make_weights, weight_shapes
@@ -47,16 +47,16 @@ def small_config(**changes: Any) -> ModelConfig:
 @pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: changes.get("residual_mode", "standard"))
 def test_the_tensors_of_a_model_are_those_of_the_reference(changes: dict[str, Any]) -> None:
     config = small_config(**changes)
-    assert list(tensor_shapes(config).items()) == list(weight_shapes(ReferenceConfig.like(config)).items())
+    found = [(tensor.name, tensor.shape) for tensor in model_tensors(config)]
+    assert found == list(weight_shapes(ReferenceConfig.like(config)).items())
 
 
 @pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: changes.get("residual_mode", "standard"))
-def test_shares_tile_every_tensor(changes: dict[str, Any]) -> None:
-    config = small_config(**changes)
-    for name, shape in tensor_shapes(config).items():
-        held = np.zeros(shape, int)
-        ranks = [rank for rank, box in shares(name, shape, config, 4) if np.add.at(held, box.slices(), 1) is None]
-        assert np.all(held == 1) and ranks == sorted(set(ranks)) and max(ranks) < 4, name
+def test_slices_tile_every_tensor(changes: dict[str, Any]) -> None:
+    for tensor in model_tensors(small_config(**changes)):
+        held = np.zeros(tensor.shape, int)
+        ranks = [rank for rank, box in rank_slices(tensor, 4) if np.add.at(held, box.slices(), 1) is None]
+        assert np.all(held == 1) and ranks == sorted(set(ranks)) and max(ranks) < 4, tensor.name
 
 
 @pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])

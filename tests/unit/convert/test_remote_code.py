@@ -150,7 +150,7 @@ def test_all_mistakes_come_at_once() -> None:
 def test_desync_has_no_hugging_face_form() -> None:
     desync = tiny_config(residual_mode="desync", desync_interval=2, desync_tp=2)
     for write in (lambda: hf_config(desync, dtype="float32"), lambda: module_files(desync)):
-        with pytest.raises(UserError, match="--residual-mode desync: a model of 2 tensor-parallel ranks"):
+        with pytest.raises(UserError, match="--residual-mode desync: each of the 2 tensor-parallel ranks"):
             write()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ladder.blueprint.flops import parameter_count
+from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.lab.bench.sizes import SIZES, find_size
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ladder.blueprint.flops import parameter_count
+from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.cli.throughput import main
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.lab.bench.paired import PairedTimes

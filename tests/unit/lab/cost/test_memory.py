@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ladder.blueprint.flops import parameter_count
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import padded_vocab_size, parameter_count
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.cost.memory import (
-    VOCABULARY_MULTIPLE,
     Layout,
     Precision,
     head_activation_bytes,
@@ -19,13 +18,10 @@ from megatron_ladder.lab.cost.memory import (
     stage_memory,
     stage_parameters,
     state_bytes,
-    vocabulary_rows,
     worst_memory,
 )
-from megatron_ladder.lab.cost.training import wired
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.parallel import embedding
 
 SMALL = ModelConfig(
     num_layers=3, hidden_size=128, ffn_hidden_size=352, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -62,7 +58,7 @@ def kept_bytes(model: ModelConfig, recompute: bool, dtype: torch.dtype, samples:
 def test_activations_are_those_of_a_real_forward_pass(
     dtype: torch.dtype, precision: Precision, wiring, recompute: bool
 ) -> None:
-    model = wired(SMALL, wiring)
+    model = SMALL.in_wiring(wiring)
     layout = Layout(micro_batch=2, recompute=recompute, fused_norms=False)
     counted = layers_activation_bytes(model, layout, 0, 128, precision)
     counted += head_activation_bytes(model, layout, 128, precision)
@@ -72,7 +68,7 @@ def test_activations_are_those_of_a_real_forward_pass(
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("wiring", ["ladder", "parallel"])
 def test_parameters_are_those_of_the_modules(tensor: int, wiring) -> None:
-    model = replace(wired(SMALL, wiring), vocab_size=200, add_qkv_bias=True, qk_layernorm=True)
+    model = replace(SMALL.in_wiring(wiring), vocab_size=200, add_qkv_bias=True, qk_layernorm=True)
     mesh = ProcessMesh.single()
     mesh.tensor.size = tensor
     with torch.device("meta"):
@@ -84,21 +80,13 @@ def test_stages_hold_the_whole_model() -> None:
     model = SIZES["llama-8b"]
     layout = Layout(pipeline=3)
     assert [stage_layers(model, 3, stage) for stage in range(3)] == [11, 11, 10]
-    padding = 2 * (vocabulary_rows(model, 1) - model.vocab_size) * model.hidden_size
+    padding = 2 * (padded_vocab_size(model.vocab_size, 1) - model.vocab_size) * model.hidden_size
     total = sum(stage_parameters(model, layout, stage) for stage in range(3))
     assert total - padding == parameter_count(model).total
     tied = replace(model, tie_embeddings=True)
-    matrix = vocabulary_rows(model, 1) * model.hidden_size
+    matrix = padded_vocab_size(model.vocab_size, 1) * model.hidden_size
     assert stage_parameters(tied, layout, 2) == stage_parameters(model, layout, 2)
     assert stage_parameters(tied, Layout(), 0) == stage_parameters(model, Layout(), 0) - matrix
-
-
-@pytest.mark.parametrize("tensor", [1, 8])
-def test_the_vocabulary_is_padded_as_the_embedding_pads_it(tensor: int) -> None:
-    assert VOCABULARY_MULTIPLE == embedding.VOCABULARY_MULTIPLE
-    for words in (1, 32000, 128256):
-        rows = vocabulary_rows(replace(SMALL, vocab_size=words), tensor)
-        assert rows * tensor == embedding.padded_vocab_size(words, tensor)
 
 
 @pytest.mark.parametrize(

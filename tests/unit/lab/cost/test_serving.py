@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ladder.lab.bench.sizes import SIZES
-from megatron_ladder.lab.cost.serving import PARAMETERS, Setting, all_reduce_seconds, matrices, predict
+from megatron_ladder.lab.cost.serving import PARAMETERS, Setting, all_reduce_seconds, predict
 
 VALUES = {parameter.name: parameter.value for parameter in PARAMETERS}
 LLAMA = SIZES["llama-8b"]
@@ -14,10 +14,6 @@ MB = 2**20
 
 def decode(tensor: int, batch: int, wiring: str, p2p: bool = True, **changed: float) -> float:
     return predict(Setting(LLAMA, p2p, tensor, batch, wiring), {**VALUES, **changed}).decode / 511
-
-
-def test_weights_of_a_layer() -> None:
-    assert matrices(LLAMA) == (2 * 4096 * (4096 + 1024), 3 * 4096 * 14336)
 
 
 def test_a_token_without_reduces() -> None:
@@ -66,7 +62,8 @@ def test_wirings_by_their_formulas() -> None:
 def test_prefill_of_one_rank() -> None:
     values = {**VALUES, "score_passes": 0.0, "stream_passes": 0.0}
     times = predict(Setting(LLAMA, True, 1, 2, "no-comm"), values)
-    flops = 2 * 2048 * (32 * sum(matrices(LLAMA)) + 4096 * 128256) + 32 * 4 * 2048 * 1536 * 4096
+    matrices = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
+    flops = 2 * 2048 * (32 * matrices + 4096 * 128256) + 32 * 4 * 2048 * 1536 * 4096
     assert times.prefill == pytest.approx(flops / (0.58 * 989e12) + 32 * 170e-6)
     assert times.tokens_per_second(2) == pytest.approx(2 * 512 / (times.prefill + times.decode))
 

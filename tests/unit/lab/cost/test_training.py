@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ladder.blueprint.flops import ModelFlops
+from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size
 from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.cost.hardware import CLUSTERS, HOP, Cluster
 from megatron_ladder.lab.cost.links import WireModel, backward_seconds, forward_seconds
-from megatron_ladder.lab.cost.memory import Layout, stage_parameters, vocabulary_rows
-from megatron_ladder.lab.cost.training import LayerTime, model_flop_utilisation, step_time, wired
+from megatron_ladder.lab.cost.memory import Layout, stage_parameters
+from megatron_ladder.lab.cost.training import LayerTime, model_flop_utilisation, step_time
 
 LLAMA = SIZES["llama-8b"]
 H100 = CLUSTERS["h100"]
@@ -19,12 +19,12 @@ NO_CONTENTION = replace(H100, contention=0.0)
 def times_of(
     wiring="standard", tensor: int = 8, cluster: Cluster = NO_CONTENTION, factor: float = 1.0, recompute: bool = False
 ) -> LayerTime:
-    return LayerTime(wired(LLAMA, wiring), cluster, tensor, 4096, 1, recompute, False, factor)
+    return LayerTime(LLAMA.in_wiring(wiring), cluster, tensor, 4096, 1, recompute, False, factor)
 
 
 def head_seconds(tensor: int) -> float:
     products = 6 * 4096 * 4096 * 128256 / (0.58 * 989e12 * tensor)
-    return products + 24 * 4096 * vocabulary_rows(LLAMA, tensor) / 3.35e12
+    return products + 24 * 4096 * padded_vocab_size(128256, tensor) / tensor / 3.35e12
 
 
 def update_seconds(layout: Layout) -> float:
@@ -33,8 +33,8 @@ def update_seconds(layout: Layout) -> float:
 
 def test_one_gpu_is_products_and_memory() -> None:
     step = step_time(times_of(tensor=1), Layout(zero=0), 3)
-    flops = ModelFlops(LLAMA, 4096)
-    useful = 3 * 32 * (flops.attention_projections + flops.attention_scores / 2 + flops.mlp)
+    projections, scores, mlp = 2 * 4096 * (2 * 4096 + 2 * 1024), 4 * 4096 * 4096, 6 * 4096 * 14336
+    useful = 3 * 32 * 4096 * (projections + scores / 2 + mlp)
     stream = 2 * 32 * 3 * 5.5 * 2 * 4096 * 4096 / 3.35e12
     pass_seconds = useful / (0.58 * 989e12) + stream + head_seconds(1)
     assert step.compute == pytest.approx(3 * pass_seconds + update_seconds(Layout()))

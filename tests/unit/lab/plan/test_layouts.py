@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ladder.blueprint.model import ResidualMode
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, ResidualMode
 from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.cost.hardware import CLUSTERS
 from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout
@@ -20,13 +20,14 @@ from megatron_ladder.lab.plan.layouts import (
     uncertainty,
     verdict,
 )
-from megatron_ladder.lab.plan.options import WIRINGS
 from megatron_ladder.lab.plan.report import report_text
 
 H100 = CLUSTERS["h100"]
 
 
-def question(model: str = "llama-8b", gpus: int = 16, batch: int = 32, wirings: tuple[ResidualMode, ...] = WIRINGS):
+def question(
+    model: str = "llama-8b", gpus: int = 16, batch: int = 32, wirings: tuple[ResidualMode, ...] = SHARED_STREAM_MODES
+):
     return Question(SIZES[model], H100, gpus, batch, 4096, wirings)
 
 

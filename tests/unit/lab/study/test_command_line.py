@@ -12,7 +12,7 @@ from megatron_ladder.lab.study.command_line import parse_options, parse_request,
 from megatron_ladder.lab.study.commands import environment_of, resolve_trial, training_command
 from megatron_ladder.lab.study.options import ReportOptions
 from megatron_ladder.lab.study.trial import Trial
-from megatron_ladder.lab.study.wirings import ALL_WIRINGS, TIMED_WIRINGS
+from megatron_ladder.lab.study.wirings import ALL_WIRINGS, DEFAULT_WIRINGS
 
 FIRST = "--output-dir out --sizes 4x32x64x4x2x300"
 
@@ -29,7 +29,8 @@ def mistakes_of(words: str) -> tuple[str, ...]:
 
 def test_defaults_are_the_study_of_two_cores() -> None:
     options = parse_request(["--output-dir", "out"]).options
-    assert options.wirings == ALL_WIRINGS and timed_wirings(options) == TIMED_WIRINGS
+    assert options.wirings == DEFAULT_WIRINGS
+    assert timed_wirings(options) == ("standard", "parallel", "ladder", "ladder-parallel", "staleness-2")
     assert len(options.seeds) >= 3 and len(options.learning_rates) >= 3 and options.jobs == 2
     assert all(int(size.split("x")[0]) >= 8 for size in options.sizes)
 
@@ -58,7 +59,7 @@ def test_the_report_alone() -> None:
 @pytest.mark.parametrize(
     ("words", "mistake"),
     [
-        ("--wirings standard gated", "--wirings gated: expected some of standard, parallel"),
+        ("--wirings standard gated", "--wirings gated: expected some of standard, ladder"),
         ("--wirings ladder parallel", "--wirings ladder parallel: all are compared with standard"),
         ("--timed-wirings standard hybrid", "--timed-wirings hybrid: expected some of --wirings that are timed"),
         ("--sizes 8x3", "--sizes 8x3: expected one of small"),

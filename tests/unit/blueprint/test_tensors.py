@@ -17,8 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from megatron_ladder.blueprint.flops import ModelFlops, parameter_count
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import ModelFlops, parameter_count
 
 SMALL = ModelConfig(
     num_layers=3,
@@ -147,7 +147,7 @@ def test_recomputed_layers_run_forward_again() -> None:
 
         def __init__(self, flops: ModelFlops) -> None:
             super().__init__()
-            columns, rest = divmod(flops.attention + flops.mlp, 2 * flops.sequence_length * SMALL.hidden_size)
+            columns, rest = divmod(flops.layer, 2 * flops.sequence_length * SMALL.hidden_size)
             assert rest == 0
             self.inner = torch.nn.Parameter(torch.randn(SMALL.hidden_size, columns))
 

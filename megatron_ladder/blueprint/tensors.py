@@ -1,0 +1,353 @@
+"""Every tensor of a model, described once, and what computing with it costs.
+
+`model_tensors` lists the tensors with canonical names, which do not depend on the layout. The modules of `model/`,
+conversion, all counts and the planner derive from these descriptions.
+
+A layer is a list of sub-blocks. A sub-block is a norm and one or two branches (attention, MLP); a branch is
+
+    inputs (column-parallel matrices of the normed stream)  ->  elementwise or attention  ->  output (row-parallel)
+
+Matrices are [out, in]. h hidden size, f MLP width, d head width, Hq and Hkv query and key-value heads, V vocabulary
+size, s sequence length, t tensor-parallel ranks.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.wiring import SubBlockKind, WiredSubBlock
+
+ROWS_PER_BLOCK = 64
+"""Rows (or columns) of a matrix without heads that are initialised from one generator."""
+VOCABULARY_MULTIPLE = 128
+"""Rows of the vocabulary per rank are a multiple of this, for matrix units."""
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """Return the vocabulary size rounded up to a multiple of 128 x tensor-parallel size."""
+    multiple = VOCABULARY_MULTIPLE * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One canonical tensor."""
+
+    name: str
+    """`layers.7.attention.q_proj.weight`."""
+    shape: tuple[int, ...]
+    """Of the whole tensor, without padding."""
+    sharded_dim: int | None = None
+    """The dimension that is cut over the tensor-parallel ranks; None if every rank holds the whole tensor."""
+    block: int = 1
+    """Elements along the sharded dimension that are initialised together: a head, or `ROWS_PER_BLOCK`."""
+    heads: int | None = None
+    """Heads along the sharded dimension, which stay whole; with fewer heads than ranks, several ranks hold the same."""
+    padded: bool = False
+    """Whether the sharded dimension is padded to a multiple of `VOCABULARY_MULTIPLE` x ranks."""
+    mean: float = 0.0
+    """Initial mean."""
+    std: float = 0.0
+    """Initial standard deviation; 0 means constant."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def replicas(self, ranks: int) -> int:
+        """Return how many neighbouring ranks hold the same slice."""
+        if self.sharded_dim is None:
+            return ranks
+        return max(1, ranks // self.heads) if self.heads else 1
+
+    def width(self, ranks: int) -> int:
+        """Return the elements of a rank's parameter along the sharded dimension, padding included."""
+        if self.sharded_dim is None:
+            return self.shape[0]
+        size = self.shape[self.sharded_dim]
+        whole = padded_vocab_size(size, ranks) if self.padded else size
+        return whole * self.replicas(ranks) // ranks
+
+    def slice_of(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Return where a rank's slice starts along the sharded dimension, and its length without padding."""
+        if self.sharded_dim is None:
+            return 0, self.shape[0]
+        width = self.width(ranks)
+        start = rank // self.replicas(ranks) * width
+        return start, max(0, min(width, self.shape[self.sharded_dim] - start))
+
+    def local_numel(self, ranks: int) -> int:
+        """Return the number of elements of a rank's parameter, padding included."""
+        if self.sharded_dim is None:
+            return self.numel
+        return self.numel // self.shape[self.sharded_dim] * self.width(ranks)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix, with its bias if it has one."""
+
+    weight: TensorSpec
+    bias: TensorSpec | None
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The weight, and the bias if it has one."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The attention or the MLP of one layer."""
+
+    inputs: tuple[Matrix, ...]
+    """Column-parallel: q, k, v; or gate, up."""
+    output: Matrix
+    """Row-parallel: o; or down."""
+    kept_twice: tuple[Matrix, ...]
+    """Inputs whose products are kept for backward twice: before and after rotary embedding, or SiLU."""
+    head_norms: tuple[TensorSpec, ...] = ()
+    """Norms of queries and keys."""
+    score_width: int = 0
+    """Hq d, the width of the attention scores' products; 0 for an MLP."""
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """All of them, in the order in which the model computes with them."""
+        inputs = (tensor for matrix in self.inputs for tensor in matrix.tensors)
+        return (*inputs, *self.head_norms, *self.output.tensors)
+
+    @cached_property
+    def weights_per_token(self) -> int:
+        """Numbers in all matrices: what one token multiplies with, and decoding reads."""
+        return sum(matrix.weight.numel for matrix in (*self.inputs, self.output))
+
+    @property
+    def product_flops(self) -> int:
+        """FLOPs per token of the matrices, forward."""
+        return 2 * self.weights_per_token
+
+    def score_flops(self, positions: int) -> int:
+        """Return the FLOPs per token of query times key and of scores times values, over so many positions."""
+        return 4 * positions * self.score_width
+
+    def activations(self, ranks: int) -> float:
+        """Return the numbers per token that a rank keeps for backward between its input and output products."""
+        kept = sum(matrix.weight.width(ranks) for matrix in (*self.inputs, *self.kept_twice))
+        return kept + self.output.weight.width(ranks)
+
+
+@dataclass(frozen=True)
+class SubBlockTensors:
+    """The tensors of one sub-block."""
+
+    wired: WiredSubBlock
+    norm: TensorSpec
+    branches: tuple[Branch, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """All of them, in the order in which the model computes with them."""
+        return (self.norm, *(tensor for branch in self.branches for tensor in branch.tensors))
+
+    def parameters(self, ranks: int | None = None) -> int:
+        """Return the number of parameters of the whole sub-block, or of one of so many tensor-parallel ranks."""
+        return sum(tensor.numel if ranks is None else tensor.local_numel(ranks) for tensor in self.tensors)
+
+    def activations(self, ranks: int) -> float:
+        """Return the numbers per token that a rank keeps for backward inside the branches."""
+        return sum(branch.activations(ranks) for branch in self.branches)
+
+
+def _column(name: str, rows: int, config: ModelConfig, bias: bool, heads: int | None = None) -> Matrix:
+    block = ROWS_PER_BLOCK if heads is None else config.head_dim
+    weight = TensorSpec(
+        f"{name}.weight", (rows, config.hidden_size), 0, block=block, heads=heads, std=config.init_method_std
+    )
+    return Matrix(weight, TensorSpec(f"{name}.bias", (rows,), 0, block=block, heads=heads) if bias else None)
+
+
+def _row(name: str, columns: int, config: ModelConfig, bias: bool, block: int = ROWS_PER_BLOCK) -> Matrix:
+    # Projections that write to the residual stream start smaller.
+    std = config.init_method_std / math.sqrt(2 * config.num_layers)
+    weight = TensorSpec(f"{name}.weight", (config.hidden_size, columns), 1, block=block, std=std)
+    return Matrix(weight, _whole(f"{name}.bias", config.hidden_size) if bias else None)
+
+
+def _whole(name: str, size: int, mean: float = 0.0) -> TensorSpec:
+    return TensorSpec(name, (size,), block=size, mean=mean)
+
+
+def _attention(config: ModelConfig, layer: int) -> Branch:
+    name, heads, kv_heads = f"layers.{layer}.attention", config.num_attention_heads, config.num_key_value_heads
+    q, k, v = (
+        _column(f"{name}.{which}_proj", count * config.head_dim, config, config.add_qkv_bias, count)
+        for which, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    )
+    width = heads * config.head_dim
+    norms = tuple(_whole(f"{name}.{which}_norm.weight", config.head_dim, mean=1.0) for which in "qk")
+    return Branch(
+        (q, k, v),
+        _row(f"{name}.o_proj", width, config, config.add_attention_output_bias, block=config.head_dim),
+        kept_twice=(q, k),
+        head_norms=norms if config.qk_layernorm else (),
+        score_width=width,
+    )
+
+
+def _mlp(config: ModelConfig, layer: int) -> Branch:
+    name, width = f"layers.{layer}.mlp", config.ffn_hidden_size
+    gate, up = (_column(f"{name}.{which}_proj", width, config, config.add_mlp_bias) for which in ("gate", "up"))
+    return Branch((gate, up), _row(f"{name}.down_proj", width, config, config.add_mlp_bias), kept_twice=(gate,))
+
+
+_BRANCHES = {
+    SubBlockKind.ATTENTION: (_attention,),
+    SubBlockKind.MLP: (_mlp,),
+    SubBlockKind.ATTENTION_MLP: (_attention, _mlp),
+}
+
+
+def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:
+    """A norm that reads per-rank streams has one row per rank."""
+    name, hidden = f"layers.{layer}.{wired.kind.norm}.weight", config.hidden_size
+    if wired.reads_shared:
+        return _whole(name, hidden, mean=1.0)
+    assert config.desync_tp is not None
+    return TensorSpec(name, (config.desync_tp, hidden), 0, mean=1.0)
+
+
+@lru_cache(maxsize=16)
+def layer_tensors(config: ModelConfig) -> tuple[tuple[SubBlockTensors, ...], ...]:
+    """Return the sub-blocks of every layer."""
+    return tuple(
+        tuple(
+            SubBlockTensors(
+                wired, _norm(config, layer, wired), tuple(make(config, layer) for make in _BRANCHES[wired.kind])
+            )
+            for wired in sub_blocks
+        )
+        for layer, sub_blocks in enumerate(config.wired_layers)
+    )
+
+
+def embedding_tensor(config: ModelConfig, name: str = "embedding") -> TensorSpec:
+    """Return the embedding's matrix, or that of the output head."""
+    return TensorSpec(
+        f"{name}.weight", (config.vocab_size, config.hidden_size), 0,
+        block=ROWS_PER_BLOCK, padded=True, std=config.init_method_std,
+    )  # fmt: skip
+
+
+def head_tensor(config: ModelConfig) -> TensorSpec:
+    """Return the output head's matrix; a tied model has none."""
+    return embedding_tensor(config, "lm_head")
+
+
+def final_norm_tensor(config: ModelConfig) -> TensorSpec:
+    """Return the weight of the norm before the head."""
+    return _whole("final_norm.weight", config.hidden_size, mean=1.0)
+
+
+def model_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
+    """Yield all tensors of a model, in the order in which it computes with them."""
+    yield embedding_tensor(config)
+    for sub_blocks in layer_tensors(config):
+        for sub_block in sub_blocks:
+            yield from sub_block.tensors
+    yield final_norm_tensor(config)
+    if not config.tie_embeddings:
+        yield head_tensor(config)
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of parameters, without the vocabulary's padding."""
+
+    embedding: int
+    """V h"""
+    layers: tuple[int, ...]
+    """One number per layer; where a desync stream is per rank, the norms of all ranks count."""
+    final_norm: int
+    """h"""
+    lm_head: int
+    """V h, or 0 if the embedding matrix is the head."""
+
+    @property
+    def total(self) -> int:
+        """All parameters; a tied matrix counts once."""
+        return self.with_one_embedding + self.lm_head
+
+    @property
+    def with_one_embedding(self) -> int:
+        """All parameters but the head: how the sizes of models are often published, tied or not."""
+        return self.embedding + sum(self.layers) + self.final_norm
+
+
+def parameter_count(model: ModelConfig) -> ParameterCount:
+    """Count a model's parameters exactly."""
+    matrix = embedding_tensor(model).numel
+    layers = tuple(sum(one.parameters() for one in sub_blocks) for sub_blocks in layer_tensors(model))
+    return ParameterCount(matrix, layers, final_norm_tensor(model).numel, 0 if model.tie_embeddings else matrix)
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Floating-point operations of one sequence, summed over its tokens and all tensor-parallel ranks.
+
+    A multiply-add is two operations. Only matrix products count; norms, rotary embedding, softmax and activations are
+    left out, as is usual. *Model* FLOPs are those of the mathematics: forward once, backward twice as much (a product's
+    gradient is two products), attention over the full [s, s] score matrix, as in PaLM (arXiv 2204.02311, appendix B)
+    and Megatron-LM (arXiv 2104.04473, appendix), although half of it is masked. *Hardware* FLOPs add the forward passes
+    that recomputation repeats. Utilisation by the first is MFU, by the second HFU. The wiring changes none of these.
+    """
+
+    model: ModelConfig
+    sequence_length: int
+
+    @cached_property
+    def _branches(self) -> list[Branch]:
+        return [branch for sub_block in layer_tensors(self.model)[0] for branch in sub_block.branches]
+
+    def _forward(self, branches: Sequence[Branch]) -> int:
+        s = self.sequence_length
+        return sum(s * (branch.product_flops + branch.score_flops(s)) for branch in branches)
+
+    @property
+    def attention_scores(self) -> int:
+        """Forward, of one layer: 2 s s d Hq for query times key, and as much for scores times values.
+
+        A kernel that skips the masked half does (s + 1) / (2 s) of it.
+        """
+        return sum(self.sequence_length * branch.score_flops(self.sequence_length) for branch in self._branches)
+
+    @property
+    def layer(self) -> int:
+        """Forward, of one layer."""
+        return self._forward(self._branches)
+
+    @property
+    def head(self) -> int:
+        """Forward, of the output head at every position: 2 s h V."""
+        return 2 * self.sequence_length * head_tensor(self.model).numel
+
+    @property
+    def forward(self) -> int:
+        """Model FLOPs of a forward pass."""
+        return self.model.num_layers * self.layer + self.head
+
+    @property
+    def training(self) -> int:
+        """Model FLOPs of a training step's share of one sequence: forward and backward."""
+        return 3 * self.forward
+
+    def training_on_hardware(self, recomputed_layers: int) -> int:
+        """Return the hardware FLOPs of a training step's share of one sequence.
+
+        A layer whose sub-blocks are recomputed runs its forward pass again, so its products count four times instead
+        of three. Masked scores that a kernel skips, or recomputes inside its own backward, are not considered.
+        """
+        return self.training + recomputed_layers * self.layer
