@@ -12,6 +12,8 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# DeepSpeed looks for an accelerator when it is imported.
+os.environ["DS_ACCELERATOR"] = "cpu"
 
 # Under nohup, or behind an & of a script, they are ignored, and so would be by the programs that tests send them to.
 for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):

@@ -37,20 +37,31 @@ def clean_environment() -> dict[str, str]:
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
-    """End `process`, started in a session of its own, with its group and its descendants in other groups.
-
-    A launcher may give its workers a session each (torchrun does), which a signal to the group cannot reach.
-    """
-    descendants: list[psutil.Process] = []
+    """End `process`, started in its own session, with its group and its descendants in other groups."""
     if process.poll() is None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            descendants = psutil.Process(process.pid).children(recursive=True)
+        _kill_descendants(process.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def end_tree(process: psutil.Process) -> int | None:
+    """As `kill_tree`, for a child that was forked; return its exit code, None if that was collected before."""
+    _kill_descendants(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    code: int | None = process.wait()
+    return code
+
+
+def _kill_descendants(process_id: int) -> None:
+    """A launcher may give each worker its own session (torchrun does), which a signal to the group cannot reach."""
+    descendants: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        descendants = psutil.Process(process_id).children(recursive=True)
     for descendant in descendants:
         with contextlib.suppress(psutil.NoSuchProcess):
             descendant.kill()
-    process.wait()
 
 
 def run_command(

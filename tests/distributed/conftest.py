@@ -1,5 +1,6 @@
 """Fixtures of the tests that need several processes."""
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -7,9 +8,15 @@ import pytest
 from tests.distributed.pool import GlooPools
 
 
+PRELOADED = ("deepspeed.runtime.pipe.engine", "deepspeed.module_inject", "torch._inductor.compile_fx")
+"""Imported once for all ranks, which are forks of the test process; each would need seconds for it."""
+
+
 @pytest.fixture(scope="session")
 def gloo_pools() -> Iterator[GlooPools]:
     """Every pool of the run: `gloo_pools(2).run(function, ...)` runs a case on two ranks."""
+    for module in PRELOADED:
+        importlib.import_module(module)
     pools = GlooPools()
     yield pools
     pools.close()

@@ -1,10 +1,9 @@
-"""One pool of gloo processes per world size for a whole test run: a case is a message, not a launch.
+"""One pool of gloo processes per world size for a whole test run: a test case is a message, not a launch.
 
-The parent (pytest) and each rank share one pipe. A message to a rank is the pickle of `(function, arguments,
-keyword arguments)`; a function travels by reference, so it must stand at the top level of an importable
-module. The rank answers `(True, result)` or `(False, traceback)`. A rank without a case blocks on its pipe.
-
-This module is imported by every rank before anything else: torch is imported only where it is used.
+The ranks are forks of the test process, so torch and the modules that it has imported cost them nothing. The test
+process and each rank share one pipe. A message to a rank is the pickle of `(function, arguments, keyword arguments)`; a
+function travels by reference, so it must be defined at the top level of an importable module. The rank answers
+`(True, result)` or `(False, traceback)`. A rank without a case blocks on its pipe.
 """
 
 import contextlib
@@ -16,33 +15,35 @@ import io
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
+import psutil
+import torch
+
+from tests.distributed.commands import clean_environment, end_tree, free_port
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 CASE_TIMEOUT = 60.0
 START_TIMEOUT = 300.0
-"""Seconds for what a cold disk makes slow: importing torch, and the module of a case, on every rank."""
+"""Seconds for what a cold disk makes slow: importing the module of a case on every rank."""
 STARTS = 3
-"""Times that ranks are started whose connections fail."""
+"""Attempts to start ranks whose connections fail."""
 FAILURE_GRACE = 0.3
 """Seconds that other ranks get to report as well once one has failed."""
 STACKS_TIMEOUT = 5.0
 """Seconds that hanging ranks get to write their stacks."""
 GROUPS_KEPT = 32
-"""Process groups a rank may hold before abandoned ones are looked for."""
+"""Process groups that a rank may hold before abandoned ones are destroyed."""
 
 
 class GlooPool:
@@ -55,7 +56,7 @@ class GlooPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[psutil.Process] = []
         self._pipes: list[Connection] = []
         self._imported: set[str] = set()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -66,12 +67,12 @@ class GlooPool:
         return [process.pid for process in self._processes]
 
     def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call `function` with the same arguments on every rank; the results in rank order.
+        """Call `function` with the same arguments on every rank; return the results in rank order.
 
         Tensors travel as detached copies on the CPU. torch's generator is seeded alike before each case.
 
         Raises:
-            AssertionError: a rank raised, died, or did not end within `CASE_TIMEOUT`; the ranks are named,
+            AssertionError: a rank raised, died, or did not finish within `CASE_TIMEOUT`; the message names the ranks,
                 with their tracebacks, or with the stacks of all that hang.
         """
         return self.run_within(CASE_TIMEOUT, function, *args, **kwargs)
@@ -93,8 +94,7 @@ class GlooPool:
     def close(self) -> None:
         """End the processes; a later case starts new ones."""
         for process in self._processes:
-            if process.returncode is None:
-                kill_tree(process)
+            end_tree(process)
         for pipe in self._pipes:
             pipe.close()
         if self._folder is not None:
@@ -103,8 +103,10 @@ class GlooPool:
         self._imported.clear()
 
     def _start_patiently(self) -> None:
-        """Starts, and starts anew if gloo loses a connection while the ranks find one another, as it does now and then
-        on a busy machine: nothing that is under test has run by then."""
+        """Start, and retry if gloo loses a connection while the ranks find each other.
+
+        This happens now and then on a busy machine, before anything under test has run.
+        """
         for _ in range(STARTS - 1):
             try:
                 return self._start()
@@ -118,7 +120,6 @@ class GlooPool:
         self._folder = tempfile.TemporaryDirectory(prefix=f"gloo_pool_{self.world_size}_")
         folder = Path(self._folder.name)
         environment = clean_environment() | {
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY_ROOT), *filter(None, sys.path)]),
             "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
             "GLOO_SOCKET_IFNAME": "lo",
             "CUDA_VISIBLE_DEVICES": "",
@@ -128,24 +129,21 @@ class GlooPool:
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.world_size),
         }
+        # DeepSpeed collects garbage in every step of some optimizers. Imported modules need no look then.
+        gc.collect()
+        gc.freeze()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         for rank in range(self.world_size):
             ours, theirs = Pipe()
-            program = f"from tests.distributed.pool import serve; serve({theirs.fileno()}, {os.getpid()})"
-            with open(folder / f"output.{rank}", "w") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-X", "faulthandler", "-c", program],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    cwd=folder,
-                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
-            theirs.close()
-            self._processes.append(process)
             self._pipes.append(ours)
+            parent, child = os.getpid(), os.fork()
+            if child == 0:
+                for pipe in self._pipes:
+                    pipe.close()
+                _become_rank(rank, folder, environment, theirs, parent)
+            theirs.close()
+            self._processes.append(psutil.Process(child))
         self._gather(START_TIMEOUT)
 
     def _exchange(self, message: bytes, timeout: float) -> list[Any]:
@@ -156,7 +154,7 @@ class GlooPool:
         return self._gather(timeout)
 
     def _gather(self, timeout: float) -> list[Any]:
-        """One answer of every rank, in rank order, or an AssertionError about those that gave none."""
+        """Return one answer of every rank, in rank order, or raise an AssertionError about those that gave none."""
         deadline = time.monotonic() + timeout
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         results: dict[int, Any] = {}
@@ -184,12 +182,12 @@ class GlooPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def _obituary(self, rank: int) -> str:
-        kill_tree(self._processes[rank])
+        code = end_tree(self._processes[rank])
         output = self._written("output", rank).splitlines()[-40:]
-        return "\n".join([f"ended with exit code {self._processes[rank].returncode}; last of its output:", *output])
+        return "\n".join([f"ended with exit code {code}; last of its output:", *output])
 
     def _stacks(self, ranks: Sequence[int], timeout: float) -> str:
-        """What every thread of the given ranks is doing."""
+        """Return what every thread of the given ranks is doing."""
         for rank in ranks:
             self._processes[rank].send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + STACKS_TIMEOUT
@@ -223,21 +221,48 @@ class GlooPools:
             pool.close()
 
 
-def serve(descriptor: int, parent: int) -> None:
-    """Life of one rank: join the default process group, then answer cases until the parent closes its end.
+def _become_rank(rank: int, folder: Path, environment: Mapping[str, str], pipe: Connection, parent: int) -> NoReturn:
+    """Make this fork of the test process a rank with a process environment as a launcher provides it."""
+    try:
+        os.setsid()
+        _die_with(parent)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+        _redirect_streams(folder / f"output.{rank}")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _serve(rank, pipe)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # The exit handlers and buffers of the test process are not the fork's to run.
+        os._exit(1)
 
-    Started in the pool's folder, with rank and world size in the environment as a launcher gives them.
-    """
-    _die_with(parent)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+def _redirect_streams(output: Path) -> None:
+    for descriptor, path, flags in (
+        (0, Path(os.devnull), os.O_RDONLY),
+        (1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        (2, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+    ):
+        opened = os.open(path, flags, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)
+    )  # fmt: skip
+    faulthandler.enable(file=sys.stderr)
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    """Join the default process group, then answer cases until the parent closes its end of the pipe."""
     stacks = open(f"stacks.{rank}", "w")  # noqa: SIM115 (the signal's handler writes to it for life)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    pipe = Connection(descriptor)
-
-    import torch
-
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{Path('store').resolve()}", rank=rank, world_size=world_size
+        "gloo",
+        init_method=f"file://{Path('store').resolve()}",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
     )
     probe = torch.distributed.new_group()
     fresh_references = _references(probe)
@@ -256,7 +281,7 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _answer(message: bytes) -> bytes:
-    """The answer to one case; a function of its own, so that no result outlives it."""
+    """Return the answer to one case; a separate function, so that no result outlives it."""
     try:
         function, args, kwargs = pickle.loads(message)
         return _dumps((True, function(*args, **kwargs)))
@@ -270,7 +295,7 @@ def _import_module(name: str) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process when `parent` does, even while a collective blocks it for ever."""
+    """Have the kernel end this process when `parent` ends, even while a collective blocks it."""
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
     if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -282,13 +307,10 @@ def _destroy_abandoned_groups(fresh_references: int) -> None:
     """Destroy the process groups that only torch's own tables still hold.
 
     torch keeps every group for ever, with seven descriptors and three polling threads each; hundreds of cases
-    would exhaust both. All ranks have ended the last case when this runs, so no peer still uses such a group.
+    would exhaust both. All ranks have finished the last case when this runs, so no peer still uses such a group.
     Groups that a module keeps (a cached mesh, DeepSpeed's own) have more references and stay.
     """
-    import torch
-    from torch.distributed import distributed_c10d
-
-    names: dict[Any, str] = distributed_c10d._world.pg_names
+    names: dict[Any, str] = torch.distributed.distributed_c10d._world.pg_names
     groups = [group for group in _known_groups() if group is not torch.distributed.group.WORLD]
     if len(groups) <= GROUPS_KEPT:
         return
@@ -303,13 +325,11 @@ def _destroy_abandoned_groups(fresh_references: int) -> None:
 
 
 def _known_groups() -> list[Any]:
-    from torch.distributed import distributed_c10d
-
-    return list(distributed_c10d._world.pg_map)
+    return list(torch.distributed.distributed_c10d._world.pg_map)
 
 
 def _references(group: Any) -> int:
-    """References to a process group, the caller's and this function's included."""
+    """Return the references to a process group, including the caller's and this function's."""
     return sys.getrefcount(group)
 
 
@@ -317,8 +337,7 @@ class _Pickler(pickle.Pickler):
     """Tensors as detached CPU copies: no shared memory, no autograd graph, no storage around a view."""
 
     def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
             return NotImplemented
         copy = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
