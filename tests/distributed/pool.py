@@ -248,9 +248,7 @@ def _redirect_streams(output: Path) -> None:
         opened = os.open(path, flags, 0o600)
         os.dup2(opened, descriptor)
         os.close(opened)
-    sys.stdin, sys.stdout, sys.stderr = (
-        open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)
-    )  # fmt: skip
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     faulthandler.enable(file=sys.stderr)
 
 
