@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs the tests in the project's own environment, which it makes first:
+# Runs the tests in the project's own environment, which it creates first:
 #
-#     bash tests/run.sh                     all but the slow tests
+#     bash tests/run.sh                     linter, type checker, and all tests except the slow ones
+#     bash tests/run.sh --quick             in a minute: linter, most unit tests, two wirings at TP=2, one training
 #     bash tests/run.sh --slow              all tests
 #     bash tests/run.sh tests/unit -k norm  any arguments of pytest
 set -euo pipefail
@@ -11,10 +12,10 @@ source examples/environment.sh
 prepare_environment test
 
 scratch=$(mktemp -d)
-unit=""
-trap '[ -z "$unit" ] || kill "$unit" 2>/dev/null || true; rm -rf "$scratch"' EXIT
+lanes=()
+trap 'for lane in "${lanes[@]}"; do kill "$lane" 2>/dev/null || true; done; rm -rf "$scratch"' EXIT
 
-# The variable also tells the processes of this run from all others, whoever their parent is by now.
+# The variable also distinguishes the processes of this run from all others, whatever their parent is by now.
 processes_left() {
     grep -lzs "^TORCH_EXTENSIONS_DIR=$scratch" /proc/[0-9]*/environ | cut -d/ -f3 || true
 }
@@ -25,23 +26,68 @@ run_pytest() {
         "$ENVIRONMENT/bin/python" -m pytest --basetemp "$scratch/pytest-$1" "${@:2}"
 }
 
-status=0
-if [ "$*" = "" ] || [ "$*" = --slow ]; then
-    # What runs in this process, beside whole commands, which mostly wait; cases of the pool, some of which emulate an
-    # interconnect's time, come after both. Job control, as a shell without it starts what is in the background deaf to
-    # SIGINT, of which some tests are.
+check_style() {
+    "$ENVIRONMENT/bin/python" -m ruff check --no-fix
+}
+
+check_types() {
+    "$ENVIRONMENT/bin/python" -m mypy
+}
+
+# in_background NAME COMMAND...: starts a lane, whose output appears when it is waited for. Job control, because a shell
+# without it starts background processes with SIGINT ignored, and some tests send SIGINT.
+in_background() {
     set -m
-    run_pytest unit tests/unit tests/docs "$@" >"$scratch/unit.txt" 2>&1 &
-    unit=$!
+    "${@:2}" >"$scratch/$1.txt" 2>&1 &
     set +m
-    run_pytest commands --ignore tests/unit --ignore tests/docs --ignore tests/distributed "$@" || status=$?
-    wait "$unit" || status=$?
-    unit=""
-    cat "$scratch/unit.txt"
-    run_pytest pool tests/distributed "$@" || status=$?
-else
-    run_pytest all "$@" || status=$?
-fi
+    lanes+=($!)
+}
+
+# wait_for_lanes: prints what the lanes in the background printed; fails if one of them failed.
+wait_for_lanes() {
+    local lane failed=0
+    for lane in "${lanes[@]}"; do
+        wait "$lane" || failed=1
+    done
+    lanes=()
+    cat "$scratch"/*.txt
+    rm -f "$scratch"/*.txt
+    return "$failed"
+}
+
+# Tests in one process, and whole commands, which mostly wait; the pool of ranks fills the other core.
+run_unit_lane() {
+    local status=0
+    check_style || status=1
+    check_types || status=1
+    run_pytest unit tests/unit tests/docs "$@" || status=1
+    run_pytest commands tests/functional tests/chaos "$@" || status=1
+    return "$status"
+}
+
+# These emulate the time of an interconnect, so nothing else may run.
+TIMED=(tests/distributed/test_link.py tests/distributed/test_benchmark.py)
+
+status=0
+case "$*" in
+"" | --slow)
+    in_background unit run_unit_lane "$@"
+    run_pytest pool tests/distributed "${TIMED[@]/#/--ignore=}" "$@" || status=1
+    wait_for_lanes || status=1
+    run_pytest timed "${TIMED[@]}" "$@" || status=1
+    ;;
+--quick)
+    in_background style check_style
+    in_background unit run_pytest unit tests/unit/{blueprint,checkpoint,comm,config,engine,model,parallel} \
+        tests/unit/test_{errors,flags,house}.py -m "not long"
+    run_pytest commands tests/distributed tests/functional -m quick || status=1
+    run_pytest data tests/unit/{convert,data,generate,train} -m "not long" || status=1
+    wait_for_lanes || status=1
+    ;;
+*)
+    run_pytest all "$@" || status=1
+    ;;
+esac
 
 for _ in {1..20}; do
     left=$(processes_left)

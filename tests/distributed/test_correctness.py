@@ -15,6 +15,7 @@ from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import Pieces, assert_pieces, build, gradient_pieces, mesh_of, small_model
+from tests.pairwise import pairwise
 from tests.reference import ReferenceConfig, Weights, make_weights, reference_gradients
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
@@ -86,11 +87,19 @@ def check(gloo_pools: GlooPools, tensor_parallel: int, config: ModelConfig, opti
     assert_pieces([pieces for _, pieces in results], gradients, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
-@pytest.mark.parametrize("wiring", WIRINGS)
-@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+def is_quick(tensor_parallel: int, wiring: str, overlap: bool, recompute: int, dtype: torch.dtype) -> bool:
+    usual = (tensor_parallel, overlap, recompute, dtype) == (2, True, 0, torch.float64)
+    return usual and wiring in ("standard", "ladder")
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "wiring", "overlap", "recompute", "dtype"),
+    pairwise(
+        ([1, 2, 4], list(WIRINGS), [True, False], [0, 3], [torch.float64, torch.float32]),
+        (str, str, ["overlap", "blocking"], ["kept", "recomputed"], ["fp64", "fp32"]),
+        is_quick,
+    ),
+)
 def test_wirings(
     gloo_pools: GlooPools, tensor_parallel: int, wiring: str, overlap: bool, recompute: int, dtype: torch.dtype
 ) -> None:
@@ -98,10 +107,13 @@ def test_wirings(
     check(gloo_pools, tensor_parallel, config, StackOptions(overlap, recompute), dtype)
 
 
-@pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
-@pytest.mark.parametrize("wiring", MORE_WIRINGS)
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize(
+    ("tensor_parallel", "wiring", "overlap", "recompute"),
+    pairwise(
+        ([1, 2], list(MORE_WIRINGS), [True, False], [0, 3]),
+        (str, str, ["overlap", "blocking"], ["kept", "recomputed"]),
+    ),
+)
 def test_more_wirings(
     gloo_pools: GlooPools, tensor_parallel: int, wiring: str, overlap: bool, recompute: int
 ) -> None:
@@ -109,12 +121,13 @@ def test_more_wirings(
     check(gloo_pools, tensor_parallel, config, StackOptions(overlap, recompute), torch.float64)
 
 
-@pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
-    "overlap", [(True, True), (True, False), (False, True)], ids=["overlap", "forward-overlap", "blocking"]
+    ("tensor_parallel", "wiring", "overlap", "recompute"),
+    pairwise(
+        ([2, 4], [*WIRINGS, *MORE_WIRINGS], [(True, True), (True, False), (False, True)], [0, 3]),
+        (str, str, ["overlap", "forward-overlap", "blocking"], ["kept", "recomputed"]),
+    ),
 )
-@pytest.mark.parametrize("wiring", [*WIRINGS, *MORE_WIRINGS])
-@pytest.mark.parametrize("tensor_parallel", [2, 4])
 def test_sequence_parallel(
     gloo_pools: GlooPools, tensor_parallel: int, wiring: str, overlap: tuple[bool, bool], recompute: int
 ) -> None:

@@ -57,6 +57,7 @@ def losses(output: str) -> list[str]:
     return [line.split("|")[1].strip() for line in output.splitlines() if "| lm loss" in line]
 
 
+@pytest.mark.quick
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tokens: Path, tmp_path: Path) -> None:
     argv = [*RECIPE, *f"--data-path {tokens} --split 1 --train-iters 8 --tensor-model-parallel-size 2".split()]
     saves = ["--save", tmp_path / "a", "--save-interval", "4", "--async-save"]

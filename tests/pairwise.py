@@ -1,0 +1,54 @@
+"""Grids of test cases of which every run takes a pairwise cover and `--slow` takes all."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+
+def pairwise(
+    axes: Sequence[Sequence[object]],
+    ids: Sequence[Callable[[Any], str] | Sequence[str]],
+    quick: Callable[..., bool] = lambda *values: False,
+) -> list[Any]:
+    """Return the product of the axes as pytest parameters.
+
+    A greedy cover, in which each pair of values of two axes occurs at least once, is unmarked; the rest is marked slow.
+
+    Args:
+        ids: for each axis, names of its values, or a function from a value to its name.
+        quick: selects cases that `--quick` runs as well.
+    """
+    cases = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    cover = _greedy_cover(cases)
+    return [
+        pytest.param(
+            *(axis[place] for axis, place in zip(axes, case, strict=True)),
+            id="-".join(_name(names, axis, place) for names, axis, place in zip(ids, axes, case, strict=True)),
+            marks=_marks(case in cover, quick(*(axis[place] for axis, place in zip(axes, case, strict=True)))),
+        )
+        for case in cases
+    ]
+
+
+def _greedy_cover(cases: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    missing = {pair for case in cases for pair in _pairs(case)}
+    cover: set[tuple[int, ...]] = set()
+    while missing:
+        best = max(cases, key=lambda case: len(missing & _pairs(case)))
+        cover.add(best)
+        missing -= _pairs(best)
+    return cover
+
+
+def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return set(itertools.combinations(enumerate(case), 2))
+
+
+def _name(names: Callable[[Any], str] | Sequence[str], axis: Sequence[object], place: int) -> str:
+    return names(axis[place]) if callable(names) else names[place]
+
+
+def _marks(covers: bool, quick: bool) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.quick] * quick or [pytest.mark.slow] * (not covers)
