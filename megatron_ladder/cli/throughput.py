@@ -14,7 +14,7 @@ from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS, RatioVerdict
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.bench.throughput import ThroughputWorkload, check_transformers, run
 from megatron_ladder.lab.bench.variants import VARIANTS
-from megatron_ladder.model.compiled import require_compiler
+from megatron_ladder.model.operations import require_compiler
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -96,13 +96,12 @@ class GenerationEngine:
         model = self.model
         tokens = torch.tensor([ids], device=self.device)
         hidden_states = model.hidden_states(tokens[:, :-1], model.training_context(tokens[:, :-1]))
-        head = model.embedding if model.lm_head is None else model.lm_head
         logprobs: list[float] = []
         for part, targets in zip(
             hidden_states.split(SCORED_AT_ONCE), tokens[:, 1:].split(SCORED_AT_ONCE, dim=1), strict=True
         ):
             logits = model.logits_shard(part)
-            losses = vocab_parallel_cross_entropy(logits, targets.t(), head.start, head.valid, self.group)
+            losses = vocab_parallel_cross_entropy(logits, targets.t(), model.head.start, model.head.valid, self.group)
             logprobs += (-losses[:, 0]).tolist()
         return logprobs
 

@@ -1,95 +1,139 @@
-"""What a decode step computes between its products, in as few operations as torch offers, for a CPU.
+"""Operations of a decode step on a CPU, in as few torch calls as possible, and the layout of the weights for them.
 
-A decoded token of a small model is hundreds of operations on a few thousand numbers each, so what counts is how many
-there are. The functions compute what `model/` computes, up to rounding, without a graph for backward: results are
-overwritten where nobody reads them any more.
+A decoded token of a small model is hundreds of operations on a few thousand numbers each, so the number of calls
+determines the time. The functions compute what those of `model/operations.py` compute, up to rounding, without a graph
+for backward: inputs that nobody reads any more are overwritten.
+
+Matrices are laid out in panels. In the usual layout of a matrix [out, in], one row of x is multiplied at half of the
+memory's rate, because rows of 768 numbers are too short for the processor's prefetcher. In panels of a few output
+columns,
+
+    weight [out, in]   ->   panels [out / width, in, width]
+
+the same product reads the weight from end to end, and the sums of a panel stay in registers. A weight of three
+dimensions is one in panels.
+
+Weights are stored in large pages. Linux uses pages of 4 KiB by default; a processor looks up the address of each page,
+and its prefetcher stops at the end of one. With pages of 2 MiB, a product with one row reads a weight a quarter faster,
+and fresh memory is allocated and filled several times as fast.
 """
 
+import contextlib
+import math
+import mmap
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ladder.model.attention import AttentionHeads, attend
-from megatron_ladder.model.attention_mlp import AttentionMLP
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.mlp import MLP
-from megatron_ladder.model.norm import NormFunction, RMSNorm
+from megatron_ladder.model.norm import RMSNorm
+from megatron_ladder.model.operations import Operations, attend
 from megatron_ladder.model.rotary import RotaryTable
-from megatron_ladder.parallel.large_pages import empty_in_large_pages
 from megatron_ladder.parallel.layout import ParallelModule
-from megatron_ladder.parallel.panels import fits_panels, to_panels
 
-
-def prepare_for_cpu(model: LanguageModel) -> None:
-    """Lays out the matrices in panels, as far as they fit, and has all sub-blocks use the functions of this file.
-
-    The model can only generate then: it has no backward, and its parameters are no longer those of their sections.
-    """
-    _use_lean_functions(model)
-    for module in _multiplied_in_panels(model):
-        _lay_out(module)
+_LARGE_PAGE = 2 << 20
+"""Bytes, on x86-64, and on ARM with small pages of 4 KiB."""
+_PANEL_WIDTHS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}
+"""Output columns of a panel: one 512-bit vector register in fp32, and the fastest width of oneDNN's half-precision
+products."""
 
 
 def load_for_cpu(model: LanguageModel, fill: Callable[[nn.Module], None]) -> None:
-    """Reads the weights of a model that was made on the meta device, and prepares it as `prepare_for_cpu` does.
+    """Load the weights of a model that was built on the meta device with `LEAN_OPERATIONS`.
 
-    A matrix is laid out as soon as it is read, and the next one is read to where it was: fresh memory costs more time
-    than reading a file that the system has in its cache.
+    The model can only generate afterwards: its parameters no longer correspond to their sections. Each matrix is laid
+    out in panels as soon as it is read, and the next one is read into the same buffer, because fresh memory costs more
+    time than reading a cached file.
 
     Args:
         fill: reads the weights of a part of the model.
     """
-    _use_lean_functions(model)
     in_panels = set(_multiplied_in_panels(model))
     largest = max((module.get_parameter("weight").numel() for module in in_panels), default=0)
-    passing = empty_in_large_pages((largest,), model.compute_dtype)
+    buffer = _empty_in_large_pages((largest,), model.compute_dtype)
     for module in model.modules():
         if not isinstance(module, ParallelModule):
             continue
         for name, described in list(module.named_parameters(recurse=False)):
             shape = described.shape
             if name == "weight" and module in in_panels:
-                memory = passing[: described.numel()].view(shape)
+                memory = buffer[: described.numel()].view(shape)
             else:
-                memory = empty_in_large_pages(shape, described.dtype)
+                memory = _empty_in_large_pages(shape, described.dtype)
             module.register_parameter(name, nn.Parameter(memory, requires_grad=False))
         fill(module)
         if module in in_panels:
-            _lay_out(module)
-
-
-def _use_lean_functions(model: LanguageModel) -> None:
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.function = rms_norm
-            module.add_function = add_rms_norm
-        elif isinstance(module, AttentionHeads):
-            module.norm = rms_norm
-            module.split_heads = split_heads
-            module.attend = attend_few
-        elif isinstance(module, MLP | AttentionMLP):
-            module.swiglu = swiglu
+            panels = _to_panels(module.get_parameter("weight"))
+            module.register_parameter("weight", nn.Parameter(panels, requires_grad=False))
 
 
 def _multiplied_in_panels(model: LanguageModel) -> list[ParallelModule]:
-    table_alone = None if model.lm_head is None else model.embedding
+    table_only = None if model.lm_head is None else model.embedding
     return [
         module
         for module in model.modules()
         if isinstance(module, ParallelModule)
         and not isinstance(module, RMSNorm)
-        and module is not table_alone
-        and fits_panels(module.get_parameter("weight"))
+        and module is not table_only
+        and _fits_panels(module.get_parameter("weight"))
     ]
 
 
-def _lay_out(module: ParallelModule) -> None:
-    panels = to_panels(module.get_parameter("weight"))
-    module.register_parameter("weight", nn.Parameter(panels, requires_grad=False))
+def _fits_panels(weight: Tensor) -> bool:
+    """Whether the dtype of a weight [out, in] has a panel width, and that width divides `out`."""
+    width = _PANEL_WIDTHS.get(weight.dtype)
+    return weight.dim() == 2 and width is not None and weight.shape[0] % width == 0
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+@torch.no_grad()
+def _to_panels(weight: Tensor) -> Tensor:
+    """[out, in] -> [out / width, in, width], a copy. The weight must fit, see `_fits_panels`."""
+    width = _PANEL_WIDTHS[weight.dtype]
+    panels = _empty_in_large_pages((weight.shape[0] // width, weight.shape[1], width), weight.dtype)
+    # torch transposes one matrix in blocks, but a stack of matrices number by number, which is slow in rows of 4 KiB.
+    for panel, rows in zip(panels, weight.detach().split(width), strict=True):
+        panel.copy_(rows.t())
+    return panels
+
+
+def _empty_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised tensor on the CPU, in large pages as far as it fills them and the system has them."""
+    count = math.prod(shape) * dtype.itemsize
+    if count < _LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    mapping = mmap.mmap(-1, count + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    start = -memory.data_ptr() % _LARGE_PAGE
+    # The kernel may lack large pages. The last page, which is not filled, uses small ones.
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE, start, count // _LARGE_PAGE * _LARGE_PAGE)
+    return memory[start : start + count].view(dtype).view(*shape)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight^T + bias` for x [..., in] and a weight [out, in] or in panels -> [..., out]."""
+    if weight.dim() == 2:
+        return F.linear(x, weight, bias)
+    count, _, width = weight.shape
+    rows = x.flatten(0, -2)
+    products = torch.bmm(rows.expand(count, -1, -1), weight)
+    if len(rows) > 1:
+        products = products.transpose(0, 1)
+    product = products.reshape(*x.shape[:-1], count * width)
+    return product if bias is None else product + bias
+
+
+def _embed(indices: Tensor, weight: Tensor) -> Tensor:
+    """Rows of a weight [out, in] or in panels: indices [...] -> [..., in]."""
+    if weight.dim() == 2:
+        return F.embedding(indices, weight)
+    width = weight.shape[-1]
+    return weight.transpose(1, 2)[indices // width, indices % width]
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm of x [..., n] by weight [n]; half precision is computed in fp32."""
     exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
     rows = exact.reshape(-1, 1, x.shape[-1])
@@ -98,45 +142,44 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return normed.view(x.shape).to(x.dtype)
 
 
-def add_rms_norm(stream: Tensor, output: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The sum, which takes the place of `output`, and its norm."""
+def _add_norm(stream: Tensor, output: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return the sum, which overwrites `output`, and its norm."""
     total = output.add_(stream)
-    return total, rms_norm(total, weight, epsilon)
+    return total, _rms_norm(total, weight, epsilon)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def _swiglu(gate_up: Tensor) -> Tensor:
     """Gate and up side by side [..., 2 n] -> silu(gate) * up [..., n]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return nn.functional.silu(gate, inplace=True).mul_(up)
+    return F.silu(gate, inplace=True).mul_(up)
 
 
-def split_heads(
+def _split_heads(
     projected: Tensor,
     widths: Sequence[int],
     head_dim: int,
     table: RotaryTable,
-    norm: NormFunction,
     norm_weights: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `model.attention.split_heads`; queries and keys, which lie side by side, are turned together."""
+    """As `model.operations.split_heads`; queries and keys, which are adjacent, are rotated together."""
     positions, samples, _ = projected.shape
     heads = projected.view(positions, samples, -1, head_dim)
     queries, keys, values = (width // head_dim for width in widths)
-    turning, v = heads.narrow(2, 0, queries + keys), heads.narrow(2, queries + keys, values)
+    rotating, v = heads.narrow(2, 0, queries + keys), heads.narrow(2, queries + keys, values)
     if norm_weights is not None:
-        q, k = turning.narrow(2, 0, queries), turning.narrow(2, queries, keys)
-        turning = torch.cat((norm(q, norm_weights[0], epsilon), norm(k, norm_weights[1], epsilon)), dim=2)
+        q, k = rotating.narrow(2, 0, queries), rotating.narrow(2, queries, keys)
+        rotating = torch.cat((_rms_norm(q, norm_weights[0], epsilon), _rms_norm(k, norm_weights[1], epsilon)), dim=2)
     half = head_dim // 2
-    turned, sin = turning * table.cos, table.sin.narrow(-1, 0, half)
-    turned.narrow(-1, 0, half).addcmul_(turning.narrow(-1, half, half), sin, value=-1)
-    turned.narrow(-1, half, half).addcmul_(turning.narrow(-1, 0, half), sin)
-    turned = turned.to(projected.dtype).permute(1, 2, 0, 3)
-    return turned.narrow(1, 0, queries), turned.narrow(1, queries, keys), v.permute(1, 2, 0, 3)
+    rotated, sin = rotating * table.cos, table.sin.narrow(-1, 0, half)
+    rotated.narrow(-1, 0, half).addcmul_(rotating.narrow(-1, half, half), sin, value=-1)
+    rotated.narrow(-1, half, half).addcmul_(rotating.narrow(-1, 0, half), sin)
+    rotated = rotated.to(projected.dtype).permute(1, 2, 0, 3)
+    return rotated.narrow(1, 0, queries), rotated.narrow(1, queries, keys), v.permute(1, 2, 0, 3)
 
 
-def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """As `model.attention.attend`; for one query a sample, two products of which no head is copied."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """As `model.operations.attend`; for one query per sample, two products that copy no head."""
     samples, heads, length, head_dim = q.shape
     if length > 1:
         return attend(q, k, v, mask)
@@ -148,3 +191,7 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         scores.view(samples, heads, 1, positions).masked_fill_(~mask, -torch.inf)
     attended = torch.bmm(scores.softmax(-1), v.flatten(0, 1))
     return attended.view(samples, heads, 1, head_dim)
+
+
+LEAN_OPERATIONS = Operations(_rms_norm, _add_norm, _split_heads, _attend, _swiglu, _linear, _embed)
+"""For models that `load_for_cpu` loads."""

@@ -22,10 +22,10 @@ from megatron_ladder.data.tokenizers import (
     load_tokenizer_from_directory,
 )
 from megatron_ladder.errors import UserError
-from megatron_ladder.generate.lean import load_for_cpu
+from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
 from megatron_ladder.generate.weights import load_hf_weights
-from megatron_ladder.model.compiled import compile_sub_blocks
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.stack import StackOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -142,8 +142,9 @@ def load_model(
     Raises:
         UserError: on every rank, when any of them cannot read its share.
     """
-    options = StackOptions(tp_overlap=overlap)
     on_cpu = device.type == "cpu"
+    operations = LEAN_OPERATIONS if on_cpu else Operations()
+    options = StackOptions(overlap, operations=compile_operations(operations) if compiled else operations)
     memory = torch.device("meta") if on_cpu else device
     model = LanguageModel(stored.config, mesh, options, dtype=dtype, device=memory).requires_grad_(False)
     mistakes: tuple[str, ...] = ()
@@ -158,6 +159,4 @@ def load_model(
     everyones = dict.fromkeys(mistake for of_one_rank in found for mistake in of_one_rank)
     if everyones:
         raise UserError(*everyones)
-    if compiled:
-        compile_sub_blocks(model)
     return model

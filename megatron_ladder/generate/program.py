@@ -28,7 +28,7 @@ from megatron_ladder.generate.output import TextOutput, json_line, score_line, s
 from megatron_ladder.generate.prompts import Prompt, PromptWriter, prompt_mistakes, read_prompts
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
-from megatron_ladder.model.compiled import require_compiler
+from megatron_ladder.model.operations import require_compiler
 
 TIMEOUT_MINUTES = 60.0
 """How long ranks wait for one another: rank 0 may be held up by a reader of its output."""

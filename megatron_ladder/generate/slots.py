@@ -23,9 +23,9 @@ from megatron_ladder.generate.graph import CapturedDecode, StepGraph
 from megatron_ladder.generate.requests import FinishReason, GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Alternatives, Sampler
 from megatron_ladder.generate.text import StopFinder, TextStream
-from megatron_ladder.model.attention import SequenceContext
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
+from megatron_ladder.model.sub_block import SequenceContext
 
 FILLING = 0
 """The token behind shorter prompts and in free slots; no result depends on which it is."""
@@ -95,8 +95,7 @@ class SlotBatch:
         )
         all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
         self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
-        head = model.embedding if model.lm_head is None else model.lm_head
-        self._sampler = Sampler(slots, model.config.vocab_size, head.start, group, self._device)
+        self._sampler = Sampler(slots, model.config.vocab_size, model.head.start, group, self._device)
         self._captured: CapturedDecode | None = None
         if graph is not None:
             self._captured = CapturedDecode(

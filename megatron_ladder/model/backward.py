@@ -1,13 +1,13 @@
 """The rule of `stack.py`, mirrored: backward with the reduces of input gradients in flight.
 
 With y_j the output of sub-block j, a forward pass is a list of two kinds of events: sub-block i reads the stream, and
-y_j is added to it. Backward meets them in reverse, carrying g, the gradient of the stream:
+y_j is added to it. Backward visits them in reverse, carrying g, the gradient of the stream:
 
     y_j was added     the gradient of y_j is g
     h_i read          g = g + all_reduce(d_i), with d_i this rank's gradient at the input of h_i
 
-So the body of sub-block i can go backward once every read that came after the adding of y_i is in g; let `known_at[i]`
-be the first of them (`first_reads`). Earlier reads may still be in flight:
+So the body of sub-block i can go backward once g includes every read that came after the addition of y_i. Let
+`known_at[i]` be the first of these reads (`first_reads`). Earlier reads may still be in flight:
 
     g = gradient of the output; pending = []
     for i in n-1 .. 0:
@@ -15,31 +15,31 @@ be the first of them (`first_reads`). Earlier reads may still be in flight:
         pending.append(start_all_reduce(body_backward(h_i, g)))
     while pending:                                       g = g + norm_backward(pending.pop_first().wait())
 
-For ladder, known_at[i] = i + 2: the reduce of h_{i+1} flies under the backward of h_i. For standard it is i + 1, and
-the reduce flies under the gradient of its own column-parallel weight alone. Norms go backward after the wait, so the
-gradients of their weights are whole.
+For ladder, known_at[i] = i + 2: the reduce of h_{i+1} runs under the backward of h_i. For standard it is i + 1, and the
+reduce runs only under the gradient of its own column-parallel weight. Norms go backward after the wait, so the
+gradients of their weights are complete.
 
-With sequence parallelism, the gradient of an output is gathered before the body goes backward, as the normed stream
-was before it went forward, and so is once more the input of its column-parallel product, which is not kept. The read of
-a gradient (wait, norm, add, gather) then takes place beside the backward of the body after it (`comm/aside.py`), and
-flies under it like the reduce itself. The norms met this rank's positions alone: their gradients are partial.
+With sequence parallelism, forward gathers the normed stream before a body runs. Backward does the same with the
+gradient of an output, and gathers the input of the column-parallel product again, which is not kept. The read of a
+gradient (wait, norm, add, gather) runs alongside the backward of the preceding body (`comm/side_queue.py`). Norms read
+only this rank's positions, so the gradients of their weights are partial.
 
-Autograd would run these steps in an order of its own (newest node first: launch, wait, launch, wait), hence one
-Function for the whole range, which keeps a local graph for each sub-block and walks them itself.
+Autograd would run these steps in another order (newest node first: launch, wait, launch, wait). Therefore one autograd
+Function covers the whole range. It keeps local graphs for each sub-block and walks them itself.
 
 Ranges. Reads and outputs that a range leaves to the next one belong to the same list. The outputs that leave a range
-unreduced are q slots of its state, and with h_n, h_n+1 .. the sub-blocks of the next range the gradient of the last
-slot is that of the stream when all reads that include it are in g. Reads that come before are missing from it, and
-cross as forward's outputs do: unreduced, to be reduced by the range before under its own first sub-blocks. So the
-gradient of a state [1 + q, s, b, h] is, from the last slot to the first:
+unreduced are q slots of its state. With h_n, h_n+1 .. the sub-blocks of the next range, the gradient of the last slot
+is that of the stream when g includes all reads that include it. Earlier reads are missing from it and cross the cut as
+forward's outputs do: unreduced, to be reduced by the range before under its own first sub-blocks. So the gradient of a
+state [1 + q, s, b, h] is, from the last slot to the first:
 
-    slot q                the gradient of the last output, whole
+    slot q                the gradient of the last output, complete
     slots q-1 .. 1        this rank's part of what the reads that include output k and not k+1 add to it
-    slot 0                the same of reads that include none of the q outputs
+    slot 0                the same for reads that include none of the q outputs
 
-With q = 0 the one slot is the whole gradient of the stream. What crosses has gone back through its norm, since the
-norm is linear in the gradient; the weight of such a norm meets an unreduced gradient, so its own is partial. A sharded
-stream has its norm on a rank's own positions, where an unreduced gradient of all positions cannot pass: there the slots
+With q = 0 the one slot is the complete gradient of the stream. Gradients cross after the backward of their norm, which
+is linear in the gradient; its weight receives an unreduced gradient, so the weight's gradient is partial. The norm of a
+sharded stream covers a rank's own positions and cannot pass an unreduced gradient of all positions. There the slots
 cross reduced, in the first of the parts that the state has for them.
 """
 
@@ -54,24 +54,24 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_ladder.comm.aside import Aside
 from megatron_ladder.comm.inflight import InFlight
-from megatron_ladder.model.attention import Midway, SequenceContext
-from megatron_ladder.model.sub_block import SubBlock, drain, join_state, split_state, walk
+from megatron_ladder.comm.side_queue import SideQueue
+from megatron_ladder.comm.stream import StreamLayout
+from megatron_ladder.model.sub_block import Midway, SequenceContext, SubBlock, ignore_midway, walk
 from megatron_ladder.parallel.input_gradient import InputGradient
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
 from megatron_ladder.parallel.partitioned import reached_by_backward
 
 
-class _Reading(NamedTuple):
-    """The first local graph of a sub-block, from the stream through the norm, and what it gives."""
+class LocalReading(NamedTuple):
+    """The first local graph of a sub-block, from the stream through the norm, and its result."""
 
     stream: Tensor
-    """What it read; a leaf that collects its gradient."""
+    """What the sub-block read; a leaf that collects its gradient."""
     normed_edge: GradientEdge | None
-    """None if nothing but the stream is kept for backward."""
+    """None if only the stream is kept for backward."""
     normed: Tensor
-    """This rank's positions; outside of the graph."""
+    """This rank's positions, detached."""
     whole: InFlight
     """All positions."""
 
@@ -86,11 +86,11 @@ class _Graph(NamedTuple):
     input_gradient: InputGradient
 
 
-def first_reads(stalenesses: Sequence[int], pending_in: int) -> list[int]:
-    """For each output that is added to the stream, in order, the first sub-block whose read includes it.
+def _first_reads(stalenesses: Sequence[int], pending_in: int) -> list[int]:
+    """Return the first sub-block whose read includes each output, in the order in which outputs are added.
 
-    The outputs are the `pending_in` ones that entered the range and then those of its sub-blocks; one that no read of
-    the range includes gets the number of sub-blocks.
+    The outputs are the `pending_in` ones that enter the range, followed by those of its sub-blocks. The result is the
+    number of sub-blocks for an output that no read of the range includes.
     """
     count = len(stalenesses)
     added_before, added = [], 0
@@ -103,71 +103,62 @@ def first_reads(stalenesses: Sequence[int], pending_in: int) -> list[int]:
     ]
 
 
-class _Pass:
-    """One forward pass over a range of sub-blocks, and what its backward needs."""
+class ForwardRecord:
+    """A `ForwardPass` over a range of sub-blocks that records what the mirrored backward needs."""
 
     def __init__(
         self,
         steps: Sequence[SubBlock],
         context: SequenceContext,
+        layout: StreamLayout,
         pending: tuple[int, int],
         sums: PartialSums,
-        aside: Aside | None,
+        side_queue: SideQueue | None,
     ) -> None:
         """
         Args:
-            pending: how many outputs are missing from the stream that enters, and from the one that leaves.
-            aside: where reads of a sharded stream take place ahead; None for one that is not.
+            pending: number of outputs missing from the stream that enters, and from the one that leaves.
+            side_queue: where reads of a sharded stream run ahead; None for a replicated stream.
         """
         self.steps = steps
         self.context = context
-        self.layout = steps[0].layout
-        self.sharded = self.layout.shards > 1
-        self.aside = aside
+        self.layout = layout
+        self.sharded = layout.shards > 1
+        self.side_queue = side_queue
         self.partial_gradients = PartialGradients(sums)
         self.pending_in, self.pending_out = pending
-        count, outputs = len(steps), self.pending_in + len(steps)
-        self.reduced_here = outputs - self.pending_out
-        """Outputs whose reduce this range starts; the others leave it unreduced."""
-        reads = first_reads([step.staleness for step in steps], self.pending_in)
+        count = len(steps)
+        reduced_here = self.pending_in + count - self.pending_out
+        reads = _first_reads([step.staleness for step in steps], self.pending_in)
         self.known_at = [
-            read if output < self.reduced_here else count + 1 + output - self.reduced_here
-            for output, read in enumerate(reads)
+            read if output < reduced_here else count + 1 + output - reduced_here for output, read in enumerate(reads)
         ]
-        """Of each output, the first read that its gradient needs; `count + k` are those that begin with slot k of what
-        leaves."""
+        """For each output, the first read that its gradient needs; `count + k` are the reads that begin with slot k of
+        the state that leaves."""
         self.first_whole = self.known_at[self.pending_in - 1] if self.pending_in else 0
         """Gradients of reads before this one cross to the range before."""
-        self.halfway_back: Callable[[], None] = lambda: None
-        """Called when a body is halfway through its backward."""
-        self._reads = 0
-        self._kept: list[_Graph | _Reading | Tensor] = []
-        """Of each sub-block, its graphs; or only the stream that it read, if it is computed again."""
+        self.on_midway_backward: Callable[[], None] = lambda: None
+        """Called when the backward of a body is between its two products."""
+        self._kept: list[_Graph | LocalReading | Tensor] = []
+        """For each sub-block its graphs, or only the stream that it read if it is recomputed."""
 
-    def read(self, step: SubBlock, stream: Tensor, output: Tensor | None) -> tuple[Tensor, _Reading]:
-        """Adds an output to the stream if there is one, norms it and starts to make it whole."""
+    def read(self, index: int, stream: Tensor, output: Tensor | None) -> tuple[Tensor, LocalReading]:
+        """See `ForwardPass.read`."""
         stream = stream if output is None else stream + output
-        # A read ahead comes before the sub-block under way is kept, so the reads are counted by themselves.
-        index, self._reads = self._reads, self._reads + 1
-        return stream, self._read(index, stream.detach().requires_grad_(), with_graph=not step.recompute)
+        return stream, self._read(index, stream.detach().requires_grad_(), with_graph=not self.steps[index].recompute)
 
-    def apply(self, step: SubBlock, reading: _Reading, midway: Midway | None) -> InFlight:
-        """Runs one sub-block, keeps what backward needs, and starts the reduce of its output.
-
-        The last `pending_out` outputs leave the range unreduced.
-        """
-        index = len(self._kept)
+    def partial_sum(self, index: int, reading: LocalReading, midway: Midway) -> Tensor:
+        """See `ForwardPass.partial_sum`."""
+        step = self.steps[index]
         if step.recompute:
-            output = step.body(reading.whole.wait(), self.context, False, midway=midway).partial
             self._kept.append(reading.stream)
-        else:
-            graph, output = self._build(index, reading, midway, keeps_input=not self.sharded)
-            self._kept.append(graph)
-        reduced = self.pending_in + index < self.reduced_here
-        return self.layout.start_write(output) if reduced else InFlight(output, None)
+            return step.body(reading.whole.wait(), self.context, midway=midway)
+        graph, output = self._build(index, reading, midway, keeps_input=not self.sharded)
+        self._kept.append(graph)
+        return output
 
     def gather_again(self, index: int) -> None:
-        """Starts to gather what the backward of a sub-block needs whole and forward did not keep."""
+        """Start to gather the tensor that the backward of a sub-block needs whole and forward did not keep."""
         kept = self._kept[index]
         with self.steps[index].named("gather"):
             if isinstance(kept, _Graph):
@@ -175,8 +166,8 @@ class _Pass:
             elif isinstance(kept, Tensor):
                 self._kept[index] = self._read(index, kept, with_graph=True)
 
-    def last_graph(self) -> _Graph:
-        """The graphs of the last sub-block that has not gone backward, which the pass then forgets."""
+    def pop_graph(self) -> _Graph:
+        """Remove and return the graphs of the last sub-block that has not gone backward."""
         kept = self._kept.pop()
         if isinstance(kept, _Graph):
             return kept
@@ -184,173 +175,159 @@ class _Pass:
         with self.steps[index].named("recompute"):
             if isinstance(kept, Tensor):
                 kept = self._read(index, kept, with_graph=True)
-            return self._build(index, kept, None, keeps_input=True)[0]
+            return self._build(index, kept, ignore_midway, keeps_input=True)[0]
 
-    def crosses_unreduced(self, index: int) -> bool:
+    def _crosses_unreduced(self, index: int) -> bool:
         """Whether the range before reduces the gradient of what a sub-block read."""
         return index < self.first_whole and not self.sharded
 
-    def _read(self, index: int, leaf: Tensor, with_graph: bool) -> _Reading:
+    def _read(self, index: int, leaf: Tensor, with_graph: bool) -> LocalReading:
         norm = self.steps[index].norm
         with torch.set_grad_enabled(with_graph):
-            is_partial = with_graph and self.crosses_unreduced(index)
+            is_partial = with_graph and self._crosses_unreduced(index)
             weight = self.partial_gradients.defer(norm.weight) if is_partial else None
             normed = norm(leaf, weight, self.partial_gradients)
-        outside = normed.detach()
+        detached = normed.detach()
         edge = get_gradient_edge(normed) if with_graph else None
-        return _Reading(leaf, edge, outside, self.layout.start_read(outside))
+        return LocalReading(leaf, edge, detached, self.layout.start_read(detached))
 
     def _build(
-        self, index: int, reading: _Reading, midway: Midway | None, keeps_input: bool
+        self, index: int, reading: LocalReading, midway: Midway, keeps_input: bool
     ) -> tuple[_Graph, Tensor]:
-        """The graphs keep an edge to the partial sum and not the tensor, whose storage the reduce overwrites."""
+        """Run a body with a graph. The graph keeps an edge to the partial sum and not the tensor, whose storage the
+        reduce overwrites."""
 
-        def halfway(inner: Tensor) -> None:
-            inner.register_hook(lambda _: self.halfway_back())
-            if midway is not None:
-                midway(inner)
+        def hook_backward(inner: Tensor) -> None:
+            inner.register_hook(lambda _: self.on_midway_backward())
+            midway(inner)
 
-        tells_halfway = self.aside is not None and self.aside.halfway
-        layout = None if self.crosses_unreduced(index) else self.layout
+        runs_midway = self.side_queue is not None and self.side_queue.runs_midway
+        layout = None if self._crosses_unreduced(index) else self.layout
         input_gradient = InputGradient(layout, self.partial_gradients, keeps_input)
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
             output = self.steps[index].body(
-                normed, self.context, False, input_gradient, halfway if tells_halfway else None
-            ).partial
+                normed, self.context, input_gradient, hook_backward if runs_midway else ignore_midway
+            )
         assert reading.normed_edge is not None
         graph = _Graph(reading.stream, reading.normed_edge, reading.normed, get_gradient_edge(output), input_gradient)
         return graph, output.detach()
 
 
 class _BackwardWalk:
-    """The mirrored rule over one pass."""
+    """The mirrored rule applied to one recorded forward pass."""
 
-    def __init__(self, a_pass: _Pass, state_gradient: Tensor) -> None:
-        self._pass = a_pass
+    def __init__(self, record: ForwardRecord, state_gradient: Tensor) -> None:
+        self._record = record
         self._in_flight: deque[tuple[int, _Graph | InFlight]] = deque()
         self._crossing: dict[int, _Graph | InFlight] = {}
-        """Of reads whose gradients cross to the range before."""
+        """Reads whose gradients cross to the range before."""
         self._ahead: InFlight | None = None
         """The gradient of the output of the sub-block that goes backward next."""
-        *of_later_reads, self._gradient = [state_gradient[0], *state_gradient[1 :: a_pass.layout.shards]]
-        for index, part in reversed(list(enumerate(of_later_reads, start=len(a_pass.steps)))):
-            if index < a_pass.first_whole:
+        *later_reads, self._gradient = [state_gradient[0], *state_gradient[1 :: record.layout.shards]]
+        for index, part in reversed(list(enumerate(later_reads, start=len(record.steps)))):
+            if index < record.first_whole:
                 self._crossing[index] = InFlight(part, None)
             else:
-                reduced = a_pass.sharded
-                in_flight = InFlight(part, None) if reduced else a_pass.layout.start_write(part.clone())
+                in_flight = InFlight(part, None) if record.sharded else record.layout.start_write(part.clone())
                 self._in_flight.append((index, in_flight))
 
     def run(self) -> Tensor:
-        """The gradient of the state that entered."""
-        a_pass = self._pass
-        if a_pass.sharded:
-            a_pass.gather_again(len(a_pass.steps) - 1)
-        for index in reversed(range(len(a_pass.steps))):
-            graph = a_pass.last_graph()
-            output_gradient = (self._joined() or self._of_output(index)).wait()
-            if a_pass.sharded and index > 0:
-                a_pass.gather_again(index - 1)
-            if a_pass.aside is not None and index > 0:
-                read_ahead = partial(self._read_ahead, index - 1, a_pass.aside)
-                if a_pass.aside.halfway:
-                    a_pass.halfway_back = read_ahead
+        """Return the gradient of the state that entered."""
+        record = self._record
+        if record.sharded:
+            record.gather_again(len(record.steps) - 1)
+        for index in reversed(range(len(record.steps))):
+            graph = record.pop_graph()
+            output_gradient = (self._join() or self._start_output_gradient(index)).wait()
+            if record.sharded and index > 0:
+                record.gather_again(index - 1)
+            if record.side_queue is not None and index > 0:
+                read_ahead = partial(self._read_ahead, index - 1, record.side_queue)
+                if record.side_queue.runs_midway:
+                    record.on_midway_backward = read_ahead
                 else:
                     read_ahead()
-            with a_pass.steps[index].named("backward"):
+            with record.steps[index].named("backward"):
                 torch.autograd.backward([graph.partial], [output_gradient])
-            a_pass.halfway_back = lambda: None
-            if index < a_pass.first_whole:
+            record.on_midway_backward = lambda: None
+            if index < record.first_whole:
                 self._crossing[index] = graph
             else:
                 self._in_flight.append((index, graph))
-        self._absorb(a_pass.first_whole)
-        entered = self._of_entered_state()
-        a_pass.partial_gradients.end_pass()
+        self._absorb(record.first_whole)
+        entered = self._entered_state_gradient()
+        record.partial_gradients.end_pass()
         return entered
 
-    def _of_output(self, index: int) -> InFlight:
-        """The gradient of a sub-block's output, [s, b, h], on its way."""
-        self._absorb(self._pass.known_at[self._pass.pending_in + index])
-        if not self._pass.sharded:
+    def _start_output_gradient(self, index: int) -> InFlight:
+        """Start to make the gradient of a sub-block's output whole, [s, b, h]."""
+        record = self._record
+        self._absorb(record.known_at[record.pending_in + index])
+        if not record.sharded:
             return InFlight(self._gradient, None)
-        with self._pass.steps[index].named("gather"):
-            return self._pass.layout.start_read(self._gradient)
+        with record.steps[index].named("gather"):
+            return record.layout.start_read(self._gradient)
 
-    def _read_ahead(self, index: int, aside: Aside) -> None:
-        """Starts on a sub-block's output gradient, if that does not need the sub-block that is under way."""
-        if self._pass.known_at[self._pass.pending_in + index] > index + 1:
-            self._ahead = aside.run(lambda: self._of_output(index), uses=(self._gradient, *self._in_flight))
+    def _read_ahead(self, index: int, side_queue: SideQueue) -> None:
+        """Start on a sub-block's output gradient unless it depends on the sub-block that is running."""
+        if self._record.known_at[self._record.pending_in + index] > index + 1:
+            uses = (self._gradient, *self._in_flight)
+            self._ahead = side_queue.run(lambda: self._start_output_gradient(index), uses)
 
-    def _joined(self) -> InFlight | None:
-        """What was read ahead, if anything was."""
+    def _join(self) -> InFlight | None:
+        """Return the output gradient that was read ahead, if there is one."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and self._pass.aside is not None:
-            self._pass.aside.join()
+        if ahead is not None and self._record.side_queue is not None:
+            self._record.side_queue.join()
         return ahead
 
     def _absorb(self, first: int) -> None:
-        """Adds the gradients of reads from number `first` on."""
+        """Add the gradients of reads from number `first` on."""
         while self._in_flight and self._in_flight[0][0] >= first:
-            self._gradient = self._gradient + self._of_read(*self._in_flight.popleft())
+            self._gradient = self._gradient + self._read_gradient(*self._in_flight.popleft())
 
-    def _of_read(self, index: int, waiting: _Graph | InFlight) -> Tensor:
-        """What a read adds to the gradient of the stream."""
+    def _read_gradient(self, index: int, waiting: _Graph | InFlight) -> Tensor:
+        """Return what a read adds to the gradient of the stream."""
         if isinstance(waiting, InFlight):
             return waiting.wait()
         gradient = waiting.input_gradient.wait()
-        with self._pass.steps[index].named("norm backward"):
+        with self._record.steps[index].named("norm backward"):
             torch.autograd.backward([waiting.normed_edge], [gradient])
         assert waiting.stream.grad is not None
         return waiting.stream.grad
 
-    def _of_entered_state(self) -> Tensor:
-        """The slots of the gradient that crosses to the range before."""
-        a_pass, gradient = self._pass, self._gradient
+    def _entered_state_gradient(self) -> Tensor:
+        """Return the slots of the gradient that crosses to the range before."""
+        record, gradient, shards = self._record, self._gradient, self._record.layout.shards
         slots = []
-        for low, high in pairwise([0, *a_pass.known_at[: a_pass.pending_in]]):
-            parts = [self._of_read(index, self._crossing[index]) for index in reversed(range(low, high))]
+        for low, high in pairwise([0, *record.known_at[: record.pending_in]]):
+            parts = [self._read_gradient(index, self._crossing[index]) for index in reversed(range(low, high))]
             slots.append(sum(parts[1:], parts[0]) if parts else torch.zeros_like(gradient))
         first, *others = [*slots, gradient]
-        state = gradient.new_zeros(1 + a_pass.pending_in * a_pass.layout.shards, *gradient.shape)
+        state = gradient.new_zeros(1 + record.pending_in * shards, *gradient.shape)
         state[0] = first
         for place, slot in enumerate(others):
-            state[1 + place * a_pass.layout.shards] = slot
+            state[1 + place * shards] = slot
         return state
 
 
-class _OverlappedRange(Function):
+class _MirroredRange(Function):
     @staticmethod
-    def forward(ctx: Any, state: Tensor, a_pass: _Pass) -> Tensor:
-        ctx.a_pass = a_pass
-        stream, missing = split_state(state, a_pass.layout)
-        pending = deque(
-            a_pass.layout.start_write(output.clone()) if place < a_pass.reduced_here else InFlight(output, None)
-            for place, output in enumerate(missing)
-        )
-        stream = walk(stream, pending, a_pass.steps, a_pass.read, a_pass.apply, a_pass.aside)
-        stream = drain(stream, pending, a_pass.pending_out)
-        return join_state(stream, (in_flight.partial for in_flight in pending))
+    def forward(ctx: Any, state: Tensor, record: ForwardRecord) -> Tensor:
+        ctx.record = record
+        layout = record.layout
+        return walk(state, record, record.pending_out, layout, layout.start_write, record.side_queue)
 
     @staticmethod
     def backward(ctx: Any, state_gradient: Tensor) -> tuple[Tensor, None]:
-        return _BackwardWalk(ctx.a_pass, state_gradient).run(), None
+        return _BackwardWalk(ctx.record, state_gradient).run(), None
 
 
-def run_overlapped(
-    state: Tensor,
-    steps: Sequence[SubBlock],
-    context: SequenceContext,
-    pending_out: int,
-    sums: PartialSums,
-    aside: Aside | None,
-) -> Tensor:
-    """The range's forward pass: a state to the state with `pending_out` outputs missing.
+def walk_mirrored(state: Tensor, record: ForwardRecord) -> Tensor:
+    """Walk a range forward, such that its backward follows the mirrored rule.
 
-    Its backward keeps reduces in flight as the head of this file says. Parameters get their gradients from inside
-    it, as under reentrant checkpointing.
+    Parameters get their gradients from inside that backward, as under reentrant checkpointing.
     """
-    pending = (state.shape[0] - 1) // steps[0].layout.shards, pending_out
-    result: Tensor = _OverlappedRange.apply(state, _Pass(steps, context, pending, sums, aside))
+    result: Tensor = _MirroredRange.apply(state, record)
     return result

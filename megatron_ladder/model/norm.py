@@ -2,108 +2,45 @@
 
     y = x / sqrt(mean(x^2) + epsilon) * weight           (mean in fp32 at least)
 
-The weight [n] is the same on every tensor-parallel rank, and its gradient is whole on every rank when all of them
-normalise the same and the output enters a tensor-parallel region behind it. Where each normalises heads or positions of
-its own, the gradient is summed over them (`partial_over`). Of a stream that is each rank's own, the norm has a weight
-for each rank: the canonical weight is [ranks, n], and a rank holds its row, [1, n].
+The weight [n] is the same on every tensor-parallel rank. Its gradient is complete on every rank if all ranks normalise
+the same tensor and the output enters a tensor-parallel region. If each rank normalises its own heads or positions, the
+gradient is summed over the ranks (`partial_over`). A norm that reads a per-rank residual stream has one weight per
+rank: the canonical weight is [ranks, n], and a rank holds its row, [1, n].
 """
 
-from collections.abc import Callable
-from typing import Literal
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.tensors import TensorSpec
-from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
-from megatron_ladder.errors import UserError
-from megatron_ladder.parallel.apex import find_in_apex
+from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.partial_gradients import PartialGradients
 
-NormFunction = Callable[[Tensor, Tensor, float], Tensor]
-"""(x [..., n], weight [n], epsilon) -> [..., n]."""
-AddNormFunction = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""(stream [..., n], output [..., n], weight [n], epsilon) -> their sum, and its norm."""
-
-
-def torch_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm by torch's own operator."""
-    return F.rms_norm(x, weight.shape, weight, epsilon)
-
-
-def add_rms_norm(stream: Tensor, output: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The sum, and its RMSNorm by torch's own operator; compiled, one kernel that reads each input once."""
-    total = stream + output
-    return total, torch_rms_norm(total, weight, epsilon)
-
-
-def positions_over(mesh: ProcessMesh) -> CommGroup | None:
-    """Ranks that each normalise some of the positions of the residual stream; None if all normalise all of them."""
-    return mesh.tensor if mesh.stream.shards > 1 else None
-
-
-def select_norm(
-    implementation: Literal["auto", "torch", "apex"], device: torch.device
-) -> tuple[NormFunction, str]:
-    """The function that computes RMSNorm, and a sentence that says which and why.
-
-    Raises:
-        UserError: apex was asked for and is not NVIDIA's, is missing, or there is no CUDA device.
-    """
-    if implementation == "torch" or (implementation == "auto" and device.type != "cuda"):
-        return torch_rms_norm, "torch"
-    fused, reason = find_in_apex(
-        "apex.normalization.fused_layer_norm", "fused_rms_norm_affine", "fused_layer_norm_cuda", device
-    )
-    if fused is None:
-        if implementation == "apex":
-            raise UserError(f"--norm-implementation apex: {reason}; use --norm-implementation torch")
-        return torch_rms_norm, f"torch ({reason})"
-
-    def apex_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        normed: Tensor = fused(x, weight, weight.shape, epsilon)
-        return normed
-
-    return apex_rms_norm, "apex FusedRMSNorm"
-
 
 class RMSNorm(ParallelModule):
-    """The norm's weight, and the function that applies it."""
+    """The norm's weight and the operations that apply it."""
 
     weight: nn.Parameter
 
-    def __init__(
-        self,
-        tensor: TensorSpec,
-        epsilon: float,
-        function: NormFunction,
-        *,
-        group: CommGroup,
-        dtype: torch.dtype,
-        device: torch.device,
-        partial_over: CommGroup | None = None,
-    ) -> None:
+    def __init__(self, build: BuildContext, tensor: TensorSpec, *, per_head: bool = False) -> None:
         """
         Args:
-            tensor: the weight, one for all ranks of the group or one row per rank.
-            partial_over: ranks that each normalise a part of one tensor.
+            tensor: the weight, one for all tensor-parallel ranks or one row per rank.
+            per_head: whether each rank normalises its own heads.
         """
         super().__init__()
-        self.partial_over = partial_over
-        self.epsilon = epsilon
-        self.function = function
-        self.add_function: AddNormFunction | None = None
-        self.add_parameter("weight", [tensor], group, dtype, device)
+        group = build.mesh.tensor
+        self.operations = build.operations
+        self.epsilon = build.config.norm_epsilon
+        self.partial_over = group if per_head or build.mesh.stream.shards > 1 else None
+        self.add_parameter("weight", [tensor], group, build.dtype, build.device)
 
     def weight_in_use(self, partial_gradients: PartialGradients | None = None) -> Tensor:
-        """The weight [n], its gradient summed over the ranks if each of them gets only a part.
+        """Return the weight [n]; if each rank gets only a part of its gradient, the parts are summed over the ranks.
 
         Args:
-            partial_gradients: sums it later; without, it is summed where it arises.
+            partial_gradients: sums the parts later; without it, each sum is waited for where the gradient arises.
         """
         if self.partial_over is None or not torch.is_grad_enabled():
             return self.weight
@@ -121,14 +58,11 @@ class RMSNorm(ParallelModule):
         """[..., size] -> [..., size].
 
         Args:
-            weight: stands in for the norm's own.
+            weight: used instead of the norm's weight.
             partial_gradients: see `weight_in_use`.
-            output: of a sub-block, to be added to x before; the sum is then returned with its norm.
+            output: of a sub-block, added to x first; the sum is then returned together with its norm.
         """
         weight = (self.weight_in_use(partial_gradients) if weight is None else weight).flatten()
         if output is None:
-            return self.function(x, weight, self.epsilon)
-        if self.add_function is not None:
-            return self.add_function(x, output, weight, self.epsilon)
-        total = x + output
-        return total, self.function(total, weight, self.epsilon)
+            return self.operations.norm(x, weight, self.epsilon)
+        return self.operations.add_norm(x, output, weight, self.epsilon)

@@ -1,164 +1,259 @@
-"""One step of a model, and the rule that walks a list of them.
+"""The steps of a model, and the one forward walk over them.
 
-Layouts: the stream and what is added to it are [s, b, h], or this rank's positions of that, as `comm/stream.py` says;
-what a body computes with is [s, b, h]. Between processes they travel as one tensor, the state: the stream, and the
-outputs that are missing from it as unreduced partial sums, each in as many parts as the stream is cut into,
+Layouts: the stream and the outputs added to it are [s, b, h], or this rank's positions of that (`comm/stream.py`);
+bodies compute with [s, b, h]. Pipeline stages exchange one tensor, the state: the stream, and the outputs that are
+missing from it as unreduced partial sums, each in as many parts as the stream has shards:
 [1 + pending x shards, s / shards, b, h].
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ladder.comm.aside import Aside
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.side_queue import SideQueue
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.comm.stream import StreamLayout
-from megatron_ladder.model.attention import Midway, SequenceContext
+from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.norm import RMSNorm
+from megatron_ladder.model.rotary import RotaryTable
+from megatron_ladder.parallel.input_gradient import InputGradient
 
-Reading = TypeVar("Reading")
-"""What a sub-block has read: the stream, on its way through the norm to the sub-block's first product."""
+Midway = Callable[[Tensor], None]
+"""Called by a body between its two products, with the tensor between them: collectives under the body may progress."""
 
 
-class NormedStream(NamedTuple):
-    """What a sub-block has read, in autograd's graph."""
+def ignore_midway(inner: Tensor) -> None:
+    """Do nothing between the two products."""
 
-    stream: Tensor
-    whole: InFlight | None
-    """The normed stream, [s, b, h]; None if norm and body are computed together, and again in backward."""
+
+class KeyValueCache(Protocol):
+    """Keys and values of earlier positions, for generation."""
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values [b, kv_heads/t, s, d] of `layer`, and return those of all positions."""
+
+
+class SequenceContext(NamedTuple):
+    """What every layer needs to know about the positions it processes."""
+
+    rotary: RotaryTable
+    """Cosines and sines of the positions."""
+    cache: KeyValueCache | None = None
+    """Earlier positions; None in training."""
+    mask: Tensor | None = None
+    """Boolean, True where a query may attend, broadcastable to [b, heads, s, positions]. None means causal: each query
+    sees the positions up to its own, and a single query, being the newest, sees all."""
+    documents: DocumentBounds | None = None
+    """In training, the documents of the rows, outside of which no query attends; None means one document per row."""
+
+
+class SubBlockBody(Protocol):
+    """What a sub-block computes between its norm and the sum over the ranks: an input projection, work on this rank's
+    share of it, and an output projection."""
+
+    def __call__(
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        input_gradient: InputGradient | None = None,
+        midway: Midway = ignore_midway,
+    ) -> Tensor:
+        """Return this rank's unreduced partial sum of the output, [s, b, h].
+
+        Args:
+            normed: the normed stream, all positions, [s, b, h].
+            context: the positions, and what their queries may attend to.
+            input_gradient: receives the gradient of `normed`; None leaves it to autograd.
+            midway: called once, between input and output projection, with a tensor that the output depends on.
+        """
 
 
 class SubBlock(NamedTuple):
     """One step of the walk: `h(r) = body(norm(r))`, without the residual."""
 
     norm: RMSNorm
-    body: nn.Module
+    body: SubBlockBody
     staleness: int
-    """Earlier outputs that may be missing from the stream it reads."""
+    """Number of earlier outputs that may be missing from the stream it reads."""
     group: CommGroup
     """The ranks that its output is summed over."""
     layout: StreamLayout
-    """How they share the stream."""
+    """How these ranks share the stream."""
     recompute: bool
     """Keep only the input for backward."""
     name: str = ""
-    """As a profiler shows it: `layers.3.attention`."""
+    """The name in a profile: `layers.3.attention`."""
     span: Span = no_span
 
-    def named(self, what: str) -> AbstractContextManager[object]:
-        """Names what is done for this sub-block inside, `layers.3.attention forward`."""
-        return self.span(f"{self.name} {what}")
+    def named(self, activity: str) -> AbstractContextManager[object]:
+        """Name the computation inside for a profiler: `layers.3.attention forward`."""
+        return self.span(f"{self.name} {activity}")
 
-    def read(self, stream: Tensor, output: Tensor | None) -> tuple[Tensor, NormedStream]:
-        """Norms the stream, after adding an output to it if there is one, and starts to make it whole.
+    @property
+    def recomputes(self) -> bool:
+        """Whether this forward pass keeps only the input."""
+        return self.recompute and torch.is_grad_enabled()
 
-        Returns:
-            The stream, and what was read of it.
-        """
-        if self.recompute and torch.is_grad_enabled():
-            stream = stream if output is None else stream + output
-            return stream, NormedStream(stream, None)
-        stream, normed = (stream, self.norm(stream)) if output is None else self.norm(stream, output=output)
-        return stream, NormedStream(stream, self.layout.start_read(normed))
+    def partial_sum(self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None) -> Tensor:
+        """Return this rank's partial sum of the output for a stream, [s, b, h].
 
-    def start(self, reading: NormedStream, context: SequenceContext, midway: Midway | None = None) -> InFlight:
-        """The output for what was read, its sum started."""
-        if reading.whole is None:
-            return self.layout.start_write(self.unreduced(reading.stream, context))
-        in_flight: InFlight = self.body(reading.whole.wait(), context, midway=midway)
-        return in_flight
-
-    def unreduced(self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None) -> Tensor:
-        """This rank's partial sum of the output, [s, b, h].
-
-        The output's sum does not lie inside what is recomputed, so it does not run twice; the gather of a sharded
-        stream does, since what it gathers is what is not kept.
+        Recomputation repeats the gather of a sharded stream, because its result is not kept. It does not repeat the sum
+        over the ranks, which is started outside.
 
         Args:
-            norm_weight: stands in for the norm's own.
+            norm_weight: used instead of the norm's weight.
         """
 
-        def partial_sum(stream: Tensor) -> Tensor:
-            normed = self.layout.start_read(self.norm(stream, norm_weight)).wait()
-            partial: Tensor = self.body(normed, context, launch=False).partial
-            return partial
+        def compute(stream: Tensor) -> Tensor:
+            return self.body(self.layout.start_read(self.norm(stream, norm_weight)).wait(), context)
 
-        if self.recompute and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(partial_sum, stream, use_reentrant=False, preserve_rng_state=False)
+        if self.recomputes:
+            recomputed: Tensor = checkpoint(compute, stream, use_reentrant=False, preserve_rng_state=False)
             return recomputed
-        return partial_sum(stream)
+        return compute(stream)
+
+
+Reading = TypeVar("Reading")
+"""What a sub-block has read: the stream, between its norm and the first product of the body."""
+
+
+class ForwardPass(Protocol[Reading]):
+    """How a walk computes its sub-blocks, and what it keeps for backward."""
+
+    @property
+    def steps(self) -> Sequence[SubBlock]:
+        """The sub-blocks, in order."""
+
+    def read(self, index: int, stream: Tensor, output: Tensor | None) -> tuple[Tensor, Reading]:
+        """Add `output` to the stream if there is one, norm the stream for step `index` and start to gather it.
+
+        Returns:
+            The stream after the addition, and the reading.
+        """
+
+    def partial_sum(self, index: int, reading: Reading, midway: Midway) -> Tensor:
+        """Run the body of step `index` and return its unreduced partial sum [s, b, h].
+
+        The caller may reduce it in place: no graph may depend on its values.
+        """
+
+
+class NormedStream(NamedTuple):
+    """A reading in autograd's graph."""
+
+    stream: Tensor
+    whole: InFlight | None
+    """The normed stream, [s, b, h]; None if norm and body are computed together, and again in backward."""
+
+
+class AutogradPass(NamedTuple):
+    """The forward pass whose backward is left to autograd, and the one without a backward."""
+
+    steps: Sequence[SubBlock]
+    context: SequenceContext
+
+    def read(self, index: int, stream: Tensor, output: Tensor | None) -> tuple[Tensor, NormedStream]:
+        """See `ForwardPass.read`."""
+        step = self.steps[index]
+        if step.recomputes:
+            stream = stream if output is None else stream + output
+            return stream, NormedStream(stream, None)
+        stream, normed = (stream, step.norm(stream)) if output is None else step.norm(stream, output=output)
+        return stream, NormedStream(stream, step.layout.start_read(normed))
+
+    def partial_sum(self, index: int, reading: NormedStream, midway: Midway) -> Tensor:
+        """See `ForwardPass.partial_sum`."""
+        step = self.steps[index]
+        if reading.whole is None:
+            return step.partial_sum(reading.stream, self.context)
+        return step.body(reading.whole.wait(), self.context, midway=midway)
 
 
 def walk(
-    stream: Tensor,
-    pending: deque[InFlight],
-    sub_blocks: Sequence[SubBlock],
-    read: Callable[[SubBlock, Tensor, Tensor | None], tuple[Tensor, Reading]],
-    apply: Callable[[SubBlock, Reading, Midway | None], InFlight],
-    aside: Aside | None = None,
+    state: Tensor,
+    forward: ForwardPass[Reading],
+    pending_out: int,
+    layout: StreamLayout,
+    launch: Callable[[Tensor], InFlight],
+    side_queue: SideQueue | None,
 ) -> Tensor:
-    """The rule. Returns the stream after the last read; `pending` then holds what is still missing from it.
+    """Walk a range of sub-blocks by the rule of `stack.py`.
 
     Args:
-        read: given the stream, and the newest output that the sub-block does not miss, since its norm can add that
-            on its way; returns the stream with it, and what the sub-block computes with.
-        aside: where a sub-block that may read late does so beside the one before it, since what it reads has to be
-            gathered first: wait, add, norm and gather then all fly under that one. None reads when its turn comes.
+        state: the stream, and the outputs that are missing from it.
+        pending_out: outputs that may be missing from the stream that leaves.
+        launch: starts to sum a partial sum over the ranks.
+        side_queue: runs the read of the next sub-block (wait, add, norm, gather) under the current one where the
+            wiring allows it; None reads when the sub-block starts.
+
+    Returns:
+        The state that leaves. Its missing outputs are unreduced.
     """
+    stream, entered = split_state(state, layout)
+    steps = forward.steps
+    # A range shorter than its staleness passes on outputs that it neither made nor read.
+    reduced_here = len(entered) + len(steps) - pending_out
+    pending = deque(
+        launch(partial.clone()) if number < reduced_here else InFlight(partial, None)
+        for number, partial in enumerate(entered)
+    )
     ahead: list[Reading] = []
 
-    def read_now(sub_block: SubBlock, missing: int) -> Reading:
+    def read(index: int, missing: int) -> Reading:
         nonlocal stream
-        stream = drain(stream, pending, missing + 1)
+        stream = _drain(stream, pending, missing + 1)
+        # The norm can add the newest output that it does not miss on its way.
         output = pending.popleft().wait() if len(pending) > missing else None
-        with sub_block.named("norm forward"):
-            stream, reading = read(sub_block, stream, output)
+        with steps[index].named("norm forward"):
+            stream, reading = forward.read(index, stream, output)
         return reading
 
-    for index, sub_block in enumerate(sub_blocks):
-        if aside is not None and ahead:
-            aside.join()
-        reading = ahead.pop() if ahead else read_now(sub_block, sub_block.staleness)
-        midway: Midway | None = None
-        if aside is not None and index + 1 < len(sub_blocks) and sub_blocks[index + 1].staleness > 0:
-            following = sub_blocks[index + 1]
+    def start_reading_ahead(index: int, side_queue: SideQueue) -> Midway:
+        def read_ahead(_: object = None) -> None:
+            # The output of the sub-block that is running will be missing as well.
+            missing = steps[index].staleness - 1
+            ahead.append(side_queue.run(lambda: read(index, missing), uses=(stream, *pending)))
 
-            def read_following(_: object = None, following: SubBlock = following, aside: Aside = aside) -> None:
-                # The output of the sub-block that is under way will be missing as well.
-                missing = following.staleness - 1
-                ahead.append(aside.run(lambda: read_now(following, missing), uses=(stream, *pending)))
+        if side_queue.runs_midway:
+            return read_ahead
+        read_ahead()
+        return ignore_midway
 
-            if aside.halfway:
-                midway = read_following
-            else:
-                read_following()
+    for index, step in enumerate(steps):
+        if side_queue is not None and ahead:
+            side_queue.join()
+        reading = ahead.pop() if ahead else read(index, step.staleness)
+        midway: Midway = ignore_midway
+        if side_queue is not None and index + 1 < len(steps) and steps[index + 1].staleness > 0:
+            midway = start_reading_ahead(index + 1, side_queue)
+        with step.named("forward"):
+            partial = forward.partial_sum(index, reading, midway)
+            is_reduced = len(entered) + index < reduced_here
+            pending.append(launch(partial) if is_reduced else InFlight(partial, None))
+    stream = _drain(stream, pending, pending_out)
+    return _join_state(stream, (in_flight.partial for in_flight in pending))
 
-        with sub_block.named("forward"):
-            pending.append(apply(sub_block, reading, midway))
-    return stream
 
-
-def drain(stream: Tensor, pending: deque[InFlight], remaining: int) -> Tensor:
-    """Adds the oldest outputs to the stream until at most `remaining` are missing."""
+def _drain(stream: Tensor, pending: deque[InFlight], remaining: int) -> Tensor:
+    """Add the oldest outputs to the stream until at most `remaining` are missing."""
     while len(pending) > remaining:
         stream = stream + pending.popleft().wait()
     return stream
 
 
 def split_state(state: Tensor, layout: StreamLayout) -> tuple[Tensor, list[Tensor]]:
-    """The stream, and the partial sums [s, b, h] of what is missing from it."""
+    """Return the stream, and the partial sums [s, b, h] of the outputs that are missing from it."""
     parts, positions, *rest = state.shape
     missing = state[1:].reshape((parts - 1) // layout.shards, layout.shards * positions, *rest)
     return state[0], list(missing.unbind(0))
 
 
-def join_state(stream: Tensor, missing: Iterable[Tensor]) -> Tensor:
-    """The state of a stream and the partial sums of what is missing from it."""
+def _join_state(stream: Tensor, missing: Iterable[Tensor]) -> Tensor:
     return torch.cat([stream.unsqueeze(0), *(partial.reshape(-1, *stream.shape) for partial in missing)])

@@ -1,9 +1,8 @@
-"""The gradient of a column-parallel layer's input, on its way to being summed over the tensor-parallel ranks.
+"""The gradient of a column-parallel layer's input, in flight to its sum over the tensor-parallel ranks.
 
-Each rank has a partial sum of it. Left to autograd, the sum would be waited for where it arises. A caller that walks
-sub-blocks backward itself (`model/backward.py`) gives the layer an `InputGradient` instead: the layer starts the sum
-there and goes on with the gradient of its weight, and the caller waits when it needs the result, another sub-block
-later.
+Each rank has a partial sum of it. Autograd would wait for the sum where it arises. A caller that walks sub-blocks
+backward itself (`model/backward.py`) passes the layer an `InputGradient` instead: the layer starts the sum there and
+continues with the gradient of its weight, and the caller waits when it needs the result, one sub-block later.
 """
 
 from typing import Any
@@ -18,11 +17,11 @@ from megatron_ladder.parallel.partial_gradients import PartialGradients
 
 
 class InputGradient:
-    """Serves one backward pass of one sub-block; owned by whoever walks it.
+    """Serves one backward pass of one sub-block; owned by the code that walks it.
 
     Attributes:
-        partial_gradients: takes those of replicated parameters inside the sub-block.
-        input_again: the layer's input, which the walker gathers again for backward; None while it is not on its way.
+        partial_gradients: collects those of replicated parameters inside the sub-block.
+        input_again: the layer's input, which the caller gathers again for backward; None until that gather starts.
     """
 
     def __init__(
@@ -30,8 +29,8 @@ class InputGradient:
     ) -> None:
         """
         Args:
-            layout: how the ranks share the sum; None leaves it to the caller, who gets this rank's part.
-            keeps_input: False if the walker sets `input_again` before the layer goes backward.
+            layout: how the ranks share the sum; None leaves the sum to the caller, who gets this rank's part.
+            keeps_input: False if the caller sets `input_again` before the layer goes backward.
         """
         self.layout = layout
         self.partial_gradients = partial_gradients
@@ -40,7 +39,7 @@ class InputGradient:
         self._in_flight: InFlight | None = None
 
     def start(self, output_gradient: Tensor, weight: Tensor) -> None:
-        """Computes this rank's part of the input's gradient, `output_gradient @ weight`, and starts the sum.
+        """Compute this rank's part of the input's gradient, `output_gradient @ weight`, and start the sum.
 
         Args:
             output_gradient: [s, b, out/t].
@@ -50,12 +49,12 @@ class InputGradient:
         self._in_flight = InFlight(partial, None) if self.layout is None else self.layout.start_write(partial)
 
     def wait(self) -> Tensor:
-        """The gradient of the input: [s, b, in], summed, or this rank's positions of it, or its part of the sum."""
+        """Return the gradient of the input: [s, b, in] summed, this rank's positions of it, or its part of the sum."""
         assert self._in_flight is not None, "the column-parallel layer's backward has not run"
         return self._in_flight.wait()
 
 
-class _LinearGivingInputGradient(Function):
+class _LinearWithInputGradient(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient
@@ -75,9 +74,9 @@ class _LinearGivingInputGradient(Function):
         return None, weight_gradient, rows.sum(0) if ctx.has_bias else None, None
 
 
-def linear_giving_input_gradient(
+def linear_with_input_gradient(
     x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient
 ) -> Tensor:
-    """`x @ weight^T + bias`; the gradient of x goes to `input_gradient`, its sum started before the weight's."""
-    output: Tensor = _LinearGivingInputGradient.apply(x, weight, bias, input_gradient)
+    """Return `x @ weight^T + bias`; the gradient of x goes to `input_gradient`, its sum started before the weight's."""
+    output: Tensor = _LinearWithInputGradient.apply(x, weight, bias, input_gradient)
     return output

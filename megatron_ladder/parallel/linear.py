@@ -1,9 +1,9 @@
-"""Linear layers cut over the tensor-parallel ranks.
+"""Linear layers sharded over the tensor-parallel ranks.
 
 Shapes per rank, with t ranks, s positions, b samples:
 
     ColumnParallelLinear   x [s, b, in]         weight_shard_out [out/t, in]   ->  [s, b, out/t]
-    RowParallelLinear      x_shard [s, b, in/t] weight_shard_in [out, in/t]    ->  InFlight of [s, b, out]
+    RowParallelLinear      x_shard [s, b, in/t] weight_shard_in [out, in/t]    ->  partial sum [s, b, out]
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,17 @@ from torch import Tensor, nn
 
 from megatron_ladder.blueprint.tensors import Matrix
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region, sum_gradient_rows
-from megatron_ladder.comm.stream import ReplicatedStream, StreamLayout
-from megatron_ladder.parallel.input_gradient import InputGradient, linear_giving_input_gradient
+from megatron_ladder.parallel.input_gradient import InputGradient, linear_with_input_gradient
 from megatron_ladder.parallel.layout import ParallelModule
-from megatron_ladder.parallel.partitioned import linear
+from megatron_ladder.parallel.partitioned import LinearFunction, linear
 
 
 class ColumnParallelLinear(ParallelModule):
     """`y_shard = x @ weight_shard^T + bias_shard`, for one or several matrices of the same input side by side.
 
-    The gradient of x is summed over the group, unless each rank has an x of its own; so is that of rows which several
-    ranks hold, over those ranks.
+    The gradient of x is summed over the group, unless each rank has a separate x. The gradient of rows that several
+    ranks hold is summed over these ranks.
     """
 
     weight: nn.Parameter
@@ -40,14 +38,17 @@ class ColumnParallelLinear(ParallelModule):
         kv_replica_group: CommGroup,
         dtype: torch.dtype,
         device: torch.device,
+        linear: LinearFunction = linear,
         sum_input_gradient: bool = True,
     ) -> None:
         """
         Args:
-            sum_input_gradient: False for an input that is each rank's own, or whose gradient the caller sums.
+            linear: multiplies where autograd computes the gradient of the input.
+            sum_input_gradient: False if each rank has a separate input, or if the caller sums its gradient.
         """
         super().__init__()
         self.group = group
+        self.linear = linear
         self.sum_input_gradient = sum_input_gradient
         self.kv_replica_group = kv_replica_group
         self.widths = [matrix.weight.width(group.size) for matrix in matrices]
@@ -61,27 +62,27 @@ class ColumnParallelLinear(ParallelModule):
             self.bias = None
 
     def forward(self, hidden_states: Tensor, input_gradient: InputGradient | None = None) -> Tensor:
-        """[s, b, in] -> [s, b, sum of widths]: the shares' columns one after another.
+        """[s, b, in] -> [s, b, sum of widths]: the columns of one share after another.
 
         Args:
-            input_gradient: takes the gradient of `hidden_states`, its sum over the group started, in place of
+            input_gradient: receives the gradient of `hidden_states` with its sum over the group started, instead of
                 autograd, which would wait for the sum.
         """
-        weight = self._whole_gradient(self.weight, self.widths, self._replicated)
+        weight = self._sum_replicated(self.weight, self.widths, self._replicated)
         bias = self._bias_of_all_columns()
         if input_gradient is not None:
-            return linear_giving_input_gradient(hidden_states, weight, bias, input_gradient)
+            return linear_with_input_gradient(hidden_states, weight, bias, input_gradient)
         if self.sum_input_gradient:
             hidden_states = copy_to_tensor_parallel_region(hidden_states, self.group)
-        return linear(hidden_states, weight, bias)
+        return self.linear(hidden_states, weight, bias)
 
     def _bias_of_all_columns(self) -> Tensor | None:
-        """The biases in the order of the columns, zeros for shares that have none."""
+        """Return the biases in the order of the columns, with zeros for shares without a bias."""
         if self.bias is None:
             return None
         with_bias = [i for i, biased in enumerate(self.biased) if biased]
         widths = [self.widths[i] for i in with_bias]
-        bias = self._whole_gradient(self.bias, widths, [self._replicated[i] for i in with_bias])
+        bias = self._sum_replicated(self.bias, widths, [self._replicated[i] for i in with_bias])
         if len(with_bias) == len(self.widths):
             return bias
         pieces = iter(torch.split(bias, widths))
@@ -92,8 +93,8 @@ class ColumnParallelLinear(ParallelModule):
             ]
         )
 
-    def _whole_gradient(self, parameter: Tensor, widths: Sequence[int], replicated_rows: Sequence[bool]) -> Tensor:
-        """The parameter, with the gradient of rows that several ranks hold summed over those ranks."""
+    def _sum_replicated(self, parameter: Tensor, widths: Sequence[int], replicated_rows: Sequence[bool]) -> Tensor:
+        """Return the parameter; the gradient of rows that several ranks hold is summed over these ranks."""
         start = 0
         for width, is_replicated in zip(widths, replicated_rows, strict=True):
             if is_replicated:
@@ -103,11 +104,11 @@ class ColumnParallelLinear(ParallelModule):
 
 
 class RowParallelLinear(ParallelModule):
-    """`y = sum over ranks of x_shard @ weight_shard^T, + bias`, returned while the sum is under way.
+    """`partial = x_shard @ weight_shard^T`, + bias on rank 0; the sum over the ranks is left to the caller.
 
-    The bias enters the partial sum of rank 0 alone, so it counts once; its gradient is that of the sum and equal
-    on every rank. Added there instead of after the wait, it needs no second hook on the handle: it travels with
-    an unreduced partial across a pipeline boundary, and under ZeRO-3 it is used while it is gathered.
+    The bias enters the partial sum of rank 0 only, so it counts once. Its gradient is that of the sum, and equal on
+    every rank. Added here instead of after the sum, the bias needs no second hook on the handle: it crosses a pipeline
+    boundary in the unreduced partial sum, and under ZeRO-3 it is used while it is gathered.
     """
 
     weight: nn.Parameter
@@ -120,20 +121,17 @@ class RowParallelLinear(ParallelModule):
         group: CommGroup,
         dtype: torch.dtype,
         device: torch.device,
-        layout: StreamLayout | None = None,
-        reduce: bool = False,
+        linear: LinearFunction = linear,
         equal_gradients: bool = True,
     ) -> None:
         """
         Args:
-            layout: how the ranks share the sum; each holds all of it if not given.
-            reduce: wait for the sum and return it as a plain tensor.
-            equal_gradients: False when each rank goes on with its partial sum, so that its gradient is not the others'.
+            equal_gradients: False if each rank continues with its own partial sum, so that its gradient differs from
+                the other ranks'.
         """
         super().__init__()
         self.group = group
-        self.layout = layout or ReplicatedStream(group)
-        self.reduce = reduce
+        self.linear = linear
         self.equal_gradients = equal_gradients
         self.add_parameter("weight", [matrix.weight], group, dtype, device)
         if matrix.bias is not None:
@@ -141,27 +139,19 @@ class RowParallelLinear(ParallelModule):
         else:
             self.bias = None
 
-    def forward(self, x_shard: Tensor, launch: bool = True) -> InFlight | Tensor:
-        """[s, b, in/t] -> the sum over the ranks, in flight (or there, with `reduce`): [s, b, out], or this rank's
-        positions of it.
-
-        Args:
-            launch: False leaves the partial sum unreduced, with no handle, for a caller that adds to it or sends
-                it elsewhere before it starts the reduce itself.
-        """
-        partial = linear(x_shard, self.weight)
-        if self.bias is not None:
-            partial = _add_once(partial, self.bias, self.group, self.equal_gradients)
-        if not launch:
-            return InFlight(partial, None)
-        in_flight = self.layout.start_write(partial)
-        return in_flight.wait() if self.reduce else in_flight
+    def forward(self, x_shard: Tensor) -> Tensor:
+        """[s, b, in/t] -> this rank's partial sum [s, b, out]."""
+        partial = self.linear(x_shard, self.weight, None)
+        if self.bias is None:
+            return partial
+        added: Tensor = _AddOnRankZero.apply(partial, self.bias, self.group, self.equal_gradients)
+        return added
 
 
 class _AddOnRankZero(torch.autograd.Function):
-    """Forward: rank 0 adds the bias. Backward: every rank has the gradient of the sum, so also the bias's.
+    """Add the bias on rank 0; in backward, every rank has the gradient of the sum, which is also the bias's.
 
-    Where the partial sums are not added up, the bias met rank 0's stream alone, and the others get its gradient.
+    Where partial sums stay separate, the bias entered rank 0's stream only, and rank 0 broadcasts its gradient.
     """
 
     @staticmethod
@@ -171,10 +161,5 @@ class _AddOnRankZero(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        of_bias = gradient.flatten(0, -2).sum(0)
-        return gradient, of_bias if ctx.equal_gradients else ctx.group.broadcast(of_bias), None, None
-
-
-def _add_once(partial: Tensor, bias: Tensor, group: CommGroup, equal_gradients: bool) -> Tensor:
-    added: Tensor = _AddOnRankZero.apply(partial, bias, group, equal_gradients)
-    return added
+        bias_gradient = gradient.flatten(0, -2).sum(0)
+        return gradient, bias_gradient if ctx.equal_gradients else ctx.group.broadcast(bias_gradient), None, None

@@ -1,16 +1,18 @@
-"""What a layer must heed where ZeRO-3 gathers its weight before each use and gives the memory back behind it."""
+"""Linear products and inputs for parameters that ZeRO-3 gathers before each use and releases after it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_ladder.parallel.panels import panel_product
+LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x [..., in], weight [out, in], bias [out] or None) -> [..., out]."""
 
 
 class _LinearOfPartitionedWeight(Function):
-    """Keeps the parameter for backward, before which ZeRO-3 gathers it again."""
+    """Saves the parameter for backward, before which ZeRO-3 gathers it again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -22,21 +24,17 @@ class _LinearOfPartitionedWeight(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, weight.shape[0])
-        of_input = gradient @ weight if ctx.needs_input_grad[0] else None
-        of_weight = rows.t() @ x.reshape(-1, weight.shape[1])
-        return of_input, of_weight, rows.sum(0) if ctx.has_bias else None
+        input_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
+        weight_gradient = rows.t() @ x.reshape(-1, weight.shape[1])
+        return input_gradient, weight_gradient, rows.sum(0) if ctx.has_bias else None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight^T + bias`, for x [..., in] and weight [out, in].
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight^T + bias`, for x [..., in] and weight [out, in].
 
-    torch's own function keeps a view of the weight for backward, and with it the memory of the whole weight. So where
-    ZeRO-3 partitions the parameter (it has a `ds_id` then), a function of ours takes its place. A weight may also lie
-    in panels, see `panels.py`.
+    torch's own function saves a view of the weight for backward, and with it the memory of the whole weight. A
+    parameter that ZeRO-3 partitions (it has a `ds_id`) therefore goes through a function that saves the parameter.
     """
-    if weight.dim() == 3:
-        product = panel_product(x, weight)
-        return product if bias is None else product + bias
     if not hasattr(weight, "ds_id"):
         return F.linear(x, weight, bias)
     output: Tensor = _LinearOfPartitionedWeight.apply(x, weight, bias)
@@ -55,10 +53,10 @@ class _Reached(Function):
 
 
 def reached_by_backward(x: Tensor) -> Tensor:
-    """x, for a module whose input gradient goes another way than through autograd.
+    """Return x for a module whose input gradient does not go through autograd.
 
-    ZeRO-3 gives a module's weight back when backward arrives at its input. So the input must seem to need a gradient;
-    as a leaf it would stay in memory until then.
+    ZeRO-3 releases a module's weight when backward arrives at its input, so the input must appear to need a gradient.
+    As a leaf it would stay in memory until then.
     """
     reached: Tensor = _Reached.apply(x, x.new_empty(0).requires_grad_())
     return reached

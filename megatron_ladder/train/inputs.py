@@ -20,7 +20,7 @@ from megatron_ladder.data.tokenizers import WITHOUT_FILES, NullTokenizer, Tokeni
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag_name
-from megatron_ladder.model.compiled import require_compiler
+from megatron_ladder.model.operations import require_compiler
 from megatron_ladder.train.resume_rules import resumed_run
 from megatron_ladder.train.stream_inputs import open_stream, streaming_mistakes
 

@@ -27,9 +27,8 @@ from megatron_ladder.engine.mpu import DeepSpeedMpu
 from megatron_ladder.engine.param_groups import parameter_groups
 from megatron_ladder.engine.state import EngineState, engine_state
 from megatron_ladder.errors import UserError
-from megatron_ladder.model.compiled import compile_sub_blocks
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.norm import select_norm
+from megatron_ladder.model.operations import select_operations
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule, initialize
 from megatron_ladder.train.guards import Guard
@@ -158,19 +157,17 @@ def build_model(run: RunConfig, mesh: ProcessMesh, device: torch.device) -> tupl
 
     The weights are in fp32, or with ZeRO-3 partitioned already and in the precision of the run.
     """
-    norm, description = select_norm(run.training.norm_implementation, device)
+    training = run.training
+    operations, description = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     mesh, span = named_for_profiler(run, mesh)
     layers = partition(run)[mesh.pipeline.rank]
     recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
-    options = StackOptions(run.parallel.tp_overlap, recompute_layers, norm, span=span)
+    options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)
     if run.parallel.zero_stage == "3":
         model = LanguageModel(run.model, mesh, options, layers=layers, device=torch.device("meta"))
         initialize_partitioned(model, run, mesh, device)
     else:
         model = LanguageModel(run.model, mesh, options, layers=layers, device=device, seed=run.training.seed)
-    if run.training.compile_sub_blocks:
-        compile_sub_blocks(model)
-        description = "torch, compiled"
     return model, description
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
@@ -42,20 +43,30 @@ def build(
     tensor_parallel: int,
     options: StackOptions,
     sequence_parallel: bool = False,
+    lean: bool = False,
 ) -> LanguageModel:
-    """This rank's slices of the full `weights`."""
+    """Build this rank's slices of the full `weights`; with `lean`, for generation on a CPU."""
     mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
     mesh = replace(mesh, sequence_parallel=sequence_parallel)
     dtype = weights["embedding.weight"].dtype
-    model = LanguageModel(config, mesh, options, dtype=dtype)
-    with torch.no_grad():
-        for parameter, sections in parameter_sections(model):
-            parameter.fill_(PADDING)
-            for section in sections:
-                full = weights[section.name]
-                box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
-                section.view(parameter).copy_(full[box])
+    if lean:
+        options = replace(options, operations=LEAN_OPERATIONS)
+        model = LanguageModel(config, mesh, options, dtype=dtype, device=torch.device("meta"))
+        load_for_cpu(model, lambda part: fill_slices(part, weights))
+    else:
+        model = LanguageModel(config, mesh, options, dtype=dtype)
+        fill_slices(model, weights)
     return model
+
+
+@torch.no_grad()
+def fill_slices(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy this rank's slices of the full `weights` into a module."""
+    for parameter, sections in parameter_sections(module):
+        parameter.fill_(PADDING)
+        for section in sections:
+            box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
+            section.view(parameter).copy_(weights[section.name][box])
 
 
 def gradient_pieces(model: LanguageModel) -> Pieces:

@@ -1,5 +1,6 @@
 """Compiled sub-blocks: the gradients of uncompiled ones, and launches and waits in the same order."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.model.compiled import compile_sub_blocks
+from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.stack import StackOptions
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import small_model
@@ -22,11 +23,11 @@ def gradients_and_events(
     config: ModelConfig, options: StackOptions, sequence_parallel: bool, compiled: bool
 ) -> tuple[list[Tensor], list[str]]:
     """On each rank: loss and all gradients, and launches and waits, of a forward and backward pass."""
-    model, group = recorded_model(config, options, sequence_parallel)
     if compiled:
         torch.compiler.reset()
         counters.clear()
-        compile_sub_blocks(model, BACKEND)
+        options = replace(options, operations=compile_operations(Operations(), BACKEND))
+    model, group = recorded_model(config, options, sequence_parallel)
     tokens = torch.arange(24).view(2, 12)
     loss = model(tokens, tokens)
     loss.backward()

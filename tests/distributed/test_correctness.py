@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
-from megatron_ladder.comm.aside import Aside, TakingTurns
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.comm.side_queue import SideQueue, _InlineQueue
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
@@ -48,19 +48,19 @@ FEATURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class AtTheBeginning(TakingTurns):
+class AtTheBeginning(_InlineQueue):
     """Runs chains when CUDA would launch them."""
 
-    halfway = False
+    runs_midway = False
 
 
 def run_case(
     config: ModelConfig, weights: Weights, tensor_parallel: int, options: StackOptions,
-    tokens: Tensor, labels: Tensor, mask: Tensor, sequence_parallel: bool, aside: Aside | None,
+    tokens: Tensor, labels: Tensor, mask: Tensor, sequence_parallel: bool, side_queue: SideQueue | None,
 ) -> tuple[float, Pieces]:  # fmt: skip
     """On each rank: the loss a masked token, and every gradient that this rank holds."""
     model = build(config, weights, tensor_parallel, options, sequence_parallel)
-    model.stack.aside = aside or model.stack.aside
+    model.stack.side_queue = side_queue or model.stack.side_queue
     loss = model(tokens, labels, mask) / mask.sum()
     loss.backward()
     return loss.item(), gradient_pieces(model)
@@ -73,14 +73,16 @@ def batch(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     return tokens[:, :-1], tokens[:, 1:], mask
 
 
-def check(gloo_pools: GlooPools, tensor_parallel: int, config: ModelConfig, options: StackOptions,
-          dtype: torch.dtype, sequence_parallel: bool = False, aside: Aside | None = None) -> None:  # fmt: skip
+def check(
+    gloo_pools: GlooPools, tensor_parallel: int, config: ModelConfig, options: StackOptions, dtype: torch.dtype,
+    sequence_parallel: bool = False, side_queue: SideQueue | None = None,
+) -> None:  # fmt: skip
     reference = ReferenceConfig.like(config)
     weights = make_weights(reference, seed=1, dtype=dtype)
     tokens, labels, mask = batch(config, dtype)
     loss, gradients = reference_gradients(weights, reference, tokens, labels, mask)
     results = gloo_pools(tensor_parallel).run(
-        run_case, config, weights, tensor_parallel, options, tokens, labels, mask, sequence_parallel, aside
+        run_case, config, weights, tensor_parallel, options, tokens, labels, mask, sequence_parallel, side_queue
     )
     for found, _ in results:
         assert found == pytest.approx(float(loss), rel=TOLERANCE[dtype])
@@ -171,7 +173,7 @@ def test_a_sharded_stream_read_when_the_sub_block_before_begins(
     """The order of a stream beside the one that computes."""
     config = small_model(**(WIRINGS | MORE_WIRINGS)[wiring])
     options = StackOptions(recompute_layers=recompute, mirrored_backward=mirrored)
-    check(gloo_pools, 2, config, options, torch.float64, sequence_parallel=True, aside=AtTheBeginning())
+    check(gloo_pools, 2, config, options, torch.float64, sequence_parallel=True, side_queue=AtTheBeginning())
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])

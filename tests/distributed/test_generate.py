@@ -20,7 +20,6 @@ from megatron_ladder.data.tokenizers.plain import NullTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.conversation import converse
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.lean import prepare_for_cpu
 from megatron_ladder.generate.loading import check_tensor_parallel, load_model, open_model
 from megatron_ladder.generate.prompts import Prompt, PromptWriter
 from megatron_ladder.generate.requests import GenerationRequest
@@ -100,8 +99,7 @@ def generate_here(
 ) -> tuple[Tokens, Tokens]:
     """On each rank."""
     mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
-    model = build(config, weights, tensor_parallel, StackOptions(tp_overlap=overlap))
-    prepare_for_cpu(model)
+    model = build(config, weights, tensor_parallel, StackOptions(tp_overlap=overlap), lean=True)
     return greedy_and_sampled(GenerationEngine(model, mesh))
 
 
@@ -222,8 +220,7 @@ def test_under_the_deepspeed_launcher(tmp_path: Path) -> None:
 
 def scores_here(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[float]:
     mesh = mesh_of(2, key_value_replicas(config, 2))
-    model = build(config, weights, 2, StackOptions())
-    prepare_for_cpu(model)
+    model = build(config, weights, 2, StackOptions(), lean=True)
     return GenerationEngine(model, mesh).score(PROMPTS[2])
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.generate.lean import prepare_for_cpu
 from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
@@ -42,8 +41,7 @@ def test_decoding_takes_little_more_than_reading_the_weights_once() -> None:
         num_layers=12, hidden_size=768, ffn_hidden_size=2048, num_attention_heads=12, num_key_value_heads=12,
         head_dim=64, vocab_size=32_000, max_position_embeddings=512,
     )  # fmt: skip
-    engine = tiny_engine(config, reference_of(config)[0])
-    prepare_for_cpu(engine.model)
+    engine = tiny_engine(config, reference_of(config)[0], lean=True)
     weights = sum(weight.nbytes for name, weight in engine.model.named_parameters() if not name.startswith("embedding"))
     matrix, vector = torch.randn(GIGABYTE // 4 // 16384, 16384), torch.randn(16384)
     prompt = torch.randint(0, config.vocab_size, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(0))

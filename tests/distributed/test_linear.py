@@ -1,12 +1,11 @@
-"""The parallel layers by themselves, against torch's own linear layer on whole matrices."""
+"""The parallel layers alone, compared with torch's own linear layer on whole matrices."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ladder.blueprint.tensors import Matrix, TensorSpec
-from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.inflight import start_all_reduce
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tests.distributed.pool import GlooPools
@@ -21,15 +20,15 @@ def whole_matrices() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator, dtype=DOUBLE) for name, shape in shapes.items()}
 
 
-def run_layers(reduce: bool) -> dict[str, Tensor | str]:
-    """On each rank: the output of a column- and a row-parallel layer, gradients, and what the row-parallel gave."""
+def run_layers() -> dict[str, Tensor]:
+    """On each rank: the output of a column- and a row-parallel layer, and gradients."""
     mesh, whole = mesh_of(2), whole_matrices()
     up_matrix = Matrix(TensorSpec("up.weight", (8, 6), 0), TensorSpec("up.bias", (8,), 0))
     down_matrix = Matrix(TensorSpec("down.weight", (5, 8), 1), TensorSpec("down.bias", (5,)))
     up = ColumnParallelLinear(
         [up_matrix], group=mesh.tensor, kv_replica_group=mesh.kv_replica, dtype=DOUBLE, device=CPU
     )
-    down = RowParallelLinear(down_matrix, group=mesh.tensor, dtype=DOUBLE, device=CPU, reduce=reduce)
+    down = RowParallelLinear(down_matrix, group=mesh.tensor, dtype=DOUBLE, device=CPU)
     with torch.no_grad():
         for layer in (up, down):
             for parameter, sections in parameter_sections(layer):
@@ -37,21 +36,18 @@ def run_layers(reduce: bool) -> dict[str, Tensor | str]:
                     box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
                     section.view(parameter).copy_(whole[section.name][box])
     x = torch.linspace(-1, 1, 18, dtype=DOUBLE).view(3, 1, 6).requires_grad_()
-    given = down(up(x).tanh())
-    output = given.wait() if isinstance(given, InFlight) else given
+    output = start_all_reduce(down(up(x).tanh()), mesh.tensor).wait()
     output.square().sum().backward()
     assert x.grad is not None and down.bias is not None and down.bias.grad is not None
-    return {"kind": type(given).__name__, "output": output.detach(), "x": x.grad, "bias": down.bias.grad}
+    return {"output": output.detach(), "x": x.grad, "bias": down.bias.grad}
 
 
-@pytest.mark.parametrize(("reduce", "kind"), [(False, "InFlight"), (True, "Tensor")])
-def test_two_ranks_compute_what_one_does(gloo_pools: GlooPools, reduce: bool, kind: str) -> None:
+def test_two_ranks_compute_what_one_does(gloo_pools: GlooPools) -> None:
     whole = {name: tensor.requires_grad_() for name, tensor in whole_matrices().items()}
     x = torch.linspace(-1, 1, 18, dtype=DOUBLE).view(3, 1, 6).requires_grad_()
     inner = F.linear(x, whole["up.weight"], whole["up.bias"]).tanh()
     output = F.linear(inner, whole["down.weight"], whole["down.bias"])
     output.square().sum().backward()
-    for found in gloo_pools(2).run(run_layers, reduce):
-        assert found["kind"] == kind
+    for found in gloo_pools(2).run(run_layers):
         for name, expected in (("output", output.detach()), ("x", x.grad), ("bias", whole["down.bias"].grad)):
             torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import pending_before
-from megatron_ladder.comm.aside import Aside
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.model.backward import first_reads
+from megatron_ladder.comm.side_queue import SideQueue
+from megatron_ladder.model.backward import _first_reads
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.operations import BuildContext, Operations
 from megatron_ladder.model.stack import StackOptions, TransformerStack
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import mesh_of, small_model
@@ -168,12 +169,13 @@ def test_backward_is_the_mirror(
 
 
 def sharded_forward_events(
-    config: ModelConfig, options: StackOptions, training: bool, aside: Aside | None = None
+    config: ModelConfig, options: StackOptions, training: bool, side_queue: SideQueue | None = None
 ) -> str:
     """On each rank: as `forward_events`, of a sharded stream; `B3`: sub-block 3's first product."""
     model, group = recorded_model(config, options, sequence_parallel=True)
-    model.stack.aside = aside or model.stack.aside
+    model.stack.side_queue = side_queue or model.stack.side_queue
     for number, step in enumerate(model.stack.sub_blocks()):
+        assert isinstance(step.body, nn.Module)
         step.body.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
     with torch.set_grad_enabled(training):
         state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=training)
@@ -256,6 +258,7 @@ def weight_gradient_events(config: ModelConfig) -> list[str]:
     """On each rank: whether the reduce of an input gradient is started before the gradient of the weight is there."""
     model, group = recorded_model(config, StackOptions())
     for number, step in enumerate(model.stack.sub_blocks()):
+        assert isinstance(step.body, nn.Module)
         names = ("qkv_proj.weight", "gate_up_proj.weight")
         weight = next(parameter for name, parameter in step.body.named_parameters() if name in names)
         weight.register_post_accumulate_grad_hook(lambda _, number=number: group.events.append(f"G{number}"))
@@ -274,13 +277,13 @@ def test_standard_hides_the_reduce_under_the_gradient_of_its_weight(gloo_pools: 
 
 
 def test_first_reads() -> None:
-    assert first_reads([0, 0, 0], 0) == [1, 2, 3]
-    assert first_reads([1, 1, 1, 1], 0) == [2, 3, 4, 4]
+    assert _first_reads([0, 0, 0], 0) == [1, 2, 3]
+    assert _first_reads([1, 1, 1, 1], 0) == [2, 3, 4, 4]
     # Two sub-blocks of a ladder range that one output enters: its first sub-block reads without it.
-    assert first_reads([1, 1], 1) == [1, 2, 2]
-    assert first_reads([2, 2, 2, 2], 0) == [3, 4, 4, 4]
+    assert _first_reads([1, 1], 1) == [1, 2, 2]
+    assert _first_reads([2, 2, 2, 2], 0) == [3, 4, 4, 4]
     # Standard after ladder takes everything in first.
-    assert first_reads([1, 1, 0, 0], 0) == [2, 2, 3, 4]
+    assert _first_reads([1, 1, 0, 0], 0) == [2, 2, 3, 4]
 
 
 def test_without_overlap_every_reduce_is_waited_for_at_once(gloo_pools: GlooPools) -> None:
@@ -341,8 +344,9 @@ def chained_ranges(config: ModelConfig, cut: int, sequence_parallel: bool = Fals
     tokens = torch.arange(24).view(2, 12)
     context = model.training_context(tokens)
     parts = []
+    build = BuildContext(config, mesh, Operations(), torch.float64, torch.device("cpu"))
     for layers in (range(cut), range(cut, config.num_layers)):
-        part = TransformerStack(config, layers, mesh, StackOptions(), torch.float64, torch.device("cpu"))
+        part = TransformerStack(build, layers, StackOptions())
         part.load_state_dict({k: v for k, v in model.stack.state_dict().items() if int(k.split(".")[1]) in layers})
         parts.append(part)
     torch.manual_seed(0)

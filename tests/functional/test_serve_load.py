@@ -24,7 +24,6 @@ import torch
 
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.lean import prepare_for_cpu
 from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
@@ -160,8 +159,7 @@ def test_eight_clients_get_the_engines_own_speed() -> None:
         num_layers=12, hidden_size=768, ffn_hidden_size=2048, num_attention_heads=12, num_key_value_heads=12,
         head_dim=64, vocab_size=32_000, max_position_embeddings=512,
     )  # fmt: skip
-    engine = tiny_engine(config, reference_of(config)[0])
-    prepare_for_cpu(engine.model)
+    engine = tiny_engine(config, reference_of(config)[0], lean=True)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, config.vocab_size, (BATCH, PROMPT_TOKENS), generator=generator).tolist()
     with serving(engine=engine, max_concurrent=BATCH) as running, ThreadPoolExecutor(BATCH) as threads:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_ladder.blueprint.wiring import WIRINGS
@@ -151,6 +151,7 @@ class ForwardTimer:
         def end(*_: object) -> None:
             spans.append((began[0], self._clock.mark()))
 
+        assert isinstance(step.body, nn.Module)
         self._handles += [step.norm.register_forward_pre_hook(begin), step.body.register_forward_hook(end)]
 
     def finish(self) -> tuple[float, ...]:
@@ -177,7 +178,7 @@ def time_backward(
     for _ in range(rounds):
         for number, step in enumerate(steps):
             leaf = hidden_states.detach().requires_grad_()
-            partial = step.unreduced(leaf, context)
+            partial = step.partial_sum(leaf, context)
             gradient = torch.ones_like(partial)
             backward[number % per_layer].append(_seconds(lambda: partial.backward(gradient), clock))  # noqa: B023
             weight_gradient[number % per_layer].append(_time_weight_gradient(step, leaf.detach(), clock))
@@ -186,6 +187,7 @@ def time_backward(
 
 def _time_weight_gradient(step: SubBlock, x: Tensor, clock: StageClock) -> float:
     """Time the product of the input with the output's gradient, for the first matrix of the sub-block."""
+    assert isinstance(step.body, nn.Module)
     weight = next(parameter for parameter in step.body.parameters() if parameter.shape[-1] == x.shape[-1])
     rows = x.flatten(0, 1)
     gradient = rows.new_ones(rows.shape[0], weight.shape[0])

@@ -28,7 +28,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.lab.bench.paired import PairedTimes, RatioVerdict, measure
 from megatron_ladder.lab.bench.variants import Variant, build_models
-from megatron_ladder.model.compiled import compile_sub_blocks
+from megatron_ladder.model.operations import Operations, compile_operations
 
 TRANSFORMERS = "transformers"
 PRODUCT = "product"
@@ -89,14 +89,15 @@ def _ways(
 ) -> dict[str, Callable[[], object]]:
     """Return all functions to time, by name; our models share one set of weights."""
     alone = CommGroup.alone()
+    operations = Operations()
+    if workload.backend is not None:
+        operations = compile_operations(operations, workload.backend)
     models: dict[str, nn.Module] = {
         **build_models(
-            list(variants), workload.config, ProcessMesh.single(), alone, alone, workload.dtype, workload.device
-        )
+            [replace(variant, options=replace(variant.options, operations=operations)) for variant in variants],
+            workload.config, ProcessMesh.single(), alone, alone, workload.dtype, workload.device,
+        )  # fmt: skip
     }
-    if workload.backend is not None:
-        for model in models.values():
-            compile_sub_blocks(model, workload.backend)
     generator = torch.Generator().manual_seed(0)
     shape = (workload.batch, workload.sequence + 1)
     ids = torch.randint(0, workload.config.vocab_size, shape, generator=generator).to(workload.device)

@@ -14,14 +14,12 @@ from megatron_ladder.generate import engine as engine_module
 from megatron_ladder.generate import slots as slots_module
 from megatron_ladder.generate.cache import StaticKeyValueCache
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.lean import prepare_for_cpu
+from megatron_ladder.generate.lean import _PANEL_WIDTHS
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import Chosen, SamplingParameters
-from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.parallel.panels import PANEL_WIDTHS
 from tests.reference import greedy_continuation, make_weights, reference_logits
 from tests.unit.generate.plain_tokenizers import Bytes
-from tests.unit.generate.tiny_model import MODELS, PROMPTS, fill, reference_of, tiny_config, tiny_engine
+from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine, tiny_model
 
 GREEDY = SamplingParameters(temperature=0.0)
 NEW_TOKENS = 7
@@ -54,11 +52,9 @@ def test_logits_with_the_cache_are_those_of_recomputation(
     config = tiny_config(**MODELS[name])
     reference = reference_of(config)[1]
     weights = make_weights(reference, seed=11, dtype=torch.float64)
-    model = LanguageModel(config, ProcessMesh.single(), dtype=torch.float64)
-    fill(model, weights)
+    monkeypatch.setitem(_PANEL_WIDTHS, torch.float64, 8)
+    model = tiny_model(config, weights, lean, torch.float64)
     if lean:
-        monkeypatch.setitem(PANEL_WIDTHS, torch.float64, 8)
-        prepare_for_cpu(model)
         assert model.embedding.weight.dim() == (3 if config.tie_embeddings else 2)
         assert all(weight.dim() != 2 for name, weight in model.named_parameters() if "proj" in name)
     forced = torch.randint(0, config.vocab_size, (NEW_TOKENS, len(PROMPTS)), generator=torch.Generator().manual_seed(1))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.manifest import merge_manifest
@@ -14,7 +14,10 @@ from megatron_ladder.checkpoint.writer import CheckpointWriter
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer, copy_tokenizer, train_sentencepiece
 from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.operations import Operations
+from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
 from tests.reference import ReferenceConfig, make_weights
 
@@ -37,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "ladder": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2), "num_key_value_heads": 1},
     "hybrid": {"residual_mode": "ladder", "ladder_layers": (1,), "qk_layernorm": True, "tie_embeddings": True},
     "parallel": {
-        "residual_mode": "parallel",
+        "residual_mode": "ladder-parallel",
         "ladder_layers": (0, 1, 2),
         "num_key_value_heads": 4,
         "add_qkv_bias": True,
@@ -57,7 +60,7 @@ def reference_of(config: ModelConfig, seed: int = 3) -> tuple[dict[str, Tensor],
     return make_weights(reference, seed), reference
 
 
-def fill(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
+def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Puts whole weights into a model of one rank; rows beyond the vocabulary must have no part in anything."""
     with torch.no_grad():
         for parameter, sections in parameter_sections(model):
@@ -66,12 +69,25 @@ def fill(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
                 section.view(parameter).copy_(weights[section.name])
 
 
-def tiny_engine(config: ModelConfig, weights: Mapping[str, Tensor]) -> GenerationEngine:
-    """Of one rank."""
+def tiny_model(
+    config: ModelConfig, weights: Mapping[str, Tensor], lean: bool = False, dtype: torch.dtype = torch.float32,
+    operations: Operations | None = None,
+) -> LanguageModel:  # fmt: skip
+    """Build a model of one rank; with `lean`, as `load_model` does on a CPU."""
     mesh = ProcessMesh.single()
-    model = LanguageModel(config, mesh)
-    fill(model, weights)
-    return GenerationEngine(model, mesh)
+    if lean:
+        options = StackOptions(operations=operations or LEAN_OPERATIONS)
+        model = LanguageModel(config, mesh, options, dtype=dtype, device=torch.device("meta"))
+        load_for_cpu(model, lambda part: fill(part, weights))
+    else:
+        model = LanguageModel(config, mesh, StackOptions(operations=operations or Operations()), dtype=dtype)
+        fill(model, weights)
+    return model
+
+
+def tiny_engine(config: ModelConfig, weights: Mapping[str, Tensor], lean: bool = False) -> GenerationEngine:
+    """Build an engine of one rank."""
+    return GenerationEngine(tiny_model(config, weights, lean), ProcessMesh.single())
 
 
 def write_checkpoint(save: Path, config: ModelConfig, weights: Mapping[str, Tensor], **more: Any) -> Path:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.model import documents as documents_module
-from megatron_ladder.model.documents import Documents, document_attention, flash_attention
+from megatron_ladder.model.documents import DocumentBounds, _flash_attention, document_attention
 
 BATCH, LENGTH, HEADS, KV_HEADS, WIDTH = 2, 9, 4, 2, 8
 BOUNDS = torch.tensor([0, 1, 2, 6, 9, 14, 18], dtype=torch.int32)
@@ -59,9 +59,10 @@ def as_documented(
 @pytest.mark.parametrize("packed", [False, True], ids=["one after the other", "packed"])
 def test_a_token_sees_its_document_alone(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", as_documented)
-    kernel = flash_attention if packed else None
+    kernel = _flash_attention if packed else None
     results = []
-    for attention in (plain, lambda *qkv: document_attention(*qkv, Documents.of(BOUNDS, torch.device("cpu")), kernel)):
+    documents = DocumentBounds.of(BOUNDS, torch.device("cpu"))
+    for attention in (plain, lambda *qkv: document_attention(*qkv, documents, kernel)):
         q, k, v = inputs()
         found = attention(q, k, v)
         weights = torch.arange(found.numel(), dtype=torch.float64).view(found.shape).cos()
@@ -75,7 +76,7 @@ def test_a_token_sees_its_document_alone(packed: bool, monkeypatch: pytest.Monke
 def test_a_document_never_goes_beyond_a_row() -> None:
     bounds = torch.tensor([0, 10, 18], dtype=torch.int32)
     with pytest.raises(AssertionError, match="documents end where rows end"):
-        document_attention(*inputs(), Documents.of(bounds, torch.device("cpu")))
+        document_attention(*inputs(), DocumentBounds.of(bounds, torch.device("cpu")))
 
 
 def test_half_precision_on_cuda_takes_the_packed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,12 +87,12 @@ def test_half_precision_on_cuda_takes_the_packed_kernel(monkeypatch: pytest.Monk
 
     taken: list[torch.dtype] = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds) -> Tensor:
         taken.append(q.dtype)
         return q
 
-    monkeypatch.setattr(documents_module, "flash_attention", kernel)
+    monkeypatch.setattr(documents_module, "_flash_attention", kernel)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         q, k, v = (x.detach().to(dtype).as_subclass(OnCuda) for x in inputs())
-        document_attention(q, k, v, Documents.of(BOUNDS, torch.device("cpu")))
+        document_attention(q, k, v, DocumentBounds.of(BOUNDS, torch.device("cpu")))
     assert taken == [torch.float16, torch.bfloat16]

@@ -9,7 +9,7 @@ import torch
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.engine.adamw import build_adamw
 from megatron_ladder.errors import UserError
-from megatron_ladder.model.norm import select_norm, torch_rms_norm
+from megatron_ladder.model.operations import Operations, select_operations
 from megatron_ladder.parallel.apex import find_in_apex
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -32,9 +32,9 @@ def test_the_unrelated_package_is_told(unrelated_apex: None) -> None:
     found, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", CUDA)
     assert found is None and "it is not NVIDIA's" in reason
     with pytest.raises(UserError, match="--norm-implementation apex: .* not NVIDIA's.*use --norm-implementation torch"):
-        select_norm("apex", CUDA)
-    function, description = select_norm("auto", CUDA)
-    assert function is torch_rms_norm and "not NVIDIA's" in description
+        select_operations("apex", False, CUDA)
+    operations, description = select_operations("auto", False, CUDA)
+    assert operations == Operations() and "not NVIDIA's" in description
 
 
 def test_nvidias_package_is_used(unrelated_apex: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,13 +42,15 @@ def test_nvidias_package_is_used(unrelated_apex: None, monkeypatch: pytest.Monke
     module = sys.modules["apex.normalization.fused_layer_norm"]
     monkeypatch.setattr(module, "fused_rms_norm_affine", lambda *given: calls.append(given) or given[0], raising=False)
     # It imports without its kernels too.
-    function, description = select_norm("auto", CUDA)
-    assert function is torch_rms_norm and "fused_layer_norm_cuda" in description and "--cuda_ext" in description
+    operations, description = select_operations("auto", False, CUDA)
+    assert operations == Operations() and "fused_layer_norm_cuda" in description and "--cuda_ext" in description
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", ModuleType("fused_layer_norm_cuda"))
-    function, description = select_norm("auto", CUDA)
+    operations, description = select_operations("auto", False, CUDA)
     x, weight = torch.randn(2, 3), torch.ones(3)
-    assert function(x, weight, 1e-5) is x and description == "apex FusedRMSNorm"
+    assert operations.norm(x, weight, 1e-5) is x and description == "apex FusedRMSNorm"
     assert calls == [(x, weight, weight.shape, 1e-5)]
+    total, normed = operations.add_norm(x, x, weight, 1e-5)
+    assert normed is total and torch.equal(total, 2 * x) and len(calls) == 2
 
 
 def test_apex_is_never_used_on_a_cpu(unrelated_apex: None) -> None:

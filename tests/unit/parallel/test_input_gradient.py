@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.stream import ReplicatedStream
-from megatron_ladder.parallel.input_gradient import InputGradient, linear_giving_input_gradient
+from megatron_ladder.parallel.input_gradient import InputGradient, linear_with_input_gradient
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
 
 
@@ -60,7 +60,7 @@ def test_the_sum_starts_between_the_two_products() -> None:
     own_x, own_weight, own_bias = (tensor.clone().requires_grad_() for tensor in (x, weight, bias))
     for tensor in (x, weight, bias):
         tensor.requires_grad_()
-    output = linear_giving_input_gradient(x, weight, bias, input_gradient)
+    output = linear_with_input_gradient(x, weight, bias, input_gradient)
     gradient = torch.randn_like(output)
     torch.nn.functional.linear(own_x, own_weight, own_bias).backward(gradient)
     with Products(events):
@@ -75,7 +75,7 @@ def test_an_input_that_is_not_kept_is_taken_from_the_walker() -> None:
     group = DoublingGroup([])
     input_gradient = InputGradient(ReplicatedStream(group), PartialGradients(PartialSums(group)), keeps_input=False)
     x, weight = torch.randn(3, 2, 4), torch.randn(5, 4, requires_grad=True)
-    output = linear_giving_input_gradient(x, weight, None, input_gradient)
+    output = linear_with_input_gradient(x, weight, None, input_gradient)
     again = x.clone()
     x.zero_()
     input_gradient.input_again = InFlight(again, None)
@@ -106,9 +106,9 @@ def test_parts_of_several_passes_are_summed_once() -> None:
     sums.expect(3)
     for part in (256.0, 1.0, 1.0):
         assert scale.grad is None and not events
-        a_pass = PartialGradients(sums)
-        (torch.tensor([part], dtype=torch.bfloat16) * a_pass.defer(scale)).sum().backward()
-        a_pass.end_pass()
+        partial_gradients = PartialGradients(sums)
+        (torch.tensor([part], dtype=torch.bfloat16) * partial_gradients.defer(scale)).sum().backward()
+        partial_gradients.end_pass()
     assert events == ["start", "wait"]
     # In bf16, 256 + 1 is 256.
     assert scale.grad is not None and scale.grad.tolist() == [516.0]

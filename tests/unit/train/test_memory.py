@@ -6,8 +6,9 @@ from torch._dynamo.utils import counters
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.model.compiled import compile_sub_blocks
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.operations import Operations, compile_operations
+from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.train.memory import ActivationMeter
 from tests.unit.generate.tiny_model import tiny_config
 
@@ -54,12 +55,13 @@ def test_a_compiled_model_is_measured_uncompiled_and_compiled_afterwards() -> No
     torch.compiler.reset()
     counters.clear()
     config = tiny_config()
-    model = LanguageModel(config, ProcessMesh.single(), seed=1)
     tokens = torch.arange(24).view(2, 12)
+    model = LanguageModel(config, ProcessMesh.single(), seed=1)
     with ActivationMeter(model, torch.device("cpu")) as meter:
         model(tokens, tokens)
     plain = meter.kept_bytes
-    compile_sub_blocks(model, "aot_eager")
+    options = StackOptions(operations=compile_operations(Operations(), "aot_eager"))
+    model = LanguageModel(config, ProcessMesh.single(), options, seed=1)
     with ActivationMeter(model, torch.device("cpu")) as meter:
         model(tokens, tokens)
         assert not counters["stats"]

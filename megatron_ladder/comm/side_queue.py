@@ -1,0 +1,80 @@
+"""A queue for a chain of small operations and collectives that runs alongside a sub-block.
+
+With a sharded stream, the input of the next sub-block has to be waited for, added, normed and gathered while the
+current sub-block computes. On CUDA this chain has a separate stream from the beginning of the sub-block:
+
+    compute   [ h_1                          ].-[ h_2 ...
+    side      [ wait ][ add ][ norm ][ gather ]'
+
+A CPU has no second queue. There the chain runs between the two products of the sub-block, and its collectives overlap
+with what comes before and after.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class SideQueue(Protocol):
+    """Runs chains one after another."""
+
+    runs_midway: bool
+    """Whether a chain has to be started between the products of a sub-block; False: when the sub-block starts."""
+
+    def run(self, chain: Callable[[], T], uses: object) -> T:
+        """Return the chain's result, which later work of the current stream may use after `join`.
+
+        Args:
+            uses: holds every tensor that the chain uses and did not create.
+        """
+
+    def join(self) -> None:
+        """Make later work of the current stream run after the chains so far."""
+
+
+class _InlineQueue:
+    """Runs chains at once, on the stream that computes."""
+
+    runs_midway = True
+
+    def run(self, chain: Callable[[], T], uses: object) -> T:
+        return chain()
+
+    def join(self) -> None:
+        pass
+
+
+class _CudaSideQueue:
+    """Runs chains on a second CUDA stream.
+
+    The allocator knows the stream that a tensor was created on and reuses its memory on that stream, without checking
+    which other streams use it. Therefore tensors that the computation created and a chain uses are held here until
+    `join`. Tensors that a chain created and the computation uses may be dropped at any time: a later chain gets their
+    memory, and it first waits for all work that the compute stream was given until then.
+    """
+
+    runs_midway = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._held: list[object] = []
+
+    def run(self, chain: Callable[[], T], uses: object) -> T:
+        """Launch the chain after the work that the current stream has so far."""
+        self._held.append(uses)
+        self._stream.wait_event(torch.cuda.current_stream().record_event())
+        with torch.cuda.stream(self._stream):
+            return chain()
+
+    def join(self) -> None:
+        """Make the current stream wait for the chains; the host does not wait."""
+        torch.cuda.current_stream().wait_event(self._stream.record_event())
+        self._held.clear()
+
+
+def create_side_queue(device: torch.device) -> SideQueue:
+    """Return the queue for chains alongside computation on this device."""
+    return _CudaSideQueue(device) if device.type == "cuda" else _InlineQueue()

@@ -1,0 +1,156 @@
+"""The bodies of sub-blocks: attention, MLP, and both fused. Each implements `SubBlockBody`.
+
+Layouts: hidden_states [s, b, h]; queries [s, b, heads/t, d]; MLP inner [s, b, ffn/t]; the attention product itself
+[b, heads/t, s, d].
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors
+from megatron_ladder.model.documents import document_attention
+from megatron_ladder.model.norm import RMSNorm
+from megatron_ladder.model.operations import BuildContext
+from megatron_ladder.model.sub_block import Midway, SequenceContext, ignore_midway
+from megatron_ladder.parallel.input_gradient import InputGradient
+from megatron_ladder.parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+
+def _input_projection(build: BuildContext, tensors: SubBlockTensors) -> ColumnParallelLinear:
+    """Build one product from the normed stream to the inputs of all branches."""
+    config, mesh = build.config, build.mesh
+    return ColumnParallelLinear(
+        [matrix for branch in tensors.branches for matrix in branch.inputs],
+        group=mesh.tensor,
+        kv_replica_group=mesh.kv_replica,
+        dtype=build.dtype,
+        device=build.device,
+        linear=build.operations.linear,
+        sum_input_gradient=config.wiring.stream == "shared" and mesh.stream.shards == 1,
+    )
+
+
+def _output_projection(build: BuildContext, tensors: SubBlockTensors, branch: Branch) -> RowParallelLinear:
+    """Build the product from a branch to the residual stream."""
+    return RowParallelLinear(
+        branch.output,
+        group=build.mesh.tensor,
+        dtype=build.dtype,
+        device=build.device,
+        linear=build.operations.linear,
+        equal_gradients=tensors.wired.leaves_shared,
+    )
+
+
+class _AttentionHeads(nn.Module):
+    """Maps projected queries, keys and values to the heads' outputs; owns the norms of queries and keys."""
+
+    def __init__(self, build: BuildContext, layer: int, branch: Branch, widths: Sequence[int]) -> None:
+        """`widths`: columns of the queries, the keys and the values in the input projection."""
+        super().__init__()
+        config = build.config
+        self.operations = build.operations
+        self.widths = tuple(widths)
+        self.epsilon = config.norm_epsilon
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.q_norm, self.k_norm = None, None
+        if branch.head_norms:
+            self.q_norm, self.k_norm = (RMSNorm(build, tensor, per_head=True) for tensor in branch.head_norms)
+
+    def forward(
+        self, projected: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
+    ) -> Tensor:
+        """Projections [s, b, sum of widths] -> [s, b, heads/t * d]."""
+        norm_weights = None
+        if self.q_norm is not None and self.k_norm is not None:
+            deferred = None if input_gradient is None else input_gradient.partial_gradients
+            norm_weights = self.q_norm.weight_in_use(deferred), self.k_norm.weight_in_use(deferred)
+        q, k, v = self.operations.split_heads(
+            projected, self.widths, self.head_dim, context.rotary, norm_weights, self.epsilon
+        )
+        if context.documents is not None:
+            return document_attention(q, k, v, context.documents).permute(2, 0, 1, 3).flatten(2)
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer, k, v)
+        attended = self.operations.attend(q, k, v, context.mask)
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention over this rank's heads: fused q, k, v projection, heads, output projection."""
+
+    def __init__(self, build: BuildContext, layer: int, tensors: SubBlockTensors) -> None:
+        super().__init__()
+        (branch,) = tensors.branches
+        self.qkv_proj = _input_projection(build, tensors)
+        self.heads = _AttentionHeads(build, layer, branch, self.qkv_proj.widths)
+        self.o_proj = _output_projection(build, tensors, branch)
+
+    def forward(
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        input_gradient: InputGradient | None = None,
+        midway: Midway = ignore_midway,
+    ) -> Tensor:
+        """See `SubBlockBody`."""
+        attended = self.heads(self.qkv_proj(normed, input_gradient), context, input_gradient)
+        midway(attended)
+        partial: Tensor = self.o_proj(attended)
+        return partial
+
+
+class MLP(nn.Module):
+    """SwiGLU, `down(silu(gate(x)) * up(x))`: fused gate and up projection, SwiGLU, down projection."""
+
+    def __init__(self, build: BuildContext, layer: int, tensors: SubBlockTensors) -> None:
+        super().__init__()
+        self.operations = build.operations
+        (branch,) = tensors.branches
+        self.gate_up_proj = _input_projection(build, tensors)
+        self.down_proj = _output_projection(build, tensors, branch)
+
+    def forward(
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        input_gradient: InputGradient | None = None,
+        midway: Midway = ignore_midway,
+    ) -> Tensor:
+        """See `SubBlockBody`."""
+        inner = self.operations.swiglu(self.gate_up_proj(normed, input_gradient))
+        midway(inner)
+        partial: Tensor = self.down_proj(inner)
+        return partial
+
+
+class AttentionMLP(nn.Module):
+    """Attention and MLP of one norm in parallel (PaLM): one input projection, and one sum of both outputs."""
+
+    def __init__(self, build: BuildContext, layer: int, tensors: SubBlockTensors) -> None:
+        super().__init__()
+        self.operations = build.operations
+        attention, mlp = tensors.branches
+        self.in_proj = _input_projection(build, tensors)
+        self.heads = _AttentionHeads(build, layer, attention, self.in_proj.widths[:3])
+        self.o_proj = _output_projection(build, tensors, attention)
+        self.down_proj = _output_projection(build, tensors, mlp)
+
+    def forward(
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        input_gradient: InputGradient | None = None,
+        midway: Midway = ignore_midway,
+    ) -> Tensor:
+        """See `SubBlockBody`."""
+        widths = self.in_proj.widths
+        projected = self.in_proj(normed, input_gradient)
+        heads, gate_up = torch.split(projected, [sum(widths[:3]), sum(widths[3:])], dim=-1)
+        attended = self.heads(heads, context, input_gradient)
+        midway(attended)
+        partial: Tensor = self.o_proj(attended)
+        return partial + self.down_proj(self.operations.swiglu(gate_up))

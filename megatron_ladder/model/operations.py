@@ -1,0 +1,171 @@
+"""The operations between the collectives of a model, as one value that is passed to its modules.
+
+Another implementation (NVIDIA apex, torch.compile, the CPU decode functions in `generate/lean.py`) is another
+`Operations` value. Operations are functions of tensors alone: they start no collective and wait for none, so replacing
+them leaves the order of launches and waits as it is.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.errors import UserError
+from megatron_ladder.model.rotary import RotaryTable, apply_rotary
+from megatron_ladder.parallel.apex import find_in_apex
+from megatron_ladder.parallel.partitioned import LinearFunction, linear
+
+NormFunction = Callable[[Tensor, Tensor, float], Tensor]
+"""(x [..., n], weight [n], epsilon) -> [..., n]."""
+
+
+def torch_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Apply torch's RMSNorm operator to x [..., n]."""
+    return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def add_norm(
+    stream: Tensor, output: Tensor, weight: Tensor, epsilon: float, norm: NormFunction = torch_rms_norm
+) -> tuple[Tensor, Tensor]:
+    """Return `stream + output` and its norm; compiled, this is one kernel that reads each input once."""
+    total = stream + output
+    return total, norm(total, weight, epsilon)
+
+
+def split_heads(
+    projected: Tensor,
+    widths: Sequence[int],
+    head_dim: int,
+    table: RotaryTable,
+    norm_weights: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+    norm: NormFunction = torch_rms_norm,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split fused projections [s, b, sum of widths] into queries, keys and values [b, heads/t, s, d].
+
+    Queries and keys are normed if `norm_weights` are given, and rotated by their positions.
+    """
+    q, k, v = (x.view(*x.shape[:-1], -1, head_dim) for x in torch.split(projected, list(widths), dim=-1))
+    if norm_weights is not None:
+        q, k = norm(q, norm_weights[0], epsilon), norm(k, norm_weights[1], epsilon)
+    q, k = apply_rotary(q, table), apply_rotary(k, table)
+    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Apply attention: q [b, heads/t, s, d], k and v [b, kv_heads/t, positions, d] -> [b, heads/t, s, d].
+
+    `mask` is that of `SequenceContext`; for a single query it is the same for all heads, [b, 1, 1, positions].
+    """
+    # torch aligns a causal mask with the first key, which would hide the cache from a single query.
+    causal = mask is None and q.shape[2] > 1
+    if mask is not None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
+        # CUDA's fused kernels accept a mask or grouped queries, but not both. Therefore the query of each head becomes
+        # a row of the key-value head that it shares.
+        grouped = q.reshape(*k.shape[:2], -1, q.shape[3])
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Map gate and up side by side [s, b, 2 ffn/t] to silu(gate) * up [s, b, ffn/t]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The replaceable operations of a model; the defaults are torch's own."""
+
+    norm: NormFunction = torch_rms_norm
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
+    """(stream, output, weight, epsilon) -> their sum and its norm."""
+    split_heads: Callable[
+        [Tensor, Sequence[int], int, RotaryTable, tuple[Tensor, Tensor] | None, float], tuple[Tensor, Tensor, Tensor]
+    ] = split_heads
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = attend
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    linear: LinearFunction = linear
+    """(x [..., in], weight, bias) -> [..., out]."""
+    embed: Callable[[Tensor, Tensor], Tensor] = F.embedding
+    """(indices [...], weight) -> rows of the weight [..., h]."""
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What every module of one model is built with."""
+
+    config: ModelConfig
+    mesh: ProcessMesh
+    operations: Operations
+    dtype: torch.dtype
+    device: torch.device
+
+
+def compile_operations(operations: Operations, backend: str = "inductor") -> Operations:
+    """Replace the norms, the splitting of heads and SwiGLU with torch.compile'd versions of torch's own.
+
+    Each becomes one kernel forward and one backward, compiled once per shape for all layers. The addition before a norm
+    is part of its kernel, except where `backward.py` keeps a separate graph of the norm. Matrix products stay as they
+    are.
+
+    Args:
+        backend: of torch.compile; "inductor" needs a C++ compiler on a CPU.
+    """
+    # Without `fullgraph`, an unexpected kind of argument falls back to eager mode instead of raising an error.
+    return replace(
+        operations,
+        norm=torch.compile(torch_rms_norm, backend=backend),
+        add_norm=torch.compile(add_norm, backend=backend),
+        split_heads=torch.compile(split_heads, backend=backend),
+        swiglu=torch.compile(swiglu, backend=backend),
+    )
+
+
+def require_compiler(flag: str) -> None:
+    """Raise a UserError that names `flag` if no C++ compiler is installed, which inductor needs at its first step."""
+    named = [os.environ[name] for name in ("CXX", "CC") if name in os.environ]
+    if not any(shutil.which(compiler) for compiler in (*named, "g++", "clang++", "gcc", "clang")):
+        raise UserError(f"{flag}: no C++ compiler was found (g++, clang++ or $CXX): install one, or leave {flag} out")
+
+
+def select_operations(
+    norm_implementation: Literal["auto", "torch", "apex"], compiled: bool, device: torch.device
+) -> tuple[Operations, str]:
+    """Return the operations for training, and a description of their norm for the log.
+
+    Raises:
+        UserError: apex was requested, but NVIDIA's apex is missing or there is no CUDA device.
+    """
+    if compiled:
+        return compile_operations(Operations()), "torch, compiled"
+    if norm_implementation == "torch" or (norm_implementation == "auto" and device.type != "cuda"):
+        return Operations(), "torch"
+    fused, reason = find_in_apex(
+        "apex.normalization.fused_layer_norm", "fused_rms_norm_affine", "fused_layer_norm_cuda", device
+    )
+    if fused is None:
+        if norm_implementation == "apex":
+            raise UserError(f"--norm-implementation apex: {reason}; use --norm-implementation torch")
+        return Operations(), f"torch ({reason})"
+
+    def apex_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        normed: Tensor = fused(x, weight, weight.shape, epsilon)
+        return normed
+
+    operations = Operations(
+        norm=apex_rms_norm,
+        add_norm=partial(add_norm, norm=apex_rms_norm),
+        split_heads=partial(split_heads, norm=apex_rms_norm),
+    )
+    return operations, "apex FusedRMSNorm"
