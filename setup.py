@@ -1,36 +1,16 @@
-"""Package metadata: supported ranges stand here, the exact versions that are tested in constraints.txt."""
+"""Package metadata. Supported version ranges are listed here, and the tested versions in constraints.txt."""
 
 import re
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 
-PROGRAMS = {
-    "pretrain": "pretrain",
-    "preprocess-data": "preprocess_data",
-    "train-tokenizer": "train_tokenizer",
-    "merge-datasets": "merge_datasets",
-    "inspect-data": "inspect_data",
-    "prepare-corpus": "prepare_corpus",
-    "generate": "generate",
-    "convert-checkpoint": "convert_checkpoint",
-    "benchmark": "benchmark",
-    "benchmark-data": "benchmark_data",
-    "plan": "plan",
-    "plot-loss": "plot_loss",
-    "exposed-communication": "exposed_communication",
-    "throughput": "throughput",
-    "run-resilient": "run_resilient",
-    "report-run": "report_run",
-    "study": "study",
-}
-"""megatron-ladder-<key> runs entry_point of megatron_ladder.cli.<value>."""
-
 REQUIRED = [
     "torch>=2.13,<3",
-    # The state of its optimizers is read from their attributes, so a new minor release is a decision.
+    # The state of its optimizers is read from their attributes, so a new minor release needs a review.
     "deepspeed>=0.19.8,<0.20",
     "msgspec>=0.19,<1",
     "numpy>=2.0,<3",
@@ -43,7 +23,7 @@ REQUIRED = [
     "xxhash>=3.5,<5",
 ]
 PLOT = ["matplotlib>=3.9,<4"]
-# Fast tokenizers, and what some formats need; without them other libraries do the work, or the format is refused.
+# Fast tokenizers and some input formats. Without them, slower libraries are used or the format is rejected.
 DATA = [
     "backports.zstd>=1.0,<2; python_version<'3.14'",
     "datasets>=4.0,<6",
@@ -51,9 +31,9 @@ DATA = [
     "pyarrow>=17",
     "tiktoken>=0.9,<1",
 ]
-# To compare logits of conversions, and for the example that adapts a Llama.
+# Comparison of logits after conversions, and the example that adapts a Llama model.
 HF = ["transformers>=5.0,<6"]
-# Both are pure Python on a handful of small packages.
+# Pure Python with few dependencies.
 SERVE = ["starlette>=1.0,<2", "uvicorn>=0.40,<1"]
 # To fit the planner's model to measurements, and for statistics of studies.
 LAB = ["scipy>=1.14,<2"]
@@ -61,7 +41,7 @@ TEST = ["mypy>=1.18", "openai>=3,<4", "pytest>=8.4", "ruff>=0.14", *DATA, *HF, *
 
 
 def read_version() -> str:
-    """`__version__` of the package, read as text: importing it is not possible before it is installed."""
+    """Return `__version__`, read as text because the package is not installed yet."""
     source = (ROOT / "megatron_ladder" / "__init__.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
     if found is None:
@@ -81,10 +61,7 @@ setup(
     install_requires=REQUIRED,
     extras_require={"data": DATA, "hf": HF, "lab": LAB, "plot": PLOT, "serve": SERVE, "test": TEST},
     entry_points={
-        "console_scripts": [
-            f"megatron-ladder-{program} = megatron_ladder.cli.{module}:entry_point"
-            for program, module in PROGRAMS.items()
-        ]
+        "console_scripts": runpy.run_path(str(ROOT / "megatron_ladder" / "cli" / "programs.py"))["console_scripts"]()
     },
     classifiers=[
         "Operating System :: POSIX :: Linux",

@@ -23,11 +23,13 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union
+from typing import Any, Literal, NoReturn, TypeVar, Union
 
 from megatron_ladder.errors import UserError
+
+Config = TypeVar("Config")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,24 +45,20 @@ class Bounds:
 
     def contains(self, number: float) -> bool:
         """Return whether the number is within all limits."""
-        return (
-            (self.minimum is None or number >= self.minimum)
-            and (self.maximum is None or number <= self.maximum)
-            and (self.above is None or number > self.above)
-            and (self.below is None or number < self.below)
-        )
+        low = (self.minimum is None or number >= self.minimum) and (self.above is None or number > self.above)
+        return low and (self.maximum is None or number <= self.maximum) and (self.below is None or number < self.below)
 
     def __str__(self) -> str:
         """Describe the limits: `1 or more`, `0 to 1`, `above 0, at most 1`; empty without limits."""
         if self.minimum is not None and self.maximum is not None:
-            return f"{self.minimum:,.15g} to {self.maximum:,.15g}".replace(",", "_")
-        words = [
-            *([f"above {self.above:.15g}"] if self.above is not None else []),
-            *([f"{self.minimum:.15g} or more"] if self.minimum is not None else []),
-            *([f"at most {self.maximum:.15g}"] if self.maximum is not None else []),
-            *([f"below {self.below:.15g}"] if self.below is not None else []),
-        ]
-        return ", ".join(words)
+            return f"{self.minimum:.15g} to {self.maximum:.15g}"
+        limits = {
+            "above {:.15g}": self.above,
+            "{:.15g} or more": self.minimum,
+            "at most {:.15g}": self.maximum,
+            "below {:.15g}": self.below,
+        }
+        return ", ".join(text.format(limit) for text, limit in limits.items() if limit is not None)
 
 
 def flag(
@@ -101,10 +99,10 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-# Reading sources takes longer than all else of a command line, and studies read many.
+# Parsing sources dominates the time to read a command line, and studies read many command lines.
 @functools.cache
 def field_docstrings(config_class: type) -> dict[str, str]:
-    """The string literal that stands below each field of a dataclass, by field name."""
+    """Return the string literal below each field of a dataclass, by field name."""
     documented: dict[str, str] = {}
     for ancestor in reversed(config_class.__mro__):
         if not dataclasses.is_dataclass(ancestor):
@@ -125,7 +123,7 @@ def field_docstrings(config_class: type) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class ValueType:
-    """How the words after a flag become a value."""
+    """Converts the words after a flag to a value."""
 
     scalar: type
     choices: tuple[str, ...]
@@ -134,7 +132,7 @@ class ValueType:
 
     @staticmethod
     def of(annotation: Any) -> "ValueType":
-        """Reads a field's annotation; an annotation outside of the table above is a programming error."""
+        """Read the annotation of a field; raise TypeError if it is not in the table of the module docstring."""
         optional = False
         if typing.get_origin(annotation) in (Union, types.UnionType):
             members = [member for member in typing.get_args(annotation) if member is not type(None)]
@@ -152,7 +150,7 @@ class ValueType:
         return ValueType(annotation, (), many, optional)
 
     def read(self, word: str) -> Any:
-        """One value; raises ValueError that says what was expected."""
+        """Convert one word; raise ValueError, with the expectation, if it is not valid."""
         if self.choices:
             if word not in self.choices:
                 raise ValueError(f"{word!r} is not one of {', '.join(self.choices)}")
@@ -174,27 +172,27 @@ class ValueType:
 
     @property
     def stand_in(self) -> Any:
-        """A harmless value in place of one that could not be read."""
+        """A harmless replacement for a value that cannot be read."""
         value = self.choices[0] if self.choices else self.scalar("1")
         return (value,) if self.many else value
 
     @property
     def placeholder(self) -> str:
-        """What stands for the value in the help."""
+        """The value's placeholder in the help."""
         if self.choices:
             return "{" + ",".join(self.choices) + "}"
         return {int: "N", float: "X", str: "TEXT", Path: "PATH"}[self.scalar]
 
 
 class _CollectingParser(argparse.ArgumentParser):
-    """An ArgumentParser whose complaints are exceptions, so that they can be shown with the others."""
+    """An ArgumentParser that raises its errors, so that they can be reported with the others."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message[:1].lower() + message[1:])
 
 
 def build_parser(config_classes: Sequence[type], program: str, description: str) -> argparse.ArgumentParser:
-    """One argument group per dataclass. Values stay text here; `parse_command_line` reads them."""
+    """Build a parser with one argument group per dataclass. It leaves values as text for `parse_command_line`."""
     parser = _CollectingParser(
         prog=program,
         usage="%(prog)s [flags]",
@@ -211,37 +209,34 @@ def build_parser(config_classes: Sequence[type], program: str, description: str)
 
 
 def section_title(config_class: type) -> str:
-    """What stands above the flags of a dataclass: the first line of its docstring."""
+    """Return the heading of a dataclass's flags: the first line of its docstring."""
     return inspect.cleandoc(config_class.__doc__ or config_class.__name__).split("\n")[0].rstrip(".")
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag as `--help` and the reference pages tell of it."""
+    """A flag as shown in `--help` and in the reference pages."""
 
     field_name: str
-    """Name of the dataclass's field."""
     spellings: tuple[str, ...]
-    """The flag, and after it its aliases."""
+    """The flag, followed by its aliases."""
     placeholder: str
-    """What stands for a value; empty for a switch."""
+    """Placeholder of a value; empty for a switch."""
     many: bool
     """Whether several values may follow."""
     documentation: str
-    """In one line."""
+    """One line of text."""
     default: str | None
-    """As it would be written; None for a switch, for a flag that is required, and if not given has a meaning of its
-    own."""
+    """As written on a command line; None for switches, required flags, and flags whose default is described."""
     required: bool
-    """Whether there is nothing without it."""
     turns_off: bool
-    """Whether this is a switch that turns off what is on by default."""
+    """Whether this is a switch that turns off a default."""
     limits: str
-    """Limits of the value and flags that it requires, in words; may be empty."""
+    """Bounds, required and excluded flags, in words; may be empty."""
 
 
 def section_flags(config_class: type) -> list[Flag]:
-    """All flags of a dataclass; what it declares itself comes before what it inherits."""
+    """Return all flags of a dataclass, inherited ones last."""
     documented = field_docstrings(config_class)
     hints = typing.get_type_hints(config_class)
     own_first = sorted(dataclasses.fields(config_class), key=lambda f: f.name not in config_class.__annotations__)
@@ -280,20 +275,13 @@ def _limits(field: "dataclasses.Field[Any]") -> str:
 
 
 def _add_flag(group: Any, one: Flag) -> None:
-    text = one.documentation.replace("%", "%%")
+    default = "required" if one.required else f"default: {one.default}" if one.default is not None else ""
+    facts = "; ".join(part for part in (one.limits, default) if part)
+    text = (one.documentation + (f" ({facts})" if facts else "")).replace("%", "%%")
     if not one.placeholder:
         value = "false" if one.turns_off else "true"
-        if one.limits:
-            text += f" ({one.limits})"
         group.add_argument(*one.spellings, dest=one.field_name, action="store_const", const=value, help=text)
         return
-    facts = [one.limits] if one.limits else []
-    if one.required:
-        facts.append("required")
-    elif one.default is not None:
-        facts.append(f"default: {one.default}")
-    if facts:
-        text += f" ({'; '.join(facts)})"
     group.add_argument(
         *one.spellings,
         dest=one.field_name,
@@ -320,24 +308,53 @@ def parse_command_line(
     Raises:
         UserError: with one message per error of the command line.
     """
-    mistakes: list[str] = []
+    errors: list[str] = []
     parser = build_parser(config_classes, program, description)
     known = [option for action in parser._actions for option in action.option_strings]
-    words = _take_unknown_flags(list(argv), known, mistakes)
+    words = _take_unknown_flags(list(argv), known, errors)
     try:
         namespace = parser.parse_args(words)
     except UserError as error:
-        raise UserError(*mistakes, *error.mistakes) from None
+        raise UserError(*errors, *error.messages) from None
     given = vars(namespace)
     unread: set[str] = set()
-    read = [_read_values(config_class, given, mistakes, unread) for config_class in config_classes]
+    read = [_read_values(config_class, given, errors, unread) for config_class in config_classes]
     configs = [config_class(**values) for config_class, values in zip(config_classes, read, strict=True)]
-    mistakes += value_errors(configs, unread)
+    errors += value_errors(configs, unread)
     if found is not None:
-        found.extend(mistakes)
-    elif mistakes:
-        raise UserError(*mistakes)
+        found.extend(errors)
+    elif errors:
+        raise UserError(*errors)
     return configs
+
+
+def parse_config(
+    config_class: type[Config],
+    argv: Sequence[str],
+    program: str,
+    description: str | None,
+    find_errors: Callable[[Config], Iterable[str]] = lambda config: (),
+    found: list[str] | None = None,
+) -> Config:
+    """Read `argv` into one dataclass.
+
+    Args:
+        description: docstring of the program; the help shows its first paragraph.
+        find_errors: checks that `flag` cannot declare.
+        found: as in `parse_command_line`.
+
+    Raises:
+        UserError: with one message per error of the command line.
+    """
+    errors: list[str] = []
+    summary = " ".join((description or "").split("\n\n")[0].split())
+    (config,) = parse_command_line([config_class], argv, program, summary, errors)
+    errors += find_errors(config)
+    if found is not None:
+        found += errors
+    elif errors:
+        raise UserError(*errors)
+    return config
 
 
 def value_errors(configs: Sequence[Any], skipped: Collection[str] = ()) -> list[str]:
@@ -360,7 +377,7 @@ def value_errors(configs: Sequence[Any], skipped: Collection[str] = ()) -> list[
                 if isinstance(one, int | float) and not field.metadata["bounds"].contains(one):
                     errors.append(f"{name} {one}: expected {field.metadata['bounds']}")
             if value != field.default:
-                shown = name if value in (True, False) or isinstance(value, tuple) else f"{name} {value}"
+                shown = name if isinstance(value, bool | tuple) else f"{name} {value}"
                 errors += [
                     f"{shown} requires {other}" for other in field.metadata["requires"] if not _has(configs, other)
                 ]
@@ -392,8 +409,8 @@ def is_flag(word: str) -> bool:
     return word.startswith("--") and len(word) > 2 and not word[2].isdigit()
 
 
-def _take_unknown_flags(words: list[str], known: Sequence[str], mistakes: list[str]) -> list[str]:
-    """Removes flags that nobody knows, with their values, and says which known one is nearest."""
+def _take_unknown_flags(words: list[str], known: Sequence[str], errors: list[str]) -> list[str]:
+    """Remove unknown flags with their values, and suggest the most similar known flag."""
     kept: list[str] = []
     skipping = False
     for word in words:
@@ -402,15 +419,15 @@ def _take_unknown_flags(words: list[str], known: Sequence[str], mistakes: list[s
             skipping = name not in known
             if skipping:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-                mend = f"did you mean {near[0]}?" if near else "see --help"
-                mistakes.append(f"{name} is no flag of this program: {mend}")
+                hint = f"did you mean {near[0]}?" if near else "see --help"
+                errors.append(f"{name} is not a flag of this program: {hint}")
         if not skipping:
             kept.append(word)
     return kept
 
 
 def _read_values(
-    config_class: type, given: Mapping[str, Any], mistakes: list[str], unread: set[str]
+    config_class: type, given: Mapping[str, Any], errors: list[str], unread: set[str]
 ) -> dict[str, Any]:
     hints = typing.get_type_hints(config_class)
     values: dict[str, Any] = {}
@@ -418,7 +435,7 @@ def _read_values(
         name, value_type = field.name, ValueType.of(hints[field.name])
         if name not in given:
             if field.default is dataclasses.MISSING:
-                mistakes.append(f"{flag_name(name)} is required")
+                errors.append(f"{flag_name(name)} is required")
                 unread.add(name)
                 values[name] = value_type.stand_in
             continue
@@ -431,7 +448,7 @@ def _read_values(
             else:
                 values[name] = value_type.read(given[name])
         except ValueError as error:
-            mistakes.append(f"{flag_name(name)}: {error}")
+            errors.append(f"{flag_name(name)}: {error}")
             unread.add(name)
             if field.default is dataclasses.MISSING:
                 values[name] = value_type.stand_in
@@ -439,7 +456,7 @@ def _read_values(
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """A dataclass instance as JSON-able values: paths as text, tuples as lists."""
+    """Return the fields of a dataclass instance as JSON-compatible values: paths as text, tuples as lists."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Path):

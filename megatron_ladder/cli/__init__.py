@@ -1,1 +1,1 @@
-"""Importable mains of the programs; tools/*.py only call them."""
+"""The programs: command lines on top of the package."""

@@ -1,26 +1,29 @@
-"""Wirings side by side over an emulated interconnect."""
+"""Benchmarks wirings against each other over an emulated or a real interconnect."""
 
 import os
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron_ladder.cli.programs import Command
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
-from megatron_ladder.lab.bench.options import parse_options
+from megatron_ladder.lab.bench.options import BenchmarkOptions, parse_options
+
+COMMANDS = (Command((BenchmarkOptions,), "decode|prefill|train"),)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the command line and runs, as one rank or as the parent of several."""
+    """Read the command line and measure, as one rank or as the parent of several."""
     case, options = parse_options(argv)
     if "WORLD_SIZE" not in os.environ and options.processes > 1:
         run_ranks(__name__, argv, options.processes)
         return
-    # Imports torch, for which a parent of ranks has no use.
+    # Imports torch, which a parent of ranks does not need.
     from megatron_ladder.lab.bench.program import run_rank
 
     run_rank(case, options)
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

@@ -1,19 +1,25 @@
-"""Checkpoints between Hugging Face directories and training, in any layout; without a GPU and without torch."""
+"""Converts checkpoints between Hugging Face and training, in any layout; needs no GPU and no torch."""
 
 import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_ladder.cli.programs import Command
 from megatron_ladder.convert.measures import Measures
-from megatron_ladder.convert.options import ExportOptions, ImportOptions, parse_options
+from megatron_ladder.convert.options import KINDS, ExportOptions, ImportOptions, parse_options
 from megatron_ladder.errors import run_program
+
+COMMANDS = (
+    *(Command((kind,), verb, text) for verb, (kind, text) in KINDS.items()),
+    Command((), "inspect DIR", "Prints what a directory contains and what is missing. It has no flags."),
+)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the command line and does what its first word says."""
+    """Read the command line and run its subcommand."""
     options = parse_options(argv)
-    # Not above: a command line with mistakes is told of at once.
+    # Imported after the command line is read, so that its errors appear immediately.
     from megatron_ladder.convert.carry_out import carry_out
     from megatron_ladder.convert.exporting import plan_export
     from megatron_ladder.convert.importing import plan_import
@@ -35,5 +41,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

@@ -1,15 +1,16 @@
-"""From a trace of training to its exposed communication: per step and per sub-block, as tables, JSON and a picture."""
+"""Measures exposed communication, per step and per sub-block, in a trace of --profile."""
 
-import importlib.util
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron_ladder.cli.images import image_name_errors, matplotlib_errors
+from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import parse_command_line
+from megatron_ladder.flags import parse_config
 from megatron_ladder.lab.bench.exposed import (
     COMMUNICATION_KERNELS,
     ELSEWHERE,
@@ -28,19 +29,21 @@ class ExposedCommunicationConfig:
     """Input and output."""
 
     trace: Path
-    """A trace that --profile has written; of one rank."""
+    """Trace of one rank, written by --profile."""
     json: Path | None = None
     """File for the results."""
     plot: Path | None = None
-    """Picture of the time in flight and the exposed time of every sub-block; the ending chooses the kind (.png, .pdf,
-    .svg)."""
+    """Image file (.png, .pdf or .svg) for a chart of the in-flight and exposed time of each sub-block."""
     communication_kernels: str = COMMUNICATION_KERNELS
-    """On CUDA, a regular expression for the names of the kernels that communicate."""
+    """Regular expression that matches the names of communication kernels on CUDA."""
+
+
+COMMANDS = (Command((ExposedCommunicationConfig,)),)
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """One step."""
+    """Communication of one step."""
 
     iteration: int
     seconds: float
@@ -51,18 +54,18 @@ class StepRow:
 
 @dataclass(frozen=True)
 class SubBlockRow:
-    """What one sub-block, or what lies outside of them, started in forward or in backward, in the mean of the steps."""
+    """Communication that one sub-block, or the code outside sub-blocks, launched; the mean over all steps."""
 
     name: str
     direction: str
-    """forward, backward, or "" outside of sub-blocks."""
+    """forward, backward, or "" outside sub-blocks."""
     collectives: float
     in_flight_seconds: float
     exposed_seconds: float
 
 
 def step_rows(found: Communication) -> list[StepRow]:
-    """In the order of the steps."""
+    """Return the rows of all steps, in order."""
     rows = []
     for iteration, seconds in sorted(found.step_seconds.items()):
         own = [collective for collective in found.collectives if collective.iteration == iteration]
@@ -71,10 +74,10 @@ def step_rows(found: Communication) -> list[StepRow]:
 
 
 def sub_block_rows(found: Communication) -> list[SubBlockRow]:
-    """In the order of the layers, forward before backward, and at the end what lies outside."""
+    """Return the rows of all sub-blocks, by layer, forward before backward; code outside sub-blocks comes last."""
     steps = len(found.step_seconds)
     rows = []
-    for owner in sorted({collective.owner for collective in found.collectives}, key=_place):
+    for owner in sorted({collective.owner for collective in found.collectives}, key=_row_order):
         own = [collective for collective in found.collectives if collective.owner == owner]
         rows.append(
             SubBlockRow(owner.name, owner.direction, len(own) / steps, _in_flight(own) / steps, _exposed(own) / steps)
@@ -90,18 +93,18 @@ def _exposed(collectives: Sequence[TracedCollective]) -> float:
     return sum(collective.exposed_seconds for collective in collectives)
 
 
-def _place(owner: tuple[str, str]) -> tuple[bool, int, str, bool]:
-    """`attention` comes before `mlp` in a layer, as its letters do."""
+def _row_order(owner: tuple[str, str]) -> tuple[bool, int, str, bool]:
+    """Sort key of a row. `attention` precedes `mlp` within a layer alphabetically."""
     name, direction = owner
     number = re.search(r"\d+", name)
     return name == ELSEWHERE, int(number[0]) if number else 0, name, direction == "backward"
 
 
 def table(found: Communication, steps: Sequence[StepRow], sub_blocks: Sequence[SubBlockRow]) -> str:
-    """Both tables, and above them what is counted."""
+    """Format both tables, after a line that defines their columns."""
     counted = {
-        "cpu": "CPU: exposed is the time inside waits; in flight is from the start to the end of the wait.",
-        "cuda": "CUDA: exposed is the time of communication kernels beside which no other one runs; in flight is all.",
+        "cpu": "CPU: exposed is the time inside waits; in flight is the time from launch to the end of the wait.",
+        "cuda": "CUDA: exposed is the time of communication kernels while no other kernel runs; in flight is all.",
     }
     lines = [
         counted[found.device],
@@ -124,8 +127,8 @@ def table(found: Communication, steps: Sequence[StepRow], sub_blocks: Sequence[S
 
 
 def draw(found: Communication, rows: Sequence[SubBlockRow], title: str) -> "Figure":
-    """A bar for every sub-block, forward above and backward below: in flight pale, the exposed part bold."""
-    # Not above: matplotlib comes with the extra [plot], and its absence deserves a sentence.
+    """Draw one bar per sub-block, forward above and backward below: in-flight time pale, exposed time bold."""
+    # matplotlib is optional; its absence is reported by parse_options.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -148,37 +151,27 @@ def draw(found: Communication, rows: Sequence[SubBlockRow], title: str) -> "Figu
 
 
 def parse_options(argv: Sequence[str]) -> ExposedCommunicationConfig:
-    """Reads the command line.
+    """Read the command line."""
+    return parse_config(ExposedCommunicationConfig, argv, "exposed_communication.py", __doc__, _find_errors)
 
-    Raises:
-        UserError: a line for each mistake.
-    """
-    config: ExposedCommunicationConfig
-    (config,) = parse_command_line(
-        [ExposedCommunicationConfig], argv, program="exposed_communication.py",
-        description="Communication that nothing hides, from a trace of --profile.",
-    )  # fmt: skip
-    mistakes = []
+
+def _find_errors(config: ExposedCommunicationConfig) -> Iterator[str]:
     try:
         re.compile(config.communication_kernels)
     except re.error as error:
-        mistakes.append(f"--communication-kernels {config.communication_kernels}: no regular expression: {error}")
-    if config.plot is not None and config.plot.suffix not in (".png", ".pdf", ".svg"):
-        mistakes.append(f"--plot {config.plot}: expected a name that ends in .png, .pdf or .svg")
-    if config.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        mistakes.append("--plot: matplotlib is not installed: pip install matplotlib")
-    if mistakes:
-        raise UserError(*mistakes)
-    return config
+        yield f"--communication-kernels {config.communication_kernels}: not a regular expression: {error}"
+    yield from image_name_errors("--plot", config.plot)
+    if config.plot is not None:
+        yield from matplotlib_errors()
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the trace and writes what was asked for."""
+    """Read the trace and write the requested results."""
     config = parse_options(argv)
     try:
         found = communication(read_events(config.trace), config.communication_kernels)
     except ValueError as error:
-        raise UserError(f"--trace {config.trace}: {error}: give a file that --profile has written") from None
+        raise UserError(f"--trace {config.trace}: {error}: give a file that --profile wrote") from None
     steps, sub_blocks = step_rows(found), sub_block_rows(found)
     print(table(found, steps, sub_blocks))
     if config.json is not None:
@@ -193,5 +186,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

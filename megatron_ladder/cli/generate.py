@@ -1,27 +1,30 @@
-"""Prompts to texts, with a trained model."""
+"""Generates text from prompts with a trained model."""
 
 import os
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron_ladder.cli.programs import Command
 from megatron_ladder.comm.ranks import GRACE_SECONDS, run_ranks
 from megatron_ladder.errors import run_program
-from megatron_ladder.generate.options import parse_options
+from megatron_ladder.generate.options import SECTIONS, parse_options
+
+COMMANDS = (Command(SECTIONS),)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the command line and does the work, as one rank or as the parent of several."""
+    """Read the command line and generate, as one rank or as the parent of several."""
     options = parse_options(argv)
     if (options.model.tp or 1) > 1 and "WORLD_SIZE" not in os.environ:
         grace_seconds = GRACE_SECONDS + (options.serve.grace_seconds if options.serve.serve else 0)
         run_ranks(__name__, argv, options.model.tp or 1, grace_seconds, ends_by_signal=options.serve.serve)
         return
-    # Imports torch, for which a parent of ranks has no use.
+    # Imports torch, which a parent of ranks does not need.
     from megatron_ladder.generate.program import generate
 
     generate(options)
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

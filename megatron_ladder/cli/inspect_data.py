@@ -1,4 +1,4 @@
-"""What an indexed data set holds, with its text, and whether it is whole."""
+"""Prints the contents of indexed data sets, and checks that they are complete."""
 
 import sys
 from collections.abc import Sequence
@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.inspect import parse_documents, show_document, summary, verify
 from megatron_ladder.data.sidecar import check_sidecar
 from megatron_ladder.data.tokenizers import TokenizerType, load_tokenizer
-from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import parse_command_line
+from megatron_ladder.errors import run_program
+from megatron_ladder.flags import flag, parse_config
 
 
 @dataclass(frozen=True)
@@ -19,36 +20,28 @@ class InspectConfig:
     """Data."""
 
     data_path: tuple[Path, ...]
-    """Prefixes of data sets; may stand first without the flag."""
+    """Prefixes of data sets; `--data-path` may be omitted if they come first."""
     documents: tuple[str, ...] = ()
     """Documents to print: numbers and ranges, such as 0 5-7."""
-    tokenizer_type: TokenizerType | None = None
-    """Kind of tokenizer that made the data, to print its text."""
-    tokenizer_model: Path | None = None
-    """The tokenizer's file or directory."""
+    tokenizer_type: TokenizerType | None = flag(None, requires="--tokenizer-model")
+    """Type of the tokenizer that produced the data; needed to print text."""
+    tokenizer_model: Path | None = flag(None, requires="--tokenizer-type")
+    """File or directory of the tokenizer."""
     verify: bool = False
-    """Read everything and compare it with the checksums that preprocessing wrote down."""
+    """Read all data and compare it with the checksums that preprocessing recorded."""
+
+
+COMMANDS = (Command((InspectConfig,)),)
 
 
 def parse_options(argv: Sequence[str]) -> InspectConfig:
-    """Reads the command line.
-
-    Raises:
-        UserError: a line for each mistake.
-    """
-    first_flag = next((place for place, word in enumerate(argv) if word.startswith("--")), len(argv))
-    words = ["--data-path", *argv] if first_flag > 0 else list(argv)
-    config: InspectConfig
-    (config,) = parse_command_line(
-        [InspectConfig], words, program="inspect_data.py", description="Shows what indexed data sets hold."
-    )
-    if (config.tokenizer_type is None) != (config.tokenizer_model is None):
-        raise UserError("--tokenizer-type and --tokenizer-model belong together: give both")
-    return config
+    """Read the command line."""
+    words = ["--data-path", *argv] if argv and not argv[0].startswith("--") else list(argv)
+    return parse_config(InspectConfig, words, "inspect_data.py", __doc__)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the command line and prints."""
+    """Read the command line and print."""
     config = parse_options(argv)
     tokenizer = None
     if config.tokenizer_type is not None and config.tokenizer_model is not None:
@@ -64,5 +57,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

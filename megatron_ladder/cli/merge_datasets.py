@@ -1,14 +1,15 @@
-"""Indexed data sets merged into one."""
+"""Merges indexed data sets into one."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.merge import find_inputs, merge_datasets
 from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import parse_command_line
+from megatron_ladder.flags import parse_config
 
 
 @dataclass(frozen=True)
@@ -16,35 +17,35 @@ class MergeConfig:
     """Input and output."""
 
     input: tuple[Path, ...]
-    """Data sets to join, in this order: prefixes (of .bin and .idx), or folders, of which all data sets are taken by
-    name."""
+    """Data sets to merge, in this order: prefixes (of .bin and .idx), or directories, whose data sets are merged in
+    the order of their names."""
     output_prefix: Path
     """Path of the output without .bin and .idx."""
 
 
-def parse_options(argv: Sequence[str]) -> MergeConfig:
-    """Reads the command line.
+COMMANDS = (Command((MergeConfig,)),)
 
-    Raises:
-        UserError: a line for each mistake.
-    """
-    config: MergeConfig
-    (config,) = parse_command_line(
-        [MergeConfig], argv, program="merge_datasets.py", description="Joins indexed data sets."
-    )
-    return config
+
+def parse_options(argv: Sequence[str]) -> MergeConfig:
+    """Read the command line."""
+    return parse_config(MergeConfig, argv, "merge_datasets.py", __doc__, _find_errors)
+
+
+def _find_errors(config: MergeConfig) -> Iterator[str]:
+    if not config.output_prefix.name:
+        yield f"--output-prefix {config.output_prefix}: expected the prefix of a file name"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the command line and does the work."""
+    """Read the command line and merge."""
     config = parse_options(argv)
-    if not config.output_prefix.name or not config.output_prefix.parent.is_dir():
-        raise UserError(f"--output-prefix {config.output_prefix}: expected a name in a folder that exists")
+    if not config.output_prefix.parent.is_dir():
+        raise UserError(f"--output-prefix {config.output_prefix}: its directory does not exist: create it first")
     prefixes = find_inputs(config.input)
     documents, tokens = merge_datasets(prefixes, config.output_prefix, functools.partial(print, flush=True))
     print(f"{config.output_prefix}: {documents:,} documents, {tokens:,} tokens, of {len(prefixes)} data sets")
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

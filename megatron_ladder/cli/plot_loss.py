@@ -1,16 +1,17 @@
-"""The loss of one or several runs, from their TensorBoard files to a PNG."""
+"""Draws the loss curves of training runs from their TensorBoard files."""
 
-import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
-from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import parse_command_line
+from megatron_ladder.cli.images import image_name_errors, matplotlib_errors
+from megatron_ladder.cli.programs import Command
+from megatron_ladder.errors import ErrorCollector, UserError, run_program
+from megatron_ladder.flags import flag, parse_config
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,41 +27,44 @@ class PlotLossConfig:
     """Input and output."""
 
     tensorboard_dir: tuple[Path, ...]
-    """Directories with TensorBoard event files, one for each run."""
+    """Directories with TensorBoard event files, one per run."""
     labels: tuple[str, ...] = ()
-    """Names of the runs in the legend, as many as directories (default: the directories' own)."""
+    """Names of the runs in the legend, one per directory; the names of the directories by default."""
     output: Path = Path("loss.png")
-    """Image to write; the ending chooses the kind (.png, .pdf, .svg)."""
+    """Image file: .png, .pdf or .svg."""
     title: str = "Language model loss"
-    """Heading of the picture."""
-    smoothing: float = 0.6
-    """How much less a point counts in the bold line's average for each point that it is away, from 0 (no
-    smoothing) to below 1."""
+    """Title of the picture."""
+    smoothing: float = flag(0.6, minimum=0, below=1)
+    """Smoothing of the bold line: the weight of a point in the average decreases by this factor per step of distance.
+    0 disables smoothing."""
+
+
+COMMANDS = (Command((PlotLossConfig,)),)
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A scalar over iterations, ascending."""
+class ScalarCurve:
+    """Values of a scalar, by ascending iteration."""
 
     iterations: tuple[int, ...]
     values: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Run:
-    """What is drawn of one run. Losses are in nats per token."""
+class RunCurves:
+    """Curves of one run. Losses are in nats per token."""
 
     label: str
-    train_loss: Curve
-    valid_loss: Curve | None
-    tokens_per_second: Curve | None
+    train_loss: ScalarCurve
+    valid_loss: ScalarCurve | None
+    tokens_per_second: ScalarCurve | None
 
 
-def read_run(directory: Path, label: str) -> Run:
-    """Reads the event files of a directory.
+def read_run(directory: Path, label: str) -> RunCurves:
+    """Read the event files of a directory.
 
     Raises:
-        UserError: the directory holds no event file, or none of them has the training loss.
+        UserError: the directory has no event file with the training loss.
     """
     if not directory.is_dir():
         raise UserError(f"--tensorboard-dir {directory}: no such directory")
@@ -70,7 +74,7 @@ def read_run(directory: Path, label: str) -> Run:
     if TRAIN_LOSS not in tags:
         found = f"scalars are {', '.join(tags)}" if tags else "there are no scalars"
         raise UserError(f"--tensorboard-dir {directory}: no '{TRAIN_LOSS}' in its event files, {found}")
-    return Run(
+    return RunCurves(
         label,
         _read_curve(events, TRAIN_LOSS),
         _read_curve(events, VALID_LOSS) if VALID_LOSS in tags else None,
@@ -78,18 +82,18 @@ def read_run(directory: Path, label: str) -> Run:
     )
 
 
-def _read_curve(events: EventAccumulator, tag: str) -> Curve:
-    """A resumed run repeats iterations that were not saved; what was written last counts."""
+def _read_curve(events: EventAccumulator, tag: str) -> ScalarCurve:
+    """Read a scalar. A resumed run repeats iterations that were not saved; the values written last count."""
     written = sorted(events.Scalars(tag), key=lambda event: event.wall_time)
     by_iteration = dict(sorted({event.step: event.value for event in written}.items()))
-    return Curve(tuple(by_iteration), tuple(by_iteration.values()))
+    return ScalarCurve(tuple(by_iteration), tuple(by_iteration.values()))
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
-    """Average of all values, each weighted by `weight ** distance` to both sides.
+    """Return, at each value, the average of all values with weights `weight ** distance`.
 
-    It looks both ways because an average of the past alone lags behind a loss that falls, and would stand
-    above the validation loss. A value that is not finite is left out of the average and kept in its place.
+    The average is two-sided because an average of past values lags behind a falling loss, and would be above the
+    validation loss. Non-finite values do not enter averages and are returned unchanged.
     """
     before = _decaying_sums(values, weight)
     after = _decaying_sums(values[::-1], weight)[::-1]
@@ -100,7 +104,7 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
 
 
 def _decaying_sums(values: Sequence[float], weight: float) -> list[tuple[float, float]]:
-    """At each value, the weighted sum of it and all before it, and the sum of the weights."""
+    """Return, at each value, the weighted sum of it and all earlier values, and the sum of the weights."""
     sums = []
     total = mass = 0.0
     for value in values:
@@ -111,9 +115,9 @@ def _decaying_sums(values: Sequence[float], weight: float) -> list[tuple[float, 
     return sums
 
 
-def draw(runs: Sequence[Run], title: str, smoothing: float) -> "Figure":
-    """Loss over iterations, and below it tokens per second if any run has them."""
-    # Not above: matplotlib comes with the extra [plot], and its absence deserves a sentence.
+def draw(runs: Sequence[RunCurves], title: str, smoothing: float) -> "Figure":
+    """Draw the loss over iterations and, if any run recorded them, tokens per second below."""
+    # matplotlib is optional; its absence is reported by parse_options.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -140,7 +144,7 @@ def draw(runs: Sequence[Run], title: str, smoothing: float) -> "Figure":
     return figure
 
 
-def _draw_loss(axis: "Axes", run: Run, color: str, smoothing: float) -> None:
+def _draw_loss(axis: "Axes", run: RunCurves, color: str, smoothing: float) -> None:
     train = run.train_loss
     if smoothing > 0:
         axis.plot(train.iterations, train.values, color=color, alpha=0.25, linewidth=0.8)
@@ -160,45 +164,30 @@ def _draw_loss(axis: "Axes", run: Run, color: str, smoothing: float) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> PlotLossConfig:
-    """Reads the command line.
+    """Read the command line."""
+    return parse_config(PlotLossConfig, argv, "plot_loss.py", __doc__, _find_errors)
 
-    Raises:
-        UserError: a line for each mistake.
-    """
-    config: PlotLossConfig
-    (config,) = parse_command_line(
-        [PlotLossConfig], argv, program="plot_loss.py", description="Draws loss curves from TensorBoard files."
-    )
-    mistakes = []
+
+def _find_errors(config: PlotLossConfig) -> Iterator[str]:
     if config.labels and len(config.labels) != len(config.tensorboard_dir):
-        mistakes.append(
+        yield (
             f"--labels: found {len(config.labels)}, expected one for each of the "
             f"{len(config.tensorboard_dir)} directories of --tensorboard-dir"
         )
-    if not 0 <= config.smoothing < 1:
-        mistakes.append(f"--smoothing {config.smoothing}: expected at least 0 and less than 1")
-    if config.output.suffix not in (".png", ".pdf", ".svg"):
-        mistakes.append(f"--output {config.output}: expected a name that ends in .png, .pdf or .svg")
-    if importlib.util.find_spec("matplotlib") is None:
-        mistakes.append("matplotlib is not installed: pip install matplotlib")
-    if mistakes:
-        raise UserError(*mistakes)
-    return config
+    yield from image_name_errors("--output", config.output)
+    yield from matplotlib_errors()
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the command line and draws the picture."""
-    mistakes: list[str] = []
+    """Read the command line and draw the picture."""
     config = parse_options(argv)
     labels = config.labels or tuple(directory.resolve().name for directory in config.tensorboard_dir)
-    runs = []
+    runs: list[RunCurves] = []
+    errors = ErrorCollector()
     for directory, label in zip(config.tensorboard_dir, labels, strict=True):
-        try:
+        with errors.collect():
             runs.append(read_run(directory, label))
-        except UserError as error:
-            mistakes.extend(error.mistakes)
-    if mistakes:
-        raise UserError(*mistakes)
+    errors.raise_if_any()
     config.output.parent.mkdir(parents=True, exist_ok=True)
     draw(runs, config.title, config.smoothing).savefig(config.output, dpi=120)
     for run in runs:
@@ -208,5 +197,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

@@ -1,4 +1,4 @@
-"""The embedded corpus: tokenizer, training and validation tokens from Python's own standard library."""
+"""Builds a small data set from Python's standard library; nothing is downloaded."""
 
 import functools
 from collections.abc import Sequence
@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.corpus import prepare_corpus
-from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import parse_command_line
+from megatron_ladder.errors import run_program
+from megatron_ladder.flags import flag, parse_config
 
 
 @dataclass(frozen=True)
@@ -16,38 +17,23 @@ class PrepareCorpusConfig:
     """Output."""
 
     output_dir: Path
-    """Gets tokenizer.model, train_text_document.* and valid_text_document.*; what is there is kept."""
-    vocab_size: int = 4096
-    """Ids of the tokenizer, among them 256 bytes and 3 control tokens."""
-    max_megabytes: float | None = None
-    """Use only about so much training text (default: all of it, about 12 MB)."""
+    """Directory for tokenizer.model, train_text_document.* and valid_text_document.*; existing files are kept."""
+    vocab_size: int = flag(4096, minimum=1)
+    """Vocabulary size of the tokenizer, including 256 bytes and 3 control tokens."""
+    max_megabytes: float | None = flag(None, above=0)
+    """Use approximately this much training text; all of it, about 12 MB, by default."""
+
+
+COMMANDS = (Command((PrepareCorpusConfig,)),)
 
 
 def parse_options(argv: Sequence[str]) -> PrepareCorpusConfig:
-    """Reads the command line.
-
-    Raises:
-        UserError: a line for each mistake.
-    """
-    config: PrepareCorpusConfig
-    (config,) = parse_command_line(
-        [PrepareCorpusConfig],
-        argv,
-        program="prepare_corpus.py",
-        description="Makes a small data set from Python's own standard library; nothing is downloaded.",
-    )
-    mistakes = []
-    if config.vocab_size < 1:
-        mistakes.append(f"--vocab-size {config.vocab_size}: expected 1 or more")
-    if config.max_megabytes is not None and not config.max_megabytes > 0:
-        mistakes.append(f"--max-megabytes {config.max_megabytes}: expected more than 0")
-    if mistakes:
-        raise UserError(*mistakes)
-    return config
+    """Read the command line."""
+    return parse_config(PrepareCorpusConfig, argv, "prepare_corpus.py", __doc__)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the command line and does the work."""
+    """Read the command line and build the data set."""
     config = parse_options(argv)
     prepare_corpus(
         config.output_dir, config.vocab_size, config.max_megabytes, functools.partial(print, flush=True)
@@ -55,5 +41,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

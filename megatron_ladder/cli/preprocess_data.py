@@ -1,19 +1,20 @@
-"""Documents to Megatron's indexed token files."""
+"""Tokenizes documents into Megatron's indexed token files."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.chat import chat_task
 from megatron_ladder.data.encoders.choose import TokenizerLibrary
 from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess, run_task
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizers import TokenizerSource, TokenizerType, load_source
-from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import flag, parse_command_line
+from megatron_ladder.errors import run_program
+from megatron_ladder.flags import flag, parse_config
 
 
 @dataclass(frozen=True)
@@ -21,92 +22,73 @@ class PreprocessConfig:
     """Input and output."""
 
     input: tuple[str, ...]
-    """What to read, in this order: files, patterns such as 'data/*.jsonl.gz' (sorted), - for standard input, and
-    hf://NAME[:CONFIG][@SPLIT] for what the datasets library knows (NAME may be a local directory). .jsonl, .json and
-    .ndjson hold a JSON object a line, and may be compressed (.gz, .zst); .parquet has columns; any other file is plain
-    text, one document."""
+    """Inputs, read in this order: files, glob patterns such as 'data/*.jsonl.gz' (sorted), - for standard input, and
+    hf://NAME[:CONFIG][@SPLIT] for the datasets library (NAME may be a local directory). .jsonl, .json and .ndjson files
+    have one JSON object per line, and may be compressed (.gz, .zst). .parquet files have columns. Any other file is one
+    document of plain text."""
     output_prefix: Path
-    """Beginning of the output's names: PREFIX_text_document.bin and .idx, and a .json describing them."""
+    """Prefix of the output files: PREFIX_text_document.bin and .idx, and a .json file that describes them."""
     tokenizer_type: TokenizerType
-    """Kind of tokenizer: three names for SentencePiece, two for Hugging Face, GPT-2's byte pairs, bytes, and numbers
-    that are tokens already. None adds a bos token."""
+    """Type of the tokenizer: SentencePiece (three names), Hugging Face (two names), GPT-2's byte pairs, bytes, or
+    numbers that already are token ids. No type adds a bos token."""
     tokenizer_model: Path | None = flag(None, aliases=("--vocab-file",))
-    """SentencePiece .model file; or tokenizer.json, or a directory that holds one; or GPT-2's vocab.json."""
+    """SentencePiece .model file; tokenizer.json or its directory; or GPT-2's vocab.json."""
     merge_file: Path | None = None
-    """GPT-2's merges.txt; the one beside its vocab.json if not given."""
+    """GPT-2's merges.txt; by default the one next to its vocab.json."""
     vocab_size: int | None = None
-    """Ids of NullTokenizer, without the end of a document."""
+    """Number of token ids of NullTokenizer, without the end-of-document token."""
     tokenizer_library: TokenizerLibrary = "auto"
-    """Library that does the work; auto is the fastest one whose ids are the tokenizer's own on a sample."""
+    """Tokenizer library. auto: the fastest one that produces the tokenizer's own ids on a sample."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of a JSON object, or columns of a table, whose texts are tokenised, each into files of its own."""
+    """Keys of JSON objects, or columns of tables, that contain text. Each key gets separate output files."""
     chat: bool = False
-    """Every record is a conversation, written by the tokenizer's own template. What the assistant says is marked in
-    PREFIX_messages_document_loss_mask.bin. Training packs conversations whole."""
-    chat_keys: tuple[str, ...] = ("messages",)
-    """Keys of a conversation: of its list of messages, each with role and content, or from (human, gpt) and value; or
-    of an instruction and an output; or of an instruction, an input that is added to it, and an output."""
-    chat_template: Path | None = None
-    """File with a Jinja template to use instead of the tokenizer's own."""
+    """Treat each record as a conversation, formatted with the tokenizer's chat template. Tokens of the assistant are
+    marked in PREFIX_messages_document_loss_mask.bin. Training packs whole conversations."""
+    chat_keys: tuple[str, ...] = flag(("messages",), requires="--chat")
+    """Keys of a conversation: one key of a list of messages, each with role and content (or from, which is human or
+    gpt, and value); two keys of an instruction and an output; or three keys of an instruction, an input that is
+    appended to it, and an output."""
+    chat_template: Path | None = flag(None, requires="--chat")
+    """File with a Jinja template that replaces the tokenizer's."""
     append_eod: bool = False
-    """End every document with the end-of-document token."""
-    workers: int = 1
-    """Processes that tokenise."""
-    partitions: int = 1
-    """Input files that are read side by side, for compressed files and data sets, which one process reads too slowly
-    for many workers. It changes nothing in the output."""
-    skip_bad_lines: int = 0
-    """Lines that may be passed over because they are malformed, not UTF-8, or too large; they are listed. One more of
-    them, and nothing is written."""
-    max_document_megabytes: int = 64
-    """Largest line, or file of plain text."""
-    log_interval: int = 1000
-    """Documents between progress lines (a line a second at most)."""
+    """Append the end-of-document token to each document."""
+    workers: int = flag(1, minimum=1)
+    """Number of tokenizer processes."""
+    partitions: int = flag(1, minimum=1)
+    """Number of input files to read in parallel. Use it when one reader is too slow for the workers, as with compressed
+    files and data sets. The output does not depend on it."""
+    skip_bad_lines: int = flag(0, minimum=0)
+    """Number of malformed, non-UTF-8 or oversized lines that may be skipped. Skipped lines are listed; with one more,
+    nothing is written."""
+    max_document_megabytes: int = flag(64, minimum=1)
+    """Maximum size of a line, or of a plain text file."""
+    log_interval: int = flag(1000, minimum=1)
+    """Documents between progress lines, which appear at most once per second."""
 
 
-def config_mistakes(config: PreprocessConfig) -> list[str]:
-    """A line for each value that cannot be."""
-    mistakes = [
-        f"--{name.replace('_', '-')} {getattr(config, name)}: expected 1 or more"
-        for name in ("workers", "partitions", "max_document_megabytes", "log_interval")
-        if getattr(config, name) < 1
-    ]
-    of_chat = {"--chat-keys": config.chat_keys != ("messages",), "--chat-template": config.chat_template is not None}
-    if not config.chat:
-        mistakes += [f"{name} has no meaning without --chat" for name, given in of_chat.items() if given]
-    if config.chat and config.json_keys != ("text",):
-        mistakes.append("--json-keys names texts, and --chat reads conversations: use --chat-keys")
-    if not 1 <= len(config.chat_keys) <= 3 or any(not key or "/" in key for key in config.chat_keys):
-        mistakes.append(f"--chat-keys {' '.join(config.chat_keys)}: expected one to three keys without / in them")
-    if config.skip_bad_lines < 0:
-        mistakes.append(f"--skip-bad-lines {config.skip_bad_lines}: expected 0 or more")
-    if not config.output_prefix.name:
-        mistakes.append(f"--output-prefix {config.output_prefix}: expected the beginning of a file's name")
-    if any(not key or "/" in key for key in config.json_keys):
-        mistakes.append(f"--json-keys {' '.join(config.json_keys)}: a key names a file, so it has no / in it")
-    if len(set(config.json_keys)) < len(config.json_keys):
-        mistakes.append(f"--json-keys {' '.join(config.json_keys)}: a key is named twice")
-    return mistakes
+COMMANDS = (Command((PreprocessConfig,)),)
 
 
 def parse_options(argv: Sequence[str]) -> PreprocessConfig:
-    """Reads the command line.
+    """Read the command line."""
+    return parse_config(PreprocessConfig, argv, "preprocess_data.py", __doc__, _find_errors)
 
-    Raises:
-        UserError: a line for each mistake.
-    """
-    config: PreprocessConfig
-    (config,) = parse_command_line(
-        [PreprocessConfig], argv, program="preprocess_data.py", description="Tokenises text for pretraining."
-    )
-    mistakes = config_mistakes(config)
-    if mistakes:
-        raise UserError(*mistakes)
-    return config
+
+def _find_errors(config: PreprocessConfig) -> Iterator[str]:
+    if config.chat and config.json_keys != ("text",):
+        yield "--json-keys selects texts, but --chat reads conversations: use --chat-keys"
+    if not 1 <= len(config.chat_keys) <= 3 or any(not key or "/" in key for key in config.chat_keys):
+        yield f"--chat-keys {' '.join(config.chat_keys)}: expected one to three keys without /"
+    if not config.output_prefix.name:
+        yield f"--output-prefix {config.output_prefix}: expected the prefix of a file name"
+    if any(not key or "/" in key for key in config.json_keys):
+        yield f"--json-keys {' '.join(config.json_keys)}: expected keys without /, because they become file names"
+    if len(set(config.json_keys)) < len(config.json_keys):
+        yield f"--json-keys {' '.join(config.json_keys)}: a key is repeated: list each key once"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the command line and does the work."""
+    """Read the command line and tokenize."""
     config = parse_options(argv)
     tokenizer = load_source(
         TokenizerSource(config.tokenizer_type, config.tokenizer_model, config.merge_file, config.vocab_size)
@@ -134,7 +116,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _printers() -> tuple[Callable[[str], None], Callable[[str], None]]:
-    """What prints sentences, and what prints progress: on a terminal, over the line before."""
+    """Return a printer of messages, and one of progress lines, which overwrite each other on a terminal."""
     begin, end = ("\r\x1b[K", "") if sys.stdout.isatty() else ("", "\n")
 
     def say(line: str) -> None:
@@ -147,5 +129,5 @@ def _printers() -> tuple[Callable[[str], None], Callable[[str], None]]:
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

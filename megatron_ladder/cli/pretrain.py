@@ -3,13 +3,17 @@
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron_ladder.cli.programs import Command
+from megatron_ladder.config.run import SECTIONS
 from megatron_ladder.errors import run_program
 from megatron_ladder.train.stop import StopSignals
 
+COMMANDS = (Command(SECTIONS),)
+
 
 def main(argv: Sequence[str]) -> None:
-    """Trains as the command line says; see --help."""
-    # Before torch is imported, which takes seconds in which a signal would end the process otherwise.
+    """Run the training that the command line describes."""
+    # Importing torch takes seconds, in which a signal would otherwise end the process.
     with StopSignals() as signals:
         from megatron_ladder.train.loop import pretrain
 
@@ -17,5 +21,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 def entry_point() -> NoReturn:
-    """`megatron-ladder-pretrain`."""
+    """Run the program."""
     run_program(main)

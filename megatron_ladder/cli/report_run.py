@@ -1,21 +1,22 @@
-"""What a run's record tells: how much of its time went into steps that were kept, what cut it off, and a picture."""
+"""Reports on a run: its goodput, its interruptions, and a picture of its loss and speed."""
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import parse_command_line
+from megatron_ladder.cli.images import image_name_errors, matplotlib_errors
+from megatron_ladder.cli.programs import Command
+from megatron_ladder.errors import ErrorCollector, run_program
+from megatron_ladder.flags import parse_config
 from megatron_ladder.train.record import EVALUATES, RECORD_NAME, read_record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARKS = {"lost": "C3", "stop": "C2", "hang": "C1", "skip": "C4"}
-"""Colors of vertical lines."""
+"""Colors of the vertical lines."""
 
 
 @dataclass(frozen=True)
@@ -23,55 +24,58 @@ class ReportRunConfig:
     """Input and output. `report_run.py DIR` is short for `report_run.py --run DIR`."""
 
     run: Path
-    """Directory of checkpoints (--save) that has a run.jsonl."""
+    """Directory of checkpoints (--save) with a run.jsonl file."""
     output: Path | None = None
-    """Image to write; report.png in the directory if not given. The ending chooses the kind (.png, .pdf, .svg)."""
+    """Image file (.png, .pdf or .svg); report.png in the directory by default."""
+
+
+COMMANDS = (Command((ReportRunConfig,)),)
 
 
 @dataclass
 class Attempt:
-    """What happened between a start and the next one."""
+    """The part of a run between one start and the next."""
 
     start: datetime
     first: int
-    """Steps done before it."""
+    """Number of steps completed before it."""
     progress: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
-    """The event that ended it, unless it was cut off."""
+    """The event of its regular end; None if it was interrupted."""
     last: datetime | None = None
-    """Of its last event."""
+    """Time of its last event."""
     trains: bool = True
-    """Unless it evaluates what is saved, and takes no step."""
+    """False if it only evaluates a checkpoint."""
 
     @property
     def reached(self) -> int:
-        """The last step that is recorded."""
+        """The last recorded step."""
         return max([self.first, *(event["iteration"] for event in self.progress)])
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Numbers of a whole record."""
+    """Totals of a record."""
 
     wall_seconds: float
     kept_seconds: float
-    """In steps whose results were kept."""
+    """Time in steps whose results were kept."""
     steps: int
-    """Done and kept."""
+    """Steps whose results were kept."""
     lost_steps: int
-    """Done and not kept: they were done again, or never."""
+    """Steps whose results were lost, so that they were repeated or are missing."""
     interruptions: int
-    """Attempts that did not end by themselves with exit code 0."""
+    """Attempts without a regular end with exit code 0."""
     attempts: list[Attempt]
 
     @property
     def goodput(self) -> float:
-        """Share of the time since the first start that went into steps that were kept."""
+        """Fraction of the time since the first start that was spent in steps that were kept."""
         return self.kept_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
 
 def read_attempts(events: Sequence[dict[str, Any]]) -> list[Attempt]:
-    """Cuts a record at its starts."""
+    """Split a record at its starts."""
     attempts: list[Attempt] = []
     for event in events:
         if event["event"] == "start":
@@ -88,10 +92,10 @@ def read_attempts(events: Sequence[dict[str, Any]]) -> list[Attempt]:
 
 
 def summarize(events: Sequence[dict[str, Any]]) -> Summary:
-    """Adds up a record that has a start.
+    """Compute the totals of a record that has at least one start.
 
-    A step counts as kept unless a later start, other than one that only evaluates, begins before it. A line of progress
-    over several steps, some of them kept, counts in proportion.
+    A step is kept unless a later start that trains begins before it. A progress event that covers several steps, some
+    of them kept, counts proportionally.
     """
     attempts = read_attempts(events)
     kept_seconds, done, kept = 0.0, 0.0, 0.0
@@ -116,7 +120,7 @@ def summarize(events: Sequence[dict[str, Any]]) -> Summary:
 
 
 def describe(events: Sequence[dict[str, Any]], summary: Summary) -> str:
-    """The report, some lines of text."""
+    """Format the report."""
     counts = {kind: sum(event["event"] == kind for event in events) for kind in ("skip", "spike", "hang", "restart")}
     saves = [event for event in events if event["event"] == "save end"]
     blocked = sum(event["blocked_seconds"] for event in saves)
@@ -126,20 +130,20 @@ def describe(events: Sequence[dict[str, Any]], summary: Summary) -> str:
         f"goodput: {summary.goodput:.1%}: {summary.kept_seconds:,.1f} s in {summary.steps} steps that were kept",
         f"interruptions: {summary.interruptions}; starts: {starts}; restarts by run_resilient.py: {counts['restart']}",
         f"lost steps: {summary.lost_steps}",
-        f"saves: {len(saves)}, which kept training waiting for {blocked:,.1f} s",
-        f"steps left out: {counts['skip']}; loss spikes kept: {counts['spike']}; hangs: {counts['hang']}",
+        f"saves: {len(saves)}, which blocked training for {blocked:,.1f} s",
+        f"skipped steps: {counts['skip']}; loss spikes kept: {counts['spike']}; hangs: {counts['hang']}",
     ]
     for number, attempt in enumerate(summary.attempts, start=1):
         end = attempt.end
-        how = "no end is recorded" if end is None else f"{end['reason']} (exit code {end['code']})"
+        how = "interrupted, no end is recorded" if end is None else f"{end['reason']} (exit code {end['code']})"
         steps = f"{attempt.first} -> {attempt.reached}"
         lines.append(f"  start {number}, {attempt.start:%Y-%m-%d %H:%M:%S}: {steps}: {how}")
     return "\n".join(lines)
 
 
 def draw(events: Sequence[dict[str, Any]], summary: Summary) -> "Figure":
-    """Loss and throughput over hours since the first start, with a line where something happened."""
-    # Not above: matplotlib comes with the extra [plot], and its absence deserves a sentence.
+    """Draw loss and throughput over the hours since the first start, with vertical lines at notable events."""
+    # matplotlib is optional; its absence is reported by main.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -163,7 +167,7 @@ def draw(events: Sequence[dict[str, Any]], summary: Summary) -> "Figure":
         ended_well = attempt.end is not None and attempt.end["code"] == 0
         if attempt.last is not None and (attempt.end is not None or number < len(summary.attempts)):
             marks.append(("stop" if ended_well else "lost", hours(attempt.last)))
-    labels = {"lost": "cut off", "stop": "ended", "hang": "a rank was lost", "skip": "step left out, or spike"}
+    labels = {"lost": "interrupted", "stop": "ended", "hang": "a rank was lost", "skip": "skipped step, or spike"}
     for kind, when in marks:
         for axis in (loss_axis, speed_axis):
             axis.axvline(when, color=MARKS[kind], linewidth=0.8, label=labels.pop(kind, None))
@@ -179,43 +183,32 @@ def draw(events: Sequence[dict[str, Any]], summary: Summary) -> "Figure":
 
 
 def parse_options(argv: Sequence[str], found: list[str] | None = None) -> ReportRunConfig:
-    """Reads the command line.
-
-    Args:
-        found: where to append mistakes instead of raising them, for a caller that looks for more.
-
-    Raises:
-        UserError: a line for each mistake.
-    """
-    mistakes: list[str] = []
+    """Read the command line, appending errors to `found` if it is given."""
     words = ["--run", *argv] if argv and not argv[0].startswith("-") else list(argv)
-    config: ReportRunConfig
-    (config,) = parse_command_line([ReportRunConfig], words, "report_run.py", (__doc__ or "").split("\n")[0])
-    if config.output is not None and config.output.suffix not in (".png", ".pdf", ".svg"):
-        mistakes.append(f"--output {config.output}: expected a name that ends in .png, .pdf or .svg")
-    if found is not None:
-        found.extend(mistakes)
-    elif mistakes:
-        raise UserError(*mistakes)
-    return config
+    return parse_config(
+        ReportRunConfig,
+        words,
+        "report_run.py",
+        __doc__,
+        find_errors=lambda config: image_name_errors("--output", config.output),
+        found=found,
+    )
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the record, prints the report and draws the picture."""
-    mistakes: list[str] = []
-    config = parse_options(argv, mistakes)
-    output = config.output or config.run / "report.png"
-    if importlib.util.find_spec("matplotlib") is None:
-        mistakes.append("matplotlib is not installed: pip install matplotlib")
+    """Read the record, print the report and draw the picture."""
+    errors = ErrorCollector()
+    config = parse_options(argv, errors.messages)
+    errors.add(*matplotlib_errors())
     events: list[dict[str, Any]] = []
     try:
         events = read_record(config.run)
         if not any(event["event"] == "start" for event in events):
-            mistakes.append(f"{config.run / RECORD_NAME}: has no start: no run got as far")
+            errors.add(f"{config.run / RECORD_NAME}: records no start of a run")
     except OSError as error:
-        mistakes.append(f"--run {config.run}: {RECORD_NAME} cannot be read: {error.strerror}: give the --save of a run")
-    if mistakes:
-        raise UserError(*mistakes)
+        errors.add(f"--run {config.run}: {RECORD_NAME} cannot be read: {error.strerror}: give the --save of a run")
+    errors.raise_if_any()
+    output = config.output or config.run / "report.png"
     summary = summarize(events)
     print(describe(events, summary))
     draw(events, summary).savefig(output, dpi=120)
@@ -223,5 +216,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

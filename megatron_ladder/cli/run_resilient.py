@@ -1,118 +1,84 @@
-"""Starts a training command, and starts it again when it fails, from the checkpoints that it has saved.
+"""Starts a training command, and restarts it after failures from the checkpoints that it saved.
 
     run_resilient.py --max-restarts 5 -- deepspeed --num_gpus 8 pretrain_ladder.py ... --save DIR --load DIR
 
-It imports no torch, and sees nothing of the run but its exit code and its record.
+It imports no torch, and observes only the exit code and the record of the run.
 """
 
 import contextlib
-import ctypes
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
 
+from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import ExitCode, UserError, run_program
-from megatron_ladder.flags import parse_command_line
+from megatron_ladder.flags import flag, parse_config
+from megatron_ladder.processes import Child, adopt_orphans, received_signals, start_child
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import SAME_SECONDS
 
 POLL_SECONDS = 0.2
 END_SECONDS = 5.0
-"""From asking what a job has left behind to end until it is ended."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""They ask for the end."""
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-"""Of <linux/prctl.h>."""
+"""Time between SIGTERM and SIGKILL for processes that the command leaves behind."""
 FINAL = (ExitCode.USER_ERROR, ExitCode.BAD_NUMBERS)
-"""What another attempt would end with as well; a command that has once started to train is no mistake, though."""
+"""Exit codes that a restart would not change. A user error after training has started may be temporary, though."""
 
 
 @dataclass(frozen=True)
 class ResilientConfig:
-    """Restarts. What stands after -- is the command."""
+    """Restarts. The command follows after --."""
 
-    max_restarts: int = 5
-    """Restarts in a row between which no checkpoint was saved; the count begins anew with each one that was."""
-    backoff_seconds: float = 10.0
-    """Seconds before the first restart in a row; twice as many before each further one."""
-    max_backoff_seconds: float = 600.0
-    """Most seconds before a restart."""
+    max_restarts: int = flag(5, minimum=0)
+    """Maximum number of consecutive restarts without a new checkpoint."""
+    backoff_seconds: float = flag(10.0, minimum=0)
+    """Pause before the first restart; it doubles with each consecutive restart without a new checkpoint."""
+    max_backoff_seconds: float = flag(600.0, minimum=0)
+    """Maximum pause before a restart."""
     retry_bad_numbers: bool = False
-    """Restart also what has ended with bad numbers (exit code 3)."""
-    stop_minutes: float = 30.0
-    """Minutes that the job may take to save after SIGTERM, SIGINT or SIGHUP, before it is ended."""
+    """Also restart after a non-finite loss or gradient (exit code 3)."""
+    stop_minutes: float = flag(30.0, minimum=0)
+    """Minutes that the command may take to save after SIGTERM, SIGINT or SIGHUP before it is killed."""
+
+
+COMMANDS = (Command((ResilientConfig,)),)
 
 
 def parse_options(argv: Sequence[str]) -> tuple[ResilientConfig, list[str], Path]:
-    """Reads what stands before `--`; with it the command behind, and where that saves.
+    """Return the options before `--`, the command after it, and the directory in which the command saves.
 
     Raises:
-        UserError: a flag is wrong, there is no command, or it does not save where it loads.
+        UserError: a flag is wrong, there is no command, or the command does not load from where it saves.
     """
     split = argv.index("--") if "--" in argv else len(argv)
-    config: ResilientConfig
-    (config,) = parse_command_line([ResilientConfig], argv[:split], "run_resilient.py", (__doc__ or "").split("\n")[0])
+    config = parse_config(ResilientConfig, argv[:split], "run_resilient.py", __doc__)
     command = list(argv[split + 1 :])
-    return config, command, find_save_directory(command)
+    return config, command, _find_save_directory(command)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command until it is done, may not go on, or is asked to end.
+    """Run the command until it succeeds, must not be restarted, or is stopped by a signal.
 
     Raises:
-        UserError: as of `parse_options`, or the command cannot be started.
-        SystemExit: the command's last exit code, if it is not 0.
+        UserError: see `parse_options`; or the command cannot be started.
+        SystemExit: with the command's last exit code, if it is not 0.
     """
     config, command, save = parse_options(argv)
-    # Whom a launcher leaves behind is then a child of this process, and is found.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    with noted_signals() as received:
-        code = supervise(config, save, received, lambda: attempt(command, config, received, save))
+    # Processes that a launcher leaves behind can then be found.
+    adopt_orphans()
+    with received_signals(merge_seconds=SAME_SECONDS) as received:
+        code = _supervise(config, save, received, lambda: _attempt(command, config, received, save))
     if code != 0:
         sys.exit(code)
 
 
-@contextlib.contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """Inside, signals that ask for the end are appended to the list; those soon after the first are one with it.
-
-    A signal that the parent has set to be ignored, as nohup does with a hang-up, stays so.
-    """
-    received: list[int] = []
-    first = 0.0
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal first
-        now = time.monotonic()
-        first = first if received else now
-        if not received or now - first > SAME_SECONDS:
-            received.append(number)
-
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def find_save_directory(command: Sequence[str]) -> Path:
-    """Where the command saves, which must be where it loads.
-
-    Raises:
-        UserError: it is not.
-    """
+def _find_save_directory(command: Sequence[str]) -> Path:
     if not command:
         raise UserError("there is no command: give it after --, as in `run_resilient.py -- deepspeed ...`")
     found: dict[str, str] = {}
@@ -122,49 +88,49 @@ def find_save_directory(command: Sequence[str]) -> Path:
             found[name] = value if equals else following
     missing = [name for name in ("--save", "--load") if not found.get(name)]
     if missing:
-        raise UserError(f"the command has no {' and no '.join(missing)}: a restart would begin anew: give both")
+        raise UserError(
+            f"the command has no {' and no '.join(missing)}: a restart would start from scratch: give both"
+        )
     if Path(found["--save"]).resolve() != Path(found["--load"]).resolve():
         raise UserError(
-            f"--load {found['--load']} is not --save {found['--save']}: a restart would not see what was saved: give "
+            f"--load {found['--load']} is not --save {found['--save']}: a restart would not find the checkpoints: give "
             "both the same directory"
         )
     return Path(found["--save"])
 
 
-def supervise(
-    config: ResilientConfig, save: Path, received: Sequence[int], attempt: Callable[[], int]
-) -> int:
-    """Makes attempts, with pauses between them, until one is the last; its exit code.
+def _supervise(config: ResilientConfig, save: Path, received: Sequence[int], attempt: Callable[[], int]) -> int:
+    """Make attempts, with pauses between them, and return the exit code of the last one.
 
     Args:
-        received: signals that ask for the end, as they come.
-        attempt: runs the command and returns its exit code, below zero if a signal has ended it.
+        received: signals that stop the program, as they arrive.
+        attempt: runs the command and returns its exit code; a negative code is a signal that ended it.
     """
-    record, in_a_row, has_run = RunRecord(save), 0, False
+    record, consecutive, has_run = RunRecord(save), 0, False
     while True:
-        known = read_events(save)
+        known = _read_events(save)
         code = attempt()
-        happened = read_events(save)[len(known) :]
-        # A launcher may have an exit code of its own; the record has that of the ranks.
-        ends = [event["code"] for event in happened if event["event"] == "stop"]
-        told = int(ends[-1]) if ends else code
-        if code == 0 or (received and told == 0):
+        events = _read_events(save)[len(known) :]
+        # A launcher may have a different exit code; the record contains that of the ranks.
+        recorded = [event["code"] for event in events if event["event"] == "stop"]
+        reported = int(recorded[-1]) if recorded else code
+        if code == 0 or (received and reported == 0):
             return 0
-        has_run = has_run or any(event["event"] == "start" for event in happened)
-        # What it then meets may pass: a name that is not resolved for a moment, a file system that is away.
-        tried_again = has_run if told == ExitCode.USER_ERROR else config.retry_bad_numbers
-        if received or (told in FINAL and not tried_again):
-            return told if told > 0 else ExitCode.INTERNAL
-        in_a_row = 1 if any(event["event"] == "save end" for event in happened) else in_a_row + 1
-        if in_a_row > config.max_restarts:
-            print(f"*** {in_a_row} failures without a new checkpoint between them: gives up ***", flush=True)
-            return told if told > 0 else ExitCode.INTERNAL
-        pause = min(config.max_backoff_seconds, config.backoff_seconds * 2 ** (in_a_row - 1))
-        reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {told or code}"
+        has_run = has_run or any(event["event"] == "start" for event in events)
+        # After training has started, a user error may be temporary: a failed name look-up or file system, for example.
+        is_retried = has_run if reported == ExitCode.USER_ERROR else config.retry_bad_numbers
+        if received or (reported in FINAL and not is_retried):
+            return reported if reported > 0 else ExitCode.INTERNAL
+        consecutive = 1 if any(event["event"] == "save end" for event in events) else consecutive + 1
+        if consecutive > config.max_restarts:
+            print(f"*** giving up after {consecutive} consecutive failures without a new checkpoint ***", flush=True)
+            return reported if reported > 0 else ExitCode.INTERNAL
+        pause = min(config.max_backoff_seconds, config.backoff_seconds * 2 ** (consecutive - 1))
+        reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {reported or code}"
         save.mkdir(parents=True, exist_ok=True)
-        record.write("restart", reason=reason, in_a_row=in_a_row, pause_seconds=pause)
-        limit = f"{in_a_row} of {config.max_restarts} without a new checkpoint"
-        print(f"*** the job has ended with {reason}: starts again in {pause:g} s ({limit}) ***", flush=True)
+        record.write("restart", reason=reason, in_a_row=consecutive, pause_seconds=pause)
+        limit = f"{consecutive} of {config.max_restarts} without a new checkpoint"
+        print(f"*** the command ended with {reason}: restarting in {pause:g} s ({limit}) ***", flush=True)
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and not received:
             time.sleep(POLL_SECONDS)
@@ -172,75 +138,69 @@ def supervise(
             return ExitCode.DONE
 
 
-def read_events(save: Path) -> list[dict[str, Any]]:
-    """The record so far; empty if there is none."""
+def _read_events(save: Path) -> list[dict[str, Any]]:
     try:
         return read_record(save)
     except FileNotFoundError:
         return []
 
 
-def good_ends(save: Path) -> int:
-    """How many ends with exit code 0 are in the record."""
-    return sum(event["event"] == "stop" and event["code"] == ExitCode.DONE for event in read_events(save))
+def _successful_ends(save: Path) -> int:
+    return sum(event["event"] == "stop" and event["code"] == ExitCode.DONE for event in _read_events(save))
 
 
-def attempt(command: Sequence[str], config: ResilientConfig, received: Sequence[int], save: Path) -> int:
-    """Runs the command to its end, and ends what it leaves behind.
+def _attempt(command: Sequence[str], config: ResilientConfig, received: Sequence[int], save: Path) -> int:
+    """Run the command to its end, and end the processes that it leaves behind.
 
     Returns:
-        Its exit code. 0 becomes 1 when the record has no such end: the `deepspeed` command ends with 0 also when the
-        process that it has started was killed.
+        Its exit code; 1 instead of 0 if the record has no successful end, because the `deepspeed` command also exits
+        with 0 when the process that it started was killed.
     """
-
-    def prepare() -> None:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    known = good_ends(save)
+    known = _successful_ends(save)
     try:
-        # In a group of its own, Ctrl-C does not reach it: it is handed on below.
-        job = subprocess.Popen(command, start_new_session=True, preexec_fn=prepare)
+        # A separate session does not receive Ctrl-C; `_wait` forwards it.
+        job = start_child(command, start_new_session=True)
     except OSError as error:
         raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from error
     try:
-        wait(job, config, received)
-        # Ranks that are ended below may record a good end too.
-        ended_well = good_ends(save) > known
+        _wait(job, config, received)
+        # Checked now: ranks that are ended below may also record a successful end.
+        succeeded = _successful_ends(save) > known
     finally:
-        end_descendants(job)
+        _end_descendants(job)
     code = job.wait()
-    if code == 0 and not ended_well:
-        print(f"*** the command has ended with exit code 0, but no end is recorded in {save} ***", flush=True)
+    if code == 0 and not succeeded:
+        print(f"*** the command ended with exit code 0, but no successful end is recorded in {save} ***", flush=True)
         return ExitCode.INTERNAL
     return code
 
 
-def wait(job: "subprocess.Popen[bytes]", config: ResilientConfig, received: Sequence[int]) -> None:
-    """Until the job has ended, or has to be ended: a second signal, or too long after the first.
+def _wait(job: Child, config: ResilientConfig, received: Sequence[int]) -> None:
+    """Wait until the job ends or must be killed: after a second signal, or too long after the first.
 
-    A launcher may die of the signal that its ranks were sent too, and they still save.
+    If the launcher dies of a signal that its ranks received too, wait for the ranks, which are still saving.
     """
-    asked: float | None = None
+    stopping_since: float | None = None
     ranks: list[psutil.Process] = []
     while True:
-        if received and asked is None:
-            asked = time.monotonic()
-            # Ranks know no hang-up.
-            ranks = hand_on(signal.SIGTERM if received[0] == signal.SIGHUP else received[0], job)
-        late = asked is not None and time.monotonic() - asked > 60 * config.stop_minutes
+        if received and stopping_since is None:
+            stopping_since = time.monotonic()
+            # Ranks do not handle SIGHUP.
+            ranks = _forward(signal.SIGTERM if received[0] == signal.SIGHUP else received[0], job)
+        late = stopping_since is not None and time.monotonic() - stopping_since > 60 * config.stop_minutes
         ended = job.poll() is not None and not psutil.wait_procs(ranks, 0)[1]
         if ended or late or len(received) > 1:
             return
         time.sleep(POLL_SECONDS)
 
 
-def hand_on(number: int, job: "subprocess.Popen[bytes]") -> list[psutil.Process]:
-    """Sends a signal to the ranks on this machine, and returns them; to the launcher where there are none.
+def _forward(number: int, job: Child) -> list[psutil.Process]:
+    """Send a signal to the ranks on this machine and return them; send it to the launcher if there are none.
 
-    Ranks agree on the end by themselves. A launcher that is asked gives them 30 seconds, too little for a large
-    checkpoint, and then fails.
+    The launcher would kill its ranks after 30 seconds, which is too short for a large checkpoint. Ranks stop together
+    without it.
     """
-    ranks = rank_processes()
+    ranks = _rank_processes()
     for process in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
@@ -249,8 +209,8 @@ def hand_on(number: int, job: "subprocess.Popen[bytes]") -> list[psutil.Process]
     return ranks
 
 
-def rank_processes() -> list[psutil.Process]:
-    """This process's descendants that a launcher has given a rank, without their own children."""
+def _rank_processes() -> list[psutil.Process]:
+    """Return the descendants to which a launcher gave a rank, without their own children."""
     ranks = {}
     for process in psutil.Process().children(recursive=True):
         try:
@@ -261,23 +221,21 @@ def rank_processes() -> list[psutil.Process]:
     return [process for process, parent in ranks.values() if parent not in ranks]
 
 
-def end_descendants(job: "subprocess.Popen[bytes]") -> None:
-    """Ends all processes that this one has started, and theirs."""
-    left = psutil.Process().children(recursive=True)
-    for ask in (psutil.Process.terminate, psutil.Process.kill):
-        for process in left:
-            try:
-                ask(process)
-            except psutil.NoSuchProcess:
-                continue
-        # Who waits for the job gets its exit code, and nobody after.
-        psutil.wait_procs([process for process in left if process.pid != job.pid], END_SECONDS)
+def _end_descendants(job: Child) -> None:
+    """End all descendants of this process."""
+    remaining = psutil.Process().children(recursive=True)
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for process in remaining:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end(process)
+        # Only `job.wait` may collect the exit code of the job.
+        psutil.wait_procs([process for process in remaining if process.pid != job.pid], END_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(END_SECONDS)
         # An orphan may have become a child of this process in the meantime.
-        left = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+        remaining = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

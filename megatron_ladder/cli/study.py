@@ -1,17 +1,24 @@
-"""Studies: grids of trainings, compared at equal tokens and at equal time."""
+"""Runs and reports grids of training runs, compared at equal tokens and at equal time."""
 
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import run_program
 from megatron_ladder.lab.study.adapting import adapt_study
-from megatron_ladder.lab.study.command_line import parse_options
-from megatron_ladder.lab.study.options import ReportOptions
+from megatron_ladder.lab.study.command_line import DESCRIPTIONS, parse_options
+from megatron_ladder.lab.study.options import AdaptOptions, ReportOptions, RunOptions
 from megatron_ladder.lab.study.program import report_study, run_study
+
+COMMANDS = (
+    Command((RunOptions,), "run", DESCRIPTIONS["run"]),
+    Command((RunOptions, AdaptOptions), "adapt", DESCRIPTIONS["adapt"]),
+    Command((ReportOptions,), "report", DESCRIPTIONS["report"]),
+)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the command line and does what its first word says."""
+    """Read the command line and run its subcommand."""
     options = parse_options(argv)
     if isinstance(options, ReportOptions):
         report_study(options)
@@ -22,5 +29,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

@@ -1,6 +1,6 @@
-"""Training throughput of one device, side by side with transformers."""
+"""Measures the training throughput of one device, compared with transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -8,8 +8,9 @@ from typing import Literal, NoReturn
 import torch
 
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
-from megatron_ladder.errors import BadNumbersError, UserError, run_program
-from megatron_ladder.flags import parse_command_line
+from megatron_ladder.cli.programs import Command
+from megatron_ladder.errors import BadNumbersError, ErrorCollector, run_program
+from megatron_ladder.flags import flag, parse_config
 from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS, RatioVerdict
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.bench.throughput import ThroughputWorkload, check_transformers, run
@@ -21,93 +22,69 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ThroughputOptions:
-    """Throughput. Forward and backward of a micro-batch, all ways interleaved in every round."""
+    """Throughput. Forward and backward passes of a micro-batch; all variants run once per round."""
 
     size: str = "paper-1.2b"
-    """Shape of the model, as in tools/benchmark.py: paper-1.2b, llama-8b, small-train and so on, or in numbers such as
+    """Model shape, as in tools/benchmark.py: a name such as paper-1.2b, llama-8b or small-train, or numbers such as
     8x192x512x6x6x4096."""
-    layers: int | None = None
-    """Layers, where memory does not hold all of the shape's: weights and gradients of two models have to fit."""
+    layers: int | None = flag(None, minimum=1)
+    """Use fewer layers than the shape has, to save memory: weights and gradients of two models must fit."""
     wirings: tuple[str, ...] = ("standard", "ladder")
-    """Our models: any --residual-mode of pretrain_ladder.py except desync."""
-    sequence: tuple[int, ...] = (2048, 4096)
-    """Tokens of a sample; each length is measured by itself."""
-    batch: int = 1
-    """Samples at once."""
+    """Wirings to measure: any --residual-mode of pretrain_ladder.py except desync."""
+    sequence: tuple[int, ...] = flag((2048, 4096), minimum=1)
+    """Tokens per sample; each length is measured separately."""
+    batch: int = flag(1, minimum=1)
+    """Samples per micro-batch."""
     dtype: Literal["fp32", "bf16"] | None = None
-    """bf16 on a GPU and fp32 on a CPU if not given."""
+    """Data type; by default bf16 on a GPU and fp32 on a CPU."""
     backend: str = "inductor"
-    """Of torch.compile; "none" compiles neither our models nor transformers'."""
+    """Backend of torch.compile; "none" compiles neither our models nor those of transformers."""
     transformers: bool = True
-    """Leave transformers' Llama out."""
-    matrix: int = 8192
-    """Side of the square product whose rate is the floor's."""
-    rounds: int = 7
-    """Rounds that count; every way runs once in each."""
+    """Do not measure the Llama model of transformers."""
+    matrix: int = flag(8192, minimum=1)
+    """Size of the square matrix product whose rate defines the lower bound of the time."""
+    rounds: int = flag(7, minimum=FEWEST_ROUNDS)
+    """Measured rounds; every variant runs once per round."""
     json: Path | None = None
-    """File for the results: a list of rows."""
+    """File for the results, as a list of rows."""
 
 
-def option_mistakes(options: ThroughputOptions) -> list[str]:
-    """A line for each value that cannot be."""
-    mistakes = []
-    try:
-        layers = find_size(options.size).num_layers
-        if not 1 <= (options.layers or 1) <= layers:
-            mistakes.append(f"--layers {options.layers}: {options.size} has 1 to {layers}")
-    except ValueError as error:
-        mistakes.append(f"--size {options.size}: {error}")
-    strange = [wiring for wiring in options.wirings if wiring not in SHARED_STREAM_MODES]
-    if strange:
-        mistakes.append(f"--wirings {' '.join(strange)}: expected some of {', '.join(SHARED_STREAM_MODES)}")
-    numbers = {"--batch": (options.batch,), "--matrix": (options.matrix,), "--sequence": options.sequence}
-    for name, values in numbers.items():
-        if min(values, default=0) < 1:
-            mistakes.append(f"{name} {' '.join(map(str, values))}: expected 1 or more")
-    if options.rounds < FEWEST_ROUNDS:
-        mistakes.append(f"--rounds {options.rounds}: below {FEWEST_ROUNDS} there is no spread to judge by")
-    return mistakes
+COMMANDS = (Command((ThroughputOptions,)),)
 
 
 def parse_options(argv: Sequence[str], found: list[str] | None = None) -> ThroughputOptions:
-    """Reads the command line.
+    """Read the command line, appending errors to `found` if it is given."""
+    return parse_config(ThroughputOptions, argv, "throughput.py", __doc__, _find_errors, found)
 
-    Args:
-        found: where to append mistakes instead of raising them, for a caller that looks for more.
 
-    Raises:
-        UserError: a line for each mistake.
-    """
-    mistakes: list[str] = []
-    options: ThroughputOptions
-    (options,) = parse_command_line(
-        [ThroughputOptions], argv, "throughput.py",
-        "Training throughput of one device, side by side with transformers.", found=mistakes,
-    )  # fmt: skip
-    mistakes += option_mistakes(options)
-    if found is not None:
-        found.extend(mistakes)
-    elif mistakes:
-        raise UserError(*mistakes)
-    return options
+def _find_errors(options: ThroughputOptions) -> Iterator[str]:
+    try:
+        layers = find_size(options.size).num_layers
+        if (options.layers or 1) > layers:
+            yield f"--layers {options.layers}: {options.size} has {layers} layers"
+    except ValueError as error:
+        yield f"--size {options.size}: {error}"
+    unknown = [wiring for wiring in options.wirings if wiring not in SHARED_STREAM_MODES]
+    if unknown:
+        yield f"--wirings {' '.join(unknown)}: expected some of {', '.join(SHARED_STREAM_MODES)}"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints a table and writes the rows.
+    """Measure, print a table and write the rows.
 
     Raises:
-        UserError: a line for each mistake.
+        UserError: with one message per error.
         BadNumbersError: the machine was too noisy to judge a ratio.
     """
-    mistakes: list[str] = []
-    options = parse_options(argv, mistakes)
-    for check in (_check_compiler, _check_transformers):
-        try:
-            check(options)
-        except UserError as error:
-            mistakes += error.mistakes
-    if mistakes:
-        raise UserError(*mistakes)
+    errors = ErrorCollector()
+    options = parse_options(argv, errors.messages)
+    with errors.collect():
+        if options.backend == "inductor":
+            require_compiler("--backend inductor")
+    with errors.collect():
+        if options.transformers:
+            check_transformers()
+    errors.raise_if_any()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = find_size(options.size)
     config = replace(
@@ -132,16 +109,6 @@ def main(argv: Sequence[str]) -> None:
         raise BadNumbersError("; ".join(f"{row.way} at {row.sequence}: {row.verdict}" for row in doubtful))
 
 
-def _check_compiler(options: ThroughputOptions) -> None:
-    if options.backend == "inductor":
-        require_compiler("--backend inductor")
-
-
-def _check_transformers(options: ThroughputOptions) -> None:
-    if options.transformers:
-        check_transformers()
-
-
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

@@ -1,4 +1,4 @@
-"""Text to a tokenizer: a SentencePiece model, or a byte-level tokenizer.json."""
+"""Trains a byte-pair tokenizer: a SentencePiece model, or a byte-level tokenizer.json."""
 
 import itertools
 import math
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from megatron_ladder.data.files import write_atomically
+from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.reading.find import find_sources, group_blocks
 from megatron_ladder.data.reading.protocol import Reading, Source
 from megatron_ladder.data.tokenizers import load_tokenizer, train_bpe, train_sentencepiece
 from megatron_ladder.data.tokenizers.training import MAX_LINE_BYTES
 from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import parse_command_line
+from megatron_ladder.files import write_atomically
+from megatron_ladder.flags import flag, parse_config
 
 
 @dataclass(frozen=True)
@@ -22,32 +23,35 @@ class TrainTokenizerConfig:
     """Input and output."""
 
     input: tuple[str, ...]
-    """What to learn from: files, patterns, - or hf://NAME, as tools/preprocess_data.py reads them."""
-    vocab_size: int
-    """Ids of the tokenizer, among them 256 bytes and 3 control tokens (1 of bpe)."""
+    """Text to train on: files, glob patterns, - or hf://NAME, as in tools/preprocess_data.py."""
+    vocab_size: int = flag(minimum=1)
+    """Vocabulary size, including 256 bytes and 3 control tokens (bpe: 1)."""
     model_prefix: Path
-    """The model is written to PREFIX.model, of bpe to PREFIX.json."""
+    """Prefix of the output file: PREFIX.model, or PREFIX.json with bpe."""
     model_type: Literal["sentencepiece", "bpe"] = "sentencepiece"
-    """sentencepiece: byte-pair pieces, for SentencePieceTokenizer. bpe: byte-level byte pairs as GPT-2's, for
-    HuggingFaceTokenizer. Both keep whitespace."""
+    """sentencepiece: byte-pair pieces, for SentencePieceTokenizer. bpe: byte-level byte pairs like GPT-2's, for
+    HuggingFaceTokenizer. Both preserve whitespace and can represent any text."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of a JSON object whose texts are learnt from."""
-    max_megabytes: int = 100
-    """Learn from a sample of about this size, taken evenly from all over a larger input."""
+    """Keys of JSON objects that contain text."""
+    max_megabytes: int = flag(100, minimum=1)
+    """Train on a sample of approximately this size, taken evenly from the whole input."""
+
+
+COMMANDS = (Command((TrainTokenizerConfig,)),)
 
 
 PIECE_CHARACTERS = 1 << 14
-"""About how much text the trainer of bpe gets at once; it learns from line feeds too."""
+"""Approximate size of the pieces of text for the bpe trainer, which also learns line feeds."""
 
 
-class Sample:
-    """Text from all over the input, for a trainer, with a count of what it cannot take."""
+class _TextSample:
+    """Text for a trainer, sampled evenly from the whole input; counts the lines that are too long for it."""
 
     def __init__(self, sources: Sequence[Source], reading: Reading, most_bytes: int, in_lines: bool) -> None:
         """
         Args:
-            most_bytes: of the sample, about. Of an input whose size nobody knows it is the beginning.
-            in_lines: whether texts are cut into lines, and lines longer than MAX_LINE_BYTES left out.
+            most_bytes: approximate size of the sample. If the size of the input is unknown, its beginning is used.
+            in_lines: split texts into lines, and skip lines longer than MAX_LINE_BYTES.
         """
         self.input_bytes = sum(source.total_bytes or 0 for source in sources)
         self.used_bytes = min(self.input_bytes, most_bytes) or most_bytes
@@ -57,10 +61,10 @@ class Sample:
         self._sources, self._reading, self._in_lines = sources, reading, in_lines
 
     def __iter__(self) -> Iterator[str]:
-        """Lines or larger pieces, evenly spaced.
+        """Yield lines or larger pieces, evenly spaced.
 
         Raises:
-            UserError: a record that cannot be read.
+            UserError: a record cannot be read.
         """
         texts = itertools.chain.from_iterable(self._texts())
         pieces = (piece for text in texts for piece in (text.split("\n") if self._in_lines else _pieces(text)))
@@ -68,7 +72,7 @@ class Sample:
         for number, piece in enumerate(pieces):
             if int((number + 1) * self._share) == int(number * self._share):
                 continue
-            # A character has at most four bytes, so that few lines are encoded to be measured.
+            # A character has at most four bytes, so only few lines must be encoded to be measured.
             if self._in_lines and 4 * len(piece) > MAX_LINE_BYTES and len(piece.encode()) > MAX_LINE_BYTES:
                 self.too_long += 1
                 continue
@@ -90,7 +94,7 @@ class Sample:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text cut before line feeds."""
+    """Split a text before line feeds."""
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + PIECE_CHARACTERS)
@@ -100,35 +104,17 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def parse_options(argv: Sequence[str]) -> TrainTokenizerConfig:
-    """Reads the command line.
-
-    Raises:
-        UserError: a line for each mistake.
-    """
-    config: TrainTokenizerConfig
-    (config,) = parse_command_line(
-        [TrainTokenizerConfig],
-        argv,
-        program="train_tokenizer.py",
-        description="Trains a tokenizer (byte-pair, whitespace kept, any text comes back).",
-    )
-    mistakes = [
-        f"--{name.replace('_', '-')} {getattr(config, name)}: expected 1 or more"
-        for name in ("vocab_size", "max_megabytes")
-        if getattr(config, name) < 1
-    ]
-    if mistakes:
-        raise UserError(*mistakes)
-    return config
+    """Read the command line."""
+    return parse_config(TrainTokenizerConfig, argv, "train_tokenizer.py", __doc__)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the command line and does the work."""
+    """Read the command line and train."""
     config = parse_options(argv)
     reading = Reading(config.json_keys)
     sources = find_sources(config.input, reading)
     is_sentencepiece = config.model_type == "sentencepiece"
-    sample = Sample(sources, reading, config.max_megabytes * 1_000_000, in_lines=is_sentencepiece)
+    sample = _TextSample(sources, reading, config.max_megabytes * 1_000_000, in_lines=is_sentencepiece)
     of = f" of {sample.input_bytes / 1e6:.1f}" if sample.input_bytes else ""
     print(f"training {config.vocab_size} pieces on {sample.used_bytes / 1e6:.1f}{of} MB", flush=True)
     begun = time.monotonic()
@@ -147,5 +133,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

@@ -1,21 +1,18 @@
-"""The reference pages of `docs/reference/`, from the dataclasses that `--help` is made of."""
+"""Writes the reference pages in `docs/reference/` from the dataclasses of all command lines."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from types import ModuleType
+from typing import NoReturn
 
+from megatron_ladder.cli.programs import PROGRAMS, Command, load_program, script_of
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
 from megatron_ladder.engine.deepspeed_json import FLAGS, REFUSED_KEYS, REFUSED_SECTIONS
 from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import Flag, parse_command_line, section_flags
-
-if TYPE_CHECKING:
-    from megatron_ladder.cli.programs import Command, Program
+from megatron_ladder.flags import Flag, parse_config, section_flags
 
 NOTE = "<!-- Written by tools/write_reference.py from the sources: change the docstrings there, not this page. -->"
-COMMAND = "python tools/write_reference.py"
-"""What brings the pages up to date."""
 
 
 @dataclass(frozen=True)
@@ -23,36 +20,46 @@ class WriteReferenceConfig:
     """Output."""
 
     output_dir: Path = Path("docs/reference")
-    """Directory that gets the pages."""
+    """Directory for the pages."""
+
+
+COMMANDS = (Command((WriteReferenceConfig,)),)
 
 
 def reference_pages() -> dict[str, str]:
-    """File name -> text, of all pages."""
-    # Imports every program; a mistake in this one's command line is told of before.
-    from megatron_ladder.cli.programs import PROGRAMS
-
-    pages = {f"{Path(path).stem}.md": _program_page(path, program) for path, program in PROGRAMS.items()}
+    """Return the text of all pages by file name."""
+    modules = {script_of(program): load_program(program) for program in PROGRAMS}
+    pages = {f"{Path(path).stem}.md": _program_page(path, module) for path, module in modules.items()}
     pages["deepspeed_json.md"] = _deepspeed_page()
     pages["megatron_flags.md"] = _megatron_page()
-    pages["README.md"] = _index(PROGRAMS)
+    rows = [(f"[`{path}`]({Path(path).stem}.md)", _summary(module)) for path, module in sorted(modules.items())]
+    pages["README.md"] = _joined([
+        "# Command-line reference",
+        NOTE,
+        "One page per program, with the same content as `--help`.",
+        _table(("program", "purpose"), rows),
+        "See also [how DeepSpeed's JSON is derived](deepspeed_json.md) and "
+        "[how Megatron's other flags are handled](megatron_flags.md).",
+    ])  # fmt: skip
     return pages
 
 
-def _program_page(path: str, program: "Program") -> str:
-    lines = [f"# `{path}`", NOTE, _summary(program)]
-    for command in program.commands:
-        if len(program.commands) > 1:
+def _program_page(path: str, module: ModuleType) -> str:
+    lines = [f"# `{path}`", NOTE, _summary(module)]
+    commands: Sequence[Command] = module.COMMANDS
+    for command in commands:
+        if len(commands) > 1:
             lines += [f"## `{Path(path).name} {command.words}`", command.description]
-        lines += _sections(command, "##" if len(program.commands) == 1 else "###")
-    if Path(path).stem == "pretrain_ladder":
+        lines += _sections(command, "##" if len(commands) == 1 else "###")
+    if path == "pretrain_ladder.py":
         lines.append(
-            "DeepSpeed's configuration is derived from these flags: [deepspeed_json.md](deepspeed_json.md). "
-            "Flags of Megatron's that are not among them: [megatron_flags.md](megatron_flags.md)."
+            "The DeepSpeed configuration is derived from these flags: [deepspeed_json.md](deepspeed_json.md). "
+            "Megatron flags that are not listed here: [megatron_flags.md](megatron_flags.md)."
         )
     return _joined(lines)
 
 
-def _sections(command: "Command", mark: str) -> list[str]:
+def _sections(command: Command, mark: str) -> list[str]:
     lines = []
     for section in command.sections:
         title, _, explanation = _one_line(section.__doc__ or "").partition(". ")
@@ -60,13 +67,13 @@ def _sections(command: "Command", mark: str) -> list[str]:
             lines.append(f"{mark} {title.rstrip('.')}")
         if explanation:
             lines.append(explanation)
-        rows = [(_spelled(one), _default(one), _documentation(one)) for one in section_flags(section)]
-        lines.append(_table(("flag", "default", "what it says"), rows))
+        rows = [(_spelled(one), _default(one), one.limits, one.documentation) for one in section_flags(section)]
+        if any(limits for _, _, limits, _ in rows):
+            lines.append(_table(("flag", "default", "values", "description"), rows))
+        else:
+            plain = [(name, default, documentation) for name, default, _, documentation in rows]
+            lines.append(_table(("flag", "default", "description"), plain))
     return lines
-
-
-def _documentation(one: Flag) -> str:
-    return one.documentation + (f" ({one.limits})" if one.limits else "")
 
 
 def _spelled(one: Flag) -> str:
@@ -83,51 +90,39 @@ def _default(one: Flag) -> str:
 
 
 def _deepspeed_page() -> str:
-    decided = [(f"`{key}`", _flags_as_code(flag)) for key, flag in FLAGS.items()]
-    refused = [(f"`{key}`", reason) for key, reason in {**REFUSED_SECTIONS, **REFUSED_KEYS}.items()]
+    derived = [(f"`{key}`", _flags_as_code(flag)) for key, flag in FLAGS.items()]
+    rejected = [(f"`{key}`", reason) for key, reason in {**REFUSED_SECTIONS, **REFUSED_KEYS}.items()]
     return _joined([
         "# DeepSpeed's JSON",
         NOTE,
-        "What the engine is built from is derived from the flags of "
-        "[`pretrain_ladder.py`](pretrain_ladder.md). A file given with `--deepspeed_config` is merged with it: "
-        '`"auto"` in it means "from the command line", and a value that contradicts the command line is an error.',
-        "## Keys that the command line decides",
-        _table(("key", "comes from"), decided),
-        "## Keys that are refused",
-        _table(("key", "why, or what to use instead"), refused),
+        "The DeepSpeed configuration is derived from the flags of "
+        "[`pretrain_ladder.py`](pretrain_ladder.md). A file given with `--deepspeed_config` is merged into it: "
+        '`"auto"` takes the value of the command line, and a value that contradicts the command line is an error.',
+        "## Keys that the command line determines",
+        _table(("key", "source"), derived),
+        "## Rejected keys",
+        _table(("key", "reason, or replacement"), rejected),
     ])  # fmt: skip
 
 
 def _megatron_page() -> str:
     accepted = [(f"`{flag}`", " ".join(f"`{value}`" for value in values)) for flag, values in ACCEPTED.items()]
-    refused = [(f"`{flag}`", reason) for flag, reason in REFUSED.items()]
+    rejected = [(f"`{flag}`", reason) for flag, reason in REFUSED.items()]
     return _joined([
         "# Megatron's flags",
         NOTE,
-        "Flags of [`pretrain_ladder.py`](pretrain_ladder.md) are Megatron-DeepSpeed's where it has a name for the "
-        "thing. Of its others none is ignored.",
-        "## Accepted, for they ask for what is done anyway",
-        _table(("flag", "with the value"), accepted),
-        "## Refused",
-        _table(("flag", "why, or what to use instead"), refused),
+        "The flags of [`pretrain_ladder.py`](pretrain_ladder.md) have the names of Megatron-DeepSpeed where it has an "
+        "equivalent. None of Megatron's other flags is silently ignored.",
+        "## Accepted flags, which request the default behaviour",
+        _table(("flag", "accepted values"), accepted),
+        "## Rejected flags",
+        _table(("flag", "reason, or replacement"), rejected),
     ])  # fmt: skip
 
 
-def _index(programs: Mapping[str, "Program"]) -> str:
-    rows = [(f"[`{path}`]({Path(path).stem}.md)", _summary(program)) for path, program in programs.items()]
-    return _joined([
-        "# Every command's arguments",
-        NOTE,
-        "The same as `--help` says, a page for each program.",
-        _table(("program", "what it does"), rows),
-        "Beside them: [how DeepSpeed's JSON is derived](deepspeed_json.md), and "
-        "[what becomes of Megatron's other flags](megatron_flags.md).",
-    ])  # fmt: skip
-
-
-def _summary(program: "Program") -> str:
-    """The first sentence of the program's module."""
-    return _one_line((program.module.__doc__ or "").split("\n\n")[0])
+def _summary(module: ModuleType) -> str:
+    """Return the first sentence of the module's docstring."""
+    return _one_line((module.__doc__ or "").split("\n\n")[0])
 
 
 def _one_line(text: str) -> str:
@@ -135,7 +130,7 @@ def _one_line(text: str) -> str:
 
 
 def _flags_as_code(text: str) -> str:
-    """Flags among words, marked as code."""
+    """Mark the flags in a sentence as code."""
     words = [word.partition(",") for word in text.split()]
     return " ".join(f"`{word}`{comma}" if word.startswith("--") else word + comma for word, comma, _ in words)
 
@@ -150,20 +145,12 @@ def _joined(paragraphs: Sequence[str]) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> WriteReferenceConfig:
-    """Reads the command line.
-
-    Raises:
-        UserError: a line for each mistake.
-    """
-    config: WriteReferenceConfig
-    (config,) = parse_command_line(
-        [WriteReferenceConfig], argv, "write_reference.py", "Writes the reference pages of all commands."
-    )
-    return config
+    """Read the command line."""
+    return parse_config(WriteReferenceConfig, argv, "write_reference.py", __doc__)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the command line and writes the pages."""
+    """Read the command line and write the pages."""
     config = parse_options(argv)
     pages = reference_pages()
     try:
@@ -176,5 +163,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run the program."""
     run_program(main)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ladder.cli.programs import PROGRAMS
+from megatron_ladder.cli.programs import PROGRAMS, load_program, script_of
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import UserError
@@ -16,6 +16,8 @@ from megatron_ladder.train.stream_inputs import streaming_mistakes
 from tests.docs.pages import ROOT
 from tests.docs.shell import OPEN_END
 
+PROGRAM_OF = {script_of(program): program for program in PROGRAMS}
+"""Script -> the name of its program."""
 VOCABULARY = 32000
 """Ids of a tokenizer that is not there."""
 LEFT_OUT = (" is required", ": expected one directory")
@@ -41,13 +43,13 @@ def read_command(words: Sequence[str]) -> list[str] | None:
 def _read_python(words: Sequence[str], processes: int | None) -> list[str] | None:
     if not words or words[0].startswith("-"):
         return None
-    if words[0] in PROGRAMS:
+    if words[0] in PROGRAM_OF:
         return _read_ours(words[0], words[1:], processes)
     return _read_script(words)
 
 
 def _script_of(name: str) -> str:
-    return "pretrain_ladder.py" if name == "pretrain" else f"tools/{name.replace('-', '_')}.py"
+    return script_of(name.replace("-", "_"))
 
 
 def _read_launch(launcher: str, words: Sequence[str]) -> list[str] | None:
@@ -96,7 +98,7 @@ def _speaks_of(source: str, flag: str) -> bool:
 
 
 def _read_ours(script: str, words: Sequence[str], processes: int | None) -> list[str]:
-    if script not in PROGRAMS:
+    if script not in PROGRAM_OF:
         return [f"{script}: there is no such program"]
     given = ["1" if re.fullmatch("[A-Z]", word) else word for word in words if word != OPEN_END]
     mistakes: list[str] = []
@@ -116,7 +118,7 @@ def _read_ours(script: str, words: Sequence[str], processes: int | None) -> list
 
 
 def _read_tool(script: str, words: Sequence[str]) -> list[str]:
-    parsed = PROGRAMS[script].module.parse_options(words)
+    parsed = load_program(PROGRAM_OF[script]).parse_options(words)
     if script == "tools/run_resilient.py":
         return read_command(parsed[1]) or []
     return []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.cli.programs import PROGRAMS
+from megatron_ladder.cli.programs import PROGRAMS, load_program
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
 from megatron_ladder.flags import flag_name, section_flags
 from tests.docs.pages import ROOT, code_spans, fences, indented_lines, mark_mistakes, page_paths, read_page
@@ -37,8 +37,8 @@ def flags_of_script(source: str) -> list[str]:
 def known_flags() -> set[str]:
     ours = {
         spelling
-        for program in PROGRAMS.values()
-        for command in program.commands
+        for program in PROGRAMS
+        for command in load_program(program).COMMANDS
         for section in command.sections
         for one in section_flags(section)
         for spelling in one.spellings
@@ -79,7 +79,7 @@ def span_mistakes(page: str, text: str) -> list[str]:
                 mistakes += [f"{page}: `{span}`: {mistake}" for mistake in read_command([*words, OPEN_END]) or ()]
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
             if flag not in known:
-                mistakes.append(f"{page}: `{span}`: {flag} is no flag of any program")
+                mistakes.append(f"{page}: `{span}`: {flag} is not a flag of any program")
     return mistakes
 
 
@@ -101,15 +101,15 @@ TRAINING = (
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (fenced("python tools/plan.py --gpu 8"), "--gpu is no flag of this program: did you mean --gpus?"),
+        (fenced("python tools/plan.py --gpu 8"), "--gpu is not a flag of this program: did you mean --gpus?"),
         (fenced("python tools/plan.py \\\n    --cluster h300"), "--cluster h300: expected one of"),
         (fenced("A=1 python tools/generate.py --model m --prompt x --stop"), "--stop: expected at least one"),
         (fenced("python tools/generate.py --model m --json --stream"), "--stream shows text as it comes"),
         (fenced("python tools/missing.py --x"), "tools/missing.py: there is no such script"),
-        (fenced("cd x && python tools/inspect_data.py p --verfy", "<!-- not run: why -->"), "--verfy is no flag"),
-        (fenced("for s in 1 2; do\n  python tools/plan.py --seed $s\ndone"), "--seed is no flag"),
+        (fenced("cd x && python tools/inspect_data.py p --verfy", "<!-- not run: why -->"), "--verfy is not a flag"),
+        (fenced("for s in 1 2; do\n  python tools/plan.py --seed $s\ndone"), "--seed is not a flag"),
         (fenced("python tools/convert_checkpoint.py export --load c"), "--hf is required"),
-        (fenced(f"deepspeed --num_gpus 8 pretrain_ladder.py {TRAINING} --ladder-layer 2"), "--ladder-layer is no"),
+        (fenced(f"deepspeed --num_gpus 8 pretrain_ladder.py {TRAINING} --ladder-layer 2"), "--ladder-layer is not"),
         (fenced(f"deepspeed --num_gpus 8 pretrain_ladder.py {TRAINING} --tensor-model-parallel-size 3"), "the 8 la"),
         (fenced(f"torchrun --nproc-per-node 2 pretrain_ladder.py {TRAINING} --streaming x"), "exclude each other"),
         (fenced("deepspeed --num_gpu_s 8 pretrain_ladder.py ..."), "deepspeed: "),
@@ -119,16 +119,16 @@ TRAINING = (
         (fenced("bash examples/multi_node.sh --node-ranks N"), "examples/multi_node.sh knows no --node-ranks"),
         (fenced("python tests/chaos/run.py --kill 3"), "tests/chaos/run.py knows no --kill"),
         (fenced("bash tests/run.sh tests/units"), "tests/units: there is no such path"),
-        (fenced("megatron-ladder-plan --gpu 8"), "--gpu is no flag"),
+        (fenced("megatron-ladder-plan --gpu 8"), "--gpu is not a flag"),
         (fenced("pip install x"), "pip is no program of ours"),
         (fenced("ls", "<!-- not run -->"), "say why it is not run"),
         (fenced("ls", "<!-- run: a b -->"), "expected <!-- run: session -->"),
         ("<!-- not run: why -->\n\nwords\n" + fenced("python tools/plan.py"), "a mark stands directly above its fence"),
         ("```bash\npython tools/plan.py\n", "a fence is not closed"),
         ("words\n\n    python tools/plan.py\n", "a.md:3: commands stand in a bash fence"),
-        ("`tools/plan.py --gpu 8`", "--gpu is no flag of this program"),
+        ("`tools/plan.py --gpu 8`", "--gpu is not a flag of this program"),
         ("`python tools/generate.py ...\n--stream --json`", "--stream shows text"),
-        ("and `--micro-batch-sise`", "--micro-batch-sise is no flag of any program"),
+        ("and `--micro-batch-sise`", "--micro-batch-sise is not a flag of any program"),
     ],
 )
 def test_a_mistake_is_found(text: str, told: str) -> None:
@@ -164,7 +164,7 @@ class Smaller:
 def test_a_flag_that_is_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     text = fenced("python tools/inspect_data.py p --verify")
     assert page_mistakes("a.md", text) == []
-    monkeypatch.setattr(PROGRAMS["tools/inspect_data.py"].module, "InspectConfig", Smaller)
+    monkeypatch.setattr(load_program("inspect_data"), "InspectConfig", Smaller)
     assert page_mistakes("a.md", text) == [
-        "a.md:2: tools/inspect_data.py: --verify is no flag of this program: see --help"
+        "a.md:2: tools/inspect_data.py: --verify is not a flag of this program: see --help"
     ]

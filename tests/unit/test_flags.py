@@ -53,7 +53,7 @@ def test_all_mistakes_come_together() -> None:
         "--lrr 3 --steps many --style round",
     )
     assert found == [
-        "--lrr is no flag of this program: did you mean --lr?",
+        "--lrr is not a flag of this program: did you mean --lr?",
         "--lr is required",
         "--steps: 'many' is not a whole number",
         "--style: 'round' is not one of linear, cosine",

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_ladder.cli import plot_loss
-from megatron_ladder.cli.plot_loss import Curve, Run, draw, main, read_run, smooth
+from megatron_ladder.cli.plot_loss import RunCurves, ScalarCurve, draw, main, read_run, smooth
 from megatron_ladder.errors import UserError
 
 
@@ -29,18 +29,18 @@ def run_directory(tmp_path: Path) -> Path:
 
 def test_reads_the_three_curves(run_directory: Path) -> None:
     run = read_run(run_directory, "mine")
-    assert run == Run(
+    assert run == RunCurves(
         "mine",
-        Curve((1, 2, 3), (8.0, 6.0, 5.0)),
-        Curve((2,), (6.5,)),
-        Curve((1, 2, 3), (900.0, 1000.0, 1100.0)),
+        ScalarCurve((1, 2, 3), (8.0, 6.0, 5.0)),
+        ScalarCurve((2,), (6.5,)),
+        ScalarCurve((1, 2, 3), (900.0, 1000.0, 1100.0)),
     )
 
 
 def test_what_a_resumed_run_wrote_last_counts(tmp_path: Path) -> None:
     write_events(tmp_path, "train/lm loss", {1: 8.0, 2: 6.0, 3: 99.0}, wall_time=1.0)
     write_events(tmp_path, "train/lm loss", {3: 5.0, 4: 4.0}, wall_time=1000.0)
-    assert read_run(tmp_path, "").train_loss == Curve((1, 2, 3, 4), (8.0, 6.0, 5.0, 4.0))
+    assert read_run(tmp_path, "").train_loss == ScalarCurve((1, 2, 3, 4), (8.0, 6.0, 5.0, 4.0))
 
 
 def test_smoothing_by_hand() -> None:
@@ -62,10 +62,10 @@ def test_smoothing_steps_over_bad_numbers() -> None:
 
 
 def test_figure_holds_raw_bold_and_validation_lines() -> None:
-    train = Curve((1, 2), (4.0, 8.0))
+    train = ScalarCurve((1, 2), (4.0, 8.0))
     runs = [
-        Run("a", train, Curve((2,), (7.0,)), Curve((1, 2), (10.0, 20.0))),
-        Run("b", Curve((1, 2), (3.0, 3.0)), None, None),
+        RunCurves("a", train, ScalarCurve((2,), (7.0,)), ScalarCurve((1, 2), (10.0, 20.0))),
+        RunCurves("b", ScalarCurve((1, 2), (3.0, 3.0)), None, None),
     ]
     figure = draw(runs, "Two runs", 0.5)
     loss, throughput = figure.axes
@@ -82,7 +82,7 @@ def test_figure_holds_raw_bold_and_validation_lines() -> None:
 
 
 def test_one_panel_without_throughput() -> None:
-    (loss,) = draw([Run("a", Curve((1,), (4.0,)), None, None)], "t", 0.0).axes
+    (loss,) = draw([RunCurves("a", ScalarCurve((1,), (4.0,)), None, None)], "t", 0.0).axes
     assert loss.get_xlabel() == "iteration"
     assert len(loss.lines) == 1, "without smoothing the curve is drawn once"
 
@@ -97,14 +97,14 @@ def test_writes_a_png(run_directory: Path, tmp_path: Path, capsys: pytest.Captur
     assert "ladder: training loss 5.0000 at iteration 3" in capsys.readouterr().out
 
 
-def test_every_mistake_is_named(run_directory: Path, tmp_path: Path) -> None:
+def test_all_errors_are_reported(run_directory: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         main(
             ["--tensorboard-dir", str(run_directory), "--labels", "a", "b", "--smoothing", "1", "--output", "x.jpg"]
         )
-    assert [mistake.split()[0].rstrip(":") for mistake in caught.value.mistakes] == [
-        "--labels",
+    assert [message.split()[0].rstrip(":") for message in caught.value.messages] == [
         "--smoothing",
+        "--labels",
         "--output",
     ]
     write_events(tmp_path / "other", "train/grad norm", {1: 1.0})
@@ -112,13 +112,13 @@ def test_every_mistake_is_named(run_directory: Path, tmp_path: Path) -> None:
     directories = [str(tmp_path / name) for name in ("missing", "empty", "other")]
     with pytest.raises(UserError) as caught:
         main(["--tensorboard-dir", *directories])
-    missing, empty, other = caught.value.mistakes
+    missing, empty, other = caught.value.messages
     assert "missing: no such directory" in missing
     assert "no 'train/lm loss'" in empty and "there are no scalars" in empty
     assert "train/grad norm" in other
 
 
-def test_absent_matplotlib_is_a_sentence(
+def test_missing_matplotlib_is_one_error(
     run_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -48,8 +48,8 @@ def test_goodput_counts_steps_that_were_kept() -> None:
     told = describe(EVENTS, summary)
     assert "goodput: 20.0%: 10.0 s in 10 steps that were kept" in told
     assert "interruptions: 1; starts: 2; restarts by run_resilient.py: 1" in told
-    assert "saves: 1, which kept training waiting for 0.5 s" in told
-    assert "steps left out: 1; loss spikes kept: 0; hangs: 1" in told
+    assert "saves: 1, which blocked training for 0.5 s" in told
+    assert "skipped steps: 1; loss spikes kept: 0; hangs: 1" in told
     assert "start 1, 2026-01-31 12:00:00: 0 -> 8: no end is recorded" in told
     assert "4 -> 10: SIGTERM (exit code 0)" in told
 
@@ -96,5 +96,5 @@ def test_what_is_wrong_is_told_together(tmp_path: Path) -> None:
         main([str(tmp_path), "--output", "report.txt"])
     assert [mistake.split()[0] for mistake in wrong.value.mistakes] == ["--output", "--run"]
     RunRecord(tmp_path).write("restart")
-    with pytest.raises(UserError, match="has no start"):
+    with pytest.raises(UserError, match="records no start"):
         main(["--run", str(tmp_path)])

@@ -12,8 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_ladder.cli import run_resilient
-from megatron_ladder.cli.run_resilient import ResilientConfig, find_save_directory, noted_signals, supervise
+from megatron_ladder.cli.run_resilient import ResilientConfig, _find_save_directory, _supervise
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import SAME_SECONDS
@@ -44,7 +43,7 @@ SAVED = {"event": "save end", "iteration": 3}
 
 def test_a_failed_job_is_started_again_until_it_is_done(tmp_path: Path) -> None:
     attempt, made = attempts_of(tmp_path, [(4, []), (-9, []), (1, []), (0, [])])
-    assert supervise(ResilientConfig(max_restarts=3, **QUICK), tmp_path, [], attempt) == 0
+    assert _supervise(ResilientConfig(max_restarts=3, **QUICK), tmp_path, [], attempt) == 0
     assert made == [4, -9, 1, 0]
     restarts = read_record(tmp_path)
     assert [event["reason"] for event in restarts] == ["exit code 4", "signal SIGKILL", "exit code 1"]
@@ -54,7 +53,7 @@ def test_a_failed_job_is_started_again_until_it_is_done(tmp_path: Path) -> None:
 def test_the_limit_counts_failures_without_a_new_checkpoint(tmp_path: Path) -> None:
     outcomes = [(4, []), (4, []), (4, [SAVED]), (4, []), (4, [])]
     attempt, made = attempts_of(tmp_path, outcomes)
-    assert supervise(ResilientConfig(max_restarts=2, **QUICK), tmp_path, [], attempt) == 4
+    assert _supervise(ResilientConfig(max_restarts=2, **QUICK), tmp_path, [], attempt) == 4
     assert len(made) == 5
     assert [event["in_a_row"] for event in read_record(tmp_path) if event["event"] == "restart"] == [1, 2, 1, 2]
 
@@ -63,33 +62,33 @@ def test_the_limit_counts_failures_without_a_new_checkpoint(tmp_path: Path) -> N
 def test_what_would_fail_again_is_not_tried_again(tmp_path: Path, code: int, told: int | None) -> None:
     """Some launchers have an exit code of their own; then the record has that of the ranks."""
     attempt, made = attempts_of(tmp_path, [(code, [] if told is None else [{"event": "stop", "code": told}])])
-    assert supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == (told or code)
+    assert _supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == (told or code)
     assert len(made) == 1
 
 
 def test_a_command_that_has_once_run_is_no_mistake(tmp_path: Path) -> None:
     outcomes = [(2, [STARTED, {"event": "stop", "code": 2}]), (2, []), (2, []), (2, [])]
     attempt, made = attempts_of(tmp_path, outcomes)
-    assert supervise(ResilientConfig(max_restarts=2, **QUICK), tmp_path, [], attempt) == 2
+    assert _supervise(ResilientConfig(max_restarts=2, **QUICK), tmp_path, [], attempt) == 2
     assert len(made) == 3
     # Of another supervisor's command, which may have been another one, nothing follows.
     attempt, made = attempts_of(tmp_path, [(2, [])])
-    assert supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == 2
+    assert _supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == 2
     attempt, made = attempts_of(tmp_path, [(3, [STARTED, {"event": "stop", "code": 3}])])
-    assert supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == 3
+    assert _supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == 3
 
 
 def test_bad_numbers_are_tried_again_if_asked(tmp_path: Path) -> None:
     attempt, made = attempts_of(tmp_path, [(3, []), (0, [])])
-    assert supervise(ResilientConfig(retry_bad_numbers=True, **QUICK), tmp_path, [], attempt) == 0
+    assert _supervise(ResilientConfig(retry_bad_numbers=True, **QUICK), tmp_path, [], attempt) == 0
     assert made == [3, 0]
 
 
 def test_a_job_that_saved_when_it_was_asked_to_end_is_done(tmp_path: Path) -> None:
     attempt, made = attempts_of(tmp_path, [(1, [{"event": "stop", "code": 0, "reason": "SIGTERM"}])])
-    assert supervise(ResilientConfig(**QUICK), tmp_path, [signal.SIGTERM], attempt) == 0
+    assert _supervise(ResilientConfig(**QUICK), tmp_path, [signal.SIGTERM], attempt) == 0
     attempt, made = attempts_of(tmp_path, [(-15, [])])
-    assert supervise(ResilientConfig(**QUICK), tmp_path, [signal.SIGTERM], attempt) == 1
+    assert _supervise(ResilientConfig(**QUICK), tmp_path, [signal.SIGTERM], attempt) == 1
     assert len(made) == 1
 
 
@@ -104,8 +103,8 @@ def test_a_job_that_saved_when_it_was_asked_to_end_is_done(tmp_path: Path) -> No
 )
 def test_a_command_that_would_begin_anew_is_refused(words: list[str], told: str) -> None:
     with pytest.raises(UserError, match=told):
-        find_save_directory(words)
-    assert find_save_directory(["train", "--save=a/b", "--load", "a/./b"]) == Path("a/b")
+        _find_save_directory(words)
+    assert _find_save_directory(["train", "--save=a/b", "--load", "a/./b"]) == Path("a/b")
 
 
 # A launcher that starts two ranks in sessions of their own; it itself does not hand signals on.
@@ -187,19 +186,6 @@ def test_a_hang_up_is_handed_on_as_what_ranks_know(tmp_path: Path) -> None:
     assert sorted(output.splitlines()) == ["rank 0 got 15", "rank 1 got 15"] and process.returncode == 0
 
 
-def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
-    """As nohup has it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with noted_signals() as received:
-            signal.raise_signal(signal.SIGHUP)
-            assert received == []
-            signal.raise_signal(signal.SIGTERM)
-        assert received == [signal.SIGTERM] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_ranks_have_their_time_to_save_when_the_launcher_dies_of_the_signal(tmp_path: Path) -> None:
     process = start(tmp_path, SAVING, "-c", SOON)
     descendants = psutil.Process(process.pid).children(recursive=True)
@@ -216,18 +202,8 @@ def test_an_exit_code_0_without_a_recorded_end_is_no_end(tmp_path: Path) -> None
     process = start(tmp_path, POLITE, launcher=f"import signal; signal.signal(15, lambda *_: os._exit(0)){LAUNCHER}")
     psutil.Process(process.pid).children()[0].terminate()
     output, _ = process.communicate(timeout=20)
-    assert f"exit code 0, but no end is recorded in {tmp_path}" in output and process.returncode == 1
+    assert f"exit code 0, but no successful end is recorded in {tmp_path}" in output and process.returncode == 1
     assert [event["code"] for event in read_record(tmp_path)] == [0, 0]
-
-
-def test_signals_that_come_together_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(run_resilient.time, "monotonic", lambda: now[0])
-    with noted_signals() as received:
-        for seconds, number in ((0, signal.SIGTERM), (0.1, signal.SIGINT), (2, signal.SIGTERM), (2.1, signal.SIGINT)):
-            now[0] = 100 + seconds
-            signal.raise_signal(number)
-    assert received == [signal.SIGTERM, signal.SIGINT]
 
 
 def test_nothing_outlives_a_second_signal(tmp_path: Path) -> None:

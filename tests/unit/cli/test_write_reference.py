@@ -1,14 +1,16 @@
-"""The reference pages: those that are committed, and how a page comes from a dataclass."""
+"""The table of programs, and the reference pages that are written from it."""
 
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from megatron_ladder.cli.programs import PROGRAMS, Command
-from megatron_ladder.cli.write_reference import COMMAND, _sections, main, reference_pages
+from megatron_ladder.cli.programs import PROGRAMS, Command, console_scripts, load_program, script_of
+from megatron_ladder.cli.write_reference import _sections, main, reference_pages
 from megatron_ladder.config.run import parse_run
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag
@@ -20,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 class Oven:
     """Oven. What it does."""
 
-    heat: int
+    heat: int = flag(minimum=0, maximum=300)
     """Degrees,
     at once."""
     mode: Literal["grill", "bake"] = flag("bake", aliases=("--kind",))
@@ -31,55 +33,63 @@ class Oven:
     """Leave it off."""
 
 
-def test_the_committed_pages_are_what_the_sources_say() -> None:
+def test_the_committed_pages_are_up_to_date() -> None:
     folder = ROOT / "docs" / "reference"
     committed = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
     written = reference_pages()
     stale = sorted(name for name in written.keys() | committed.keys() if written.get(name) != committed.get(name))
-    assert stale == [], f"docs/reference is out of date: run `{COMMAND}`, and remove pages of programs that are gone"
+    assert stale == [], "docs/reference is outdated: run tools/write_reference.py, and remove pages of deleted programs"
 
 
 def test_every_script_has_a_page() -> None:
     scripts = {"pretrain_ladder.py", *(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py"))}
-    assert scripts == PROGRAMS.keys()
-    assert {path: program.module.__name__.rpartition(".")[2] for path, program in PROGRAMS.items()} == {
-        path: "pretrain" if path == "pretrain_ladder.py" else Path(path).stem for path in PROGRAMS
-    }
+    assert scripts == {script_of(program) for program in PROGRAMS}
+    for program in PROGRAMS:
+        source = (ROOT / script_of(program)).read_text(encoding="utf-8")
+        assert f"from megatron_ladder.cli.{program} import entry_point" in source
 
 
-@pytest.mark.parametrize("path", PROGRAMS)
-def test_a_page_has_the_flags_of_help(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    program = PROGRAMS[path]
-    told: set[str] = set()
-    for command in program.commands:
+def test_the_table_is_read_without_dependencies() -> None:
+    path = "megatron_ladder/cli/programs.py"
+    code = f"import runpy, sys; runpy.run_path('{path}')['console_scripts'](); print('megatron_ladder' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert "megatron-ladder-plot-loss = megatron_ladder.cli.plot_loss:entry_point" in console_scripts()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_page_has_the_flags_of_help(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = load_program(program)
+    shown: set[str] = set()
+    for command in module.COMMANDS:
         if not command.sections:
             continue
         words = [command.words.split("|")[0], "--help"] if command.words else ["--help"]
         with pytest.raises(SystemExit):
-            if path == "pretrain_ladder.py":
+            if program == "pretrain":
                 parse_run(words, [])
             else:
-                program.module.parse_options(words)
+                module.parse_options(words)
         lines = re.findall(r"^  (-.*)$", capsys.readouterr().out, re.MULTILINE)
-        told |= {name for line in lines for name in re.findall(r"(?<![\w-])--[\w-]+", line.partition("   ")[0])}
-    page = reference_pages()[f"{Path(path).stem}.md"]
+        shown |= {name for line in lines for name in re.findall(r"(?<![\w-])--[\w-]+", line.partition("   ")[0])}
+    page = reference_pages()[f"{Path(script_of(program)).stem}.md"]
     rows = re.findall(r"^\| (`--.*?) \| ", page, re.MULTILINE)
-    assert {name for row in rows for name in re.findall(r"--[\w-]+", row)} == told - {"--help"}
+    assert {name for row in rows for name in re.findall(r"--[\w-]+", row)} == shown - {"--help"}
 
 
 def test_a_table_of_a_dataclass() -> None:
-    assert _sections(Command("", "", (Oven,)), "##") == [
+    assert _sections(Command((Oven,)), "##") == [
         "What it does.",
-        "| flag | default | what it says |\n"
-        "| --- | --- | --- |\n"
-        "| `--heat N` | required | Degrees, at once. |\n"
-        "| `--mode {grill,bake}` (also `--kind`) | `bake` | How. |\n"
-        "| `--trays PATH ...` |  | Which. |\n"
-        "| `--no-light` |  | Leave it off. |",
+        "| flag | default | values | description |\n"
+        "| --- | --- | --- | --- |\n"
+        "| `--heat N` | required | 0 to 300 | Degrees, at once. |\n"
+        "| `--mode {grill,bake}` (also `--kind`) | `bake` |  | How. |\n"
+        "| `--trays PATH ...` |  |  | Which. |\n"
+        "| `--no-light` |  |  | Leave it off. |",
     ]
 
 
-def test_pages_are_written_and_a_place_that_cannot_be_is_told(tmp_path: Path) -> None:
+def test_pages_are_written_and_an_unusable_directory_is_an_error(tmp_path: Path) -> None:
     main(["--output-dir", str(tmp_path / "new")])
     assert (tmp_path / "new" / "README.md").read_text(encoding="utf-8") == reference_pages()["README.md"]
     (tmp_path / "file").touch()

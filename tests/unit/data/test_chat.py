@@ -271,11 +271,11 @@ def test_a_conversation_that_the_template_does_not_take_is_named(
 
 def test_flags_of_conversations_that_contradict(folder: Path, tmp_path: Path) -> None:
     command = ["--input", "a.jsonl", "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "HFTokenizer"]
-    with pytest.raises(UserError, match="--chat-keys has no meaning without --chat"):
+    with pytest.raises(UserError, match="--chat-keys requires --chat"):
         preprocess_data.main([*command, "--chat-keys", "a", "b"])
     with pytest.raises(UserError, match="--chat-keys a b c d: expected one to three") as raised:
         preprocess_data.main([*command, "--chat", "--json-keys", "x", "--chat-keys", "a", "b", "c", "d"])
-    assert "--json-keys names texts" in str(raised.value)
+    assert "--json-keys selects texts" in str(raised.value)
 
 
 def test_sentencepiece_has_no_special_tokens_in_a_text(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:

@@ -224,6 +224,6 @@ def test_training_on_a_sample_reads_from_all_over(tmp_path: Path) -> None:
         "".join(f"{'abcdefghij' * 10} {number:06d}\n" for number in range(20_000))
     )
     sources = find_sources([tmp_path / "a.txt"], Reading())
-    sample = train_tokenizer.Sample(sources, Reading(), (tmp_path / "a.txt").stat().st_size // 100, in_lines=True)
+    sample = train_tokenizer._TextSample(sources, Reading(), (tmp_path / "a.txt").stat().st_size // 100, in_lines=True)
     numbers = [int(line.split()[-1]) for line in sample]
     assert len(numbers) == 200 and len(np.unique(np.diff(numbers))) == 1

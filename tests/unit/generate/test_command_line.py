@@ -54,7 +54,7 @@ def test_all_mistakes_of_a_command_line_are_named_together() -> None:
     words = "--tp 0 --max-new-tokens 0 --temperature -1 --top-k -1 --top-p 0 --seed -1 --tokens 1 x --json --stream"
     mistakes = mistakes_of(["--promt", "a", "--tokenizer-type", "HFTokenizer", *words.split()])
     beginnings = [
-        "--promt is no flag of this program: did you mean --prompt?",
+        "--promt is not a flag of this program: did you mean --prompt?",
         "--model is required",
         "--tp 0: ",
         "--tokenizer-type and --tokenizer-model belong together",

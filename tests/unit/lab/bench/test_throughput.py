@@ -67,7 +67,7 @@ def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> No
     words = "--size huge --wirings ladder desync --batch 0 --sequence 4 -1 --rounds 3 --backend none".split()
     with pytest.raises(UserError) as caught:
         main(words)
-    starts = ["--size huge", "--wirings desync", "--batch 0", "--sequence 4 -1", "--rounds 3", "transformers is not"]
+    starts = ["--sequence -1", "--batch 0", "--rounds 3", "--size huge", "--wirings desync", "transformers is not"]
     assert [mistake.startswith(s) for mistake, s in zip(caught.value.mistakes, starts, strict=True)] == [True] * 6
-    with pytest.raises(UserError, match="--layers 7: small-train has 1 to 6"):
+    with pytest.raises(UserError, match="--layers 7: small-train has 6 layers"):
         main("--size small-train --layers 7 --no-transformers --backend none".split())

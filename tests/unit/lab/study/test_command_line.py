@@ -77,7 +77,7 @@ def test_the_report_alone() -> None:
         ("--last-rate-share 2", "--last-rate-share 2.0: expected a share"),
         ("--launcher no-such-program", "--launcher no-such-program: no-such-program is no program"),
         ("-- --train-iters 5", "--train-iters behind --: a study sets it for each trial"),
-        ("-- --no-such-flag 5", "--no-such-flag is no flag of this program"),
+        ("-- --no-such-flag 5", "--no-such-flag is not a flag of this program"),
         # What the trainer itself has to say.
         ("--global-batch-size 9", "--global-batch-size 9 is not a multiple of --micro-batch-size 8"),
         ("-- --tensor-model-parallel-size 3", "--num-attention-heads 4 is not divisible"),
