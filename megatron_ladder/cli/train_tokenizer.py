@@ -26,7 +26,7 @@ class TrainTokenizerConfig:
     """Text to train on: files, glob patterns, - or hf://NAME, as in tools/preprocess_data.py."""
     vocab_size: int = flag(minimum=1)
     """Vocabulary size, including 256 bytes and 3 control tokens (bpe: 1)."""
-    model_prefix: Path
+    model_prefix: Path = flag()
     """Prefix of the output file: PREFIX.model, or PREFIX.json with bpe."""
     model_type: Literal["sentencepiece", "bpe"] = "sentencepiece"
     """sentencepiece: byte-pair pieces, for SentencePieceTokenizer. bpe: byte-level byte pairs like GPT-2's, for
