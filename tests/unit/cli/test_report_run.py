@@ -50,7 +50,7 @@ def test_goodput_counts_steps_that_were_kept() -> None:
     assert "interruptions: 1; starts: 2; restarts by run_resilient.py: 1" in told
     assert "saves: 1, which blocked training for 0.5 s" in told
     assert "skipped steps: 1; loss spikes kept: 0; hangs: 1" in told
-    assert "start 1, 2026-01-31 12:00:00: 0 -> 8: no end is recorded" in told
+    assert "start 1, 2026-01-31 12:00:00: 0 -> 8: interrupted, no end is recorded" in told
     assert "4 -> 10: SIGTERM (exit code 0)" in told
 
 
