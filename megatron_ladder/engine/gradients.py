@@ -1,7 +1,7 @@
-"""Norm, clipping and health of the gradient, the same function in every layout.
+"""Norm, clipping and validity of the gradient: the same functions in every layout.
 
-The engine's optimizer hands out pieces: runs of a parameter's gradient that this rank holds after the reduction over
-data-parallel ranks. Each element of the model's gradient counts once, however often it is held.
+The engine provides pieces: contiguous parts of a parameter's gradient that this rank holds after the reduction over
+data-parallel ranks. Each element of the model's gradient counts once, even if several ranks hold it.
 """
 
 import math
@@ -16,53 +16,53 @@ from megatron_ladder.parallel.layout import Section, split_interval
 
 
 class GradientPiece(NamedTuple):
-    """A run of one local parameter's gradient."""
+    """A contiguous part of one local parameter's gradient."""
 
     sections: Sequence[Section]
-    """What the parameter is made of."""
+    """The sections of the parameter."""
     shape: Sequence[int]
-    """The local parameter's shape."""
+    """Shape of the local parameter."""
     start: int
-    """First element, in the parameter's row-major order."""
+    """Index of the first element, in the parameter's row-major order."""
     gradient: Tensor
-    """The elements, in the storage that the optimizer will read; any shape."""
+    """The elements, in the storage that the optimizer reads; any shape."""
     owned: bool
-    """Whether this rank counts it, among data-parallel ranks that hold the same run."""
+    """Whether this rank, of all data-parallel ranks that hold the same piece, counts it."""
 
 
 def gradient_norm(
-    pieces: Iterable[GradientPiece], world: CommGroup, device: torch.device, riders: Tensor | None = None
+    pieces: Iterable[GradientPiece], world: CommGroup, device: torch.device, extra_sums: Tensor | None = None
 ) -> tuple[float, list[float]]:
-    """The Euclidean norm of the whole model's gradient; every rank must call this and gets the same numbers.
+    """Return the Euclidean norm of the whole model's gradient, equal on every rank; every rank must call this.
 
-    Squares are added in fp64, since millions of them of very different size would lose digits in fp32. It is not finite
-    if any rank's copy of any element is not, counted or not: nothing else would notice a copy that went wrong alone.
+    Squares are added in fp64, because millions of squares of very different size would lose digits in fp32. The norm
+    is not finite if any rank's copy of any element is not, counted or not, so a single corrupt copy is detected too.
 
     Args:
-        riders: numbers [n] of this rank in fp64 on `device`, which travel in the same collective.
+        extra_sums: numbers [n] of this rank in fp64 on `device`, to be summed in the same collective.
 
     Returns:
-        The norm, and the sums of the riders over all ranks.
+        The norm, and the extra numbers summed over all ranks.
     """
     norms, counts = [], []
     for piece in pieces:
         for part in split_interval(piece.sections, piece.shape, piece.start, piece.gradient.numel()):
-            run = piece.gradient.reshape(-1).narrow(0, part.begin, part.length)
-            norms.append(torch.linalg.vector_norm(run, dtype=torch.float32))
+            elements = piece.gradient.reshape(-1).narrow(0, part.begin, part.length)
+            norms.append(torch.linalg.vector_norm(elements, dtype=torch.float32))
             counts.append(float(piece.owned and part.section.counted))
     total = torch.zeros((), dtype=torch.float64, device=device)
     if norms:
-        # Gradients of an offloaded optimizer are in the host's memory, where no GPU collective reaches.
+        # Gradients of an offloaded optimizer are in host memory, which no GPU collective can read.
         squares = torch.stack(norms).to(device).double().square()
-        # Zero times what is not finite is not a number.
+        # Zero times infinity or NaN is NaN, so copies that do not count still make the sum invalid.
         total = (squares * torch.tensor(counts, dtype=torch.float64, device=device)).sum()
-    packed = total.reshape(1) if riders is None else torch.cat([total.reshape(1), riders])
+    packed = total.reshape(1) if extra_sums is None else torch.cat([total.reshape(1), extra_sums])
     square, *sums = world.all_reduce(packed).tolist()
     return math.sqrt(square), sums
 
 
 def first_bad_parameter(pieces: Iterable[GradientPiece], order: Sequence[str]) -> str | None:
-    """The parameter, by its canonical name, whose gradient on this rank is not finite; the first one in `order`."""
+    """Return the first parameter in `order` (canonical names) whose gradient on this rank is not finite."""
     bad = {
         part.section.name
         for piece in pieces
@@ -73,7 +73,7 @@ def first_bad_parameter(pieces: Iterable[GradientPiece], order: Sequence[str]) -
 
 
 def clip_gradients(pieces: Iterable[GradientPiece], norm: float, highest: float) -> None:
-    """Scales the gradient in place so that its norm is at most `highest`; 0 leaves it as it is."""
+    """Scale the gradient in place so that its norm is at most `highest`; 0 disables clipping."""
     if 0.0 < highest < norm:
         for piece in pieces:
             piece.gradient.mul_(highest / norm)

@@ -1,0 +1,161 @@
+"""Builds what a run computes with: process mesh, model, optimizer and DeepSpeed engine."""
+
+import contextlib
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_ladder.blueprint.flops import parameter_count
+from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.blueprint.partition import balanced_partition, uniform_partition
+from megatron_ladder.comm.launch import Place
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.comm.spans import Span, no_span
+from megatron_ladder.config.run import RunConfig
+from megatron_ladder.engine.engine import Engine, UnpipelinedEngine
+from megatron_ladder.engine.optimizer import build_adamw, parameter_groups
+from megatron_ladder.errors import UserError
+from megatron_ladder.model.compiled import compile_sub_blocks
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.norm import select_norm
+from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.parallel.layout import ParallelModule, initialize
+
+
+def start_deepspeed(place: Place, device: torch.device) -> None:
+    """Make DeepSpeed use the existing process group; nothing may have imported DeepSpeed before.
+
+    On a CPU, DeepSpeed would compile an operator for shared-memory collectives here. A build that is killed leaves a
+    lock that blocks all later runs, and nothing in this package uses the operator, so it is never built.
+    """
+    # DeepSpeed reads these variables; without the first it would search for a device.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
+    deepspeed = importlib.import_module("deepspeed")
+    # Imported by its full name, because the attribute `deepspeed.comm.torch` is torch itself.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    # ZeRO-3 calls these functions by deprecated names; users cannot change that.
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        warnings.filterwarnings("ignore", f".torch.distributed.{name}. is deprecated", FutureWarning)
+
+
+def build_mesh(run: RunConfig) -> ProcessMesh:
+    """Return the process mesh of a run, in the default process group."""
+    tensor_parallel = run.parallel.tensor_model_parallel_size
+    return ProcessMesh.build(
+        tensor_parallel,
+        run.parallel.pipeline_model_parallel_size,
+        kv_replicas=key_value_replicas(run.model, tensor_parallel),
+        timeout=timedelta(minutes=run.parallel.distributed_timeout_minutes),
+        sequence_parallel=run.parallel.sequence_parallel,
+        tp_comm_max_ctas=run.parallel.tp_comm_max_ctas,
+    )
+
+
+def partition(run: RunConfig) -> list[range]:
+    """Return the layers of each pipeline stage."""
+    model, stages = run.model, run.parallel.pipeline_model_parallel_size
+    if run.parallel.pipeline_partition == "uniform":
+        return uniform_partition(model.num_layers, stages)
+    count = parameter_count(model)
+    # If the embedding is tied to the head, the last stage has a copy of its matrix.
+    head = count.final_norm + (count.embedding if model.tie_embeddings else count.lm_head)
+    return balanced_partition(count.layers, count.embedding, head, stages)
+
+
+def build_model(
+    run: RunConfig, mesh: ProcessMesh, device: torch.device, span: Span = no_span
+) -> tuple[LanguageModel, str]:
+    """Return this rank's part of the model with its initial weights, and a description of its norm.
+
+    The weights are fp32. With ZeRO-3 they are already partitioned and have the precision of the run.
+    """
+    norm, description = select_norm(run.training.norm_implementation, device)
+    layers = partition(run)[mesh.pipeline.rank]
+    recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
+    options = StackOptions(run.parallel.tp_overlap, recompute_layers, norm, span=span)
+    if run.parallel.zero_stage == "3":
+        model = LanguageModel(run.model, mesh, options, layers=layers, device=torch.device("meta"))
+        _initialize_partitioned(model, run, mesh, device)
+    else:
+        model = LanguageModel(run.model, mesh, options, layers=layers, device=device, seed=run.training.seed)
+    if run.training.compile_sub_blocks:
+        compile_sub_blocks(model)
+        description = "torch, compiled"
+    return model, description
+
+
+def _initialize_partitioned(model: nn.Module, run: RunConfig, mesh: ProcessMesh, device: torch.device) -> None:
+    """Create and partition the weights of a model on the meta device, one module after another.
+
+    So no rank ever holds more of the model than its partition and one module.
+    """
+    import deepspeed
+
+    dtype = torch.bfloat16 if run.training.bf16 else torch.float16 if run.training.fp16 else torch.float32
+    for module in model.modules():
+        if isinstance(module, ParallelModule):
+            module.allocate(device)
+            initialize(module, run.training.seed)
+            module.to(dtype)
+            deepspeed.zero.Init(
+                module=module,
+                data_parallel_group=mesh.data.process_group,
+                mem_efficient_linear=False,
+                dtype=dtype,
+            )
+
+
+def build_engine(
+    run: RunConfig, model: LanguageModel, config: dict[str, Any], mesh: ProcessMesh, device: torch.device
+) -> tuple[Engine, str]:
+    """Return the engine around the model, and a description of its optimizer.
+
+    Args:
+        config: DeepSpeed's configuration, from `deepspeed_json`.
+
+    Raises:
+        UserError: DeepSpeed rejects a setting of --deepspeed_config; or apex is required and missing.
+    """
+    optimizer, description = build_adamw(
+        parameter_groups(model, run.optimizer.weight_decay),
+        run.optimizer,
+        device,
+        offload=run.parallel.offload_optimizer == "cpu",
+        apex_counts_steps=run.parallel.zero_stage != "3",
+    )
+    kind: Callable[..., Engine] = UnpipelinedEngine
+    if mesh.pipeline.size > 1:
+        from megatron_ladder.engine.pipeline import PipelinedEngine
+
+        kind = PipelinedEngine
+    with _naming_config(run.parallel.deepspeed_config):
+        return kind(model, optimizer, config, mesh, device), description
+
+
+@contextlib.contextmanager
+def _naming_config(path: Path | None) -> Iterator[None]:
+    """Convert DeepSpeed's errors about its configuration to UserErrors that name the user's file."""
+    # Imported late, because DeepSpeed must not be imported before the process group exists.
+    import pydantic
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    try:
+        yield
+    except pydantic.ValidationError as error:
+        if path is None:
+            raise
+        found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise UserError(f"--deepspeed_config {path}: {error.title}: {'; '.join(found)}") from error
+    except DeepSpeedConfigError as error:
+        if path is None:
+            raise
+        raise UserError(f"--deepspeed_config {path}: {error}") from error

@@ -1,0 +1,118 @@
+"""The interface between a training step and DeepSpeed, and its implementation without pipeline stages."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.engine.mpu import DeepSpeedMpu
+from megatron_ladder.engine.state import EngineState, engine_state
+from megatron_ladder.model.language_model import LanguageModel
+
+ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""One micro-batch: token ids and labels [b, s]; loss mask, positions and document bounds or None, as
+`LanguageModel.forward` takes them."""
+
+
+class Engine(ABC):
+    """A DeepSpeed engine around this rank's part of the model. All ranks call its methods alike.
+
+    A training step calls `forward_backward`, may change the gradients in `state.gradient_pieces()`, and ends with
+    `step` or `skip_step`.
+    """
+
+    def __init__(self, wrapped: Any, mesh: ProcessMesh, device: torch.device) -> None:
+        """`wrapped` is DeepSpeed's engine."""
+        self.wrapped = wrapped
+        self.state: EngineState = engine_state(wrapped)
+        self._mesh = mesh
+        self._device = device
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose forward pass processes a micro-batch."""
+        module: nn.Module = self.wrapped.module
+        return module
+
+    @abstractmethod
+    def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
+        """Run forward and backward of all micro-batches; on return, gradients are reduced over data-parallel ranks.
+
+        The gradients are those of `scale` times the loss, summed over all target tokens of all data-parallel ranks.
+
+        Args:
+            micro_batches: those of this data-parallel rank, on any device.
+
+        Returns:
+            This rank's scaled loss, summed over micro-batches; zero on pipeline stages other than the last.
+        """
+
+    @abstractmethod
+    def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
+        """Return the loss summed over all target tokens; zero on pipeline stages other than the last."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Update the weights with the reduced gradients, and clear the gradients."""
+
+    def skip_step(self) -> None:
+        """Clear the gradients without changing weights, moments or the optimizer's step count."""
+        for piece in self.state.gradient_pieces():
+            # DeepSpeed must not find an invalid gradient either.
+            piece.gradient.zero_()
+        # An attribute of the instance overrides the method of the class.
+        optimizer = vars(self.state.base)
+        optimizer["step"] = lambda closure=None: None
+        try:
+            self.step()
+        finally:
+            del optimizer["step"]
+
+
+class UnpipelinedEngine(Engine):
+    """Every rank holds all layers."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any],
+        mesh: ProcessMesh,
+        device: torch.device,
+    ) -> None:
+        import deepspeed
+
+        wrapped, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, mpu=DeepSpeedMpu(mesh), dist_init_required=False
+        )
+        super().__init__(wrapped, mesh, device)
+
+    def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
+        loss_sum = torch.zeros((), device=self._device)
+        for index, batch in enumerate(micro_batches):
+            loss = self.wrapped(*self._on_device(batch)) * scale
+            loss_sum += loss.detach()
+            # DeepSpeed averages gradients over data-parallel ranks.
+            self.wrapped.backward(loss * self._mesh.data.size, scale_wrt_gas=False)
+            if index < len(micro_batches) - 1:
+                self.wrapped.step()
+        return loss_sum
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        for batch in micro_batches:
+            loss_sum += self.module(*self._on_device(batch))
+        return loss_sum
+
+    def step(self) -> None:
+        self.wrapped.step()
+
+    def _on_device(self, batch: ModelInputs) -> list[Tensor | None]:
+        """Move all tensors except the document bounds, which the model needs on the CPU."""
+        *others, document_bounds = batch
+        moved = (None if tensor is None else tensor.to(self._device, non_blocking=True) for tensor in others)
+        return [*moved, document_bounds]

@@ -1,0 +1,145 @@
+"""AdamW, its parameter groups, and the learning rate as a pure function of the iteration."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from megatron_ladder.config.run import RunConfig
+from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.errors import UserError
+from megatron_ladder.parallel.apex import find_in_apex
+from megatron_ladder.parallel.layout import whole_shape
+
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups: matrices, which decay, and norms and biases (of one dimension or one row), which do not."""
+    shapes = [(parameter, whole_shape(parameter)) for parameter in model.parameters()]
+    matrices = [parameter for parameter, shape in shapes if math.prod(shape) > shape[-1]]
+    vectors = [parameter for parameter, shape in shapes if math.prod(shape) == shape[-1]]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def build_adamw(
+    groups: Sequence[dict[str, Any]],
+    config: OptimizerConfig,
+    device: torch.device,
+    offload: bool = False,
+    apex_counts_steps: bool = True,
+) -> tuple[torch.optim.Optimizer, str]:
+    """Return the optimizer and a description of its implementation.
+
+    Args:
+        offload: whether it runs on the host; then torch's fused kernel is used, which needs one pass over the memory.
+        apex_counts_steps: False if the engine updates the parts of a group one after another (ZeRO-3). Apex has one
+            step count per group, which would grow with every part.
+
+    Raises:
+        UserError: apex was requested, but it is missing, is not NVIDIA's, or there is no CUDA device.
+    """
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+    }
+    wanted = config.optimizer_implementation
+    fused = offload or device.type == "cuda"
+    if offload:
+        return torch.optim.AdamW(list(groups), fused=True, **settings), "torch, on the host"
+    if wanted == "torch" or (wanted == "auto" and not (fused and apex_counts_steps)):
+        return torch.optim.AdamW(list(groups), fused=fused, **settings), "torch"
+    fused_adam, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", device)
+    if fused_adam is not None:
+        return fused_adam(list(groups), adam_w_mode=True, **settings), "apex FusedAdam"
+    if wanted == "apex":
+        raise UserError(f"--optimizer-implementation apex: {reason}; use --optimizer-implementation torch")
+    return torch.optim.AdamW(list(groups), fused=fused, **settings), f"torch ({reason})"
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Warm-up, then decay: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay).
+
+    The formulas are those of Megatron-LM's `OptimizerParamScheduler.get_lr`, with one difference: a step uses the rate
+    of its own iteration. (Megatron sets the rate after a step, so the first step of a warm-up has the rate 0.)
+    """
+
+    lr: float
+    """The highest rate, reached at the end of the warm-up."""
+    decay_iters: int
+    """The iteration at which the rate reaches `min_lr` and stays there (except for `constant`)."""
+    min_lr: float = 0.0
+    """The lowest rate after the warm-up."""
+    decay_style: DecayStyle = "cosine"
+    """Shape of the decay from `lr` to `min_lr`."""
+    warmup_iters: int = 0
+    """Iterations over which the rate rises linearly from 0 to `lr`."""
+    wsd_decay_iters: int = 0
+    """WSD: the number of iterations before `decay_iters` in which the rate falls."""
+    wsd_decay_style: WsdDecayStyle = "exponential"
+    """WSD: shape of the decay."""
+
+    def at(self, iteration: int) -> float:
+        """Return the learning rate of an iteration; the first iteration is 1."""
+        if iteration <= self.warmup_iters:
+            return self.lr if iteration == self.warmup_iters else self.lr * iteration / self.warmup_iters
+        if self.decay_style == "constant":
+            return self.lr
+        if iteration > self.decay_iters:
+            return self.min_lr
+        if self.decay_style == "inverse-square-root":
+            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_iters, 1) / max(iteration, 1)))
+        return self.min_lr + self._remaining(iteration) * (self.lr - self.min_lr)
+
+    def _remaining(self, iteration: int) -> float:
+        """Return the remaining fraction of `lr - min_lr`: 1 at the start of the decay, 0 at its end."""
+        if self.decay_style != "WSD":
+            done = (iteration - self.warmup_iters) / (self.decay_iters - self.warmup_iters)
+            return 1.0 - done if self.decay_style == "linear" else _cosine(done)
+        stable_iters = self.decay_iters - self.wsd_decay_iters
+        if iteration <= stable_iters:
+            return 1.0
+        done = (iteration - stable_iters) / self.wsd_decay_iters
+        match self.wsd_decay_style:
+            case "exponential":
+                return 2.0 * math.pow(0.5, done) - 1.0
+            case "linear":
+                return 1.0 - done
+            case "cosine":
+                return _cosine(done)
+            case "minus_sqrt":
+                return 1.0 - math.sqrt(done)
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def complete_schedule(optimizer: OptimizerConfig, train_iters: int) -> OptimizerConfig:
+    """Fill in the parts of the schedule that the command line left open and that follow from others."""
+    decay_iters = train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
+    wsd_decay_iters = optimizer.lr_wsd_decay_iters
+    if wsd_decay_iters is None:
+        wsd_decay_iters = max(1, decay_iters // 10)
+    return replace(optimizer, lr_decay_iters=decay_iters, lr_wsd_decay_iters=wsd_decay_iters)
+
+
+def build_schedule(run: RunConfig) -> LearningRateSchedule:
+    """Return the learning rate schedule of a run."""
+    optimizer = complete_schedule(run.optimizer, run.training.train_iters)
+    assert optimizer.lr_decay_iters is not None and optimizer.lr_wsd_decay_iters is not None
+    return LearningRateSchedule(
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        decay_style=optimizer.lr_decay_style,
+        decay_iters=optimizer.lr_decay_iters,
+        warmup_iters=optimizer.lr_warmup_iters,
+        wsd_decay_iters=optimizer.lr_wsd_decay_iters,
+        wsd_decay_style=optimizer.lr_wsd_decay_style,
+    )

@@ -1,0 +1,169 @@
+"""Pipeline stages, as one layer each of DeepSpeed's PipelineModule, and its schedules: 1F1B, and one pass to evaluate.
+
+Importing this file imports DeepSpeed, which `engine/build.py` must have started before.
+"""
+
+import contextlib
+import io
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.schedule import OptimizerStep
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.engine.engine import Engine, ModelInputs
+from megatron_ladder.engine.mpu import DeepSpeedMpu
+from megatron_ladder.model.language_model import LanguageModel
+
+
+class _Stage(nn.Module):
+    """A range of the model's layers.
+
+    The stage computes the loss itself instead of using DeepSpeed's `loss_fn`: DeepSpeed's bf16 optimizer clears
+    gradients when backward reaches the output of the layers, and would lose those of a head behind them.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+        self.coming: deque[ModelInputs] = deque()
+        """The micro-batches that are still to be processed, in order."""
+        self.loss_scale = 1.0
+        """Factor of the loss of a micro-batch."""
+
+    def forward(self, entering: Tensor) -> Tensor:
+        """Process one micro-batch.
+
+        Args:
+            entering: the state that the previous stage sent, [1 + pending, s, b, h]; token ids [b, s] on the first.
+
+        Returns:
+            The state for the next stage; the loss on the last.
+        """
+        _, labels, loss_mask, positions, document_bounds = self.coming.popleft()
+        leaving = self.model.stage(entering, _to_device(entering.device, positions), document_bounds)
+        if not self.model.is_last:
+            return leaving
+        loss_mask = _to_device(entering.device, loss_mask)
+        return self.model.loss(leaving[0], labels.to(entering.device), loss_mask) * self.loss_scale
+
+
+def _to_device(device: torch.device, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(device, non_blocking=True)
+
+
+class _StagedModel(PipelineModule):  # type: ignore[misc]
+    """This rank's stage. Placeholders represent the other stages."""
+
+    def __init__(self, model: LanguageModel, mesh: ProcessMesh) -> None:
+        stage, pipeline = _Stage(model), mesh.pipeline
+        layers: list[nn.Module] = [nn.Identity() for _ in pipeline.ranks]
+        layers[pipeline.rank] = stage
+        # Its axes are pipeline, data, tensor, the last one fastest, which is the order of ProcessMesh.
+        topology = PipeModelDataParallelTopology(num_pp=pipeline.size, num_mp=mesh.tensor.size, num_dp=mesh.data.size)
+        # DeepSpeed prints a description of the layers, which our banner contains already.
+        with contextlib.redirect_stdout(io.StringIO()), _groups_of(mesh):
+            super().__init__(layers, topology=topology, partition_method="uniform")
+        self.stage = stage
+        self._mesh = mesh
+
+    def mpu(self) -> DeepSpeedMpu:
+        """Return the process groups of the mesh, so that gradients are reduced over them."""
+        return DeepSpeedMpu(self._mesh)
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup | None]]:
+        """Return the weights whose gradients are summed over stages: an embedding that is the output head as well."""
+        model = self.stage.model
+        if not (model.config.tie_embeddings and (model.is_first or model.is_last)):
+            return []
+        return [(model.embedding.weight, self._mesh.ends.process_group)]
+
+
+@contextlib.contextmanager
+def _groups_of(mesh: ProcessMesh) -> Iterator[None]:
+    """Give DeepSpeed the groups of the mesh instead of letting it create the same ones again.
+
+    Its grid creates six per rank; on GPUs each is a communicator, and on CPUs each has polling threads.
+    """
+    groups = (mesh.world, mesh.model, mesh.data, mesh.pipeline, mesh.tensor)
+    process_groups = {tuple(sorted(group.ranks)): group.process_group for group in groups}
+
+    def find(ranks: Iterable[int]) -> dist.ProcessGroup | None:
+        wanted = tuple(sorted(ranks))
+        return process_groups[wanted] if mesh.world.rank in wanted else None
+
+    make = deepspeed.comm.new_group
+    deepspeed.comm.new_group = find
+    try:
+        yield
+    finally:
+        deepspeed.comm.new_group = make
+
+
+class PipelinedEngine(Engine):
+    """Every rank holds the layers of one stage.
+
+    DeepSpeed's `train_batch` would end with the optimizer step and clip by its own norm. This engine executes the same
+    schedule without that step, so that the caller clips as in every other layout.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any],
+        mesh: ProcessMesh,
+        device: torch.device,
+    ) -> None:
+        staged = _StagedModel(model, mesh)
+        wrapped, *_ = deepspeed.initialize(model=staged, optimizer=optimizer, config=config, dist_init_required=False)
+        super().__init__(wrapped, mesh, device)
+        self._stage = staged.stage
+
+    def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
+        count, data_parallel = self.wrapped.micro_batches, self._mesh.data.size
+        assert len(micro_batches) == count
+        # DeepSpeed averages gradients over data-parallel ranks, and divides the loss by the number of micro-batches.
+        self._stage.loss_scale = scale * data_parallel * count
+        self._stage.model.stack.partial_sums.expect(count)
+        return self._run(_WithoutStep(self.wrapped._train_schedule()), micro_batches) / count / data_parallel
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
+        self._stage.loss_scale = 1.0
+        return self._run(self.wrapped._inference_schedule(len(micro_batches)), micro_batches)
+
+    def step(self) -> None:
+        self.wrapped._exec_optimizer_step()
+
+    def _run(self, schedule: Any, micro_batches: Sequence[ModelInputs]) -> Tensor:
+        # Every stage needs some tensors of each micro-batch, but DeepSpeed loads them on the first and last stage only.
+        self._stage.coming = deque(micro_batches)
+        self.wrapped.set_dataiterator((tokens, ()) for tokens, *_ in micro_batches)
+        self.wrapped.total_loss, self.wrapped._compute_loss = None, True
+        self.wrapped._exec_schedule(schedule)
+        loss: Tensor | None = self.wrapped.total_loss
+        return torch.zeros((), device=self._device) if loss is None else loss
+
+
+class _WithoutStep:
+    """A training schedule without its last instruction."""
+
+    def __init__(self, schedule: Any) -> None:
+        self._schedule = schedule
+
+    def num_pipe_buffers(self) -> int:
+        """Return the number of micro-batches in flight."""
+        buffers: int = self._schedule.num_pipe_buffers()
+        return buffers
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for instructions in self._schedule:
+            yield [instruction for instruction in instructions if not isinstance(instruction, OptimizerStep)]
