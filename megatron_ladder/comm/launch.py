@@ -1,11 +1,9 @@
 """The start of a process: its place among the others, its device, and the first process group."""
 
 import contextlib
-import importlib
 import os
 import socket
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -193,24 +191,6 @@ def telling_mistakes(place: Place) -> Iterator[None]:
                 timeout = timedelta(seconds=MISTAKE_SECONDS)
                 tell_mistakes(place.rank, place.world_size, find_host(), error.mistakes, timeout)
         raise
-
-
-def start_deepspeed(place: Place, device: torch.device) -> None:
-    """Lets DeepSpeed use the process group that exists. Nothing may have imported it before.
-
-    On a CPU it would compile an operator for shared-memory collectives here, in a folder where the lock of a killed
-    build blocks every later run. Nothing of this project uses that operator, so it is never built.
-    """
-    # DeepSpeed reads these; told the device, it does not search for one.
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
-    deepspeed = importlib.import_module("deepspeed")
-    # By its full name: the attribute `deepspeed.comm.torch` is torch itself.
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    # ZeRO-3 calls them by names that torch has replaced, and no user can mend that.
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        warnings.filterwarnings("ignore", f".torch.distributed.{name}. is deprecated", FutureWarning)
 
 
 @contextlib.contextmanager

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ladder.blueprint.flops import parameter_count
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.blueprint.partition import balanced_partition, uniform_partition
+from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.comm.launch import Place
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, no_span
@@ -22,9 +22,8 @@ from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.engine import Engine, UnpipelinedEngine
 from megatron_ladder.engine.optimizer import build_adamw, parameter_groups
 from megatron_ladder.errors import UserError
-from megatron_ladder.model.compiled import compile_sub_blocks
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.norm import select_norm
+from megatron_ladder.model.operations import select_operations
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule, initialize
 
@@ -78,18 +77,16 @@ def build_model(
 
     The weights are fp32. With ZeRO-3 they are already partitioned and have the precision of the run.
     """
-    norm, description = select_norm(run.training.norm_implementation, device)
+    training = run.training
+    operations, description = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     layers = partition(run)[mesh.pipeline.rank]
     recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
-    options = StackOptions(run.parallel.tp_overlap, recompute_layers, norm, span=span)
+    options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)
     if run.parallel.zero_stage == "3":
         model = LanguageModel(run.model, mesh, options, layers=layers, device=torch.device("meta"))
         _initialize_partitioned(model, run, mesh, device)
     else:
-        model = LanguageModel(run.model, mesh, options, layers=layers, device=device, seed=run.training.seed)
-    if run.training.compile_sub_blocks:
-        compile_sub_blocks(model)
-        description = "torch, compiled"
+        model = LanguageModel(run.model, mesh, options, layers=layers, device=device, seed=training.seed)
     return model, description
 
 

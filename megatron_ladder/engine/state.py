@@ -1,9 +1,10 @@
 """DeepSpeed's optimizer state: fp32 masters, Adam's moments and gradients, by parameter and element.
 
 DeepSpeed flattens parameters and divides them among data-parallel ranks, in a different way in each of its optimizer
-classes. One adapter per class maps the parts of local parameters (`Span`) to DeepSpeed's tensors, without communication.
-No other code reads the attributes of those classes. They are private to DeepSpeed, so its version is pinned, an unknown
-class is an error, and every save checks that each weight is its rounded master (`checkpoint/saving.py`).
+classes. One adapter per class maps the parts of local parameters (`Span`) to DeepSpeed's tensors; this needs no
+communication. No other code reads the attributes of those classes. They are private to DeepSpeed, so its version is
+pinned, an unknown class is an error, and every save checks that each weight is its rounded master
+(`checkpoint/saving.py`).
 """
 
 from abc import ABC, abstractmethod

@@ -212,7 +212,7 @@ class CheckpointSaver:
         assert config.save is not None
         retention = Retention(config.keep_last_n_checkpoints, config.save_retain_interval, self._loaded)
         saving = TrainingSave.begin(
-            config.save, self._header(iteration, consumed_samples), self._trainer.state, self._world,
+            config.save, self._header(iteration, consumed_samples), self._trainer.engine.state, self._world,
             self._small_files.write, SaveOptions(config.checksum, retention, host),
         )  # fmt: skip
         return _Begun(saving, reason, began, time.perf_counter() - began)
@@ -281,7 +281,7 @@ class CheckpointSaver:
             return [f"{checkpoint.directory}: is of another model than {opened.directory}"] if other else []
 
         checkpoint, faults = load_newest(
-            load, self._trainer.state, self._world, refuse,
+            load, self._trainer.engine.state, self._world, refuse,
             optimizer=config.load_optim and not weights_alone,
             generators=config.load_rng and not weights_alone,
             progress=ProgressLines(f"verifies and reads {load}", lambda text: say(text, rank)),

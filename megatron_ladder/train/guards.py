@@ -1,17 +1,15 @@
-"""Which steps are left out: numbers that are not finite, and losses that leap.
+"""Detection of bad steps: numbers that are not finite, and spikes of the loss.
 
-A step that is left out changes no weight, no moment and no count of the optimizer. Only the place in the data moves
-on, so that the next step sees other samples. Every rank decides alike, from numbers that were reduced over all.
+A skipped step changes no weight, no moment and no step count of the optimizer. Only the position in the data advances,
+so the next step sees other samples. All ranks decide alike, because they decide from reduced numbers.
 """
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import nn
 
 from megatron_ladder.comm.group import CommGroup
@@ -26,14 +24,14 @@ class Finding(NamedTuple):
 
     kind: Literal["bad numbers", "loss spike", "overflow"]
     skipped: bool
-    """Whether its update was left out."""
+    """Whether the update was skipped."""
     text: str
     details: Mapping[str, Any] = {}
-    """For the record: JSON-able."""
+    """JSON-able fields for the record."""
 
 
 class Guard:
-    """Judges each step by its loss and the norm of its gradient, before the update."""
+    """Judges each step by its loss and gradient norm, before the update."""
 
     def __init__(self, config: ReliabilityConfig | None = None) -> None:
         self._config = config or ReliabilityConfig()
@@ -41,7 +39,7 @@ class Guard:
         self._bad_in_a_row = 0
 
     def judge(self, loss: float, norm: float) -> Literal["bad numbers", "loss spike"] | None:
-        """What is wrong with a step of this loss and gradient norm; to be called once for each step."""
+        """Return what is wrong with a step of this loss and gradient norm; call it exactly once per step."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._bad_in_a_row += 1
             return "bad numbers"
@@ -49,59 +47,41 @@ class Guard:
         if self._config.loss_spike_factor is None:
             return None
         is_spike = len(self._losses) == self._losses.maxlen and loss > self.highest_loss()
-        # A spike counts from now on: losses that stay high become the rule within half a window.
+        # A spike enters the window too, so losses that stay high become normal within half a window.
         self._losses.append(loss)
         return "loss spike" if is_spike else None
 
     def highest_loss(self) -> float:
-        """The loss above which the next one is a spike."""
+        """Return the loss above which the next step counts as a spike."""
         assert self._config.loss_spike_factor is not None
         return self._config.loss_spike_factor * statistics.median(self._losses)
 
     @property
     def skips_spikes(self) -> bool:
-        """Whether the update of a spike is left out."""
+        """Whether steps with a spike are skipped."""
         return self._config.skip_loss_spikes
 
-    def end_if_hopeless(self, finding: Finding | None) -> None:
-        """Raises BadNumbersError after as many bad steps in a row as --max-consecutive-bad-steps says."""
+    def stop_if_hopeless(self, finding: Finding | None) -> None:
+        """Raise BadNumbersError after --max-consecutive-bad-steps bad steps in a row."""
         if finding is not None and self._bad_in_a_row >= self._config.max_consecutive_bad_steps:
             raise BadNumbersError(
                 f"{finding.text}: {self._bad_in_a_row} in a row, as many as --max-consecutive-bad-steps allows"
             )
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must know to decide as this one would; JSON-able."""
+        """Return the JSON-able state that a resumed run needs to make the same decisions."""
         return {"bad_in_a_row": self._bad_in_a_row, "losses": list(self._losses)}
 
     def set_state(self, stored: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave; nothing is known of a run that stored nothing."""
+        """Restore what `state` returned; old checkpoints stored nothing."""
         self._bad_in_a_row = int(stored.get("bad_in_a_row", 0))
         self._losses.extend(map(float, stored.get("losses", ())))
 
 
-@contextmanager
-def without_update(optimizer: torch.optim.Optimizer, pieces: Iterable[GradientPiece]) -> Iterator[None]:
-    """Inside it the engine's step does all but update: it clears gradients and counts its own calls.
-
-    Args:
-        optimizer: the one that the engine wraps.
-        pieces: the gradient, which is zeroed, so that the engine's own look at it finds nothing to object to.
-    """
-    for piece in pieces:
-        piece.gradient.zero_()
-    # An attribute of the object hides the class's method.
-    vars(optimizer)["step"] = lambda closure=None: None
-    try:
-        yield
-    finally:
-        del vars(optimizer)["step"]
-
-
 def locate_bad_gradient(pieces: Sequence[GradientPiece], model: nn.Module, world: CommGroup) -> dict[str, Any]:
-    """The lowest rank with a gradient that is not finite and its first such parameter, in the model's order.
+    """Return the lowest rank with a gradient that is not finite, and its first such parameter in the model's order.
 
-    Every rank must call it and gets the same; `{}` where all gradients are finite.
+    Every rank must call it and gets the same result; `{}` if all gradients are finite.
     """
     order = [section.name for _, sections in parameter_sections(model) for section in sections]
     names = world.gather_objects(first_bad_parameter(pieces, order))

@@ -12,9 +12,10 @@ import torch
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, parameter_count
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.engine.build import partition
 from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import RunRecord
-from megatron_ladder.train.setup import Trainer, partition
+from megatron_ladder.train.setup import Trainer
 
 
 def say(text: str, rank: int) -> None:

@@ -127,12 +127,12 @@ def train(trainer: Trainer, session: Session, iteration: int, consumed_samples: 
         while iteration < last and reason is None:
             iteration += 1
             with profiled(iteration):
-                result = train_step(trainer, next(batches), iteration, session.stopper.wishes)
+                result = train_step(trainer, next(batches), iteration, session.stopper.votes)
             watch.step_done(iteration)
             session.checkpoints.poll()
             note_finding(session.record, rank, iteration, result)
-            trainer.guard.end_if_hopeless(result.finding)
-            reason = session.stopper.reason(result.wishes, iteration)
+            trainer.guard.stop_if_hopeless(result.finding)
+            reason = session.stopper.reason(result.extra_sums, iteration)
             ends = reason is not None or iteration == last
             if not result.skipped:
                 losses.append(result.loss)
@@ -176,8 +176,8 @@ def save_checkpoint(
 
 def agree_to_stop(trainer: Trainer, stopper: Stopper) -> str | None:
     """Why the run ends before its first step, if it does; all ranks take part."""
-    wishes = torch.tensor(stopper.wishes(), dtype=torch.float64, device=trainer.device)
-    return stopper.reason(trainer.mesh.world.all_reduce(wishes).tolist())
+    votes = torch.tensor(stopper.votes(), dtype=torch.float64, device=trainer.device)
+    return stopper.reason(trainer.mesh.world.all_reduce(votes).tolist())
 
 
 def meter_activations(trainer: Trainer) -> ActivationMeter:

@@ -86,7 +86,7 @@ class Stopper:
         self._looked = -LOOK_SECONDS
         self._killed = False
 
-    def wishes(self) -> list[float]:
+    def votes(self) -> list[float]:
         """What this rank has noted: 1 or 0 for each reason, to be summed over ranks."""
         received = self._signals.received if self._signals is not None else []
         minutes = self._config.exit_duration_in_mins
@@ -98,7 +98,7 @@ class Stopper:
         """Why all ranks end after this step, if they do.
 
         Args:
-            sums: `wishes` of all ranks, added up.
+            sums: `votes` of all ranks, added up.
             iteration: the step; 0 before the first one.
         """
         texts = [

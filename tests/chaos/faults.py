@@ -167,8 +167,8 @@ def spoiling(bad_steps: range) -> Callable[[int], None]:
 
         step = loop.train_step
 
-        def spoiled_step(trainer, micro_batches, iteration, wishes):
-            take = trainer.state.gradient_pieces
+        def spoiled_step(trainer, micro_batches, iteration, votes):
+            take = trainer.engine.state.gradient_pieces
 
             def spoiled_pieces():
                 pieces = take()
@@ -176,11 +176,11 @@ def spoiling(bad_steps: range) -> Callable[[int], None]:
                 return pieces
 
             if rank == WORLD_SIZE - 1 and iteration in bad_steps:
-                trainer.state.gradient_pieces = spoiled_pieces
+                trainer.engine.state.gradient_pieces = spoiled_pieces
             try:
-                return step(trainer, micro_batches, iteration, wishes)
+                return step(trainer, micro_batches, iteration, votes)
             finally:
-                trainer.state.gradient_pieces = take
+                trainer.engine.state.gradient_pieces = take
 
         loop.train_step = spoiled_step
 
@@ -270,30 +270,30 @@ def timing(save: Path) -> Callable[[int], None]:
             setattr(owner, name, call)
 
         for owner, name in (
-            (guards.Guard, "judge"), (guards.Guard, "end_if_hopeless"), (stop.Stopper, "wishes"),
+            (guards.Guard, "judge"), (guards.Guard, "stop_if_hopeless"), (stop.Stopper, "votes"),
             (stop.Stopper, "reason"), (record.RunRecord, "write"), (loop, "note_finding"), (HangWatch, "step_done"),
         ):  # fmt: skip
             timed(owner, name)
         norm = step_module.gradient_norm
 
-        def norm_with_riders(pieces, world, device, riders):
-            # What making the riders takes, measured on a copy: the collective is there anyway.
+        def norm_with_extra_sums(pieces, world, device, extra_sums):
+            # What making the extra_sums takes, measured on a copy: the collective is there anyway.
             began = time.perf_counter()
-            torch.cat([torch.zeros(1, dtype=torch.float64), torch.tensor(riders.tolist(), dtype=torch.float64)])
+            torch.cat([torch.zeros(1, dtype=torch.float64), torch.tensor(extra_sums.tolist(), dtype=torch.float64)])
             spent[0] += time.perf_counter() - began
-            return norm(pieces, world, device, riders)
+            return norm(pieces, world, device, extra_sums)
 
-        step_module.gradient_norm = norm_with_riders
+        step_module.gradient_norm = norm_with_extra_sums
         take_step = loop.train_step
 
-        def timed_step(trainer, micro_batches, iteration, wishes):
+        def timed_step(trainer, micro_batches, iteration, votes):
             hooks.append(spent[0])
             steps.append(time.perf_counter())
             if rank == 0 and iteration == trainer.run.training.train_iters:
                 for name, values in (("hooks", hooks), ("steps", steps)):
                     parts = [after - before for before, after in zip(values[1:], values[2:], strict=False)]
                     (save / name).write_text("\n".join(map(repr, parts)))
-            return take_step(trainer, micro_batches, iteration, wishes)
+            return take_step(trainer, micro_batches, iteration, votes)
 
         loop.train_step = timed_step
 

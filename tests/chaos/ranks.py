@@ -36,7 +36,7 @@ def import_everything() -> None:
         "deepspeed.runtime.zero.muon.original_muon",
         "torch._dynamo",
         "megatron_ladder.train.loop",
-        "megatron_ladder.engine.stages",
+        "megatron_ladder.engine.pipeline",
     ):
         importlib.import_module(module)
 

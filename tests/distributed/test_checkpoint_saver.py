@@ -111,8 +111,8 @@ def failing_saves(argv: list[str], failing: int) -> tuple[Events, str, int]:
             with saver:
                 train(trainer, saver, 4)
         except UserError as error:
-            return events, str(error), trainer.state.steps_taken()
-    return events, "", trainer.state.steps_taken()
+            return events, str(error), trainer.engine.state.steps_taken()
+    return events, "", trainer.engine.state.steps_taken()
 
 
 @pytest.mark.parametrize("words", ["", "--async-save"], ids=["at once", "beside"])
@@ -136,7 +136,7 @@ def resumed(argv: list[str], load: Path) -> tuple[tuple[int, int], Events, list[
     """On each rank: where the run goes on, what happened, what the data was given, and AdamW's steps."""
     trainer, saver, events = saver_of([*argv, "--load", str(load)], Checkpoint.open(load))
     streams: Any = saver._streams
-    return saver.resume(), events, streams.loaded, trainer.state.steps_taken()
+    return saver.resume(), events, streams.loaded, trainer.engine.state.steps_taken()
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(gloo_pools: GlooPools, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ladder.data.samples import SampleRows
+from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.reading import sample_batches
-from megatron_ladder.train.setup import build_schedule
 from megatron_ladder.train.step import evaluate, train_step
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import Pieces, assert_pieces

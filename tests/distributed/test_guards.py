@@ -28,7 +28,7 @@ SPOILED = "layers.2.mlp.down_proj.weight"
 @contextmanager
 def spoiled_gradient(trainer: Trainer, rank: int, name: str) -> Iterator[None]:
     """Inside it, one element of a parameter's gradient is not a number on one rank."""
-    taken = trainer.state.gradient_pieces
+    taken = trainer.engine.state.gradient_pieces
 
     def take() -> list:
         pieces = taken()
@@ -38,11 +38,11 @@ def spoiled_gradient(trainer: Trainer, rank: int, name: str) -> Iterator[None]:
                     piece.gradient.view(-1)[0] = float("nan")
         return pieces
 
-    trainer.state.gradient_pieces = take
+    trainer.engine.state.gradient_pieces = take
     try:
         yield
     finally:
-        trainer.state.gradient_pieces = taken
+        trainer.engine.state.gradient_pieces = taken
 
 
 def steps_around(
@@ -56,13 +56,14 @@ def steps_around(
             with spoiled_gradient(trainer, rank, SPOILED):
                 result = train_step(trainer, own_batches(trainer, batch), iteration)
             # As a save does; before the first update there are none yet.
-            moments = [trainer.state.moment(span, which) for span in trainer.state.spans() for which in MOMENTS]
+            state = trainer.engine.state
+            moments = [state.moment(span, which) for span in state.spans() for which in MOMENTS]
             assert iteration > 1 or not any(moment.any() for moment in moments)
         else:
             result = train_step(trainer, own_batches(trainer, batch), iteration)
             losses.append(result.loss)
         findings.append(result.finding)
-    return findings, losses, weight_pieces(trainer), trainer.state.steps_taken()
+    return findings, losses, weight_pieces(trainer), trainer.engine.state.steps_taken()
 
 
 @pytest.mark.parametrize("bad", [1, 3])
@@ -112,12 +113,12 @@ def losses_everywhere(argv: Sequence[str]) -> tuple[float, float]:
     trainer = build_trainer_here(argv)
     result = train_step(trainer, own_batches(trainer, steps_of_batches(1, 4)[0]), 1, lambda: [1.0, 0.0])
     shares = trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(result.loss_sum.clone()))
-    assert list(result.wishes) == [trainer.mesh.world.size, 0.0]
+    assert list(result.extra_sums) == [trainer.mesh.world.size, 0.0]
     return result.loss, shares.item()
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_every_rank_knows_the_loss_and_what_others_wish(gloo_pools: GlooPools, tensor: int, stages: int) -> None:
+def test_every_rank_has_the_loss_and_the_extra_sums(gloo_pools: GlooPools, tensor: int, stages: int) -> None:
     argv = [*BASE, "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(stages)]
     results = gloo_pools(4).run(losses_everywhere, argv)
     assert len({loss for loss, _ in results}) == 1

@@ -46,7 +46,7 @@ JOURNEY = [Stay((2, 1, 1), 1), Stay((1, 2, 1), 1), Stay((1, 1, 2), 2), Stay((1, 
 
 def save_here(trainer: Trainer, directory: Path, iteration: int) -> None:
     header = {"iteration": iteration, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
-    save_training_state(directory, header, trainer.state, trainer.mesh.world, lambda files: None)
+    save_training_state(directory, header, trainer.engine.state, trainer.mesh.world, lambda files: None)
 
 
 def stay(
@@ -59,7 +59,7 @@ def stay(
     # Another seed: nothing of the trainer's own weights may be left after loading.
     trainer = build_trainer_here([*argv, "--seed", "1" if load is None else "99"])
     if load is not None:
-        load_training_state(Checkpoint.open(load), trainer.state, trainer.mesh.world, verify=True)
+        load_training_state(Checkpoint.open(load), trainer.engine.state, trainer.mesh.world, verify=True)
         save_here(trainer, saves[0], first - 1)
     losses = []
     for iteration, batch in enumerate(batches, start=first):

@@ -10,14 +10,15 @@ import torch
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.log import RunLog, banner
-from megatron_ladder.train.loop import meter_activations
+from megatron_ladder.train.memory import ActivationMeter
 from megatron_ladder.train.record import RunRecord
-from megatron_ladder.train.setup import Trainer, build_schedule
+from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import evaluate, train_step
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import Pieces, assert_pieces
@@ -173,14 +174,14 @@ def part_of_a_run(
     # Another seed: nothing of the trainer's own weights may be left after loading.
     trainer = build_trainer_here([*argv, "--seed", "1" if load is None else "99"])
     if load is not None:
-        load_training_state(Checkpoint.open(load), trainer.state, trainer.mesh.world)
+        load_training_state(Checkpoint.open(load), trainer.engine.state, trainer.mesh.world)
     losses = [
         loss_of(trainer, train_step(trainer, own_batches(trainer, batch), iteration).loss_sum)
         for iteration, batch in enumerate(batches, start=first)
     ]
     if save is not None:
         header = {"iteration": first + len(batches) - 1, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
-        save_training_state(save, header, trainer.state, trainer.mesh.world, lambda directory: None)
+        save_training_state(save, header, trainer.engine.state, trainer.mesh.world, lambda directory: None)
     return losses, weight_pieces(trainer)
 
 
@@ -221,7 +222,8 @@ def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, 
     """On each rank: what a step's report prints, this rank's share of the loss, bytes of activations, the banner."""
     trainer = build_trainer_here(argv, weights)
     printing = contextlib.redirect_stdout(io.StringIO())
-    with printing as printed, RunLog(trainer, 1, RunRecord(None)) as log, meter_activations(trainer) as meter:
+    meter = ActivationMeter(trainer.engine.module, trainer.device)
+    with printing as printed, RunLog(trainer, 1, RunRecord(None)) as log, meter:
         result = train_step(trainer, own_batches(trainer, batch), 1)
         log.training(1, result.loss, result.learning_rate, result.gradient_norm)
     assert meter.kept_bytes is not None

@@ -62,8 +62,8 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int]:
     trainer = build_trainer_here([*SHAPE, *argv])
     first, second = (own_batches(trainer, batch) for batch in batches)
     train_step(trainer, first, 1)
-    loss = trainer.engine(*second[0]) / 100
-    trainer.engine.backward(loss, scale_wrt_gas=False)
+    loss = trainer.engine.wrapped(*second[0]) / 100
+    trainer.engine.wrapped.backward(loss, scale_wrt_gas=False)
     del loss
     held = live_bytes() - before
     return held, stage_parameters(trainer.run.model, Layout(), 0)

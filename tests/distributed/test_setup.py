@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.train.setup import check_shared, naming_config
+from megatron_ladder.train.setup import _check_shared
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import mesh_of
 from tests.distributed.test_training import RECIPE
@@ -18,7 +18,7 @@ def mistakes_about_save(folders: list[Path]) -> tuple[str, ...]:
     """On each rank: what is said where every rank was told its own directory."""
     save = folders[dist.get_rank()]
     try:
-        check_shared(save, mesh_of(2).world)
+        _check_shared(save, mesh_of(2).world)
     except UserError as error:
         return error.mistakes
     return ()
@@ -37,8 +37,7 @@ def test_a_directory_that_is_not_shared_is_found_at_once(gloo_pools: GlooPools, 
 def mistakes_of_deepspeed(path: Path) -> tuple[str, ...]:
     """On each rank: what the engine says of a configuration."""
     try:
-        with naming_config(path):
-            build_trainer_here([*RECIPE, "--zero-stage", "1", "--deepspeed_config", str(path)])
+        build_trainer_here([*RECIPE, "--zero-stage", "1", "--deepspeed_config", str(path)])
     except UserError as error:
         return error.mistakes
     return ()

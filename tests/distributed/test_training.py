@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
+from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.train.memory import ActivationMeter
-from megatron_ladder.train.setup import build_schedule
 from megatron_ladder.train.step import evaluate, train_step
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import Pieces, assert_pieces
@@ -146,10 +146,10 @@ def interrupted(argv: list[str], batches: list[list[Batch]], save: str, stop: in
     for iteration in range(1, stop + 1):
         losses.append(train_step(trainer, own_batches(trainer, batches[iteration - 1]), iteration).loss_sum.item())
     header = {"iteration": stop, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
-    save_training_state(Path(save), header, trainer.state, trainer.mesh.world, lambda directory: None)
+    save_training_state(Path(save), header, trainer.engine.state, trainer.mesh.world, lambda directory: None)
     # Another seed: nothing of the fresh trainer's own weights may be left after loading.
     fresh = build_trainer_here([*argv, "--seed", "99"])
-    load_training_state(Checkpoint.open(Path(save)), fresh.state, fresh.mesh.world)
+    load_training_state(Checkpoint.open(Path(save)), fresh.engine.state, fresh.mesh.world)
     for iteration in range(stop + 1, len(batches) + 1):
         losses.append(train_step(fresh, own_batches(fresh, batches[iteration - 1]), iteration).loss_sum.item())
     return losses, weight_pieces(fresh)
@@ -203,7 +203,7 @@ def test_desync_resumes_bitwise(gloo_pools: GlooPools, tmp_path: Path, world: in
 def load_elsewhere(argv: list[str], save: str) -> Pieces:
     """On each rank: the weights of a checkpoint that another layout wrote."""
     trainer = build_trainer_here([*argv, "--seed", "99"])
-    load_training_state(Checkpoint.open(Path(save)), trainer.state, trainer.mesh.world)
+    load_training_state(Checkpoint.open(Path(save)), trainer.engine.state, trainer.mesh.world)
     return weight_pieces(trainer)
 
 

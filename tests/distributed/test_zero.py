@@ -106,12 +106,12 @@ def pass_on(argv: list[str], load: str | None, save: str, steps: int) -> int:
     # Another seed: nothing of the trainer's own weights may be left after loading.
     trainer = build_trainer_here(argv if load is None else [*argv, "--seed", "99"])
     if load is not None:
-        load_training_state(Checkpoint.open(Path(load)), trainer.state, trainer.mesh.world)
+        load_training_state(Checkpoint.open(Path(load)), trainer.engine.state, trainer.mesh.world)
     for iteration, batch in enumerate(steps_of_batches(steps, 4), start=1):
         train_step(trainer, own_batches(trainer, batch), iteration)
     header = {"iteration": 1, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
-    save_training_state(Path(save), header, trainer.state, trainer.mesh.world, lambda directory: None)
-    return trainer.state.steps_taken()
+    save_training_state(Path(save), header, trainer.engine.state, trainer.mesh.world, lambda directory: None)
+    return trainer.engine.state.steps_taken()
 
 
 def everything(save: Path) -> dict[tuple[str, str], Tensor]:
@@ -247,17 +247,17 @@ def scaled_steps(argv: list[str], save: str) -> tuple[list[ScaledStep], dict[str
     history = []
     for iteration, batch in enumerate(steps_of_batches(5, 4), start=1):
         before = weight_pieces(trainer)
-        scale = trainer.state.loss_scale
+        scale = trainer.engine.state.loss_scale
         result = train_step(trainer, own_batches(trainer, batch), iteration)
         after = weight_pieces(trainer)
         changed = any(not torch.equal(a, b) for (_, _, a), (_, _, b) in zip(before, after, strict=True))
         history.append(ScaledStep(result.gradient_norm, result.skipped, scale, changed))
-    assert trainer.state.steps_taken() == sum(not step.left_out for step in history)
+    assert trainer.engine.state.steps_taken() == sum(not step.left_out for step in history)
     header = {"iteration": 5, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
-    save_training_state(Path(save), header, trainer.state, trainer.mesh.world, lambda directory: None)
+    save_training_state(Path(save), header, trainer.engine.state, trainer.mesh.world, lambda directory: None)
     fresh = build_fp16_trainer(argv)
-    load_training_state(Checkpoint.open(Path(save)), fresh.state, fresh.mesh.world)
-    return history, trainer.state.loss_scaler(), fresh.state.loss_scaler()
+    load_training_state(Checkpoint.open(Path(save)), fresh.engine.state, fresh.mesh.world)
+    return history, trainer.engine.state.loss_scaler(), fresh.engine.state.loss_scaler()
 
 
 FP16 = [*RECIPE, *"--fp16 --tensor-model-parallel-size 2 --global-batch-size 8 --residual-mode ladder".split()]

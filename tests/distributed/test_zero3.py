@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.engine.build import build_model
 from megatron_ladder.parallel.layout import SHARDED_MARKS, parameter_sections
-from megatron_ladder.train.setup import build_model
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import Pieces, mesh_of
 from tests.distributed.test_training import RECIPE, steps_of_batches
@@ -90,7 +90,7 @@ class Observed(NamedTuple):
 def observe(argv: list[str]) -> Observed:
     """On each rank: forward and backward of one micro-batch, in the second step, when DeepSpeed knows the order."""
     trainer = build_trainer_here(argv)
-    engine = trainer.engine
+    engine = trainer.engine.wrapped
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     reductions: Counter[str] = Counter()
     take_away: Callable[[nn.Parameter], None] = engine.optimizer.reduce_ready_partitions_and_remove_grads

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import key_value_replicas
-from megatron_ladder.comm.launch import Place, start_deepspeed
+from megatron_ladder.comm.launch import Place
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.batches import MicroBatch
+from megatron_ladder.engine.build import build_engine, build_model, start_deepspeed
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
-from megatron_ladder.engine.state import engine_state
+from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.parallel.layout import parameter_sections
-from megatron_ladder.train.setup import Trainer, build_engine, build_model, build_optimizer, build_schedule
+from megatron_ladder.train.setup import Trainer
 from tests.distributed.sharded import Pieces, mesh_of
 
 CPU = torch.device("cpu")
@@ -55,11 +56,9 @@ def build_trainer_here(argv: Sequence[str], weights: Mapping[str, Tensor] | None
                 for section in sections:
                     box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
                     section.view(parameter).copy_(weights[section.name][box])
-    optimizer, adamw = build_optimizer(run, model, CPU)
-    engine = build_engine(model, optimizer, deepspeed_json(run, []), mesh)
+    engine, adamw = build_engine(run, model, deepspeed_json(run, []), mesh, CPU)
     implementations = {"norm": norm, "optimizer": adamw}
-    state = engine_state(engine)
-    return Trainer(run, mesh, CPU, model, engine, state, build_schedule(run), implementations)
+    return Trainer(run, mesh, CPU, model, engine, build_schedule(run), implementations)
 
 
 def own_batches(trainer: Trainer, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[MicroBatch]:

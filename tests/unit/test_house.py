@@ -41,7 +41,7 @@ MAY_IMPORT["lab"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 
 HOMES = {
-    "deepspeed": ("engine/", "train/", "comm/launch.py"),
+    "deepspeed": ("engine/",),
     "apex": ("parallel/apex.py",),
 }
 """Where alone these libraries are imported or probed for."""
@@ -158,14 +158,15 @@ def test_imports_run_one_way() -> None:
         ("comm/mesh.py", "import megatron_ladder.parallel.linear"),
         ("parallel/linear.py", "from ..model.stack import Stack"),
         ("model/__init__.py", "from ..train import loop"),
-        ("model/stack.py", "def late():\n    from megatron_ladder.engine.stages import Stage"),
+        ("model/stack.py", "def late():\n    from megatron_ladder.engine.pipeline import Stage"),
         ("checkpoint/format.py", "from megatron_ladder.train.loop import train"),
-        ("generate/engine.py", "from megatron_ladder.engine.learning_rate import Schedule"),
+        ("generate/engine.py", "from megatron_ladder.engine.optimizer import Schedule"),
         ("train/loop.py", "from megatron_ladder.cli.pretrain import main"),
         ("__init__.py", "from megatron_ladder.errors import UserError"),
         ("errors.py", "from .config import fields"),
         ("newroom/file.py", ""),
         ("model/stack.py", "import deepspeed.comm as dist"),
+        ("train/setup.py", "import deepspeed"),
         ("comm/mesh.py", "from deepspeed import comm"),
         ("generate/engine.py", 'importlib.import_module("deepspeed")'),
         ("train/loop.py", 'importlib.util.find_spec("apex.normalization")'),
@@ -182,7 +183,7 @@ def test_a_wrong_import_is_found(relative: str, source: str) -> None:
         ("model/__init__.py", "from .stack import Stack"),
         ("cli/pretrain.py", "from megatron_ladder.train.loop import train"),
         ("generate/engine.py", "from megatron_ladder.data.tokenizers import load_tokenizer"),
-        ("comm/launch.py", "import deepspeed"),
+        ("engine/build.py", "import deepspeed"),
         ("parallel/apex.py", 'importlib.import_module("apex.normalization")'),
         ("blueprint/model.py", "from megatron_ladder import __version__"),
     ],

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ladder.blueprint.partition import balanced_partition, uniform_partition
 from megatron_ladder.config.run import parse_run, resolve_run
-from megatron_ladder.train.setup import partition
+from megatron_ladder.engine.build import partition
 
 
 def sizes(ranges: list[range]) -> list[int]:

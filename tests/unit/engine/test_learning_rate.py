@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ladder.engine.learning_rate import DecayStyle, LearningRateSchedule, WsdDecayStyle
+from megatron_ladder.engine.optimizer import DecayStyle, LearningRateSchedule, WsdDecayStyle
 
 BASE: dict[str, Any] = {"lr": 8.0, "min_lr": 2.0, "warmup_iters": 4, "decay_iters": 16}
 HALF_ROOT = math.sqrt(0.5)

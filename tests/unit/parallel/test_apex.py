@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ladder.config.training import OptimizerConfig
-from megatron_ladder.engine.adamw import build_adamw
+from megatron_ladder.engine.optimizer import build_adamw
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.operations import Operations, select_operations
 from megatron_ladder.parallel.apex import find_in_apex

@@ -37,14 +37,14 @@ def test_without_a_factor_nothing_is_a_spike() -> None:
 def test_bad_steps_in_a_row_end_the_run(loss: float, norm: float) -> None:
     guard = Guard(ReliabilityConfig(max_consecutive_bad_steps=2))
     assert guard.judge(loss, norm) == "bad numbers"
-    guard.end_if_hopeless(BAD)
+    guard.stop_if_hopeless(BAD)
     assert guard.judge(1.0, 1.0) is None
     assert guard.judge(loss, norm) == "bad numbers"
-    guard.end_if_hopeless(BAD)
+    guard.stop_if_hopeless(BAD)
     assert guard.judge(loss, norm) == "bad numbers"
-    guard.end_if_hopeless(None)
+    guard.stop_if_hopeless(None)
     with pytest.raises(BadNumbersError, match="^iteration 9: the loss is nan: 2 in a row, as many as --max-cons"):
-        guard.end_if_hopeless(BAD)
+        guard.stop_if_hopeless(BAD)
 
 
 def test_a_resumed_run_decides_as_the_first_would() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.train.resume_rules import resumed_run, schedule_note
-from megatron_ladder.train.setup import build_schedule
 
 BASE = "--seq-length 16 --hidden-size 32 --num-attention-heads 4 --load c"
 TRAINED = "--train-iters 100 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 10"

@@ -61,7 +61,8 @@ def train(load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, i
         to_dict=dict,
     )  # fmt: skip
     trainer: Any = SimpleNamespace(
-        run=run, mesh=SimpleNamespace(world=CommGroup.alone()), state=tiny_training.TinyState(1),
+        run=run, mesh=SimpleNamespace(world=CommGroup.alone()),
+        engine=SimpleNamespace(state=tiny_training.TinyState(1)),
         guard=SimpleNamespace(set_state=lambda stored: None, state=dict),
     )  # fmt: skip
     inputs: Any = SimpleNamespace(sources=None, tokenizer=tokenizer, stream=None, checkpoint=opened)

@@ -1,4 +1,4 @@
-"""Signals that are noted, those that end at once, and wishes that become an end."""
+"""Signals that are noted, those that end at once, and votes that become an end."""
 
 import os
 import signal
@@ -78,25 +78,25 @@ def test_any_ranks_wish_ends_the_run() -> None:
     signals = StopSignals()
     asked = Stopper(ReliabilityConfig(), signals, 1, time.monotonic())
     others = Stopper(ReliabilityConfig(), None, 0, time.monotonic())
-    assert asked.wishes() == others.wishes() == [0.0] * 4
+    assert asked.votes() == others.votes() == [0.0] * 4
     assert others.reason([0.0] * 4, 7) is None
     signals.received.append(signal.SIGINT)
-    sums = [a + b for a, b in zip(asked.wishes(), others.wishes(), strict=True)]
+    sums = [a + b for a, b in zip(asked.votes(), others.votes(), strict=True)]
     assert asked.reason(sums, 7) == others.reason(sums, 7) == "SIGINT"
 
 
 def test_time_steps_and_a_file_end_the_run(tmp_path: Path) -> None:
     late = Stopper(ReliabilityConfig(exit_duration_in_mins=2.0), None, 0, time.monotonic() - 121)
-    assert late.reason(late.wishes()) == "--exit-duration-in-mins 2.0"
+    assert late.reason(late.votes()) == "--exit-duration-in-mins 2.0"
     early = Stopper(ReliabilityConfig(exit_duration_in_mins=2.0, exit_interval=3), None, 0, time.monotonic() - 119)
-    assert [early.reason(early.wishes(), step) is not None for step in range(7)] == [s in (3, 6) for s in range(7)]
+    assert [early.reason(early.votes(), step) is not None for step in range(7)] == [s in (3, 6) for s in range(7)]
     switch = tmp_path / "stop"
     first, second = (Stopper(ReliabilityConfig(kill_switch_file=switch), None, rank, 0.0) for rank in (0, 1))
-    assert first.wishes() == [0.0] * 4
+    assert first.votes() == [0.0] * 4
     switch.touch()
     first._looked -= 1.1
-    assert first.reason(first.wishes()) == f"--kill-switch-file {switch}"
-    assert second.wishes() == [0.0] * 4, "only the first rank looks"
+    assert first.reason(first.votes()) == f"--kill-switch-file {switch}"
+    assert second.votes() == [0.0] * 4, "only the first rank looks"
 
 
 def test_numbers_that_cannot_be_are_mistakes() -> None:
