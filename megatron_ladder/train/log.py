@@ -91,7 +91,9 @@ def _overlap(run: RunConfig) -> str:
         return "off: every all-reduce is waited for at once"
     if run.model.ladder_layers:
         reduces = "reduce-scatters and all-gathers" if run.parallel.sequence_parallel else "all-reduces"
-        return f"ladder layers' {reduces} run under the next sub-block, forward and backward"
+        late, all_kinds = run.model.wiring.late, run.model.wiring.sub_blocks
+        under = "sub-block" if late == all_kinds else " and ".join(kind.value for kind in late)
+        return f"ladder layers' {reduces} run under the next {under}, forward and backward"
     reduces = "reduce-scatters" if run.parallel.sequence_parallel else "all-reduces"
     return f"{reduces} of input gradients run under the gradients of weights"
 

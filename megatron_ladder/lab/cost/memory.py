@@ -25,10 +25,12 @@ A pipeline's stage i of p holds those of min(p - i, micro-batches) micro-batches
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import embedding_tensor, final_norm_tensor, layer_tensors, padded_vocab_size
+from megatron_ladder.lab.cost.links import outputs_added
 
 Precision = Literal["fp32", "bf16"]
 FP32_BYTES = 4
@@ -121,18 +123,29 @@ def layers_activation_bytes(
 ) -> float:
     """Bytes that the layers of a stage keep of a micro-batch of so many tokens.
 
-    If the second sub-block of the model reads late, it reads the same stream as the first.
+    Late sub-blocks may read the same stream as their predecessors, which is then kept once.
     """
     layers = stage_layers(model, layout.pipeline, stage)
     sub_blocks = layers * len(model.wiring.sub_blocks)
     size = number_bytes(precision)
     stream = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
-    second = [sub_block for layer in model.wired_layers[:2] for sub_block in layer][1:2]
-    inputs = (sub_blocks - (stage == 0 and any(one.staleness for one in second))) * stream * size
+    first = sum(stage_layers(model, layout.pipeline, earlier) for earlier in range(stage))
+    inputs = _streams_read(model, first, first + layers) * stream * size
     if layout.recompute:
         return inputs
+    if precision == "bf16" and not layout.fused_norms:
+        # A norm of several operators keeps its own fp32 copy, so nothing is shared.
+        inputs = sub_blocks * stream * size
     norms = sub_blocks * stream * (size + _unfused_bytes(layout, precision))
     return inputs + norms + layers * inner_activations(model, layout.tensor, tokens) * size
+
+
+@lru_cache(maxsize=256)
+def _streams_read(model: ModelConfig, start: int, stop: int) -> int:
+    """Return how many different streams the sub-blocks of a range of layers read."""
+    added = outputs_added([one.wired.staleness for layer in layer_tensors(model) for one in layer])
+    width = len(model.wiring.sub_blocks)
+    return len(set(added[width * start : width * stop]))
 
 
 def _unfused_bytes(layout: Layout, precision: Precision) -> int:
