@@ -132,6 +132,13 @@ WIRINGS: dict[str, Wiring] = {
             late=(_BOTH,),
         ),
         Wiring(
+            "ladder-attention",
+            "standard layers, of which those in --ladder-layers have attention that reads the stream late; their MLP "
+            "does not.",
+            (_ATTENTION, _MLP),
+            late=(_ATTENTION,),
+        ),
+        Wiring(
             "desync",
             "each tensor-parallel rank has its own stream, and the streams are summed after every --desync-interval "
             "sub-blocks; the tensor-parallel size is part of the model.",

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.comm.launch import Place
 from megatron_ladder.lab.bench.options import BenchmarkOptions, Case
 from megatron_ladder.lab.bench.program import _Benchmark
@@ -64,5 +65,5 @@ def test_variants_of_one_wiring_are_the_same_model(gloo_pools: GlooPools) -> Non
             same = [value for variant, value in losses.items() if VARIANTS[variant].residual_mode == name]
             same = same if name == "standard" else [losses[v] for v in ("ladder", "ladder-blocking", "ladder-autograd")]
             assert same == pytest.approx([same[0]] * len(same), rel=1e-6) and len(same) > 1
-        wirings = [losses[name] for name in ("standard", "ladder", "staleness-2", "parallel", "ladder-parallel")]
-        assert len({round(value, 4) for value in wirings}) == 5
+        wirings = [losses[name] for name in (*SHARED_STREAM_MODES, "staleness-2")]
+        assert len({round(value, 4) for value in wirings}) == len(SHARED_STREAM_MODES) + 1

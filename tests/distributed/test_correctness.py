@@ -29,6 +29,7 @@ WIRINGS: dict[str, dict[str, Any]] = {
 MORE_WIRINGS: dict[str, dict[str, Any]] = {
     "ladder-parallel": {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2, 3)},
     "hybrid-parallel": {"residual_mode": "ladder-parallel", "ladder_layers": (1, 2)},
+    "ladder-attention": {"residual_mode": "ladder-attention", "ladder_layers": (0, 1, 3)},
     "staleness-2": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2, 3), "residual_staleness": 2},
     "staleness-3-hybrid": {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 3},
     "ladder-parallel-2": {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2), "residual_staleness": 2},
@@ -166,7 +167,7 @@ def test_features(gloo_pools: GlooPools, tensor_parallel: int, wiring: str, feat
 
 @pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("mirrored", [True, False], ids=["overlap", "forward-overlap"])
-@pytest.mark.parametrize("wiring", ["ladder", "hybrid", "staleness-2", "ladder-parallel-2"])
+@pytest.mark.parametrize("wiring", ["ladder", "hybrid", "staleness-2", "ladder-parallel-2", "ladder-attention"])
 def test_a_sharded_stream_read_when_the_sub_block_before_begins(
     gloo_pools: GlooPools, wiring: str, mirrored: bool, recompute: int
 ) -> None:

@@ -110,6 +110,7 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags:
         ((2, 2, 2), "--residual-mode parallel --zero-stage 0"),
         ((2, 2, 1), "--residual-mode ladder-parallel"),
         ((2, 4, 1), "--residual-mode ladder --residual-staleness 2 --num-layers 4"),
+        ((2, 4, 1), "--residual-mode ladder-attention --num-layers 5"),
         # Outputs pass through stages of one layer, which neither read nor made them.
         ((2, 4, 1), "--residual-mode ladder-parallel --residual-staleness 3 --num-layers 5"),
         ((2, 2, 1), "--residual-mode ladder --ladder-layers 0,1"),
@@ -122,8 +123,8 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags:
         ((2, 2, 1), "--residual-mode ladder --sequence-parallel --qk-layernorm"),
     ],
     ids=[
-        "parallel", "ladder-parallel", "staleness-2", "passing-through", "ladder-before-standard", "desync-4",
-        "desync-2", "tied", "tied-four-stages", "recomputed", "blocking", "sequence-parallel",
+        "parallel", "ladder-parallel", "staleness-2", "ladder-attention", "passing-through", "ladder-before-standard",
+        "desync-4", "desync-2", "tied", "tied-four-stages", "recomputed", "blocking", "sequence-parallel",
     ],
 )  # fmt: skip
 def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:

@@ -137,11 +137,12 @@ def chained_gradients(
         {"residual_mode": "ladder", "ladder_layers": (0, 1, 2, 3), "residual_staleness": 3},
         {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2), "residual_staleness": 2},
         {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2, 3), "residual_staleness": 3},
+        {"residual_mode": "ladder-attention", "ladder_layers": (1, 2, 3)},
         {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2},
     ],
     ids=[
         "standard", "ladder", "hybrid", "staleness-2", "staleness-3", "ladder-parallel-2", "ladder-parallel-3",
-        "desync",
+        "ladder-attention", "desync",
     ],
 )  # fmt: skip
 def test_gradients_of_chained_ranges(gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int) -> None:

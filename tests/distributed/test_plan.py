@@ -96,7 +96,7 @@ def kept_of_a_pass(wiring: ResidualMode, recompute: bool, sequence_parallel: boo
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("wiring", ["standard", "ladder", "ladder-parallel"])
+@pytest.mark.parametrize("wiring", ["standard", "ladder", "ladder-parallel", "ladder-attention"])
 def test_activations_of_two_ranks(
     gloo_pools: GlooPools, wiring: ResidualMode, recompute: bool, sequence_parallel: bool
 ) -> None:

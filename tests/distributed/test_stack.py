@@ -25,6 +25,7 @@ LADDER = {"residual_mode": "ladder", "ladder_layers": (0, 1, 2)}
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1,)}
 PARALLEL = {"residual_mode": "parallel"}
 LADDER_PARALLEL = {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2)}
+LADDER_ATTENTION = {"residual_mode": "ladder-attention", "ladder_layers": (0, 1, 2)}
 STALENESS_2 = LADDER | {"residual_staleness": 2}
 DESYNC_2 = {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2}
 DESYNC_4 = DESYNC_2 | {"desync_interval": 4}
@@ -108,10 +109,14 @@ def forward_events(config: ModelConfig, options: StackOptions, training: bool) -
         (PARALLEL, "B0 L0 W0 B1 L1 W1 B2 L2 W2"),
         (LADDER_PARALLEL, "B0 L0 B1 L1 W0 B2 L2 W1 W2"),
         (STALENESS_2, "B0 L0 B1 L1 B2 L2 W0 B3 L3 W1 B4 L4 W2 B5 L5 W3 W4 W5"),
+        (LADDER_ATTENTION, "B0 L0 W0 B1 L1 B2 L2 W1 W2 B3 L3 B4 L4 W3 W4 B5 L5 W5"),
         (DESYNC_2, "B0 B1 L0 W0 B2 B3 L1 W1 B4 B5 L2 W2"),
         (DESYNC_4, "B0 B1 B2 B3 L0 W0 B4 B5 L1 W1"),
     ],
-    ids=["standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2", "desync-2", "desync-4"],
+    ids=[
+        "standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2", "ladder-attention", "desync-2",
+        "desync-4",
+    ],
 )
 def test_forward_keeps_reduces_in_flight(
     gloo_pools: GlooPools, wiring: dict[str, Any], expected: str, training: bool, recompute: int
@@ -154,10 +159,11 @@ RECOMPUTED_BACKWARD = "B5 L5 B4 L4 B3 W5 L3 B2 W4 L2 B1 W3 L1 B0 W2 L0 W1 W0"
         (PARALLEL, 0, "L2 W2 L1 W1 L0 W0"),
         (LADDER_PARALLEL, 0, "L2 L1 W2 L0 W1 W0"),
         (STALENESS_2, 0, "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"),
+        (LADDER_ATTENTION, 0, "L5 W5 L4 L3 W4 W3 L2 L1 W2 W1 L0 W0"),
     ],
     ids=[
         "ladder", "ladder-recomputed", "ladder-qk-norm", "hybrid", "standard", "parallel", "ladder-parallel",
-        "staleness-2",
+        "staleness-2", "ladder-attention",
     ],
 )
 def test_backward_is_the_mirror(
@@ -370,8 +376,8 @@ def chained_ranges(config: ModelConfig, cut: int, sequence_parallel: bool = Fals
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     "wiring",
-    [{}, LADDER, HYBRID, PARALLEL, LADDER_PARALLEL, STALENESS_2],
-    ids=["standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2"],
+    [{}, LADDER, HYBRID, PARALLEL, LADDER_PARALLEL, STALENESS_2, LADDER_ATTENTION],
+    ids=["standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2", "ladder-attention"],
 )
 def test_ranges_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any], world: int) -> None:
     config = small_model(num_layers=3, **wiring)
@@ -381,8 +387,8 @@ def test_ranges_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "wiring", [{}, LADDER, HYBRID, LADDER_PARALLEL, STALENESS_2],
-    ids=["standard", "ladder", "hybrid", "ladder-parallel", "staleness-2"],
+    "wiring", [{}, LADDER, HYBRID, LADDER_PARALLEL, STALENESS_2, LADDER_ATTENTION],
+    ids=["standard", "ladder", "hybrid", "ladder-parallel", "staleness-2", "ladder-attention"],
 )  # fmt: skip
 def test_ranges_of_a_sharded_stream_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
     config = small_model(num_layers=3, **wiring)

@@ -61,9 +61,11 @@ class ReferenceConfig:
         """Whether attention and MLP of a layer read the same norm of the same stream."""
         return self.residual_mode in ("parallel", "ladder-parallel")
 
-    def staleness(self, layer: int) -> int:
-        """By how many sub-blocks this layer's read the stream late."""
-        return self.residual_staleness if layer in self.ladder_layers else 0
+    def staleness(self, layer: int, place: int) -> int:
+        """How late a sub-block of a layer reads the stream: attention is at place 0, the MLP at 1."""
+        if layer not in self.ladder_layers or (self.residual_mode == "ladder-attention" and place == 1):
+            return 0
+        return self.residual_staleness
 
     def norm_shape(self, sub_block: int) -> tuple[int, ...]:
         """Of the norm's weight: one for each rank where the stream before is each rank's own."""
@@ -153,8 +155,8 @@ def _last_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, sigh
     # x_i = x_{i-1} + h_i(x_{i-1-s}), with x_0 for what lies before it; what was read once is not unread.
     streams, read = [stream], 0
     for layer in range(config.num_layers):
-        for sub_block in _sub_blocks(weights, f"layers.{layer}", config, sight):
-            read = max(read, len(streams) - 1 - config.staleness(layer))
+        for place, sub_block in enumerate(_sub_blocks(weights, f"layers.{layer}", config, sight)):
+            read = max(read, len(streams) - 1 - config.staleness(layer, place))
             streams.append(streams[-1] + sub_block(streams[read]))
     return streams[-1]
 

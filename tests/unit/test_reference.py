@@ -76,34 +76,23 @@ HUGGING_FACE_NAMES = {
 
 
 def hugging_face_model(
-    config: ReferenceConfig,
-    weights: dict[str, Tensor],
-    family: Family = LlamaForCausalLM,
+    config: ReferenceConfig, weights: dict[str, Tensor], family: Family = LlamaForCausalLM,
     dtype: torch.dtype = torch.float32,
-) -> Any:
+) -> Any:  # fmt: skip
     """transformers' own model of this configuration with these weights."""
     shared: dict[str, Any] = {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": config.norm_epsilon,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size, "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size, "max_position_embeddings": 512, "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tie_embeddings, "bos_token_id": None, "eos_token_id": None,
         "rope_parameters": {
             "rope_type": {"none": "default"}.get(config.rope_scaling, config.rope_scaling),
-            "rope_theta": config.rotary_base,
-            "factor": config.rope_scaling_factor,
-            "low_freq_factor": config.rope_low_freq_factor,
-            "high_freq_factor": config.rope_high_freq_factor,
+            "rope_theta": config.rotary_base, "factor": config.rope_scaling_factor,
+            "low_freq_factor": config.rope_low_freq_factor, "high_freq_factor": config.rope_high_freq_factor,
             "original_max_position_embeddings": config.rope_original_max_position_embeddings,
         },
-    }
+    }  # fmt: skip
     theirs: Any
     if family is LlamaForCausalLM:
         theirs = LlamaConfig(**shared, attention_bias=config.add_qkv_bias, mlp_bias=config.add_mlp_bias)
@@ -286,6 +275,13 @@ def ladder_parallel(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
     return x1 + m.attention_1(x0) + m.parallel_mlp_1(x0)
 
 
+def ladder_attention(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
+    x1 = x0 + m.attention_0(x0)
+    x2 = x1 + m.mlp_0(x1)
+    x3 = x2 + m.attention_1(x1)
+    return x3 + m.mlp_1(x3)
+
+
 def two_late(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
     x1 = x0 + m.attention_0(x0)
     x2 = x1 + m.mlp_0(x0)
@@ -314,6 +310,9 @@ def upper_layer_is_two_late(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
         ("parallel", (), 1, parallel),
         ("ladder-parallel", (0, 1), 1, ladder_parallel),
         ("ladder-parallel", (0,), 1, parallel),
+        ("ladder-attention", (0, 1), 1, ladder_attention),
+        ("ladder-attention", (0, 1), 3, ladder_attention),
+        ("ladder-attention", (0,), 1, standard),
     ],
 )
 def test_wirings_are_those_written_by_hand(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.cli.plan import main
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.cost.hardware import CLUSTERS
@@ -43,7 +44,7 @@ def test_a_thousand_gpus_without_torch(tmp_path: Path) -> None:
     parts = ("compute", "exposed_tensor", "bubble", "exposed_data")
     assert sum(first["step_seconds"][part] for part in parts) == pytest.approx(first["step_seconds"]["total"])
     assert first["relative_uncertainty"] == 0.15
-    assert {"standard", "ladder", "parallel", "ladder-parallel"} == set(report["interconnects"]["rows"][0]["seconds"])
+    assert set(SHARED_STREAM_MODES) == set(report["interconnects"]["rows"][0]["seconds"])
     assert "| TP | PP | DP | ZeRO |" in done.stdout and "(this cluster)" in done.stdout
 
 

@@ -100,6 +100,7 @@ def test_logits_are_those_of_the_training_model_for_every_ladder_mask() -> None:
         ("megatron_ladder", {"residual_mode": "parallel"}),
         ("megatron_ladder", HYBRID | {"residual_mode": "ladder-parallel"}),
         ("megatron_ladder", HYBRID | {"residual_mode": "ladder-parallel", "residual_staleness": 3}),
+        ("megatron_ladder", HYBRID | {"residual_mode": "ladder-attention"}),
         ("megatron_ladder", HYBRID | {"add_qkv_bias": True, "tie_embeddings": True}),
         ("megatron_ladder", HYBRID | {"qk_layernorm": True, "head_dim": 12, "hidden_size": 34}),
         (
@@ -165,8 +166,13 @@ def test_the_first_layer_reads_the_embedding_twice() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [HYBRID, HYBRID | {"residual_staleness": 2, "qk_layernorm": True}, HYBRID | {"residual_mode": "ladder-parallel"}],
-    ids=["hybrid", "staleness-2", "ladder-parallel"],
+    [
+        HYBRID,
+        HYBRID | {"residual_staleness": 2, "qk_layernorm": True},
+        HYBRID | {"residual_mode": "ladder-parallel"},
+        HYBRID | {"residual_mode": "ladder-attention"},
+    ],
+    ids=["hybrid", "staleness-2", "ladder-parallel", "ladder-attention"],
 )
 def test_greedy_tokens_are_the_same_with_every_cache_and_padding(changes: dict[str, Any], tmp_path: Path) -> None:
     model = random_model(tiny_config(**changes))

@@ -32,6 +32,7 @@ CONFIGS: list[dict[str, Any]] = [
     {},
     {"tie_embeddings": True, "qk_layernorm": True, "add_qkv_bias": True, "add_attention_output_bias": True},
     {"residual_mode": "ladder-parallel", "ladder_layers": (1, 2), "add_mlp_bias": True},
+    {"residual_mode": "ladder-attention", "ladder_layers": (0, 2)},
     {"residual_mode": "desync", "desync_interval": 4, "desync_tp": 4},
 ]
 

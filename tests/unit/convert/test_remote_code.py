@@ -45,6 +45,7 @@ MODELS = [
     tiny_config(residual_mode="ladder", ladder_layers=(0,), residual_staleness=3, qk_layernorm=True, add_mlp_bias=True),
     tiny_config(residual_mode="parallel", add_qkv_bias=True),
     tiny_config(residual_mode="ladder-parallel", ladder_layers=(5,), hidden_size=34),
+    tiny_config(residual_mode="ladder-attention", ladder_layers=(0, 2)),
     tiny_config(add_attention_output_bias=True),
 ]
 

@@ -56,6 +56,7 @@ def test_plain_types_give_the_tokens_of_transformers(kind: str, tmp_path: Path) 
 
 OWN = {name: MODELS[name] for name in ("ladder", "hybrid")}
 OWN["ladder-parallel"] = {"residual_mode": "ladder-parallel", "ladder_layers": (1, 2), "add_qkv_bias": True}
+OWN["ladder-attention"] = {"residual_mode": "ladder-attention", "ladder_layers": (1, 2)}
 
 
 @pytest.mark.parametrize("name", OWN)

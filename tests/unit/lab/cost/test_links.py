@@ -22,10 +22,12 @@ KILOBYTE, MEGABYTE, GIGABYTE = 2**10, 2**20, 10**9
 
 def layers(wiring: str, count: int, c: float, t: float) -> list[SubBlockTime]:
     """`count` layers whose attention and MLP take c each (backward twice that, half of it for weights)."""
-    staleness = {"standard": 0, "parallel": 0, "ladder": 1, "ladder-parallel": 1, "staleness-2": 2}[wiring]
-    wide = 2 if "parallel" in wiring else 1
-    block = SubBlockTime(wide * c, t, staleness, dgrad_seconds=wide * c, wgrad_seconds=wide * c)
-    return [block] * (2 * count // wide)
+    staleness = {
+        "standard": (0, 0), "parallel": (0,), "ladder": (1, 1), "ladder-parallel": (1,), "staleness-2": (2, 2),
+        "ladder-attention": (1, 0),
+    }[wiring]  # fmt: skip
+    c *= 2 // len(staleness)
+    return [SubBlockTime(c, t, late, dgrad_seconds=c, wgrad_seconds=c) for late in staleness] * count
 
 
 def a_layer(total: Sequence[float], between: int) -> float:
@@ -38,6 +40,7 @@ CLOSED_FORMS = [
     ("parallel", lambda c, t: 2 * c + t, lambda c, t: 2 * c + t),
     ("ladder", lambda c, t: 2 * max(c, t), lambda c, t: c + max(c, t)),
     ("ladder-parallel", lambda c, t: max(2 * c, t), lambda c, t: max(2 * c, c + t / 2)),
+    ("ladder-attention", lambda c, t: c + t + max(c, t), lambda c, t: 2 * c + t),
     ("staleness-2", lambda c, t: 2 * max(c, t), lambda c, t: max(2 * c, 2 * (c + t) / 3)),
 ]
 

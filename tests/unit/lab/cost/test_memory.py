@@ -7,6 +7,7 @@ import torch
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import padded_vocab_size, parameter_count
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.cost.memory import (
@@ -53,7 +54,7 @@ def kept_bytes(model: ModelConfig, recompute: bool, dtype: torch.dtype, samples:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("wiring", ["standard", "ladder", "parallel", "ladder-parallel"])
+@pytest.mark.parametrize("wiring", SHARED_STREAM_MODES)
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
 def test_activations_are_those_of_a_real_forward_pass(
     dtype: torch.dtype, precision: Precision, wiring, recompute: bool

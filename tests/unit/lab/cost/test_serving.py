@@ -55,6 +55,9 @@ def test_wirings_by_their_formulas() -> None:
     layer = (bound - 2 * 4096 * 128256 / (0.93 * 3.35e12) - 115e-6) / 32
     ladder = (decode(8, 1, "ladder", False, **no_glue) - bound) / 32
     assert ladder == pytest.approx(2 * t + share * layer - layer)
+    attention = 2 * 2 * 4096 * 5120 / 8 / (0.93 * 3.35e12) + 0.83 * 4 * 1536 * 4096 / 8 / 3.35e12 + 0.62 * 34e-6
+    late_attention = (decode(8, 1, "ladder-attention", False, **no_glue) - bound) / 32
+    assert late_attention == pytest.approx(t + share * attention - attention + t)
     together = (decode(8, 1, "ladder-parallel", False, **no_glue) - bound) / 32
     assert together == pytest.approx(max(layer, t) + share * min(layer, t) - layer)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.cost.hardware import CLUSTERS, HOP, Cluster
 from megatron_ladder.lab.cost.links import WireModel, backward_seconds, forward_seconds
@@ -44,7 +45,7 @@ def test_one_gpu_is_products_and_memory() -> None:
     assert again.total - step.total == pytest.approx(layers / 3)
 
 
-@pytest.mark.parametrize("wiring", ["standard", "ladder", "parallel", "ladder-parallel"])
+@pytest.mark.parametrize("wiring", SHARED_STREAM_MODES)
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
 def test_layers_are_the_schedule_of_the_benchmark(wiring, factor: float) -> None:
     times = times_of(wiring, factor=factor, cluster=H100)

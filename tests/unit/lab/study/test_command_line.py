@@ -111,7 +111,8 @@ def test_trials_differ_in_their_wiring_alone() -> None:
     assert {name: (run.model.residual_mode, run.model.ladder_layers) for name, run in runs.items()} == {
         "standard": ("standard", ()), "parallel": ("parallel", ()), "ladder": ("ladder", (0, 1, 2, 3)),
         "ladder-parallel": ("ladder-parallel", (0, 1, 2, 3)), "staleness-2": ("ladder", (0, 1, 2, 3)),
-        "hybrid": ("ladder", (2, 3)), "desync-2x": ("desync", ()),
+        "ladder-attention": ("ladder-attention", (0, 1, 2, 3)), "hybrid": ("ladder", (2, 3)),
+        "desync-2x": ("desync", ()),
     }  # fmt: skip
     assert [name for name, run in runs.items() if run.model.residual_staleness == 2] == ["staleness-2"]
     assert [name for name, run in runs.items() if run.world_size == 2] == ["desync-2x"]
