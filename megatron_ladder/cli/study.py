@@ -8,7 +8,8 @@ from megatron_ladder.errors import run_program
 from megatron_ladder.lab.study.adapting import adapt_study
 from megatron_ladder.lab.study.command_line import DESCRIPTIONS, parse_options
 from megatron_ladder.lab.study.options import AdaptOptions, ReportOptions, RunOptions
-from megatron_ladder.lab.study.program import report_study, run_study
+from megatron_ladder.lab.study.program import run_study
+from megatron_ladder.lab.study.report import report_study
 
 COMMANDS = (
     Command((RunOptions,), "run", DESCRIPTIONS["run"]),

@@ -1,4 +1,4 @@
-"""Trials of one seed are pairs also where a wiring needs two ranks."""
+"""Trials with the same seed share initial weights also if a wiring needs two ranks."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.unit.lab.study.test_pairs import SIZE, matrices
 
 
 def initial_matrices(wiring: str, seed: int) -> Pieces:
-    """On each rank: its parts of all initial weights but the norms'."""
+    """Return this rank's parts of all initial weights except norms."""
     request = Request(RunOptions(Path("out"), sizes=(SIZE,)), ())
     run = resolve_trial(request, (), Trial("tokens", wiring, SIZE, seed, 1e-3, 10), [])
     ranks = run.parallel.tensor_model_parallel_size

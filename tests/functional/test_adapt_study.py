@@ -1,4 +1,4 @@
-"""The adaptation of `tools/study.py`, whole: trained, rewired, evaluated, healed, and reported on."""
+"""The whole `tools/study.py adapt`: standard models are trained, rewired, evaluated, healed and reported."""
 
 import json
 import re
@@ -15,7 +15,7 @@ SIZE, VOCABULARY = "2x32x64x4x2x96", 96
 
 
 def write_tokens(prefix: Path) -> Path:
-    """Text that a model can learn: every token says what the next one is, with some noise."""
+    """Write text that a model can learn: every token determines the next one, with some noise."""
     random = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
         for _ in range(200):
@@ -27,8 +27,8 @@ def write_tokens(prefix: Path) -> Path:
 
 @pytest.mark.slow
 def test_standard_models_are_adapted(tmp_path: Path) -> None:
-    """Stopped after the standard models by what stands in a rewired model's place, and run again. Run a third time,
-    nothing is trained; the report says what it said."""
+    """A file in place of the folder of rewired models stops the first start after the standard models. The second start
+    finishes; the third one trains nothing and writes the same report."""
     out = tmp_path / "study"
     command = [
         sys.executable, "tools/study.py", "adapt", "--output-dir", out, "--sizes", SIZE, "--seeds", "1", "2",
@@ -52,11 +52,12 @@ def test_standard_models_are_adapted(tmp_path: Path) -> None:
             return found
 
         models = {loss(f"upper{upper}-0pct") for upper in (0, 1, 2)}
-        assert len(models) == 3, "each computes something else of the same samples"
-        assert loss("upper2-50pct") < loss("upper2-5pct"), "what trains longer is better"
+        assert len(models) == 3, "each model computes another loss on the same samples"
+        assert loss("upper2-50pct") < loss("upper2-5pct"), "longer healing is better"
     assert not (out / "rewired").exists() and not list(out.glob("trials/adapt-*/checkpoints/iter_*"))
     report = (out / "adaptation.md").read_text()
-    assert len(re.findall(r"^\| [012]", report, re.MULTILINE)) == 5 and "Against the standard model" in report
+    assert len(re.findall(r"^\| [012]", report, re.MULTILINE)) == 5
+    assert "Compared with the original standard model" in report
     times = {path: path.stat().st_mtime_ns for path in out.glob("trials/*/result.json")}
     again = run_command(command, timeout=120)
     assert again.returncode == 0 and (out / "adaptation.md").read_text() == report

@@ -1,4 +1,4 @@
-"""`tools/study.py run`, whole: stopped, killed, gone on with, refused, and reported on."""
+"""The whole `tools/study.py run`: stopped, resumed, rejected, and reported."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ FLAGS = (
 
 
 def running_pretraining(folder: Path) -> list[psutil.Process]:
-    """Processes that train for this study, whoever started them."""
+    """Return all processes that train for this study."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
@@ -31,7 +31,7 @@ def running_pretraining(folder: Path) -> list[psutil.Process]:
 
 
 def start_until_it_trains(command: list[str], folder: Path) -> "subprocess.Popen[str]":
-    """Starts the study and returns when one of its trials has saved."""
+    """Start the study and return when one of its trials has saved."""
     study = subprocess.Popen(
         command, cwd=REPOSITORY_ROOT, env=clean_environment(), text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, start_new_session=True,
@@ -45,20 +45,20 @@ def start_until_it_trains(command: list[str], folder: Path) -> "subprocess.Popen
 
 
 @pytest.mark.slow
-def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_stopped_study_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "study"
     command = [sys.executable, "tools/study.py", "run", "--output-dir", str(folder), *FLAGS]
     study = start_until_it_trains(command, folder)
     try:
         study.send_signal(signal.SIGTERM)
-        told, _ = study.communicate(timeout=120)
+        printed, _ = study.communicate(timeout=120)
     finally:
         kill_tree(study)
-    assert study.returncode == 0 and "the same command goes on from here" in told
+    assert study.returncode == 0 and "the same command resumes the study" in printed
     assert running_pretraining(folder) == []
 
     refused = run_command([*command, "--seeds", "2"], timeout=120)
-    assert refused.returncode == 2 and "seeds: was [1], now asked for [1, 2]" in refused.stderr
+    assert refused.returncode == 2 and "seeds: was [1], now [1, 2]" in refused.stderr
     assert "tuning iterations" not in refused.stderr
 
     done = run_command(command, timeout=600)

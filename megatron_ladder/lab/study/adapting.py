@@ -1,4 +1,4 @@
-"""Runs an adaptation: trains the standard models that are not there, rewires them, and evaluates and heals each."""
+"""Runs an adaptation: trains missing standard models, rewires them, and evaluates and heals each."""
 
 import functools
 import shutil
@@ -18,60 +18,60 @@ from megatron_ladder.lab.study.adaptation import CONTROL, SEED_OFFSET, Adaptatio
 from megatron_ladder.lab.study.command_line import NONE
 from megatron_ladder.lab.study.commands import folder_of, training_command
 from megatron_ladder.lab.study.description import Study, read_study
-from megatron_ladder.lab.study.grid import choose_learning_rates, key_of, tuning_trials
-from megatron_ladder.lab.study.material import Material
+from megatron_ladder.lab.study.grid import choose_learning_rates, rate_key, tuning_trials
 from megatron_ladder.lab.study.options import AdaptOptions, Request, RunOptions
 from megatron_ladder.lab.study.outcome import CHECKPOINTS, remove_checkpoints
 from megatron_ladder.lab.study.program import StudyRun, run_study
 from megatron_ladder.lab.study.scheduling import Job
+from megatron_ladder.lab.study.training_data import TrainingData
 from megatron_ladder.lab.study.trial import Trial, read_result
 from megatron_ladder.lab.study.wirings import STANDARD
 
 REWIRED_NAME = "rewired"
-"""Folder of a study for models between their rewiring and the end of the adaptation."""
+"""Folder of a study for rewired models, until the adaptation is finished."""
 
 
 def adapt_study(request: Request, argv: Sequence[str]) -> None:
-    """Does what is left of an adaptation, and reports on it.
+    """Run the missing trials of an adaptation, and write its report.
 
     Args:
-        argv: as it was given, to be noted.
+        argv: the command line, for the record.
 
     Raises:
-        UserError: the folder holds another study, or one whose standard models are gone.
-        SystemExit: trials have failed; they were told.
+        UserError: the folder has another study, or one whose standard models are gone.
+        SystemExit: trials have failed, and were reported.
     """
-    start = functools.partial(AdaptRun, argv)
-    run_study(replace(request, options=with_wirings(request.options)), argv, start, write_adaptation)
+    start = functools.partial(_AdaptRun, argv)
+    run_study(replace(request, options=_with_wirings(request.options)), argv, start, write_adaptation)
 
 
-def with_wirings(options: RunOptions) -> RunOptions:
-    """With the wirings of the folder's study, if it has one; standard is what is adapted."""
+def _with_wirings(options: RunOptions) -> RunOptions:
+    """Replace the wirings by those of the folder's study, if it has one; only standard is adapted."""
     found = read_study(options.output_dir)
     kept = replace(options, keep_checkpoints=True)
     return kept if found is None else replace(kept, wirings=found.wirings, timed_wirings=found.timed_wirings or (NONE,))
 
 
-class AdaptRun(StudyRun):
+class _AdaptRun(StudyRun):
     """One start of an adaptation."""
 
     def __init__(
-        self, argv: Sequence[str], request: Request, material: Material, study: Study, received: Sequence[int]
+        self, argv: Sequence[str], request: Request, data: TrainingData, study: Study, received: Sequence[int]
     ) -> None:
-        super().__init__(request, material, study, received)
+        super().__init__(request, data, study, received)
         assert request.adapt is not None
         self._argv = argv
         self._adapt: AdaptOptions = request.adapt
         self._plan: Adaptation | None = None
         self._cases: dict[Trial, tuple[int, int]] = {}
-        """Adapted models: upper layers, and percent of healing."""
+        """Trials of adapted models -> upper layers, and percent of healing."""
 
     def run(self) -> None:
-        """All that is left, in order.
+        """Run all missing trials, in order.
 
         Raises:
-            Stopped: a signal has come.
-            UserError: a standard model is trained, and its checkpoint is gone.
+            StudyStopped: a signal arrived.
+            UserError: a standard model is trained, but its checkpoint is gone.
         """
         size = next(iter(self.study.sizes))
         tuning = [trial for trial in tuning_trials(self.study) if (trial.wiring, trial.size) == (STANDARD, size)]
@@ -81,22 +81,22 @@ class AdaptRun(StudyRun):
         if self.failures:
             return
         chosen = {**choose_learning_rates(self.study, self._losses()), **self.study.chosen}
-        rate = chosen.get(key_of(size, STANDARD))
+        rate = chosen.get(rate_key(size, STANDARD))
         if rate is None:
-            self.failures.append(f"{key_of(size, STANDARD)}: no learning rate could be chosen")
+            self.failures.append(f"{rate_key(size, STANDARD)}: no learning rate could be chosen")
             return
         plan = self._plan = self._plan_with(size, rate)
         self._expect(tuning, plan)
         standard = [plan.standard(seed) for seed in plan.seeds]
         self._cases = {trial: (upper, percent) for upper, percent, trial in plan.trials()}
-        self._refuse_lost_models(plan)
+        self._reject_lost_models(plan)
         self._train(standard)
         plan.write(self.options.output_dir)
-        # A seed whose standard model failed has nothing to adapt.
-        able = [trial for trial in self._cases if plan.standard(trial.seed).name in self.results]
-        for trial in able:
+        # A seed whose standard model failed is left out.
+        possible = [trial for trial in self._cases if plan.standard(trial.seed).name in self.results]
+        for trial in possible:
             self._rewire(plan, trial)
-        self._train(able)
+        self._train(possible)
         if not self.failures:
             shutil.rmtree(self.options.output_dir / REWIRED_NAME, ignore_errors=True)
 
@@ -119,7 +119,7 @@ class AdaptRun(StudyRun):
         standard = [plan.standard(seed) for seed in plan.seeds]
         self.progress.expected = [*tuning, *standard, *(trial for _, _, trial in plan.trials())]
 
-    def _refuse_lost_models(self, plan: Adaptation) -> None:
+    def _reject_lost_models(self, plan: Adaptation) -> None:
         needed = {plan.standard(trial.seed): None for trial in self._cases if not self._is_done(trial)}
         lost = [
             folder_of(self.options, trial)
@@ -128,16 +128,16 @@ class AdaptRun(StudyRun):
         ]
         if lost:
             raise UserError(
-                *(f"{folder}: is trained, and its checkpoints are gone" for folder in lost),
-                "study.py run --keep-checkpoints keeps them: remove these folders to train them again, or give another "
-                "--output-dir",
+                *(f"{folder}: the model is trained, but its checkpoints are gone" for folder in lost),
+                "remove these folders to train the models again, or give another --output-dir (study.py run keeps "
+                "checkpoints only with --keep-checkpoints)",
             )
 
     def _is_done(self, trial: Trial) -> bool:
         return read_result(folder_of(self.options, trial)) is not None
 
     def _source(self, plan: Adaptation, trial: Trial) -> Path:
-        """Checkpoints that an adapted model begins with."""
+        """Return the folder of the checkpoint that an adapted model starts from."""
         upper, _ = self._cases[trial]
         standard = plan.standard(trial.seed)
         if upper == CONTROL:
@@ -145,7 +145,7 @@ class AdaptRun(StudyRun):
         return self.options.output_dir / REWIRED_NAME / f"{standard.name}-upper{upper}"
 
     def _rewire(self, plan: Adaptation, trial: Trial) -> None:
-        """Writes the model that a trial begins with, if it is needed and not there."""
+        """Write the model that a trial starts from, if it is needed and missing."""
         upper, _ = self._cases[trial]
         save = self._source(plan, trial)
         if upper == CONTROL or self._is_done(trial) or published_checkpoints(save):
@@ -157,7 +157,7 @@ class AdaptRun(StudyRun):
 
     def _job(self, trial: Trial) -> Job:
         if trial in self._cases:
-            # A healing is short: one that was cut off begins anew.
+            # Healing is short, so an interrupted run starts from scratch.
             remove_checkpoints(folder_of(self.options, trial))
         return super()._job(trial)
 
@@ -166,11 +166,11 @@ class AdaptRun(StudyRun):
             return super()._command(trial)
         upper, percent = self._cases[trial]
         source = self._source(self._plan, trial)
-        # A learning rate has no meaning for no step, but numbers must be such that a run can have them.
+        # The flags must be valid even for a run without steps.
         trained = replace(trial, iterations=max(1, trial.iterations))
-        command = training_command(self.request, self.material.flags, trained, self._ranks(trial))
+        command = training_command(self.request, self.data.flags, trained, self._ranks(trial))
         save = folder_of(self.options, trial) / CHECKPOINTS
-        return (*command, *case_flags(upper, percent, trial, source, save))
+        return (*command, *_case_flags(upper, percent, trial, source, save))
 
     def _collect(self, trial: Trial) -> bool:
         done = super()._collect(trial)
@@ -179,8 +179,8 @@ class AdaptRun(StudyRun):
         return done
 
 
-def case_flags(upper: int, percent: int, trial: Trial, source: Path, save: Path) -> list[str]:
-    """What an adapted model's run is told behind the flags of a trial, and otherwise than in them."""
+def _case_flags(upper: int, percent: int, trial: Trial, source: Path, save: Path) -> list[str]:
+    """Return the flags of an adapted model's run that override those of its trial."""
     layers = ["--ladder-layers", str(upper)] if upper != CONTROL else []
     begin = ["--load", str(source), "--save", str(save), "--finetune", "--seed", str(trial.seed + SEED_OFFSET)]
     if percent == 0:

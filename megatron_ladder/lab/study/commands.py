@@ -1,4 +1,4 @@
-"""The commands that a study starts, and what they have to be given."""
+"""The commands that a study starts, and their flags."""
 
 import math
 import os
@@ -11,7 +11,7 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_run
 from megatron_ladder.flags import flag_name
 from megatron_ladder.lab.bench.sizes import find_size
-from megatron_ladder.lab.study.description import TRIALS_NAME
+from megatron_ladder.lab.study.description import TRIALS_NAME, Study
 from megatron_ladder.lab.study.options import Request, RunOptions
 from megatron_ladder.lab.study.outcome import CHECKPOINTS
 from megatron_ladder.lab.study.trial import Trial
@@ -21,26 +21,26 @@ ROOT = Path(__file__).resolve().parents[3]
 LOG_LINES = 100
 """Points of a trial's training curve."""
 STOP_SECONDS = 60.0
-"""In which the ranks of a trial save when they are asked to end."""
-DECIDED_HERE = (
+"""Time in which the ranks of a trial save when they are stopped."""
+STUDY_FIELDS = (
     "save", "load", "save_interval", "train_iters", "seed", "lr", "min_lr", "lr_warmup_iters", "eval_interval",
     "log_interval", "residual_mode", "ladder_layers", "residual_staleness", "desync_interval", "num_layers",
     "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "tie_embeddings",
     "seq_length", "micro_batch_size", "global_batch_size", "eval_iters", "exit_interval",
 )  # fmt: skip
-"""Fields of the trainer that a study sets itself; those that have a flag of their own here too."""
+"""Fields of the trainer that a study sets for each trial."""
 DATA_FIELDS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "streaming")
-"""Fields of the trainer that name what to train on."""
+"""Fields of the trainer that name the training data."""
 
 
-def program(script: str, entry: str) -> Path:
-    """A program of this package: the script of a checkout, or what was installed beside the interpreter."""
+def _program(script: str, entry: str) -> Path:
+    """Return the path of a program: the script in a checkout, or the one installed next to the interpreter."""
     installed = Path(sys.executable).with_name(f"megatron-ladder-{entry}")
     return ROOT / script if (ROOT / script).is_file() else installed
 
 
 def common_flags(request: Request) -> tuple[str, ...]:
-    """What every trial is given alike, but for its data."""
+    """Return the flags that all trials share, without those of the data."""
     options = request.options
     return (
         *f"--seq-length {options.seq_length} --micro-batch-size {options.micro_batch_size}".split(),
@@ -50,8 +50,8 @@ def common_flags(request: Request) -> tuple[str, ...]:
     )
 
 
-def trial_flags(request: Request, data_flags: Sequence[str], trial: Trial) -> list[str]:
-    """The whole command line of the trainer."""
+def _trial_flags(request: Request, data_flags: Sequence[str], trial: Trial) -> list[str]:
+    """Return the whole command line of the trainer."""
     options = request.options
     shape = find_size(trial.size)
     wiring = find_wiring(trial.wiring, shape.num_layers)
@@ -86,42 +86,40 @@ def _shape_flags(shape: ModelConfig) -> list[str]:
 
 
 def _tensor_parallel_flags(request: Request, ranks: int) -> list[str]:
-    """More ranks than were asked for, for a wiring that has no meaning with fewer."""
+    """Raise the number of ranks for a wiring that needs more than the given ones."""
     given = read_training_flags(request.training_flags, []).parallel.tensor_model_parallel_size
     return ["--tensor-model-parallel-size", str(ranks)] if given < ranks else []
 
 
-def read_training_flags(words: Sequence[str], mistakes: list[str]) -> RunFlags:
-    """What was given behind --, read as the trainer reads it; what it needs besides has stand-in values."""
-    return parse_run(["--train-iters", "2", "--lr", "1", *words], mistakes)
+def read_training_flags(words: Sequence[str], errors: list[str]) -> RunFlags:
+    """Parse the flags after -- as the trainer does, with placeholders for its required flags."""
+    return parse_run(["--train-iters", "2", "--lr", "1", *words], errors)
 
 
-def training_flag_mistakes(words: Sequence[str]) -> list[str]:
-    """A line for each flag behind -- that the trainer does not know, or that a study decides."""
-    mistakes: list[str] = []
-    read_training_flags(words, mistakes)
-    names = {flag_name(name) for name in DECIDED_HERE}
-    for word in words:
-        name = word.partition("=")[0]
-        if name in names:
-            mistakes.append(f"{name} behind --: a study sets it for each trial: leave it out, see --help for its own")
-    return mistakes
+def training_flag_errors(words: Sequence[str]) -> list[str]:
+    """Return one message for each flag after -- that the trainer does not know, or that a study sets."""
+    errors: list[str] = []
+    read_training_flags(words, errors)
+    names = {flag_name(name) for name in STUDY_FIELDS}
+    given = [word.partition("=")[0] for word in words]
+    problem = "a study sets this flag for each trial: remove it, see --help"
+    return errors + [f"{name} after --: {problem}" for name in given if name in names]
 
 
-def resolve_trial(request: Request, data_flags: Sequence[str], trial: Trial, mistakes: list[str]) -> RunConfig:
-    """The training as the trainer will understand it; appends a line for each number that cannot be."""
-    flags = parse_run(trial_flags(request, data_flags, trial), mistakes)
+def resolve_trial(request: Request, data_flags: Sequence[str], trial: Trial, errors: list[str]) -> RunConfig:
+    """Resolve a trial as the trainer will; appends one message per invalid value to `errors`."""
+    flags = parse_run(_trial_flags(request, data_flags, trial), errors)
     processes = flags.parallel.tensor_model_parallel_size * flags.parallel.pipeline_model_parallel_size
-    return resolve_run(flags, find_size(trial.size).vocab_size, processes, mistakes)
+    return resolve_run(flags, find_size(trial.size).vocab_size, processes, errors)
 
 
 def training_command(request: Request, data_flags: Sequence[str], trial: Trial, ranks: int) -> tuple[str, ...]:
-    """What to start for a trial: through the launcher, or as one or several processes on this machine."""
-    flags = trial_flags(request, data_flags, trial)
+    """Return the command of a trial: through the launcher, or as one or several processes on this machine."""
+    flags = _trial_flags(request, data_flags, trial)
     if request.options.launcher is not None:
-        return (*shlex.split(request.options.launcher), str(program("pretrain_ladder.py", "pretrain")), *flags)
+        return (*shlex.split(request.options.launcher), str(_program("pretrain_ladder.py", "pretrain")), *flags)
     if ranks == 1:
-        return (sys.executable, str(program("pretrain_ladder.py", "pretrain")), *flags)
+        return (sys.executable, str(_program("pretrain_ladder.py", "pretrain")), *flags)
     script = (
         f"import sys; sys.path.append({str(ROOT)!r}); from megatron_ladder.comm.ranks import run_ranks; "
         f"run_ranks('megatron_ladder.cli.pretrain', sys.argv[1:], {ranks}, {STOP_SECONDS}, ends_by_signal=True)"
@@ -130,10 +128,27 @@ def training_command(request: Request, data_flags: Sequence[str], trial: Trial, 
 
 
 def environment_of(options: RunOptions) -> Mapping[str, str]:
-    """One thread for each process on this machine; a launcher has its own mind."""
+    """Return the environment of a trial: one thread per process, except with a launcher, which decides itself."""
     return dict(os.environ) if options.launcher is not None else {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def folder_of(options: RunOptions, trial: Trial) -> Path:
-    """Of a trial."""
+    """Return the folder of a trial."""
     return options.output_dir / TRIALS_NAME / trial.name
+
+
+def timing_command(options: RunOptions, study: Study, size: str, output: Path) -> tuple[str, ...]:
+    """Return the command of the benchmark that times the wirings of a size and writes its rows to a file."""
+    names = [find_wiring(name, study.sizes[size]["num_layers"]).timed_as for name in study.timed_wirings]
+    flags = {
+        "--tp": options.timing_ranks,
+        "--sizes": size,
+        "--batch": options.micro_batch_size,
+        "--sequence": options.seq_length,
+        "--alpha": options.link,
+        "--rounds": options.timing_rounds,
+        "--json": output,
+        "--wirings": ",".join(name for name in names if name is not None),
+    }
+    words = (str(word) for pair in flags.items() for word in pair)
+    return (sys.executable, str(_program("tools/benchmark.py", "benchmark")), "train", *words)

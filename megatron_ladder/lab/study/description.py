@@ -1,7 +1,7 @@
-"""What a study is: the file `study.json` beside its trials, from which its report is written.
+"""The description of a study: the file `study.json` next to its trials, from which its report is written.
 
-It is written before the first trial, and again when learning rates are chosen and steps are timed. A study that is
-resumed compares it with its command line and refuses another one.
+It is written before the first trial, and again when learning rates are chosen and steps are timed. Resuming a study
+with different settings is rejected.
 """
 
 import json
@@ -10,18 +10,21 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.files import write_atomically
 
 STUDY_NAME = "study.json"
 TRIALS_NAME = "trials"
+CHANGEABLE_FIELDS = ("machine", "command", "chosen", "step_times")
+"""Fields on which no result depends, or that are derived from results."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a training step takes, wirings interleaved in every round, under one interconnect."""
+    """Times of a training step under one interconnect, with the wirings interleaved in every round."""
 
     interconnect: str
-    """Stated in words: whose it is, or how long an all-reduce takes on the emulated one."""
+    """Description: whose interconnect, or how long an all-reduce takes on the emulated one."""
     ranks: int
     """Tensor-parallel processes."""
     seconds: Mapping[str, float]
@@ -29,17 +32,17 @@ class StepTimes:
     speedup: Mapping[str, float]
     """Wiring -> median of the rounds' paired ratios, standard over this wiring; 1 for standard."""
     spread: Mapping[str, float]
-    """Wiring -> distance of the ratio's quartiles."""
+    """Wiring -> interquartile range of the ratio."""
     command: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Study:
-    """A grid of trainings."""
+    """A grid of training runs."""
 
     wirings: tuple[str, ...]
     timed_wirings: tuple[str, ...]
-    """Those that are also trained for the time that standard takes."""
+    """Wirings that are also trained for the time that standard takes."""
     sizes: Mapping[str, Mapping[str, int]]
     """Name -> num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_key_value_heads."""
     seeds: tuple[int, ...]
@@ -54,29 +57,29 @@ class Study:
     link: str
     """As on the command line."""
     training_flags: tuple[str, ...]
-    """Given to every trial."""
+    """Passed to every trial."""
     data: str
-    """What is trained on, in words, with its number of tokens."""
+    """Description of the training data, with its number of tokens."""
     machine: Mapping[str, str]
-    """Processor, cores, and versions of what computes."""
+    """Processor, cores, and versions of the libraries that compute."""
     command: tuple[str, ...]
     chosen: Mapping[str, float] = field(default_factory=dict)
-    """`size/wiring` -> learning rate, once it is chosen."""
+    """`size/wiring` -> learning rate, after it is chosen."""
     step_times: Mapping[str, StepTimes] = field(default_factory=dict)
-    """Size -> times, once they are measured."""
+    """Size -> times, after they are measured."""
     schedule: Mapping[str, float] = field(default_factory=dict)
     """`warm_up`: share of a trial's iterations; `last`: its lowest learning rate as a share of the highest."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; the inverse of `read_study`."""
+        """Return a JSON-able dictionary; the inverse of `read_study`."""
         return asdict(self)
 
 
 def read_study(folder: Path) -> Study | None:
-    """The study of a folder, or None if there is none.
+    """Read the study of a folder; None if there is none.
 
     Raises:
-        UserError: the file cannot be read, or is not of this version.
+        UserError: the file is invalid, or from another version.
     """
     path = folder / STUDY_NAME
     try:
@@ -94,3 +97,28 @@ def read_study(folder: Path) -> Study | None:
         return None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: not a study of this version: {error!r}") from None
+
+
+def write_study(folder: Path, study: Study) -> None:
+    """Replace the description atomically."""
+    write_atomically(folder / STUDY_NAME, json.dumps(study.to_dict(), indent=1) + "\n")
+
+
+def load_or_create_study(folder: Path, requested: Study) -> Study:
+    """Return the study of a folder, after checking that it is the requested one; write the requested one if none.
+
+    Raises:
+        UserError: the folder has a study with other settings; one message per difference.
+    """
+    found = read_study(folder)
+    if found is None:
+        write_study(folder, requested)
+        return requested
+    before, now = (json.loads(json.dumps(study.to_dict())) for study in (found, requested))
+    raise_user_errors(
+        f"{folder / STUDY_NAME}: {name.replace('_', ' ')}: was {json.dumps(before[name])}, now "
+        f"{json.dumps(now[name])}: give another --output-dir, or the same settings"
+        for name in before
+        if name not in CHANGEABLE_FIELDS and before[name] != now[name]
+    )
+    return found

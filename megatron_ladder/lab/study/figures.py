@@ -1,9 +1,8 @@
 """The pictures of a study's report: loss curves with the spread over seeds, and paired differences with intervals.
 
-A wiring has one colour in all of them: those of Okabe and Ito, which people who are colour-blind tell apart.
+A wiring has the same colour in all of them, from the colour-blind safe palette of Okabe and Ito.
 """
 
-import importlib.util
 import io
 import itertools
 import math
@@ -11,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ladder.data.files import write_atomically
-from megatron_ladder.errors import UserError
-from megatron_ladder.lab.study.gathered import Curve, Gathered, Terms
-from megatron_ladder.lab.study.statistics import interpolated, mean
+from megatron_ladder.files import write_atomically
+from megatron_ladder.lab.study.results import Budget, Curve, StudyResults
+from megatron_ladder.lab.study.statistics import mean
 from megatron_ladder.lab.study.wirings import STANDARD
 
 if TYPE_CHECKING:
@@ -23,108 +21,102 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""The baseline's first. Without the palette's yellow, which is lost on white."""
+"""The first one is the baseline's. Without the palette's yellow, which is invisible on white."""
 STYLES = ("-", "--", ":", "-.")
-"""When all colours are used up, they begin again in the next one."""
+"""After all colours are used, they repeat in the next style."""
 SHOWN_FROM = 0.3
-"""Share of the run before which losses fall too fast to show a difference between wirings."""
+"""Share of the run that is not drawn, because its losses fall too fast to show differences."""
 DOTS_PER_INCH = 130
-AXIS: Mapping[Terms, str] = {"tokens": "tokens (millions)", "time": f"time (steps of {STANDARD} under the link)"}
+AXIS: Mapping[Budget, str] = {"tokens": "tokens (millions)", "time": f"time (steps of {STANDARD} under the link)"}
 
 
-def require_matplotlib() -> None:
-    """Raises UserError if the extra that draws is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("the report's pictures: matplotlib is not installed: pip install matplotlib")
-
-
-def styles(gathered: Gathered) -> dict[str, tuple[str, str]]:
-    """Wiring -> its colour and line style, the same in every picture of the study."""
+def _styles(results: StudyResults) -> dict[str, tuple[str, str]]:
+    """Map each wiring to its colour and line style in all pictures of the study."""
     pairs = ((colour, style) for style in itertools.cycle(STYLES) for colour in COLOURS)
-    return dict(zip(dict.fromkeys([*gathered.wirings("tokens"), *gathered.wirings("time")]), pairs, strict=False))
+    return dict(zip(dict.fromkeys([*results.wirings("tokens"), *results.wirings("time")]), pairs, strict=False))
 
 
 def write_png(figure: "Figure", path: Path) -> None:
-    """Writes a picture whole, or leaves what was there."""
+    """Write a picture atomically."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=DOTS_PER_INCH)
     write_atomically(path, content.getvalue())
 
 
-def drawable(gathered: Gathered, size: str) -> list[Terms]:
-    """At equal what there are a baseline and curves to draw."""
-    both: tuple[Terms, Terms] = ("tokens", "time")
+def drawable(results: StudyResults, size: str) -> list[Budget]:
+    """Return the budgets for which there are a baseline and curves to draw."""
+    both: tuple[Budget, Budget] = ("tokens", "time")
     return [
-        terms
-        for terms in both
-        if gathered.curves(terms, size, STANDARD)
-        and (terms == "tokens" or any(gathered.runs(terms, size, one) for one in gathered.wirings(terms)[1:]))
+        budget
+        for budget in both
+        if results.curves(budget, size, STANDARD)
+        and (budget == "tokens" or any(results.runs(budget, size, one) for one in results.wirings(budget)[1:]))
     ]
 
 
-def draw_curves(gathered: Gathered, size: str) -> "Figure":
-    """Validation losses above, their paired differences to the baseline below; over tokens and over time.
+def draw_curves(results: StudyResults, size: str) -> "Figure":
+    """Draw validation losses above and their paired differences from the baseline below, over tokens and time.
 
-    Lines are means over seeds, bands reach from the least to the greatest.
+    Lines are means over seeds; bands span minimum to maximum.
     """
-    # Not above: matplotlib comes with the extra [plot], and importing it takes a second.
+    # Imported here because matplotlib comes with the extra [plot] and takes a second to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = drawable(gathered, size)
+    columns = drawable(results, size)
     figure = Figure(figsize=(1.5 + 4.5 * len(columns), 7.2), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, len(columns), sharex="col", sharey="row", squeeze=False, height_ratios=[3, 2])
     lines: dict[str, Artist] = {}
     losses: list[Summary] = []
     differences: list[Summary] = []
-    looks = styles(gathered)
-    for terms, above, below in zip(columns, panels[0], panels[1], strict=True):
-        scale = 1e-6 if terms == "tokens" else 1.0
-        baseline = gathered.curves(terms, size, STANDARD)
+    looks = _styles(results)
+    for budget, above, below in zip(columns, panels[0], panels[1], strict=True):
+        scale = 1e-6 if budget == "tokens" else 1.0
+        baseline = results.curves(budget, size, STANDARD)
         end = max(curve[-1][0] for curve in baseline.values())
-        for wiring in gathered.wirings(terms):
-            curves = gathered.curves(terms, size, wiring)
-            points = summarised(curves, SHOWN_FROM * end)
+        for wiring in results.wirings(budget):
+            curves = results.curves(budget, size, wiring)
+            points = _summarised(curves, SHOWN_FROM * end)
             if points:
                 lines[wiring] = _draw_band(above, points, looks[wiring], scale)
                 losses += points
             if wiring != STANDARD:
-                points = summarised(difference_curves(curves, baseline), SHOWN_FROM * end)
+                points = _summarised(_difference_curves(curves, baseline), SHOWN_FROM * end)
                 _draw_band(below, points, looks[wiring], scale)
                 differences += points
         below.axhline(0.0, color=COLOURS[0], linewidth=1.6)
-        below.set_xlabel(AXIS[terms])
+        below.set_xlabel(AXIS[budget])
         below.set_xlim(SHOWN_FROM * end * scale, 1.01 * end * scale)
         for panel in (above, below):
             panel.grid(alpha=0.3)
-    end = max(curve[-1][0] for curve in gathered.curves("tokens", size, STANDARD).values())
-    standard = summarised(gathered.curves("tokens", size, STANDARD), SHOWN_FROM * end)
+    end = max(curve[-1][0] for curve in results.curves("tokens", size, STANDARD).values())
+    standard = _summarised(results.curves("tokens", size, STANDARD), SHOWN_FROM * end)
     fall = max(high for *_, high in standard) - min(low for _, _, low, _ in standard)
-    _limit(panels[0][0], shown_range(losses, max(high for *_, high in standard) + fall))
-    _limit(panels[1][0], shown_range(differences, fall))
+    _limit(panels[0][0], _shown_range(losses, max(high for *_, high in standard) + fall))
+    _limit(panels[1][0], _shown_range(differences, fall))
     panels[0][0].set_ylabel("validation loss (nats per token)")
     panels[1][0].set_ylabel(f"less {STANDARD}'s, paired (nats)")
-    figure.suptitle(f"{size}: mean over seeds\nband from least to greatest; the first {SHOWN_FROM:.0%} not shown")
+    figure.suptitle(f"{size}: mean over seeds\nband from minimum to maximum; the first {SHOWN_FROM:.0%} not shown")
     columns_of_legend = min(len(lines), 4)
     figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns_of_legend, frameon=False)
     return figure
 
 
-def draw_differences(gathered: Gathered, size: str) -> "Figure":
-    """Final losses less the baseline's of the same seed: a ring for each pair, the mean with its interval."""
-    # Not above: matplotlib comes with the extra [plot], and importing it takes a second.
+def draw_differences(results: StudyResults, size: str) -> "Figure":
+    """Draw final losses less the baseline's of the same seed: a ring per pair, and the mean with its interval."""
+    # Imported here because matplotlib comes with the extra [plot] and takes a second to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    looks = styles(gathered)
-    rows = {terms: gathered.wirings(terms)[1:] for terms in drawable(gathered, size)}
+    looks = _styles(results)
+    rows = {budget: results.wirings(budget)[1:] for budget in drawable(results, size)}
     heights = [len(names) + 0.5 for names in rows.values()]
     figure = Figure(figsize=(8.5, 1.6 + 0.42 * sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for panel, (terms, names) in zip(panels, rows.items(), strict=True):
-        comparisons = gathered.comparisons(terms, size)
+    for panel, (budget, names) in zip(panels, rows.items(), strict=True):
+        comparisons = results.comparisons(budget, size)
         for row, wiring in enumerate(names):
             one = comparisons[wiring].difference
             colour = looks[wiring][0]
@@ -135,19 +127,19 @@ def draw_differences(gathered: Gathered, size: str) -> "Figure":
         panel.axvline(0.0, color=COLOURS[0], linewidth=1.2)
         panel.set_yticks(range(len(names)), labels=names)
         panel.set_ylim(len(names) - 0.5, -0.5)
-        panel.set_title(f"at equal {terms}", loc="left", fontsize="medium")
+        panel.set_title(f"at equal {budget}", loc="left", fontsize="medium")
         panel.grid(axis="x", alpha=0.3)
     panels[-1].set_xlabel(f"final validation loss less {STANDARD}'s (nats per token): left of 0 is better")
-    figure.suptitle(f"{size}: a ring for each seed, mean with its 95 % interval")
+    figure.suptitle(f"{size}: a ring per seed, mean with its 95 % interval")
     return figure
 
 
 Summary = tuple[float, float, float, float]
-"""Position, and mean, least and greatest over seeds."""
+"""Position, and mean, minimum and maximum over seeds."""
 
 
-def shown_range(points: Sequence[Summary], most: float) -> tuple[float, float] | None:
-    """Of an axis: what is drawn, with a margin, less what is above `most` (a run that diverges). None for nothing."""
+def _shown_range(points: Sequence[Summary], most: float) -> tuple[float, float] | None:
+    """Return an axis range with a margin, without points above `most` (diverging runs); None without points."""
     kept = [(low, high) for _, _, low, high in points if math.isfinite(high) and high <= most]
     if not kept:
         return None
@@ -156,8 +148,8 @@ def shown_range(points: Sequence[Summary], most: float) -> tuple[float, float] |
     return low - margin, high + margin
 
 
-def summarised(curves: Mapping[int, Curve], start: float) -> list[Summary]:
-    """Mean and range over seeds wherever all of them have a point, from the last position before `start` on."""
+def _summarised(curves: Mapping[int, Curve], start: float) -> list[Summary]:
+    """Return mean and range over seeds at their common positions, from the last position before `start` on."""
     if not curves:
         return []
     losses = [dict(curve) for curve in curves.values()]
@@ -167,20 +159,24 @@ def summarised(curves: Mapping[int, Curve], start: float) -> list[Summary]:
     return [(position, mean(found), min(found), max(found)) for position, found in values]
 
 
-def difference_curves(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> dict[int, Curve]:
-    """Curves less the baseline's of the same seed, at the baseline's positions that both reach.
+def _difference_curves(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> dict[int, Curve]:
+    """Subtract the baseline's curve of the same seed, at the baseline's positions that both reach.
 
-    Runs of equal time end together up to a part of a step, for they have whole ones.
+    Runs of equal time can differ in length by a fraction of a step, because they have whole steps.
     """
+    import numpy as np
+
     found: dict[int, Curve] = {}
     for seed in curves.keys() & baseline.keys():
-        last = curves[seed][-1][0]
+        first, last = curves[seed][0][0], curves[seed][-1][0]
         ends = {position: last for position, _ in baseline[seed] if last < position < last + 1}
-        both = (
-            (position, interpolated(curves[seed], ends.get(position, position)), loss)
-            for position, loss in baseline[seed]
+        points = [(position, ends.get(position, position), loss) for position, loss in baseline[seed]]
+        reached = [point for point in points if first <= point[1] <= last]
+        positions, losses = zip(*curves[seed], strict=True)
+        values = np.interp([at for _, at, _ in reached], positions, losses)
+        found[seed] = tuple(
+            (position, float(value) - loss) for (position, _, loss), value in zip(reached, values, strict=True)
         )
-        found[seed] = tuple((position, value - loss) for position, value, loss in both if value is not None)
     return found
 
 

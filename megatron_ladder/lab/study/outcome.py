@@ -1,7 +1,7 @@
-"""What a training has recorded, as the result of a trial.
+"""Derives results of trials from the records of their training runs, and step times from benchmarks or trials.
 
-A run that was cut off goes on from its last checkpoint, and does the steps after it again: what was recorded of them
-the first time is dropped.
+An interrupted run continues from its last checkpoint and repeats the steps after it; the first records of these steps
+are dropped.
 """
 
 import contextlib
@@ -15,9 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.checkpoint.publish import LATEST_NAME, published_checkpoints, publishing_order, write_whole
+from megatron_ladder.checkpoint.publish import LATEST_NAME, published_checkpoints, publishing_order
 from megatron_ladder.errors import ExitCode
+from megatron_ladder.files import write_atomically
+from megatron_ladder.lab.bench.paired import RatioVerdict
+from megatron_ladder.lab.study.description import StepTimes, Study
 from megatron_ladder.lab.study.trial import RESULT_NAME, Result, Trial
+from megatron_ladder.lab.study.wirings import STANDARD, find_wiring
 from megatron_ladder.train.record import RECORD_NAME, read_record
 
 CHECKPOINTS = "checkpoints"
@@ -25,34 +29,34 @@ CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
-class Course:
-    """What is kept of a run's record."""
+class TrialHistory:
+    """The record of a trial, without repeated steps."""
 
     progress: tuple[Mapping[str, Any], ...] = ()
-    """Events of training, in the order of their iterations."""
+    """Training events, in the order of their iterations."""
     evaluations: tuple[Mapping[str, Any], ...] = ()
     starts: int = 0
     versions: Mapping[str, str] | None = None
-    """Of the last start."""
+    """Versions at the last start."""
     code: int | None = None
     """Exit code of the last start, if it has ended."""
 
     @property
     def iteration(self) -> int:
-        """The last step that is recorded."""
+        """The last recorded step."""
         return max((int(event["iteration"]) for event in self.progress), default=0)
 
 
-def read_course(folder: Path) -> Course:
-    """Of a trial's folder; an empty one if nothing was recorded."""
+def read_history(folder: Path) -> TrialHistory:
+    """Read the history in a trial's folder; empty if nothing was recorded."""
     try:
-        return follow(read_record(folder / CHECKPOINTS))
+        return merge_starts(read_record(folder / CHECKPOINTS))
     except FileNotFoundError:
-        return Course()
+        return TrialHistory()
 
 
-def follow(events: Sequence[Mapping[str, Any]]) -> Course:
-    """Puts the starts of a record together, without steps that were lost."""
+def merge_starts(events: Sequence[Mapping[str, Any]]) -> TrialHistory:
+    """Merge the starts of a record, without steps that were lost."""
     progress: list[Mapping[str, Any]] = []
     evaluations: list[Mapping[str, Any]] = []
     starts, versions, code = 0, None, None
@@ -68,11 +72,11 @@ def follow(events: Sequence[Mapping[str, Any]]) -> Course:
             evaluations.append(event)
         elif kind == "stop":
             code = int(event["code"])
-    return Course(tuple(progress), tuple(evaluations), starts, versions, code)
+    return TrialHistory(tuple(progress), tuple(evaluations), starts, versions, code)
 
 
 def _until(progress: Sequence[Mapping[str, Any]], iteration: int) -> list[Mapping[str, Any]]:
-    """Lines that end there at the latest, and of one that goes beyond it the share of its time."""
+    """Return the events up to an iteration; an event that ends later is cut, with its share of the time."""
     kept = [event for event in progress if event["iteration"] <= iteration]
     beyond = [event for event in progress if event["iteration"] - event["steps"] < iteration < event["iteration"]]
     for event in beyond[:1]:
@@ -83,56 +87,56 @@ def _until(progress: Sequence[Mapping[str, Any]], iteration: int) -> list[Mappin
 
 
 def result_of(
-    trial: Trial, course: Course, parameters: int, tokens_per_step: int, command: tuple[str, ...]
+    trial: Trial, history: TrialHistory, parameters: int, tokens_per_step: int, command: tuple[str, ...]
 ) -> Result | None:
-    """The result of a training whose last step is evaluated, or None if it is not done.
+    """Return the result of a trial whose last step is evaluated; None if it is not done.
 
-    One that only tries a learning rate, and has ended with bad numbers, is done too: its loss is infinite.
+    A tuning trial that ended with bad numbers is done too, with an infinite loss.
 
     Args:
         parameters: of the model.
-        command: that trained it.
+        command: of the trial.
     """
-    evaluations = [(int(event["iteration"]), _loss(event)) for event in course.evaluations]
-    if course.code == ExitCode.BAD_NUMBERS and trial.kind == "tuning":
+    evaluations = [(int(event["iteration"]), _loss(event)) for event in history.evaluations]
+    if history.code == ExitCode.BAD_NUMBERS and trial.kind == "tuning":
         evaluations = [point for point in evaluations if point[0] < trial.iterations]
         evaluations.append((trial.iterations, math.inf))
     if not evaluations or evaluations[-1][0] != trial.iterations:
         return None
-    speeds = [float(event["tokens_per_second"]) for event in course.progress]
+    speeds = [float(event["tokens_per_second"]) for event in history.progress]
     return Result(
         trial=trial,
         parameters=parameters,
         tokens_per_step=tokens_per_step,
-        training=tuple((int(event["iteration"]), _loss(event)) for event in course.progress),
+        training=tuple((int(event["iteration"]), _loss(event)) for event in history.progress),
         validation=tuple(evaluations),
         tokens_per_second=statistics.median(speeds) if speeds else 0.0,
-        seconds=sum(float(event["seconds"]) for event in course.progress),
-        attempts=course.starts,
+        seconds=sum(float(event["seconds"]) for event in history.progress),
+        attempts=history.starts,
         command=command,
-        versions={**(course.versions or {}), "python": platform.python_version()},
+        versions={**(history.versions or {}), "python": platform.python_version()},
     )
 
 
 def _loss(event: Mapping[str, Any]) -> float:
-    """Bad numbers are recorded as text."""
+    """Read a loss; non-finite losses are recorded as text."""
     loss = float(event["loss"])
     return loss if math.isfinite(loss) else math.inf
 
 
 def write_result(folder: Path, result: Result) -> None:
-    """Makes a trial done: the file is there whole, or not at all."""
+    """Write a result atomically, which completes the trial."""
     values = result.to_dict()
     for curve in ("training", "validation"):
         values[curve] = [[step, loss if math.isfinite(loss) else "inf"] for step, loss in values[curve]]
-    write_whole(folder / RESULT_NAME, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode())
+    write_atomically(folder / RESULT_NAME, json.dumps(values, indent=1, allow_nan=False) + "\n")
 
 
 def remove_unevaluated_end(folder: Path, iterations: int) -> list[str]:
-    """Removes checkpoints that have all their steps, and returns their names.
+    """Remove checkpoints of the last step, and return their names.
 
-    A run saves before its last evaluation. If it is ended between the two, a run that goes on from there finds nothing
-    to do and does not evaluate; so it has to go on from the checkpoint before, or from the beginning.
+    A run saves before its last evaluation. If it is stopped between the two, resuming from that checkpoint would do
+    nothing and not evaluate, so the run must resume from the previous checkpoint, or from the beginning.
     """
     save = folder / CHECKPOINTS
     names = published_checkpoints(save)
@@ -140,7 +144,7 @@ def remove_unevaluated_end(folder: Path, iterations: int) -> list[str]:
     if ended:
         before = [name for name in names if name not in ended]
         if before:
-            write_whole(save / LATEST_NAME, f"{before[-1]}\n".encode())
+            write_atomically(save / LATEST_NAME, f"{before[-1]}\n")
         else:
             (save / LATEST_NAME).unlink(missing_ok=True)
         for name in ended:
@@ -149,7 +153,7 @@ def remove_unevaluated_end(folder: Path, iterations: int) -> list[str]:
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Removes all that a trial has saved but its record."""
+    """Remove everything that a trial has saved except its record."""
     save = folder / CHECKPOINTS
     with contextlib.suppress(FileNotFoundError):
         for entry in save.iterdir():
@@ -157,3 +161,65 @@ def remove_checkpoints(folder: Path) -> None:
                 shutil.rmtree(entry)
             elif entry.name != RECORD_NAME:
                 entry.unlink()
+
+
+def read_step_times(output: Path, study: Study, size: str, command: tuple[str, ...]) -> tuple[StepTimes, list[str]]:
+    """Return the step times that a benchmark measured, and one message for each doubtful one."""
+    rows: Sequence[Mapping[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
+    by_name = {row["wiring"]: row for row in rows}
+    measured = {}
+    for name in study.timed_wirings:
+        timed_as = find_wiring(name, study.sizes[size]["num_layers"]).timed_as
+        if timed_as in by_name:
+            measured[name] = by_name[timed_as]
+    ranks = int(command[command.index("--tp") + 1])
+    doubts = [
+        f"{size}: {name}: {row['verdict']}"
+        for name, row in measured.items()
+        if row["verdict"] != RatioVerdict.SOUND.value
+    ]
+    row = measured[STANDARD]
+    link = f"{row['interconnect']}, an all-reduce takes {1e3 * row['alpha_seconds']:.3f} ms ({row['alpha']})"
+    if doubts:
+        link += f"; the measurement is in doubt: {'; '.join(doubts)}"
+    times = StepTimes(
+        interconnect=link,
+        ranks=ranks,
+        seconds={name: float(row["median_seconds"]) for name, row in measured.items()},
+        speedup={name: 1.0 if name == STANDARD else float(row["ratio_to_standard"]) for name, row in measured.items()},
+        spread={name: 0.0 if name == STANDARD else float(row["spread"]) for name, row in measured.items()},
+        command=command,
+    )
+    return times, doubts
+
+
+def times_of_trials(results: Sequence[Result], study: Study, size: str, ranks: int) -> StepTimes | None:
+    """Return step times from the trials at equal tokens, paired by seed; None without trials of standard.
+
+    Args:
+        ranks: tensor-parallel processes of each trial.
+    """
+    speeds: dict[str, dict[int, float]] = {}
+    for result in results:
+        trial = result.trial
+        if (trial.kind, trial.size) == ("tokens", size) and result.tokens_per_second > 0:
+            speeds.setdefault(trial.wiring, {})[trial.seed] = result.tokens_per_second
+    if STANDARD not in speeds:
+        return None
+    seconds, speedup, spread = {}, {}, {}
+    for name in study.timed_wirings:
+        seeds = [seed for seed in speeds.get(name, {}) if seed in speeds[STANDARD]]
+        if not seeds:
+            continue
+        ratios = [speeds[name][seed] / speeds[STANDARD][seed] for seed in seeds]
+        seconds[name] = study.tokens_per_step / statistics.median(speeds[name][seed] for seed in seeds)
+        speedup[name] = statistics.median(ratios)
+        spread[name] = _interquartile_range(ratios)
+    return StepTimes("that of the trials, from their tokens per second", ranks, seconds, speedup, spread, ())
+
+
+def _interquartile_range(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low

@@ -1,17 +1,14 @@
-"""Runs a study: from its command line to its report, and on from where it was stopped."""
+"""Runs a study, from its command line to its report, and resumes it."""
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_ladder.blueprint.tensors import parameter_count
-from megatron_ladder.checkpoint.publish import write_whole
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.errors import ExitCode, UserError
+from megatron_ladder.errors import ExitCode
 from megatron_ladder.lab.bench.sizes import find_size
-from megatron_ladder.lab.study.adapt_report import write_adaptation
 from megatron_ladder.lab.study.command_line import timed_wirings
 from megatron_ladder.lab.study.commands import (
     common_flags,
@@ -19,115 +16,92 @@ from megatron_ladder.lab.study.commands import (
     folder_of,
     read_training_flags,
     resolve_trial,
+    timing_command,
     training_command,
 )
-from megatron_ladder.lab.study.description import STUDY_NAME, Study, read_study
+from megatron_ladder.lab.study.description import Study, load_or_create_study, write_study
 from megatron_ladder.lab.study.grid import (
     at_the_edge,
     choose_learning_rates,
     expected_trials,
     further_trials,
-    key_of,
+    rate_key,
     time_trials,
     token_trials,
     tuning_trials,
 )
-from megatron_ladder.lab.study.material import Material, describe_machine, prepare_material
-from megatron_ladder.lab.study.options import OWN_LINK, ReportOptions, Request
+from megatron_ladder.lab.study.options import OWN_LINK, Request
 from megatron_ladder.lab.study.outcome import (
-    read_course,
+    read_history,
+    read_step_times,
     remove_checkpoints,
     remove_unevaluated_end,
     result_of,
+    times_of_trials,
     write_result,
 )
-from megatron_ladder.lab.study.progress import GridProgress, Position
-from megatron_ladder.lab.study.report import write_report
-from megatron_ladder.lab.study.reproduction import compare_studies
-from megatron_ladder.lab.study.scheduling import Job, Pool, noting_signals
-from megatron_ladder.lab.study.timing import read_step_times, times_of_trials, timing_command
+from megatron_ladder.lab.study.report import print_report_path, write_report
+from megatron_ladder.lab.study.scheduling import GridProgress, Job, Pool, TrialPosition
+from megatron_ladder.lab.study.training_data import TrainingData, describe_machine, prepare_training_data
 from megatron_ladder.lab.study.trial import Result, Trial, read_result
-from megatron_ladder.lab.study.wirings import STANDARD
+from megatron_ladder.processes import received_signals
 from megatron_ladder.train.lock import SaveLock
 
-FREE_TO_CHANGE = ("machine", "command", "chosen", "step_times")
-"""Fields of a study that no result follows from, or that follow from results."""
 OUTPUT_NAME = "output.txt"
 LAST_LINES = 12
-"""Of a failed trial's output, that are shown."""
+"""Lines of a failed trial's output to print."""
 TIMING_ATTEMPTS = 3
-"""At step times that the benchmark itself does not doubt."""
+"""Most measurements of step times until the benchmark finds them sound."""
 
 
-class Stopped(Exception):
-    """A signal has asked for the end."""
+class StudyStopped(Exception):
+    """A signal requested the end."""
 
 
 def run_study(
     request: Request,
     argv: Sequence[str],
-    start: "Callable[[Request, Material, Study, Sequence[int]], StudyRun] | None" = None,
+    start: "Callable[[Request, TrainingData, Study, Sequence[int]], StudyRun] | None" = None,
     report: Callable[[Path, Path], Path | None] | None = None,
 ) -> None:
-    """Does what is left of a study, and reports on it.
+    """Run the missing trials of a study, and write its report.
 
     Args:
-        argv: as it was given, to be noted.
-        start: what is done of it; the whole grid if not given.
-        report: is told the study's folder and where to write, and returns what it has written; the grid's report if
-            not given.
+        argv: the command line, for the record.
+        start: creates the run; by default of the whole grid.
+        report: writes a report of the first folder into the second and returns its path; by default that of the grid.
 
     Raises:
-        UserError: the folder holds another study, or somebody else runs it.
-        SystemExit: trials have failed; they were told.
+        UserError: the folder has another study, or another process runs it.
+        SystemExit: trials have failed, and were reported.
     """
     options = request.options
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    with SaveLock(options.output_dir, flag="--output-dir"), noting_signals() as received:
-        material = prepare_material(request)
-        study = settle(options.output_dir, describe(request, material, argv))
-        run = (start or StudyRun)(request, material, study, received)
+    with SaveLock(options.output_dir, flag="--output-dir"), received_signals() as received:
+        data = prepare_training_data(request)
+        study = load_or_create_study(options.output_dir, _describe(request, data, argv))
+        run = (start or StudyRun)(request, data, study, received)
         try:
             run.run()
-        except Stopped:
+        except StudyStopped:
             done, expected = len(run.progress.done), len(run.progress.expected)
             run.progress.say(
-                f"stopped: {done} of about {expected} trials are done, and the others are saved as far as they are; "
-                "the same command goes on from here"
+                f"stopped: {done} of about {expected} trials are done, and the running ones were saved; the same "
+                "command resumes the study"
             )
             return
         if any(result.trial.kind == "tokens" for result in run.results.values()):
-            tell_report((report or write_report)(options.output_dir, options.report_dir or options.output_dir))
+            print_report_path((report or write_report)(options.output_dir, options.report_dir or options.output_dir))
     if run.failures:
-        print(f"error: {len(run.failures)} of the study could not be done:", file=sys.stderr)
+        print(f"error: {len(run.failures)} parts of the study failed:", file=sys.stderr)
         for failure in run.failures:
             print(f"error: {failure}", file=sys.stderr)
-        print("error: the same command tries them again", file=sys.stderr, flush=True)
+        print("error: the same command runs them again", file=sys.stderr, flush=True)
         sys.exit(ExitCode.INTERNAL)
 
 
-def report_study(options: ReportOptions) -> None:
-    """Writes the report of what is there."""
-    study = read_study(options.output_dir)
-    if study is None:
-        raise UserError(f"--output-dir {options.output_dir}: holds no {STUDY_NAME}: give the folder of a study")
-    output = options.report_dir or options.output_dir
-    adaptation = write_adaptation(options.output_dir, output)
-    if adaptation is None or study.wirings != (STANDARD,):
-        tell_report(write_report(options.output_dir, output))
-    tell_report(adaptation)
-    if options.compare_with is not None:
-        print(compare_studies(options.output_dir, options.compare_with), flush=True)
-
-
-def tell_report(path: Path | None) -> None:
-    """Where it is, if there is one."""
-    if path is not None:
-        print(f"report: {path}", flush=True)
-
-
-def describe(request: Request, material: Material, argv: Sequence[str]) -> Study:
-    """The study that was asked for, before anything of it is done."""
+def _describe(request: Request, data: TrainingData, argv: Sequence[str]) -> Study:
+    """Return the requested study, before any trial."""
     options = request.options
     first = Trial("tokens", options.wirings[0], options.sizes[0], 0, options.learning_rates[0], options.iterations)
     return Study(
@@ -139,11 +113,11 @@ def describe(request: Request, material: Material, argv: Sequence[str]) -> Study
         learning_rates=options.learning_rates,
         iterations=options.iterations,
         tuning_iterations=options.tuning_iterations,
-        tokens_per_step=resolve_trial(request, material.flags, first, []).tokens_per_step,
+        tokens_per_step=resolve_trial(request, data.flags, first, []).tokens_per_step,
         seq_length=options.seq_length,
         link=options.link,
         training_flags=common_flags(request),
-        data=material.words,
+        data=data.description,
         machine=describe_machine(),
         command=("python", "tools/study.py", *argv),
         schedule={"warm_up": options.warm_up_share, "last": options.last_rate_share},
@@ -156,48 +130,18 @@ def _sizes_of(size: str) -> Mapping[str, int]:
     return {name: getattr(shape, name) for name in names}
 
 
-def settle(folder: Path, asked: Study) -> Study:
-    """The study of the folder, which is the one that was asked for; written if there is none.
-
-    Raises:
-        UserError: it is another one; a line for each difference.
-    """
-    found = read_study(folder)
-    if found is None:
-        write_study(folder, asked)
-        return asked
-    differences = [
-        f"{folder / STUDY_NAME}: {field.name.replace('_', ' ')}: was {_plain(getattr(found, field.name))}, now asked "
-        f"for {_plain(getattr(asked, field.name))}: give another --output-dir, or the same settings"
-        for field in fields(Study)
-        if field.name not in FREE_TO_CHANGE and _plain(getattr(found, field.name)) != _plain(getattr(asked, field.name))
-    ]
-    if differences:
-        raise UserError(*differences)
-    return found
-
-
-def _plain(value: object) -> str:
-    return json.dumps(value)
-
-
-def write_study(folder: Path, study: Study) -> None:
-    """Replaces the description, whole."""
-    write_whole(folder / STUDY_NAME, (json.dumps(study.to_dict(), indent=1) + "\n").encode())
-
-
 class StudyRun:
     """One start of a study.
 
     Attributes:
-        failures: a line for each thing that could not be done.
-        results: trials that are done, by their names.
+        failures: one message per failed part.
+        results: finished trials by name.
     """
 
-    def __init__(self, request: Request, material: Material, study: Study, received: Sequence[int]) -> None:
+    def __init__(self, request: Request, data: TrainingData, study: Study, received: Sequence[int]) -> None:
         self.request = request
         self.options = request.options
-        self.material = material
+        self.data = data
         self.study = study
         self.failures: list[str] = []
         self.results: dict[str, Result] = {}
@@ -211,15 +155,15 @@ class StudyRun:
         self._tensor_parallel = parallel.tensor_model_parallel_size
 
     def run(self) -> None:
-        """All that is left, in order.
+        """Run all missing trials, in order.
 
         Raises:
-            Stopped: a signal has come.
+            StudyStopped: a signal arrived.
         """
         self._update(self.study)
         self._tune(tuning_trials(self.study))
         if self.failures:
-            # Chosen now, some wirings would have been tried at fewer rates than others.
+            # Otherwise some wirings would have tried fewer rates than others.
             return
         self._choose()
         if self.options.link != OWN_LINK:
@@ -232,14 +176,14 @@ class StudyRun:
         self._train(time_trials(self.study))
 
     def _update(self, study: Study) -> None:
-        """Keeps what has been found out."""
+        """Save a change of the study."""
         if study is not self.study:
             write_study(self.options.output_dir, study)
         self.study = study
         self.progress.expected = [*expected_trials(study), *self._further]
 
     def _tune(self, trials: Sequence[Trial]) -> None:
-        """Trains those that choose learning rates, and further ones where the best one is at the edge."""
+        """Run the tuning trials, and further ones while a best learning rate is at the edge."""
         self._train(trials)
         while not self.failures and (further := further_trials(self.study, self._losses())):
             self._further += further
@@ -251,16 +195,15 @@ class StudyRun:
 
     def _choose(self) -> None:
         study, losses = self.study, self._losses()
-        # What was chosen stays: trials were trained with it.
+        # Earlier choices stay, because trials were trained with them.
         before = study.chosen
         chosen = {**choose_learning_rates(study, losses), **before}
         self._update(replace(study, chosen=chosen))
-        keys = [key_of(size, wiring) for size in study.sizes for wiring in study.wirings]
+        keys = [rate_key(size, wiring) for size in study.sizes for wiring in study.wirings]
         lacking = [key for key in keys if key not in chosen]
-        self.failures += [f"{key}: no learning rate could be chosen: not trained further" for key in lacking]
+        self.failures += [f"{key}: every learning rate diverged: not trained further" for key in lacking]
         if len(study.learning_rates) > 1:
-            told = ", ".join(f"{key} {rate:g}" for key, rate in chosen.items())
-            self.progress.say(f"learning rates: {told}")
+            self.progress.say(f"learning rates: {', '.join(f'{key} {rate:g}' for key, rate in chosen.items())}")
             for key in set(at_the_edge(self.study, losses)) - set(before):
                 self.progress.say(f"*** {key}: {chosen[key]:g} is at the edge of the rates tried ***")
 
@@ -269,23 +212,26 @@ class StudyRun:
         left = [trial for trial in trials if not self._collect(trial)]
         jobs = (self._job(trial) for trial in left)
 
-        def ended(job: Job, code: int) -> None:
-            self._judge(by_name[job.name], job, code)
+        def on_end(job: Job, code: int) -> None:
+            self._finish(by_name[job.name], job, code)
 
-        if not self._pool.run(jobs, ended, lambda running: self.progress.tick([by_name[job.name] for job in running])):
-            raise Stopped
+        def on_poll(running: Sequence[Job]) -> None:
+            self.progress.update([by_name[job.name] for job in running])
+
+        if not self._pool.run(jobs, on_end, on_poll):
+            raise StudyStopped
 
     def _job(self, trial: Trial) -> Job:
         folder = folder_of(self.options, trial)
         for name in remove_unevaluated_end(folder, trial.iterations):
-            self.progress.say(f"{trial.name}: removed {name}: its run was cut off before its last evaluation")
-        self.progress.starts(trial)
+            self.progress.say(f"{trial.name}: removed {name}: interrupted before the last evaluation")
+        self.progress.start(trial)
         return Job(
             trial.name, self._command(trial), environment_of(self.options), folder / OUTPUT_NAME, self._slots(trial)
         )
 
     def _command(self, trial: Trial) -> tuple[str, ...]:
-        return training_command(self.request, self.material.flags, trial, self._ranks(trial))
+        return training_command(self.request, self.data.flags, trial, self._ranks(trial))
 
     def _ranks(self, trial: Trial) -> int:
         run = self._run_of(trial)
@@ -295,24 +241,23 @@ class StudyRun:
         return 1 if self.options.launcher is not None else self._ranks(trial)
 
     def _run_of(self, trial: Trial) -> RunConfig:
-        """Its configuration but for seed, learning rate and length."""
+        """Return the configuration of a trial, except for seed, learning rate and length."""
         key = (trial.size, trial.wiring)
         if key not in self._resolved:
-            self._resolved[key] = resolve_trial(self.request, self.material.flags, trial, [])
+            self._resolved[key] = resolve_trial(self.request, self.data.flags, trial, [])
         return self._resolved[key]
 
     def _collect(self, trial: Trial) -> bool:
-        """Whether a trial is done; its result is then known, and what it needs no more is removed."""
+        """Return whether a trial is done. If so, store its result and remove its checkpoints."""
         folder = folder_of(self.options, trial)
         result = read_result(folder)
         if result is None:
             run = self._run_of(trial)
             parameters = parameter_count(run.model).total
-            course = read_course(folder)
-            result = result_of(trial, course, parameters, run.tokens_per_step, self._command(trial))
+            result = result_of(trial, read_history(folder), parameters, run.tokens_per_step, self._command(trial))
             if result is None:
                 return False
-            # First, and only now: a later start may have another --keep-checkpoints.
+            # Only here, because a later start can have another --keep-checkpoints.
             if trial.kind == "tuning" or not self.options.keep_checkpoints:
                 remove_checkpoints(folder)
             write_result(folder, result)
@@ -320,22 +265,22 @@ class StudyRun:
         self.progress.done.add(trial.name)
         return True
 
-    def _judge(self, trial: Trial, job: Job, code: int) -> None:
-        """What a job that has ended has come to."""
+    def _finish(self, trial: Trial, job: Job, code: int) -> None:
+        """Report the outcome of a job that has ended."""
         if self._collect(trial):
             result = self.results[trial.name]
-            told = f"validation loss {result.final_loss:.4f}, {result.tokens_per_second:,.0f} tokens/s"
-            self.progress.ends(trial, f"{told}, {result.seconds:,.0f} s")
+            text = f"validation loss {result.final_loss:.4f}, {result.tokens_per_second:,.0f} tokens/s"
+            self.progress.end(trial, f"{text}, {result.seconds:,.0f} s")
             return
         if self._received:
-            self.progress.ends(trial, "stopped", is_done=False)
+            self.progress.end(trial, "stopped", is_done=False)
             return
-        reason = f"exit code {code}" if code else "it has no validation loss of its last step: it needs validation data"
-        self.progress.ends(trial, f"failed: {reason}; the end of {job.output}:\n{_last_lines(job.output)}", False)
+        reason = f"exit code {code}" if code else "no validation loss of the last step: add validation data"
+        self.progress.end(trial, f"failed: {reason}; the end of {job.output}:\n{_last_lines(job.output)}", False)
         self.failures.append(f"{trial.name}: {reason}: see {job.output}")
 
     def _time_steps(self, size: str) -> None:
-        """Measures, alone on this machine, unless it is done or not needed."""
+        """Measure the step times of a size, with no other job, unless they are known or not needed."""
         if size in self.study.step_times or not self.study.timed_wirings:
             return
         folder = self.options.output_dir / "timing" / size
@@ -346,9 +291,9 @@ class StudyRun:
         doubts: list[str] = []
         for _ in range(TIMING_ATTEMPTS):
             rows.unlink(missing_ok=True)
-            self.progress.say(f"{job.name}: measured with {self.options.link}")
+            self.progress.say(f"{job.name}: measuring with {self.options.link}")
             if not self._pool.run([job], lambda _, code: codes.append(code)):
-                raise Stopped
+                raise StudyStopped
             if not rows.is_file():
                 self.failures.append(f"{job.name}: exit code {codes[-1]}: see {output}; no trials at equal time")
                 self.progress.say(f"{job.name}: failed:\n{_last_lines(output)}")
@@ -358,12 +303,12 @@ class StudyRun:
                 break
         for doubt in doubts:
             self.progress.say(f"*** step times: {doubt}, in {TIMING_ATTEMPTS} attempts ***")
-        told = ", ".join(f"{wiring} {ratio:.3f}" for wiring, ratio in times.speedup.items())
-        self.progress.say(f"{job.name}: {times.interconnect}: standard over it: {told}")
+        ratios = ", ".join(f"{wiring} {ratio:.3f}" for wiring, ratio in times.speedup.items())
+        self.progress.say(f"{job.name}: {times.interconnect}: standard over wiring: {ratios}")
         self._update(replace(self.study, step_times={**self.study.step_times, size: times}))
 
     def _take_own_times(self, size: str) -> None:
-        """From the trials at equal tokens, once all of them are there: what is trained by it must not change."""
+        """Take step times from the trials at equal tokens after all have finished, so that they never change."""
         timed = [
             trial
             for trial in token_trials(self.study)
@@ -379,14 +324,14 @@ class StudyRun:
         run = self._run_of(trial)
         return float(trial.iterations * run.tokens_per_step * parameter_count(run.model).total * self._slots(trial))
 
-    def _position(self, trial: Trial) -> Position:
+    def _position(self, trial: Trial) -> TrialPosition:
         if trial.name in self.results:
-            return Position(trial.iterations, None, None)
-        course = read_course(folder_of(self.options, trial))
-        if not course.progress:
-            return Position(0, None, None)
-        last = course.progress[-1]
-        return Position(course.iteration, float(last["loss"]), float(last["tokens_per_second"]))
+            return TrialPosition(trial.iterations, None, None)
+        history = read_history(folder_of(self.options, trial))
+        if not history.progress:
+            return TrialPosition(0, None, None)
+        last = history.progress[-1]
+        return TrialPosition(history.iteration, float(last["loss"]), float(last["tokens_per_second"]))
 
 
 def _last_lines(path: Path) -> str:

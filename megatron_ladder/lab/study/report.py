@@ -1,103 +1,140 @@
-"""The report of a study: one page of Markdown with its pictures beside it, from what is done so far."""
+"""The reports of a study: one page of Markdown with its pictures, and the comparison with a repeated study."""
 
+import importlib.util
+import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path, PurePath
 
-from megatron_ladder.data.files import write_atomically
-from megatron_ladder.lab.study import conclusions, tables
-from megatron_ladder.lab.study.figures import draw_curves, draw_differences, drawable, require_matplotlib, write_png
-from megatron_ladder.lab.study.gathered import Gathered, gather
+from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.files import write_atomically
+from megatron_ladder.lab.study import tables
+from megatron_ladder.lab.study.adapt_report import write_adaptation
+from megatron_ladder.lab.study.description import CHANGEABLE_FIELDS, STUDY_NAME, read_study
+from megatron_ladder.lab.study.figures import draw_curves, draw_differences, drawable, write_png
+from megatron_ladder.lab.study.options import ReportOptions
+from megatron_ladder.lab.study.results import Budget, Comparison, StudyResults, read_results
+from megatron_ladder.lab.study.statistics import LossVerdict, deviation, mean
+from megatron_ladder.lab.study.tables import number
 from megatron_ladder.lab.study.wirings import STANDARD
 
 REPORT_NAME = "report.md"
+BUDGETS: tuple[Budget, Budget] = ("tokens", "time")
+
+
+def report_study(options: ReportOptions) -> None:
+    """Write the reports of a folder's finished trials, and print the comparison with another study if requested."""
+    study = read_study(options.output_dir)
+    if study is None:
+        raise UserError(f"--output-dir {options.output_dir}: contains no {STUDY_NAME}: give the folder of a study")
+    raise_user_errors(missing_library_errors())
+    output = options.report_dir or options.output_dir
+    adaptation = write_adaptation(options.output_dir, output)
+    if adaptation is None or study.wirings != (STANDARD,):
+        print_report_path(write_report(options.output_dir, output))
+    print_report_path(adaptation)
+    if options.compare_with is not None:
+        print(_compare_studies(options.output_dir, options.compare_with), flush=True)
+
+
+def print_report_path(path: Path | None) -> None:
+    """Print the path of a report, if there is one."""
+    if path is not None:
+        print(f"report: {path}", flush=True)
+
+
+def missing_library_errors() -> list[str]:
+    """Return one message for each library that reports need and that is not installed."""
+    needed = {"matplotlib": "plot", "scipy": "lab"}
+    return [
+        f"{name} is not installed, but reports of studies need it: pip install 'megatron-ladder[{extra}]'"
+        for name, extra in needed.items()
+        if importlib.util.find_spec(name) is None
+    ]
 
 
 def write_report(folder: Path, output: Path) -> Path:
-    """Writes `report.md` and its pictures into `output`, each of them whole or not at all.
+    """Write `report.md` and its pictures, each of them atomically, and return the report's path.
 
     Args:
-        folder: a study's, with `study.json`; what is not done yet is said to be missing.
-        output: is made if it is not there.
-
-    Returns:
-        The report's path.
+        folder: a study's, with `study.json`; the report lists trials that are still missing.
+        output: folder for the report; created if needed.
 
     Raises:
-        UserError: there is no study in the folder, a file of it cannot be read, or matplotlib is not installed.
+        UserError: the folder has no study or an invalid file, or a library is not installed.
     """
-    require_matplotlib()
-    gathered = gather(folder)
+    raise_user_errors(missing_library_errors())
+    results = read_results(folder)
     output.mkdir(parents=True, exist_ok=True)
     drawn = {"curves": draw_curves}
-    if len(gathered.wirings("tokens")) > 1:
+    if len(results.wirings("tokens")) > 1:
         drawn["differences"] = draw_differences
     pictures: dict[str, list[str]] = {}
-    for size in gathered.study.sizes:
+    for size in results.study.sizes:
         pictures[size] = []
-        if drawable(gathered, size):
+        if drawable(results, size):
             for name, draw in drawn.items():
                 file = f"{name}-{size}.png"
-                write_png(draw(gathered, size), output / file)
+                write_png(draw(results, size), output / file)
                 pictures[size].append(file)
     path = output / REPORT_NAME
-    write_atomically(path, report_text(gathered, pictures).encode())
+    write_atomically(path, _report_text(results, pictures))
     return path
 
 
-def report_text(gathered: Gathered, pictures: Mapping[str, list[str]]) -> str:
-    """The page.
-
-    Args:
-        pictures: size -> names of its files.
-    """
-    named = " and ".join(gathered.study.sizes)
-    parts = [f"# Wirings compared: {named}", _summary(gathered), _missing(gathered)]
-    parts += ["## What was run", _what_was_run(gathered)]
-    for size in gathered.study.sizes:
-        suffix = f" ({size})" if len(gathered.study.sizes) > 1 else ""
-        parts += [f"## Learning rates{suffix}", _learning_rates(gathered, size)]
-        parts += [f"## Equal tokens{suffix}", _equal_tokens(gathered, size)]
-        parts += [f"## Equal time{suffix}", _equal_time(gathered, size)]
+def _report_text(results: StudyResults, pictures: Mapping[str, list[str]]) -> str:
+    """Return the page; `pictures` maps each size to the names of its files."""
+    study = results.study
+    parts = [f"# Wirings compared: {' and '.join(study.sizes)}", "## Results"]
+    for size in study.sizes:
+        for budget in BUDGETS if len(results.wirings("time")) > 1 else BUDGETS[:1]:
+            prefix = f"{size}, at" if len(study.sizes) > 1 else "At"
+            parts += [f"{prefix} equal {budget}, with 95 % intervals:", _bullets(_findings(results, budget, size))]
+    if missing := results.missing():
+        parts.append("**This study is not finished.** Trials still to run (and how many):\n\n" + _bullets(missing))
+    parts += ["## Setup", _setup(results)]
+    for size in study.sizes:
+        suffix = f" ({size})" if len(study.sizes) > 1 else ""
+        parts += [f"## Learning rates{suffix}", _learning_rates(results, size)]
+        parts += [f"## Equal tokens{suffix}", _equal_tokens(results, size)]
+        parts += [f"## Equal time{suffix}", _equal_time(results, size)]
         if pictures.get(size):
             parts += [f"## Pictures{suffix}", *(f"![{name}]({name})" for name in pictures[size])]
-    parts += ["## Limits", _bullets(conclusions.limits(gathered))]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _summary(gathered: Gathered) -> str:
-    """Everything that the intervals support, before the numbers that it comes from."""
-    parts = ["## What it says"]
-    for size in gathered.study.sizes:
-        prefix = f"{size}, at" if len(gathered.study.sizes) > 1 else "At"
-        parts.append(f"{prefix} equal tokens, by 95 % intervals of the paired difference of final validation losses:")
-        parts.append(_bullets(conclusions.findings(gathered, "tokens", size)))
-        if len(gathered.wirings("time")) > 1:
-            parts.append(
-                f"{prefix} equal time under the stated interconnect, the measured ratios of step times taken as exact:"
-            )
-            parts.append(_bullets(conclusions.findings(gathered, "time", size)))
-        spreads = conclusions.deviations(gathered, size)
-        if STANDARD in spreads:
-            losses = list(gathered.final_losses("tokens", size, STANDARD).values())
-            least, most = (tables.number(bound(spreads.values())) for bound in (min, max))
-            parts.append(
-                f"The noise: runs of {STANDARD} that differ in nothing but their seed end with losses of "
-                f"{tables.mean_and_deviation(losses)} (sample standard deviation); over all wirings that deviation is "
-                f"{least} to {most}."
-            )
-    return "\n\n".join(parts)
+def _findings(results: StudyResults, budget: Budget, size: str) -> list[str]:
+    """Return one sentence per comparison of a table."""
+    comparisons = results.comparisons(budget, size)
+    judged = sum(not math.isnan(one.adjusted_p) for one in comparisons.values())
+    return [_finding(wiring, one, judged) for wiring, one in comparisons.items()]
 
 
-def _missing(gathered: Gathered) -> str:
-    phrases = gathered.missing()
-    if not phrases:
-        return ""
-    return "**This study is not finished.** Trials still to run (and how many):\n\n" + _bullets(phrases)
+def _finding(wiring: str, one: Comparison, judged: int) -> str:
+    paired = one.difference
+    if paired.pairs == 0:
+        return f"**{wiring}** has no pair of runs with {STANDARD} yet."
+    if paired.verdict is LossVerdict.DIVERGED:
+        return f"**{wiring}** has no verdict, because a run of its {paired.pairs} pairs diverged."
+    if paired.verdict is LossVerdict.TOO_FEW:
+        return f"**{wiring}** has no verdict from a single pair (difference {number(paired.mean, '+.4f')} nats)."
+    low, high = paired.interval
+    if paired.verdict is LossVerdict.NOT_TOLD_APART:
+        return (
+            f"**{wiring}** shows no significant difference from {STANDARD}: {number(max(0.0, -low))} nats better to "
+            f"{number(max(0.0, high))} nats worse."
+        )
+    least, most = sorted((abs(low), abs(high)))
+    note = ""
+    if judged > 1:
+        significance = "also" if one.holds_among_all else "but not"
+        note = f", {significance} significant among {judged} comparisons (Holm's p {tables.adjusted_p(one)})"
+    return f"**{wiring}** ends {number(least)} to {number(most)} nats {paired.verdict.value} than {STANDARD}{note}."
 
 
-def _what_was_run(gathered: Gathered) -> str:
-    study, results = gathered.study, gathered.results
+def _setup(results: StudyResults) -> str:
+    study, finished = results.study, results.finished
     every = [study.command, *(times.command for times in study.step_times.values())]
     commands = [shlex.join(map(_portable, words)) for words in dict.fromkeys(every) if words]
     tokens = study.iterations * study.tokens_per_step
@@ -105,114 +142,154 @@ def _what_was_run(gathered: Gathered) -> str:
         f"Data: {study.data}",
         f"Training: {study.iterations:,} iterations of {study.tokens_per_step:,} tokens ({tokens / 1e6:,.2f}M tokens), "
         f"sequences of {study.seq_length:,}; flags of every run: `{shlex.join(study.training_flags)}`",
-        *_schedule(study.schedule),
-        f"Seeds: {', '.join(map(str, study.seeds))}; runs with the same one start from the same weights, see the same "
-        "samples in the same order, and are compared in pairs",
-        f"Wirings: {', '.join(study.wirings)}",
-        *(f"{name}: {value}" for name, value in {**study.machine, **_versions(gathered)}.items()),
     ]
-    if results:
-        hours = sum(one.seconds for one in results) / 3600
-        stops = sum(one.attempts - 1 for one in results)
-        rows.append(f"Done: {len(results)} trainings, {hours:.2f} hours of steps in sum, {stops} interruptions")
-    return "\n\n".join(["```sh\n" + "\n".join(commands) + "\n```", _bullets(rows), tables.sizes(gathered)])
+    if study.schedule:
+        rows.append(
+            f"Schedule: warm-up over {study.schedule['warm_up']:.0%} of a run's iterations, then decay to "
+            f"{study.schedule['last']:.0%} of the highest learning rate at the end of the run"
+        )
+    rows += [
+        f"Seeds: {', '.join(map(str, study.seeds))}; runs with the same seed share initial weights and order of "
+        "samples, and are compared in pairs",
+        f"Wirings: {', '.join(study.wirings)}",
+        *(f"{name}: {value}" for name, value in {**study.machine, **_versions(results)}.items()),
+    ]
+    if finished:
+        hours = sum(one.seconds for one in finished) / 3600
+        stops = sum(one.attempts - 1 for one in finished)
+        rows.append(f"Done: {len(finished)} runs, {hours:.2f} hours of steps in total, {stops} interruptions")
+    return "\n\n".join(["```sh\n" + "\n".join(commands) + "\n```", _bullets(rows), tables.sizes_table(results)])
 
 
 def _portable(word: str) -> str:
-    """A command's word without the place of the interpreter and of the checkout."""
+    """Shorten paths of the interpreter and the checkout in a command."""
     path = PurePath(word)
     if path.is_absolute() and path.name.startswith("python"):
         return "python"
     return f"tools/{path.name}" if path.is_absolute() and path.parent.name == "tools" else word
 
 
-def _schedule(schedule: Mapping[str, float]) -> list[str]:
-    if not schedule:
-        return []
-    return [
-        f"Schedule: warm-up over {schedule['warm_up']:.0%} of a run's iterations, then down to {schedule['last']:.0%} "
-        "of the highest learning rate at its end, whatever its length"
-    ]
-
-
-def _versions(gathered: Gathered) -> dict[str, str]:
-    """Those of the runs that the study's machine does not name; several are all named."""
+def _versions(results: StudyResults) -> dict[str, str]:
+    """Return the versions of the runs that differ from those of the study's machine."""
     found: dict[str, list[str]] = {}
-    for one in gathered.results:
+    for one in results.finished:
         for name, version in one.versions.items():
             if version not in found.setdefault(name, []):
                 found[name].append(version)
-    known = gathered.study.machine
+    known = results.study.machine
     return {name: ", ".join(all_of) for name, all_of in found.items() if [known.get(name)] != all_of}
 
 
-def _learning_rates(gathered: Gathered, size: str) -> str:
-    study = gathered.study
+def _learning_rates(results: StudyResults, size: str) -> str:
+    study = results.study
     if len(study.learning_rates) == 1:
-        return f"{study.learning_rates[0]:g} for every wiring: none was tuned."
-    told = (
-        f"Final validation loss of one run of {study.tuning_iterations:,} iterations (seed {study.tuning_seed}) for "
-        "each rate, and for further ones where the best was at the edge; the rate of the lowest one was taken for all "
-        "other runs of the wiring."
+        return f"{study.learning_rates[0]:g} for every wiring, without tuning."
+    caption = (
+        f"Final validation loss of one run of {study.tuning_iterations:,} iterations (seed {study.tuning_seed}) per "
+        "rate. The best rate is used for all other runs of the wiring; (edge) marks a best rate that is the lowest or "
+        "highest one tried."
     )
-    doubts = _bullets([*conclusions.edges(gathered, size), *conclusions.close_calls(gathered, size)])
-    return "\n\n".join(filter(None, [told, tables.learning_rates(gathered, size), doubts]))
+    return f"{caption}\n\n{tables.learning_rates_table(results, size)}"
 
 
-def _equal_tokens(gathered: Gathered, size: str) -> str:
-    runs = {one: gathered.runs("tokens", size, one) for one in gathered.wirings("tokens")}
-    if not any(runs.values()):
+OUTCOME_CAPTION = (
+    "Losses are in nats per token, mean over seeds ± sample standard deviation. Intervals are those of the mean paired "
+    "difference (Student's t). A verdict is bold if it also holds among all comparisons of the table (Holm's p at most "
+    "0.05)."
+)
+
+
+def _equal_tokens(results: StudyResults, size: str) -> str:
+    if not any(results.runs("tokens", size, one) for one in results.wirings("tokens")):
         return "No run is done yet."
-    told = (
-        "Loss in nats a token: mean over seeds ± sample standard deviation; perplexity is e to the mean. "
-        + conclusions.resolution(gathered, "tokens", size)
-    )
     reached = (
-        f"Tokens that a wiring needs to come down to what {STANDARD} with the same seed ends with, between the points "
-        "of the validation curve; in brackets the share of the whole run. Learning rates are at their lowest only at "
-        "the end of a run, so the last stretch is steep and says little of shorter runs. Tokens/s are those of the "
-        "trainings themselves on the machine that is named, whatever ran beside them: the stated interconnect has no "
-        "part in them."
+        f"Tokens until a run reaches the final loss of {STANDARD} with the same seed, interpolated on the validation "
+        "curve; in brackets the share of the whole run. Tokens/s are those of the runs on this machine, without the "
+        "stated interconnect."
     )
-    return "\n\n".join(
-        [told, tables.outcomes(gathered, "tokens", size), reached, tables.reaching(gathered, "tokens", size)]
-    )
+    outcomes, reaching = tables.outcomes_table(results, "tokens", size), tables.reaching_table(results, "tokens", size)
+    return "\n\n".join([OUTCOME_CAPTION, outcomes, reached, reaching])
 
 
-def _equal_time(gathered: Gathered, size: str) -> str:
-    study = gathered.study
-    if len(gathered.wirings("time")) < 2:
-        return "No wiring was asked to be trained for equal time."
+def _equal_time(results: StudyResults, size: str) -> str:
+    study = results.study
+    if len(results.wirings("time")) < 2:
+        return "No wiring is trained for equal time in this study."
     if size not in study.step_times:
         return "The step times are not measured yet."
     times = study.step_times[size]
-    stated = (
-        f"The interconnect: {times.interconnect} (`--link {study.link}`), {times.ranks} tensor-parallel processes. "
-        "Time here is the number of iterations times the measured step time under that interconnect, and not the wall "
-        f"clock of the machine that trained. Every wiring was trained for as many iterations as take what "
-        f"{STANDARD} takes for {study.iterations:,}, with a learning-rate schedule of that length."
+    interconnect = (
+        f"Interconnect: {times.interconnect} (`--link {study.link}`), {times.ranks} tensor-parallel processes. Time is "
+        "the number of iterations times the measured step time under that interconnect. Every wiring was trained for "
+        f"the time that {STANDARD} takes for {study.iterations:,} iterations, with a schedule of that length."
     )
     ratios = (
-        "A step's forward and backward, without the optimizer's update and in fp32 on CPUs, wirings in turn in every "
-        "round: the median, the median of the rounds' paired ratios, and the distance of their quartiles."
+        "Forward and backward of a step in fp32 on CPUs, without the optimizer, wirings interleaved: the median, the "
+        "median of the paired ratios, and their interquartile range."
         if times.command
-        else "A step of the runs at equal tokens: the median, the median of the ratios of runs with the same seed, and "
-        "the distance of their quartiles."
+        else "Steps of the runs at equal tokens: the median, the median of the ratios of runs with the same seed, and "
+        "their interquartile range."
     )
-    parts = [stated, ratios, tables.step_times(gathered, size)]
-    if not any(gathered.runs("time", size, one) for one in gathered.wirings("time")):
+    parts = [interconnect, ratios, tables.step_times_table(results, size)]
+    if not any(results.runs("time", size, one) for one in results.wirings("time")):
         return "\n\n".join([*parts, "No run is done yet."])
-    outcome = (
-        f"{STANDARD}'s runs are those at equal tokens. {conclusions.resolution(gathered, 'time', size)} The intervals "
-        "hold for these numbers of iterations: how far the ratios above are uncertain is not in them."
-    )
+    outcome = f"{STANDARD}'s runs are those at equal tokens. The intervals take the measured ratios as exact."
     reached = (
-        f"Time that a wiring needs to come down to what {STANDARD} with the same seed ends with, in steps of "
-        f"{STANDARD}; in brackets the share of the whole time:"
+        f"Time until a run reaches the final loss of {STANDARD} with the same seed, in steps of {STANDARD}; in "
+        "brackets the share of the whole time:"
     )
-    tail = [outcome, tables.outcomes(gathered, "time", size), reached, tables.reaching(gathered, "time", size)]
-    return "\n\n".join([*parts, *tail])
+    outcomes, reaching = tables.outcomes_table(results, "time", size), tables.reaching_table(results, "time", size)
+    return "\n\n".join([*parts, outcome, outcomes, reached, reaching])
 
 
-def _bullets(rows: list[str]) -> str:
+def _bullets(rows: Sequence[str]) -> str:
     return "\n".join(f"- {row}" for row in rows)
+
+
+def _compare_studies(first: Path, second: Path) -> str:
+    """Return a Markdown table of each wiring's mean final loss in two runs of the same study.
+
+    Means are over the seeds that both have. The spread is the sample standard deviation over all seeds of the first
+    study. Runs at equal time differ in length if the step times differ.
+
+    Raises:
+        UserError: a folder has no study, or an invalid file.
+    """
+    before, after = read_results(first), read_results(second)
+    warnings = []
+    changed = [
+        one.name
+        for one in fields(before.study)
+        if one.name not in CHANGEABLE_FIELDS and getattr(before.study, one.name) != getattr(after.study, one.name)
+    ]
+    if changed:
+        warnings.append(f"The two folders are not runs of the same study: {', '.join(changed)} differ.")
+    rates, new_rates = before.study.chosen, after.study.chosen
+    if rates != new_rates:
+        different = [
+            f"{key} ({rate:g}, then {new_rates[key]:g})"
+            for key, rate in rates.items()
+            if key in new_rates and rate != new_rates[key]
+        ]
+        warnings.append(f"The chosen learning rates differ: {', '.join(different) or 'one study is incomplete'}.")
+    heads = ["wiring", "size", "at equal", "iterations", "seeds", "first", "second", "second less first"]
+    heads.append("within the spread")
+    rows = [
+        [wiring, size, budget, *_repeated_row(before, after, budget, size, wiring)]
+        for size in before.study.sizes
+        for budget in BUDGETS
+        for wiring in (before.wirings(budget) if budget == "tokens" else before.wirings(budget)[1:])
+    ]
+    return "\n\n".join([*warnings, tables.markdown_table(heads, rows)])
+
+
+def _repeated_row(before: StudyResults, after: StudyResults, budget: Budget, size: str, wiring: str) -> list[str]:
+    first, second = (one.final_losses(budget, size, wiring) for one in (before, after))
+    seeds = [seed for seed in first if seed in second]
+    pairs = [[losses[seed] for seed in seeds] for losses in (first, second)]
+    apart, spread = mean(pairs[1]) - mean(pairs[0]), deviation([*first.values()])
+    within = "yes" if abs(apart) <= spread else "**no**"
+    judged = within if math.isfinite(apart) and math.isfinite(spread) else tables.NOTHING
+    lengths = dict.fromkeys(str(one.iterations(budget, size, wiring) or tables.NOTHING) for one in (before, after))
+    means = [tables.mean_and_deviation(losses) for losses in pairs]
+    return [", ".join(lengths), str(len(seeds)), *means, number(apart, "+.4f"), judged]

@@ -1,7 +1,7 @@
-"""One training of a study, and what came out of it.
+"""One training run of a study (a trial), and its result.
 
-A trial is a folder of its own: `checkpoints/` (with `run.jsonl`) while it runs, `output.txt`, and `result.json`, which
-is written last and at once, so that a trial that has it is done.
+Each trial has a folder: `checkpoints/` (with `run.jsonl`) while it runs, `output.txt`, and `result.json`, which is
+written last and atomically, so a trial that has it is done.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from megatron_ladder.errors import UserError
 
 Kind = Literal["tuning", "tokens", "time", "adapt"]
-"""Why a trial is run: to choose a learning rate, at equal tokens, at equal time, or to heal an adapted model."""
+"""Purpose of a trial: choose a learning rate, compare at equal tokens or time, or heal an adapted model."""
 RESULT_NAME = "result.json"
 
 
@@ -28,69 +28,69 @@ class StudiedWiring:
     timed_as: str | None
     """Name of the same wiring in tools/benchmark.py; None if it is not timed."""
     ranks: int = 1
-    """Fewest tensor-parallel processes that it has a meaning with."""
+    """Fewest tensor-parallel processes with which it is defined."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training."""
+    """One training run."""
 
     kind: Kind
     wiring: str
-    """`Wiring.name`."""
+    """`StudiedWiring.name`."""
     size: str
     """Name of the model's shape."""
     seed: int
-    """Of initial weights and order of samples: trials with the same one are paired."""
+    """Of initial weights and order of samples; trials with the same seed are paired."""
     learning_rate: float
     iterations: int
     detail: str = ""
-    """What else tells it apart, such as `upper-4` and `3pct` of an adaptation."""
+    """Further distinction, such as `upper4-3pct-of-700` in an adaptation."""
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         words = [self.kind, self.size, self.wiring, f"seed{self.seed}", f"lr{self.learning_rate:g}"]
         return "-".join([*words, f"it{self.iterations}", *filter(None, [self.detail])])
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a trial gave."""
+    """The outcome of a trial."""
 
     trial: Trial
     parameters: int
-    """Of the model, all matrices counted."""
+    """Of the model, including all matrices."""
     tokens_per_step: int
     training: tuple[tuple[int, float], ...]
-    """Iteration, and mean training loss of the steps since the one before it."""
+    """(iteration, mean training loss of the steps since the previous point)."""
     validation: tuple[tuple[int, float], ...]
-    """Iteration and validation loss; the last one is of the finished model."""
+    """(iteration, validation loss); the last point is the finished model."""
     tokens_per_second: float
-    """Median over the intervals of its log; on a machine that does other things besides, worth little."""
+    """Median over the intervals of its log; unreliable on a machine with other work."""
     seconds: float
-    """Spent in its steps."""
+    """Time in its steps."""
     attempts: int
-    """Starts it took: one more than its interruptions."""
+    """Number of starts: interruptions plus one."""
     command: tuple[str, ...]
     versions: Mapping[str, str]
     """Of this software, torch and Python."""
 
     @property
     def final_loss(self) -> float:
-        """Validation loss of the finished model, in nats a token."""
+        """Validation loss of the finished model, in nats per token."""
         return self.validation[-1][1]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; the inverse of `from_dict`."""
+        """Return a JSON-able dictionary; the inverse of `from_dict`."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any], source: str) -> "Result":
-        """Reads a stored result.
+        """Parse a stored result.
 
         Raises:
-            UserError: it is not one of this version; `source` (the file) is named.
+            UserError: the values are not a result of this version; names the file `source`.
         """
         try:
             read = {field.name: values[field.name] for field in fields(Result)}
@@ -105,10 +105,10 @@ class Result:
 
 
 def read_result(folder: Path) -> Result | None:
-    """The result of a trial's folder, or None if it is not done.
+    """Read the result in a trial's folder; None if the trial is not done.
 
     Raises:
-        UserError: there is one that cannot be read.
+        UserError: the result is invalid.
     """
     path = folder / RESULT_NAME
     try:

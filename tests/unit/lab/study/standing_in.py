@@ -1,4 +1,4 @@
-"""Studies and trainings that stand in for real ones."""
+"""Fake studies and training runs."""
 
 import json
 import sys
@@ -31,16 +31,16 @@ write("progress", iteration=last, steps=last - last // 2, seconds=1.0, loss=loss
 write("evaluation", iteration=last, loss=loss)
 write("stop", reason="", code=0)
 """
-"""Leaves the record of a training: its folder, steps, last loss, exit code, and seconds before its last steps."""
+"""Writes the record of a run. Arguments: folder, steps, last loss, exit code, seconds before the last steps."""
 
 
 def trainer(folder: Path, iterations: int, loss: float, code: int = 0, seconds: float = 0.0) -> tuple[str, ...]:
-    """A command that stands in for a training."""
+    """Return the command of a fake training run."""
     return (sys.executable, "-I", "-S", "-c", TRAINER, *map(str, (folder, iterations, loss, code, seconds)))
 
 
 def study_of(**changes: Any) -> Study:
-    """A small study with nothing done."""
+    """Return a small study without results."""
     values: dict[str, Any] = {
         "wirings": ("standard", "parallel", "ladder", "hybrid", "desync-2x"),
         "timed_wirings": ("standard", "parallel", "ladder"),
@@ -63,13 +63,13 @@ def study_of(**changes: Any) -> Study:
 
 
 def step_times(**speedup: float) -> StepTimes:
-    """Times with these speed-ups."""
+    """Return step times with these speed-ups."""
     zero = dict.fromkeys(speedup, 0.0)
     return StepTimes("a wire", 2, zero, speedup, zero, ("python",))
 
 
 def write_record(folder: Path, *events: dict[str, Any]) -> None:
-    """A `run.jsonl` in a trial's folder."""
+    """Write a `run.jsonl` in a trial's folder."""
     save = folder / "checkpoints"
     save.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"time": "2026-01-01T00:00:00+00:00", **event}) + "\n" for event in events]

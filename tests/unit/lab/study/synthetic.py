@@ -1,4 +1,4 @@
-"""Studies whose results are made up, as folders: what a report reads, without a training."""
+"""Study folders with made-up results, for reports without training."""
 
 import json
 import random
@@ -14,7 +14,7 @@ RATES = (1e-3, 2e-3, 4e-3)
 
 
 def made_up_study(**changes: object) -> Study:
-    """Four wirings, three of them timed, three seeds, one size, 100 iterations."""
+    """Return a study of four wirings (three of them timed), three seeds, one size, 100 iterations."""
     times = StepTimes(
         "an emulated wire", 2, {name: 0.06 / ratio for name, ratio in SPEEDUPS.items()}, SPEEDUPS,
         {"standard": 0.0, "parallel": 0.02, "ladder": 0.03}, ("/usr/bin/python3", "/somewhere/tools/benchmark.py"),
@@ -48,7 +48,7 @@ def write_run(
     size: str = "tiny",
     parameters: int = 5_000_000,
 ) -> None:
-    """A run whose validation loss falls from `final` + 1 to `final` in ten straight pieces."""
+    """Write a run whose validation loss falls linearly from `final` + 1 to `final`, with ten points."""
     trial = Trial(kind, wiring, size, seed, rate, iterations)
     curve = tuple((iterations * step // 10, final + 1 - step / 10) for step in range(1, 11))
     result = Result(
@@ -61,7 +61,7 @@ def write_run(
 
 
 def write_all(folder: Path, study: Study, better_by: Mapping[str, float], noise: float = 0.001) -> None:
-    """Every trial of a study. At equal time a wiring is better than standard by `better_by`, at equal tokens worse."""
+    """Write all trials. A wiring is better than standard by `better_by` at equal time, and worse at equal tokens."""
     write_study(folder, study)
     drawn = random.Random(1)
     for size in study.sizes:

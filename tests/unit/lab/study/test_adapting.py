@@ -1,4 +1,4 @@
-"""What the runs of an adaptation are told, and how its command line is read."""
+"""The runs of an adaptation, and its command line."""
 
 import shutil
 from collections.abc import Sequence
@@ -12,13 +12,14 @@ from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.study import adapting
 from megatron_ladder.lab.study.adapt_report import write_adaptation
-from megatron_ladder.lab.study.adapting import AdaptRun
+from megatron_ladder.lab.study.adapting import _AdaptRun
 from megatron_ladder.lab.study.command_line import parse_options
 from megatron_ladder.lab.study.commands import folder_of
-from megatron_ladder.lab.study.material import Material
+from megatron_ladder.lab.study.description import write_study
 from megatron_ladder.lab.study.options import ReportOptions, Request
 from megatron_ladder.lab.study.outcome import write_result
-from megatron_ladder.lab.study.program import report_study, write_study
+from megatron_ladder.lab.study.report import report_study
+from megatron_ladder.lab.study.training_data import TrainingData
 from megatron_ladder.lab.study.trial import Result, Trial
 from tests.unit.lab.study.standing_in import SIZE, study_of
 
@@ -29,18 +30,18 @@ STUDY = study_of(
 STANDARD = {seed: Trial("tokens", "standard", SIZE, seed, 1e-2, 200) for seed in (1, 2)}
 
 
-class Pretended(AdaptRun):
-    """Takes its trials for done, and notes what they would be told."""
+class Pretended(_AdaptRun):
+    """Treats its trials as done, and records their configurations."""
 
     def __init__(self, request: Request) -> None:
-        super().__init__(WORDS.split(), request, Material((), ""), STUDY, [])
-        self.told: dict[Trial, RunConfig] = {}
+        super().__init__(WORDS.split(), request, TrainingData((), ""), STUDY, [])
+        self.configurations: dict[Trial, RunConfig] = {}
 
     def _train(self, trials: Sequence[Trial]) -> None:
         for trial in trials:
             if not self._collect(trial):
                 command = self._command(trial)
-                self.told[trial] = run_of(command)
+                self.configurations[trial] = run_of(command)
                 loss = 3.0 if self._cases.get(trial, (0, 0)) == (0, 0) else 5.0
                 result = Result(trial, 9, 64, (), ((trial.iterations, loss),), 0.0, 0.0, 1, command, {})
                 folder_of(self.options, trial).mkdir(parents=True)
@@ -51,11 +52,11 @@ class Pretended(AdaptRun):
 def request_of(folder: Path, words: str = WORDS) -> Request:
     request = parse_options([*words.split(), "--output-dir", str(folder), "--", "--bf16"])
     assert isinstance(request, Request)
-    return replace(request, options=adapting.with_wirings(request.options))
+    return replace(request, options=adapting._with_wirings(request.options))
 
 
 def run_of(command: Sequence[str]) -> RunConfig:
-    """What the trainer understands; it finds no mistake in it."""
+    """Parse the command as the trainer does, without errors."""
     mistakes: list[str] = []
     words = command[[word.endswith("pretrain_ladder.py") for word in command].index(True) + 1 :]
     run = resolve_run(parse_run(words, mistakes), 300, 1, mistakes)
@@ -64,12 +65,12 @@ def run_of(command: Sequence[str]) -> RunConfig:
 
 
 class Done(NamedTuple):
-    """An adaptation that was run."""
+    """A finished adaptation."""
 
     folder: Path
     run: Pretended
     rewired: list[tuple[str | None, Path, Path]]
-    """What was converted: layers, from where, and whereto."""
+    """Conversions: layers, source and destination."""
 
 
 def pretend(folder: Path) -> Done:
@@ -87,63 +88,63 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return pretend(tmp_path_factory.mktemp("adaptation"))
 
 
-def test_what_an_adaptation_runs(done: Done) -> None:
-    """Of two layers: the control, the upper one and both, each evaluated and healed for 20 steps, for two seeds."""
+def test_an_adaptation_evaluates_and_heals_every_model(done: Done) -> None:
+    """Two layers: the control, the upper one and both, each evaluated and healed for 20 steps, for two seeds."""
     run = done.run
-    cases = {key: [trial for trial in run.told if (trial.kind, trial.iterations) == key] for key in
+    cases = {key: [trial for trial in run.configurations if (trial.kind, trial.iterations) == key] for key in
              (("tokens", 200), ("adapt", 0), ("adapt", 20))}  # fmt: skip
     assert [len(trials) for trials in cases.values()] == [2, 6, 6] and not run.failures
     assert len(run.progress.done) == len(run.progress.expected) == 14
-    for trial, told in run.told.items():
+    for trial, config in run.configurations.items():
         upper = int(trial.detail[5]) if trial.detail else 0
-        assert told.model.ladder_layers == {0: (), 1: (1,), 2: (0, 1)}[upper] and told.training.bf16
-        assert told.model.residual_mode == ("ladder" if upper else "standard")
-        assert told.logging.skip_train == (trial.iterations == 0)
-        assert told.checkpoint.finetune == (trial.kind == "adapt")
+        assert config.model.ladder_layers == {0: (), 1: (1,), 2: (0, 1)}[upper] and config.training.bf16
+        assert config.model.residual_mode == ("ladder" if upper else "standard")
+        assert config.logging.skip_train == (trial.iterations == 0)
+        assert config.checkpoint.finetune == (trial.kind == "adapt")
     for trial in cases["tokens", 200]:
-        assert run.told[trial].training.seed == trial.seed
-    # The seed draws the validation samples too: losses that are compared share it.
-    assert all(run.told[trial].training.seed == trial.seed + 1000 for trial in cases["adapt", 0])
+        assert run.configurations[trial].training.seed == trial.seed
+    # The seed also draws the validation samples, so compared losses share it.
+    assert all(run.configurations[trial].training.seed == trial.seed + 1000 for trial in cases["adapt", 0])
     for trial in cases["adapt", 20]:
-        told = run.told[trial]
-        assert (told.optimizer.lr, told.optimizer.lr_warmup_iters, told.training.train_iters) == (3e-3, 2, 20)
-        # Another order of the same data, and the loss of the last step alone.
-        assert told.training.seed == trial.seed + 1000 and told.logging.eval_interval == 20
+        config = run.configurations[trial]
+        assert (config.optimizer.lr, config.optimizer.lr_warmup_iters, config.training.train_iters) == (3e-3, 2, 20)
+        # The same data in another order, and an evaluation only after the last step.
+        assert config.training.seed == trial.seed + 1000 and config.logging.eval_interval == 20
 
 
-def test_every_model_begins_where_it_should(done: Done) -> None:
+def test_every_model_starts_from_the_right_checkpoint(done: Done) -> None:
     made = {save: (layers, load) for layers, load, save in done.rewired}
-    for trial, told in done.run.told.items():
+    for trial, config in done.run.configurations.items():
         if trial.kind == "adapt":
-            upper, load = trial.detail[5], told.checkpoint.load
+            upper, load = trial.detail[5], config.checkpoint.load
             assert load is not None
-            assert told.checkpoint.save == folder_of(done.run.options, trial) / "checkpoints"
+            assert config.checkpoint.save == folder_of(done.run.options, trial) / "checkpoints"
             standard = folder_of(done.run.options, STANDARD[trial.seed]) / "checkpoints"
             assert load == standard if upper == "0" else made[load] == (upper, standard)
 
 
-def test_what_is_done_is_not_done_again_and_is_reported(done: Done, tmp_path: Path) -> None:
+def test_finished_runs_are_not_repeated_and_are_reported(done: Done, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(done.folder, folder)
     for trial in STANDARD.values():
         (folder / "trials" / trial.name / "checkpoints" / "iter_0000200").mkdir(parents=True)
-    last = next(trial for trial in done.run.told if "upper2-10pct" in trial.detail)
+    last = next(trial for trial in done.run.configurations if "upper2-10pct" in trial.detail)
     shutil.rmtree(folder / "trials" / last.name)
     again = pretend(folder)
-    assert list(again.run.told) == [last] and [layers for layers, _, _ in again.rewired] == ["2"]
+    assert list(again.run.configurations) == [last] and [layers for layers, _, _ in again.rewired] == ["2"]
     assert write_adaptation(folder, tmp_path) is None, "there is no study.json"
     write_study(folder, STUDY)
     report_study(ReportOptions(folder, tmp_path / "report"))
-    # Of one wiring there is nothing to compare.
+    # A single wiring has nothing to compare.
     assert {path.name for path in (tmp_path / "report").iterdir()} == {"adaptation.md", "adaptation.png"}
     assert "| 2 | 3.0000 ± 0.0000 | 5.0000 ± 0.0000 |" in (tmp_path / "report" / "adaptation.md").read_text()
     assert f"python tools/study.py {WORDS}" in (tmp_path / "report" / "adaptation.md").read_text()
     assert (tmp_path / "report" / "adaptation.png").is_file()
 
 
-def test_standard_models_that_are_gone_are_named(done: Done, tmp_path: Path) -> None:
+def test_lost_standard_models_are_reported(done: Done, tmp_path: Path) -> None:
     shutil.copytree(done.folder, tmp_path / "copy")
-    assert pretend(tmp_path / "copy").run.told == {}, "nothing has need of them"
+    assert pretend(tmp_path / "copy").run.configurations == {}, "no run needs them"
     shutil.rmtree(next((tmp_path / "copy" / "trials").glob("adapt-*-seed2-*upper2-0pct*")))
     with pytest.raises(UserError, match="its checkpoints are gone") as raised:
         pretend(tmp_path / "copy")
@@ -159,12 +160,12 @@ def test_the_wirings_are_those_of_the_folder(tmp_path: Path) -> None:
     assert (options.wirings, options.timed_wirings) == (study_of().wirings, study_of().timed_wirings)
 
 
-def test_mistakes_are_told_together(tmp_path: Path) -> None:
+def test_all_errors_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         request_of(tmp_path, f"{WORDS} --adapt-layers 1 3 --healing-rate-share 0 --wirings standard --jobs 0")
     starts = [line.split(":")[0] for line in raised.value.mistakes]
     assert sorted(starts) == ["--adapt-layers 3", "--healing-rate-share 0.0", "--jobs 0", "--wirings"]
-    # Three heads are no two ranks' share: of no meaning here, and a mistake where desync-2x is compared.
+    # Three heads cannot be split between two ranks, which matters only if desync-2x is compared.
     assert request_of(tmp_path, "adapt --sizes 2x48x64x3x3x300").options.sizes == ("2x48x64x3x3x300",)
-    with pytest.raises(UserError, match="--adapt-layers is no flag"):
+    with pytest.raises(UserError, match="--adapt-layers is not a flag"):
         parse_options(["run", "--output-dir", str(tmp_path), "--adapt-layers", "1"])

@@ -1,4 +1,4 @@
-"""What can be said to tools/study.py, and what it makes of it."""
+"""The command line of tools/study.py, and the trials' configurations."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.study.command_line import parse_options, parse_request, timed_wirings
+from megatron_ladder.lab.study.command_line import parse_options, timed_wirings
 from megatron_ladder.lab.study.commands import environment_of, resolve_trial, training_command
 from megatron_ladder.lab.study.options import ReportOptions
 from megatron_ladder.lab.study.trial import Trial
@@ -18,7 +18,7 @@ FIRST = "--output-dir out --sizes 4x32x64x4x2x300"
 
 
 def request_of(words: str) -> Any:
-    return parse_request(f"{FIRST} {words}".split())
+    return parse_options(f"run {FIRST} {words}".split())
 
 
 def mistakes_of(words: str) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ def mistakes_of(words: str) -> tuple[str, ...]:
 
 
 def test_defaults_are_the_study_of_two_cores() -> None:
-    options = parse_request(["--output-dir", "out"]).options
+    options = parse_options(["run", "--output-dir", "out"]).options
     assert options.wirings == DEFAULT_WIRINGS
     assert timed_wirings(options) == ("standard", "parallel", "ladder", "ladder-parallel", "staleness-2")
     assert len(options.seeds) >= 3 and len(options.learning_rates) >= 3 and options.jobs == 2
@@ -36,14 +36,14 @@ def test_defaults_are_the_study_of_two_cores() -> None:
 
 
 def test_small_has_other_defaults_and_the_same_flags() -> None:
-    small = parse_request("--small --output-dir out --seeds 7".split()).options
-    full = parse_request("--output-dir out".split()).options
+    small = parse_options("run --small --output-dir out --seeds 7".split()).options
+    full = parse_options("run --output-dir out".split()).options
     assert small.seeds == (7,) and small.wirings == full.wirings
     assert small.iterations < full.iterations and small.micro_batch_size == full.micro_batch_size
 
 
-def test_standard_is_timed_without_being_asked_for() -> None:
-    """It is what the others' times are ratios to."""
+def test_standard_is_always_timed() -> None:
+    """The times of the others are ratios to it."""
     assert timed_wirings(request_of("--timed-wirings ladder parallel").options) == ("standard", "ladder", "parallel")
     assert timed_wirings(request_of("--timed-wirings ladder standard").options) == ("ladder", "standard")
     assert timed_wirings(request_of("--timed-wirings none").options) == ()
@@ -60,10 +60,10 @@ def test_the_report_alone() -> None:
     ("words", "mistake"),
     [
         ("--wirings standard gated", "--wirings gated: expected some of standard, ladder"),
-        ("--wirings ladder parallel", "--wirings ladder parallel: all are compared with standard"),
-        ("--timed-wirings standard hybrid", "--timed-wirings hybrid: expected some of --wirings that are timed"),
+        ("--wirings ladder parallel", "--wirings ladder parallel: add standard, with which all others are compared"),
+        ("--timed-wirings standard hybrid", "--timed-wirings hybrid: expected some of --wirings that can be timed"),
         ("--sizes 8x3", "--sizes 8x3: expected one of small"),
-        ("--seeds 1 100", "--tuning-seed 100: is one of --seeds"),
+        ("--seeds 1 100", "--tuning-seed 100: must not be one of --seeds"),
         ("--seeds 1 1", "--seeds 1: is given twice"),
         ("--seeds -1", "--seeds -1: expected 0 or more"),
         ("--link 0", "--link 0: expected a time such as 1.2c or 2ms, or own"),
@@ -72,25 +72,25 @@ def test_the_report_alone() -> None:
         ("--timing-ranks 1", "--timing-ranks 1: expected 2 or more"),
         ("--timing-rounds 3", "--timing-rounds 3: expected 4 or more"),
         ("--iterations 0", "--iterations 0: expected 1 or more"),
-        ("--learning-rates 1e-3 0", "--learning-rates 0: expected more than 0"),
-        ("--warm-up-share 1", "--warm-up-share 1.0: leaves no step"),
-        ("--last-rate-share 2", "--last-rate-share 2.0: expected a share"),
-        ("--launcher no-such-program", "--launcher no-such-program: no-such-program is no program"),
-        ("-- --train-iters 5", "--train-iters behind --: a study sets it for each trial"),
+        ("--learning-rates 1e-3 0", "--learning-rates 0.0: expected above 0"),
+        ("--warm-up-share 1", "--warm-up-share 1.0: expected 0 or more, below 1"),
+        ("--last-rate-share 2", "--last-rate-share 2.0: expected 0 to 1"),
+        ("--launcher no-such-program", "--launcher no-such-program: no-such-program is not an executable"),
+        ("-- --train-iters 5", "--train-iters after --: a study sets this flag for each trial"),
         ("-- --no-such-flag 5", "--no-such-flag is not a flag of this program"),
-        # What the trainer itself has to say.
+        # Errors of the trainer.
         ("--global-batch-size 9", "--global-batch-size 9 is not a multiple of --micro-batch-size 8"),
         ("-- --tensor-model-parallel-size 3", "--num-attention-heads 4 is not divisible"),
     ],
 )
-def test_mistakes_name_the_flag(words: str, mistake: str) -> None:
+def test_errors_name_the_flag(words: str, mistake: str) -> None:
     found = mistakes_of(words)
     assert any(one.startswith(mistake) for one in found), found
 
 
-def test_mistakes_come_together_and_once() -> None:
+def test_all_errors_are_reported_together_and_once() -> None:
     assert len(mistakes_of("--wirings standard a --sizes b --link c --jobs 0 -- --seed 1")) == 5
-    # All seven wirings have it.
+    # All wirings have it.
     assert len(mistakes_of("--global-batch-size 9")) == 1
 
 
@@ -106,7 +106,7 @@ def resolved(wiring: str, words: str = "", **changes: Any) -> RunConfig:
     return run
 
 
-def test_trials_differ_in_their_wiring_alone() -> None:
+def test_trials_differ_only_in_their_wiring() -> None:
     runs = {wiring: resolved(wiring) for wiring in ALL_WIRINGS}
     assert {name: (run.model.residual_mode, run.model.ladder_layers) for name, run in runs.items()} == {
         "standard": ("standard", ()), "parallel": ("parallel", ()), "ladder": ("ladder", (0, 1, 2, 3)),
@@ -120,24 +120,24 @@ def test_trials_differ_in_their_wiring_alone() -> None:
     assert {run.training.seed for run in runs.values()} == {3}
 
 
-def test_a_trial_has_a_schedule_of_its_own_length() -> None:
+def test_a_schedule_has_the_length_of_its_trial() -> None:
     long, short = resolved("ladder", iterations=200), resolved("ladder", iterations=50, kind="tuning")
     assert (long.optimizer.lr, long.optimizer.min_lr) == (short.optimizer.lr, short.optimizer.min_lr) == (2e-3, 2e-4)
     assert (long.optimizer.lr_warmup_iters, short.optimizer.lr_warmup_iters) == (20, 5)
-    # Five evaluations, the last one of the finished model, whatever the number of steps.
+    # Five evaluations for any number of steps, the last one of the finished model.
     assert resolved("ladder", "--evaluations 5", iterations=137).logging.eval_interval == 28
     assert (long.training.train_iters, long.optimizer.lr_decay_iters) == (200, None)
     assert long.tokens_per_step == short.tokens_per_step == 8 * 256
     assert (long.model.num_layers, long.model.ffn_hidden_size, long.model.num_key_value_heads) == (4, 64, 2)
 
 
-def test_what_stands_behind_goes_to_every_trial() -> None:
+def test_training_flags_reach_every_trial() -> None:
     run = resolved("ladder", "-- --bf16 --tensor-model-parallel-size 2")
     assert run.training.bf16 and run.world_size == 2
     assert resolved("desync-2x", "-- --tensor-model-parallel-size 4 --num-query-groups 4").model.desync_tp == 4
 
 
-def test_trials_run_here_or_through_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_run_locally_or_through_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     here = request_of("")
     command = training_command(here, ("--train-data-path", "x"), trial_of("ladder"), 1)
@@ -147,7 +147,7 @@ def test_trials_run_here_or_through_a_launcher(monkeypatch: pytest.MonkeyPatch) 
     assert environment_of(here.options)["OMP_NUM_THREADS"] == "1"
     ranks = training_command(here, (), trial_of("desync-2x"), 2)
     assert "run_ranks" in ranks[3] and ranks[4:] == training_command(here, (), trial_of("desync-2x"), 1)[2:]
-    launched = parse_request([*FIRST.split(), "--launcher", f"{sys.executable} -m launcher --hosts 'a b'"])
+    launched = parse_options(["run", *FIRST.split(), "--launcher", f"{sys.executable} -m launcher --hosts 'a b'"])
     command = training_command(launched, (), trial_of("desync-2x"), 2)
     assert command[:5] == (sys.executable, "-m", "launcher", "--hosts", "a b")
     assert command[5].endswith("pretrain_ladder.py")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ladder.blueprint.model import parse_layers
-from megatron_ladder.lab.study.description import Study, read_study
+from megatron_ladder.lab.study.description import Study, read_study, write_study
 from megatron_ladder.lab.study.grid import (
     at_the_edge,
     choose_learning_rates,
@@ -17,7 +17,6 @@ from megatron_ladder.lab.study.grid import (
     token_trials,
     tuning_trials,
 )
-from megatron_ladder.lab.study.program import write_study
 from megatron_ladder.lab.study.trial import Trial
 from megatron_ladder.lab.study.wirings import ALL_WIRINGS, TIMED_WIRINGS, find_wiring
 from tests.unit.lab.study.standing_in import SIZE, step_times, study_of

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_ladder.lab.study.outcome import (
-    follow,
-    read_course,
+    merge_starts,
+    read_history,
     remove_checkpoints,
     remove_unevaluated_end,
     result_of,
@@ -43,8 +43,8 @@ CUT_OFF = [
 
 
 def test_lost_steps_are_dropped() -> None:
-    course = follow([*CUT_OFF, evaluation(40, 2.4), {"event": "stop", "code": 0}])
-    result = result_of(TRIAL, course, 7, 64, ("python",))
+    history = merge_starts([*CUT_OFF, evaluation(40, 2.4), {"event": "stop", "code": 0}])
+    result = result_of(TRIAL, history, 7, 64, ("python",))
     assert result is not None
     # Of the line of steps 21 to 30 the first two are kept, which took two tenths of its time.
     assert result.training == ((10, 5.0), (20, 4.0), (22, 3.0), (30, 2.7), (40, 2.5))
@@ -56,21 +56,21 @@ def test_lost_steps_are_dropped() -> None:
 
 @pytest.mark.parametrize("events", [[], CUT_OFF, [*CUT_OFF, {"event": "stop", "code": 0, "reason": "SIGTERM"}]])
 def test_a_trial_without_its_last_evaluation_is_not_done(events: list[dict[str, Any]]) -> None:
-    assert result_of(TRIAL, follow(events), 7, 64, ()) is None
+    assert result_of(TRIAL, merge_starts(events), 7, 64, ()) is None
 
 
 def test_bad_numbers_are_an_infinite_loss_of_a_learning_rate_alone() -> None:
-    course = follow([*CUT_OFF, {"event": "stop", "code": 3}])
-    assert result_of(TRIAL, course, 7, 64, ()) is None
-    tuning = result_of(Trial("tuning", "ladder", SIZE, 1, 1e-3, 40), course, 7, 64, ())
+    history = merge_starts([*CUT_OFF, {"event": "stop", "code": 3}])
+    assert result_of(TRIAL, history, 7, 64, ()) is None
+    tuning = result_of(Trial("tuning", "ladder", SIZE, 1, 1e-3, 40), history, 7, 64, ())
     assert tuning is not None and tuning.final_loss == math.inf
-    again = follow([*CUT_OFF, {"event": "stop", "code": 3}, start(30)])
+    again = merge_starts([*CUT_OFF, {"event": "stop", "code": 3}, start(30)])
     assert again.code is None
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
-    course = follow([*CUT_OFF, evaluation(40, "nan")])
-    result = result_of(TRIAL, course, 7, 64, ("python", "x"))
+    history = merge_starts([*CUT_OFF, evaluation(40, "nan")])
+    result = result_of(TRIAL, history, 7, 64, ("python", "x"))
     assert result is not None and result.final_loss == math.inf
     write_result(tmp_path, result)
     assert read_result(tmp_path) == result
@@ -99,4 +99,4 @@ def test_of_a_finished_trial_the_record_stays(tmp_path: Path) -> None:
     save(tmp_path, 40)
     remove_checkpoints(tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["run.jsonl"]
-    assert read_course(tmp_path).iteration == 40 and read_course(tmp_path / "none").starts == 0
+    assert read_history(tmp_path).iteration == 40 and read_history(tmp_path / "none").starts == 0

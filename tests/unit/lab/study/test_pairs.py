@@ -1,4 +1,4 @@
-"""Trials of one seed are pairs: their models start from the same weights, whatever the wiring."""
+"""Trials with the same seed start from the same weights, whatever the wiring."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ SIZE = "2x24x40x2x1x50"
 
 
 def matrices(wiring: str, seed: int = 3) -> dict[str, Tensor]:
-    """Canonical name -> initial weight, of all but the norms, of which a wiring may have fewer."""
+    """Map canonical names to initial weights, except norms, whose number depends on the wiring."""
     request = Request(RunOptions(Path("out"), sizes=(SIZE,)), ())
     run = resolve_trial(request, (), Trial("tokens", wiring, SIZE, seed, 1e-3, 10), [])
     model = LanguageModel(run.model, ProcessMesh.single(), seed=run.training.seed)

@@ -1,4 +1,4 @@
-"""A whole study with stand-ins for its trainings: what it runs, what it keeps, and how it goes on."""
+"""Whole studies with fake training runs: their trials, files and resumption."""
 
 import io
 import json
@@ -14,10 +14,10 @@ import pytest
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.study import program, scheduling
-from megatron_ladder.lab.study.description import read_study
-from megatron_ladder.lab.study.material import Material
+from megatron_ladder.lab.study.description import load_or_create_study, read_study, write_study
 from megatron_ladder.lab.study.options import Request, RunOptions
-from megatron_ladder.lab.study.progress import GridProgress, Position
+from megatron_ladder.lab.study.scheduling import GridProgress, TrialPosition
+from megatron_ladder.lab.study.training_data import TrainingData
 from megatron_ladder.lab.study.trial import Trial, read_result
 from tests.unit.lab.study.standing_in import SIZE, study_of, trainer, write_record
 
@@ -25,7 +25,7 @@ BASE = {"standard": 3.0, "ladder": 3.1}
 
 
 def usual(trial: Trial) -> dict[str, Any]:
-    """The higher learning rate of the two that are asked for is the best one."""
+    """Make the higher of the two learning rates the best one."""
     return {"loss": BASE[trial.wiring] + abs(trial.learning_rate - 2e-3)}
 
 
@@ -41,11 +41,11 @@ if not rows:
 with open(output, "w") as file:
     json.dump(rows, file)
 """
-"""Leaves the rows of its next run in a file."""
+"""Writes the rows of its next run to a file."""
 
 
 def benchmark_row(wiring: str, ratio: float) -> dict[str, Any]:
-    """Of the benchmark's JSON; a ratio above 9 is one that it doubts."""
+    """Return a row of the benchmark's JSON; a ratio above 9 is too noisy."""
     return {
         "wiring": wiring, "ratio_to_standard": ratio, "spread": 0.01, "median_seconds": 0.3 / ratio, "alpha": "1.2c",
         "verdict": "sound" if ratio < 9 else "too noisy to judge", "interconnect": "a wire", "alpha_seconds": 0.001,
@@ -53,7 +53,7 @@ def benchmark_row(wiring: str, ratio: float) -> dict[str, Any]:
 
 
 class Stand:
-    """A study of stand-ins, and what it has started."""
+    """A study with fake training runs, and a list of the started ones."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.options = RunOptions(
@@ -65,11 +65,11 @@ class Stand:
         self.started: list[str] = []
         self.reports: list[Path] = []
         monkeypatch.setattr(scheduling, "POLL_SECONDS", 0.01)
-        monkeypatch.setattr(program, "prepare_material", lambda request: Material((), "words"))
+        monkeypatch.setattr(program, "prepare_training_data", lambda request: TrainingData((), "words"))
         monkeypatch.setattr(program, "write_report", lambda folder, output: self.reports.append(output))
         monkeypatch.setattr(program, "training_command", self._command)
         self.timings: list[dict[str, float]] = [{"standard": 1.0, "ladder": 1.5}]
-        """Ratios that the benchmark measures, one after the other, the last one again and again; none: it fails."""
+        """Ratios of successive benchmarks, of which the last one repeats; an empty one fails."""
         monkeypatch.setattr(program, "timing_command", self._timing_command)
         original = program.StudyRun._job
 
@@ -84,13 +84,13 @@ class Stand:
         return trainer(save, trial.iterations, **self.behaviour(trial))
 
     def _timing_command(self, options: Any, study: Any, size: str, output: Path) -> tuple[str, ...]:
-        """A benchmark that takes no time."""
+        """Return the command of a fake benchmark."""
         rows = [[benchmark_row(*ratio) for ratio in ratios.items()] for ratios in self.timings]
         return (sys.executable, "-I", "-S", "-c", BENCHMARK, str(output), json.dumps(rows), "--tp", "2")
 
     @property
     def timed(self) -> int:
-        """Runs of the benchmark."""
+        """Number of benchmark runs."""
         found = list(self.options.output_dir.glob("timing/*/runs"))
         return len(found[0].read_text()) if found else 0
 
@@ -108,7 +108,7 @@ def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stand:
     return Stand(tmp_path / "study", monkeypatch)
 
 
-def test_a_study_is_done_once(stand: Stand) -> None:
+def test_a_study_runs_once(stand: Stand) -> None:
     stand.run()
     # 2 wirings x 2 rates and 2 further ones, 2 x 2 seeds at equal tokens, ladder x 2 seeds at equal time.
     kinds = [name.split("-")[0] for name in stand.started]
@@ -122,14 +122,14 @@ def test_a_study_is_done_once(stand: Stand) -> None:
     assert stand.started == []
 
 
-def test_what_is_done_is_left_out_and_what_is_not_goes_on(stand: Stand) -> None:
+def test_finished_trials_are_skipped(stand: Stand) -> None:
     stand.options = replace(stand.options, learning_rates=(2e-3,))
     stand.run()
     trials = stand.options.output_dir / "trials"
     (redone,) = trials.glob("tokens-*-ladder-seed2-*")
     (redone / "result.json").unlink()
     (redone / "checkpoints" / "run.jsonl").unlink()
-    # Killed between the end of its training and its result: nothing is trained again.
+    # Killed after training and before writing the result, so nothing is trained again.
     (recorded,) = trials.glob("tokens-*-standard-seed1-*")
     (recorded / "result.json").unlink()
     stand.run()
@@ -137,7 +137,7 @@ def test_what_is_done_is_left_out_and_what_is_not_goes_on(stand: Stand) -> None:
     assert read_result(redone) is not None and read_result(recorded) is not None
 
 
-def test_a_failed_trial_is_told_and_the_others_go_on(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_trials_continue_after_a_failure(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
     def behaviour(trial: Trial) -> dict[str, Any]:
         fails = (trial.kind, trial.wiring, trial.seed) == ("tokens", "ladder", 1)
         return {**usual(trial), "code": 7 if fails else 0}
@@ -146,18 +146,18 @@ def test_a_failed_trial_is_told_and_the_others_go_on(stand: Stand, capfd: pytest
     stand.options = replace(stand.options, learning_rates=(2e-3,))
     with pytest.raises(SystemExit) as caught:
         stand.run()
-    told = capfd.readouterr()
+    printed = capfd.readouterr()
     assert caught.value.code == 1 and len(stand.started) == 6
-    assert "ladder-seed1" in told.err and "exit code 7" in told.err and "output.txt" in told.err
-    assert "went wrong" in told.out
+    assert "ladder-seed1" in printed.err and "exit code 7" in printed.err and "output.txt" in printed.err
+    assert "went wrong" in printed.out
     assert len(stand.reports) == 1
     stand.behaviour = usual
     stand.run()
     assert len(stand.started) == 1
 
 
-def test_nothing_is_chosen_before_every_rate_is_tried(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
-    """Or a wiring whose tuning failed would be tried at more rates, later, than the others were."""
+def test_no_rate_is_chosen_before_all_are_tried(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
+    """Otherwise a wiring whose tuning failed would later try more rates than the others."""
     stand.behaviour = lambda trial: {
         **usual(trial), "code": 7 if trial.wiring == "ladder" and trial.learning_rate < 2e-3 else 0
     }  # fmt: skip
@@ -167,7 +167,7 @@ def test_nothing_is_chosen_before_every_rate_is_tried(stand: Stand, capfd: pytes
     assert study is not None and study.chosen == {} and len(stand.started) == 4
     stand.behaviour = usual
     stand.run()
-    # The one that failed, the further ones of both, and all the others.
+    # The failed trial, the further rates of both wirings, and all other trials.
     assert [name.split("-lr")[1] for name in stand.started[:3]] == ["0.001-it4", "0.004-it4", "0.004-it4"]
     assert len(stand.started) == 3 + 4 + 2
     capfd.readouterr()
@@ -175,8 +175,8 @@ def test_nothing_is_chosen_before_every_rate_is_tried(stand: Stand, capfd: pytes
     assert stand.started == [] and "at the edge" not in capfd.readouterr().out
 
 
-def test_checkpoints_that_were_kept_stay(stand: Stand) -> None:
-    """Whatever a later start is told: an adaptation may want them."""
+def test_kept_checkpoints_stay(stand: Stand) -> None:
+    """A later start without --keep-checkpoints keeps them, because an adaptation may need them."""
     stand.options = replace(stand.options, learning_rates=(2e-3,), keep_checkpoints=True)
     stand.run()
     trials = stand.options.output_dir / "trials"
@@ -202,10 +202,10 @@ def test_doubtful_step_times_are_measured_again(stand: Stand, capfd: pytest.Capt
     assert "***" not in capfd.readouterr().out
 
 
-def test_what_stays_doubtful_is_told(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
+def test_step_times_that_stay_doubtful_are_reported(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
     stand.options = replace(stand.options, learning_rates=(2e-3,))
     stand.timings = [{"standard": 1.0, "ladder": 9.5}]
-    # Its runs take as long as the others, so that the study has an end.
+    # The study still finishes.
     stand.run()
     study = read_study(stand.options.output_dir)
     assert study is not None and "in doubt" in study.step_times[SIZE].interconnect
@@ -224,7 +224,7 @@ def test_without_step_times_there_is_no_equal_time(stand: Stand, capfd: pytest.C
 
 
 def test_own_step_times_are_taken_once_from_all_trials(stand: Stand) -> None:
-    """The stand-ins all do 15 tokens a second in the median, so what is at equal time is what is at equal tokens."""
+    """All fake runs do 15 tokens per second, so runs at equal time are those at equal tokens."""
     stand.options = replace(stand.options, learning_rates=(2e-3,), link="own")
     stand.behaviour = lambda trial: {**usual(trial), "code": 7 if trial.seed == 2 and trial.wiring == "ladder" else 0}
     with pytest.raises(SystemExit):
@@ -237,14 +237,14 @@ def test_own_step_times_are_taken_once_from_all_trials(stand: Stand) -> None:
     assert study is not None and study.step_times[SIZE].speedup == {"standard": 1.0, "ladder": 1.0}
 
 
-def test_a_learning_rate_that_diverges_loses_and_is_no_failure(stand: Stand) -> None:
+def test_a_diverging_learning_rate_is_not_a_failure(stand: Stand) -> None:
     stand.behaviour = lambda trial: {
         **usual(trial), "code": 3 if trial.learning_rate > 1e-3 or trial.wiring == "ladder" else 0
     }  # fmt: skip
     with pytest.raises(SystemExit):
         stand.run()
     study = read_study(stand.options.output_dir)
-    # ladder diverges with all of them, and is trained no further.
+    # ladder diverges with all of them, and is not trained further.
     assert study is not None and study.chosen == {f"{SIZE}/standard": 1e-3}
     assert [name.split("-it")[0] for name in stand.started[4:]] == [
         f"tuning-{SIZE}-standard-seed100-lr0.0005",
@@ -252,21 +252,21 @@ def test_a_learning_rate_that_diverges_loses_and_is_no_failure(stand: Stand) -> 
     ]  # fmt: skip
 
 
-def test_a_signal_stops_it_and_it_goes_on_afterwards(stand: Stand, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_study_resumes_after_a_signal(stand: Stand, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     stand.options = replace(stand.options, learning_rates=(2e-3,))
     stand.behaviour = lambda trial: {**usual(trial), "seconds": 60.0}
 
-    def tick(progress: GridProgress, running: list[Trial]) -> None:
+    def update(progress: GridProgress, running: list[Trial]) -> None:
         records = [stand.options.output_dir / "trials" / one.name / "checkpoints/run.jsonl" for one in running]
         while not all(record.exists() and "progress" in record.read_text() for record in records):
             time.sleep(0.01)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(GridProgress, "tick", tick)
+    monkeypatch.setattr(GridProgress, "update", update)
     stand.run()
-    told = capfd.readouterr().out
-    assert "0 of about 6 trials are done" in told and "goes on from here" in told
-    assert told.count(": stopped") == 2 and "failed" not in told
+    printed = capfd.readouterr().out
+    assert "0 of about 6 trials are done" in printed and "command resumes the study" in printed
+    assert printed.count(": stopped") == 2 and "failed" not in printed
     assert stand.reports == [] and not list(stand.options.output_dir.rglob("result.json"))
     stand.behaviour = usual
     monkeypatch.undo()
@@ -277,16 +277,16 @@ def test_a_signal_stops_it_and_it_goes_on_afterwards(stand: Stand, monkeypatch: 
     assert again.result(f"tokens-{SIZE}-standard-seed1").attempts == 2
 
 
-def test_another_study_is_refused_by_what_differs(tmp_path: Path) -> None:
-    program.settle(tmp_path, study_of())
+def test_other_settings_are_rejected(tmp_path: Path) -> None:
+    load_or_create_study(tmp_path, study_of())
     done = replace(study_of(), chosen={"a/b": 1e-3})
-    program.write_study(tmp_path, done)
-    # What no result follows from may change.
-    assert program.settle(tmp_path, study_of(machine={"cores": "64"}, command=("x",))) == done
+    write_study(tmp_path, done)
+    # Fields on which no result depends can change.
+    assert load_or_create_study(tmp_path, study_of(machine={"cores": "64"}, command=("x",))) == done
     with pytest.raises(UserError) as caught:
-        program.settle(tmp_path, study_of(seeds=(1, 2, 3), training_flags=(), link="2c"))
+        load_or_create_study(tmp_path, study_of(seeds=(1, 2, 3), training_flags=(), link="2c"))
     assert len(caught.value.mistakes) == 3
-    assert "seeds: was [1, 2], now asked for [1, 2, 3]" in caught.value.mistakes[0]
+    assert "seeds: was [1, 2], now [1, 2, 3]" in caught.value.mistakes[0]
 
 
 def test_a_folder_has_one_study_at_a_time(stand: Stand) -> None:
@@ -298,30 +298,30 @@ def test_a_folder_has_one_study_at_a_time(stand: Stand) -> None:
         stand.run()
 
 
-def test_progress_is_of_the_whole_grid(tmp_path: Path) -> None:
+def test_progress_covers_the_whole_grid(tmp_path: Path) -> None:
     trials = [Trial("tokens", "ladder", SIZE, seed, 1e-3, 100) for seed in (1, 2, 3, 4)]
     at = {trial.name: 0 for trial in trials}
     now = 0.0
     out = io.StringIO()
     progress = GridProgress(
-        lambda trial: 10.0, lambda trial: Position(at[trial.name], 2.5, 99.0), out, lambda: now, expected=trials
+        lambda trial: 10.0, lambda trial: TrialPosition(at[trial.name], 2.5, 99.0), out, lambda: now, expected=trials
     )
     at[trials[0].name] = 50
     for trial in trials[:2]:
-        progress.starts(trial)
+        progress.start(trial)
     now, at[trials[0].name] = 100.0, 100
-    progress.ends(trials[0], "well")
+    progress.end(trials[0], "well")
     at[trials[1].name] = 50
-    # Half a trial before this start and none of the second: in 100 s one trial's worth; two and a half are left.
+    # In 100 s, half of the first trial and half of the second were done; two and a half trials are left.
     assert progress.status([trials[1]]) == (
         "1/4 trials | tokens ladder seed 2 lr 0.001: 50/100, loss 2.500, 99 tokens/s | 0:01:40 so far | 0:04:10 left"
     )
-    progress.tick([trials[1]])
-    progress.tick([trials[1]])
+    progress.update([trials[1]])
+    progress.update([trials[1]])
     assert len(out.getvalue().splitlines()) == 2 and out.getvalue().startswith("[1/4] tokens-")
 
 
-def test_a_trial_cut_off_before_its_last_evaluation_does_its_last_steps_again(stand: Stand) -> None:
+def test_a_trial_interrupted_before_its_last_evaluation_repeats_its_last_steps(stand: Stand) -> None:
     stand.options = replace(stand.options, learning_rates=(2e-3,))
     stand.run()
     (folder,) = (stand.options.output_dir / "trials").glob("tokens-*-ladder-seed2-*")
@@ -337,6 +337,6 @@ def test_a_trial_cut_off_before_its_last_evaluation_does_its_last_steps_again(st
 
     stand.behaviour = behaviour
     stand.run()
-    # Before the study looks at it, and when it is started.
+    # When the study collects it, and when it is started.
     assert stand.started == [folder.name] and seen[:2] == [["iter_0000005", "iter_0000010"], ["iter_0000005"]]
     assert json.loads((folder / "result.json").read_text())["trial"]["seed"] == 2

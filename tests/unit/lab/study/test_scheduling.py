@@ -1,4 +1,4 @@
-"""Jobs in slots, with programs that stand in for trainings."""
+"""Jobs in slots, with fake training runs."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ladder.lab.study.scheduling import Job, Pool, noting_signals
+from megatron_ladder.lab.study.scheduling import Job, Pool
 
 SLEEPER = "import time; print('here', flush=True); time.sleep({})"
 STUBBORN = (
@@ -34,7 +34,7 @@ def wait_for(path: Path, text: str) -> None:
         time.sleep(0.01)
 
 
-def test_jobs_start_in_order_in_as_many_slots_as_there_are(tmp_path: Path) -> None:
+def test_jobs_start_in_order_when_slots_are_free(tmp_path: Path) -> None:
     jobs = [job(tmp_path, name, SLEEPER.format(0.2), slots) for name, slots in [("a", 1), ("b", 2), ("c", 1), ("d", 9)]]
     seen: list[list[str]] = []
     codes: dict[str, int] = {}
@@ -45,11 +45,11 @@ def test_jobs_start_in_order_in_as_many_slots_as_there_are(tmp_path: Path) -> No
             seen.append(names)
 
     assert Pool(2, []).run(jobs, lambda ended, code: codes.update({ended.name: code}), tick)
-    # b needs both slots, so c waits behind it; d takes all that there are.
+    # b needs both slots, so c waits for it; d uses all slots.
     assert seen == [["a"], ["b"], ["c"], ["d"]] and codes == dict.fromkeys("abcd", 0)
 
 
-def test_two_jobs_run_side_by_side(tmp_path: Path) -> None:
+def test_two_jobs_run_at_the_same_time(tmp_path: Path) -> None:
     meeting = (
         "import os, sys, time\nopen({0!r}, 'w').close(); deadline = time.monotonic() + 20\n"
         "while not os.path.exists({1!r}): time.sleep(0.01) if time.monotonic() < deadline else sys.exit(1)\n"
@@ -61,7 +61,7 @@ def test_two_jobs_run_side_by_side(tmp_path: Path) -> None:
     assert codes == {"a": 0, "b": 0}, "each waits for the other"
 
 
-def test_a_failure_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+def test_other_jobs_continue_after_a_failure(tmp_path: Path) -> None:
     codes: dict[str, int] = {}
     jobs = [job(tmp_path, "bad", "print('why'); raise SystemExit(7)"), job(tmp_path, "good", "print('fine')")]
     assert Pool(1, []).run(jobs, lambda ended, code: codes.update({ended.name: code}))
@@ -69,7 +69,7 @@ def test_a_failure_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     assert (tmp_path / "bad" / "output.txt").read_text() == "why\n"
 
 
-def test_a_signal_lets_jobs_save_and_starts_no_more(tmp_path: Path) -> None:
+def test_after_a_signal_jobs_save_and_no_job_starts(tmp_path: Path) -> None:
     received: list[int] = []
     codes: dict[str, int] = {}
     before = set(psutil.Process().children())
@@ -85,7 +85,7 @@ def test_a_signal_lets_jobs_save_and_starts_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_job_that_does_not_end_is_ended(tmp_path: Path, signals: int) -> None:
+def test_a_job_that_ignores_sigterm_is_killed(tmp_path: Path, signals: int) -> None:
     received: list[int] = []
     codes: list[int] = []
 
@@ -97,23 +97,3 @@ def test_a_job_that_does_not_end_is_ended(tmp_path: Path, signals: int) -> None:
     began = time.monotonic()
     assert not Pool(1, received, grace).run([job(tmp_path, "a", STUBBORN)], lambda _, code: codes.append(code), tick)
     assert codes == [-signal.SIGKILL] and time.monotonic() - began < 30
-
-
-def test_a_signal_that_is_ignored_stays_so() -> None:
-    """As SIGHUP under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with noting_signals() as received:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert received == []
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_signals_are_noted_and_then_left_to_others_again() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with noting_signals() as received:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert received == [signal.SIGTERM]
-    assert signal.getsignal(signal.SIGTERM) is before

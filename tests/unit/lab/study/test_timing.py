@@ -1,4 +1,4 @@
-"""Times of steps: the benchmark's rows, and tokens a second of trials."""
+"""Step times, from a benchmark's rows or from the trials' tokens per second."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from megatron_ladder.lab.bench.options import parse_options
+from megatron_ladder.lab.study.commands import timing_command
 from megatron_ladder.lab.study.options import RunOptions
-from megatron_ladder.lab.study.timing import read_step_times, times_of_trials, timing_command
+from megatron_ladder.lab.study.outcome import read_step_times, times_of_trials
 from megatron_ladder.lab.study.trial import Result, Trial
 from tests.unit.lab.study.standing_in import SIZE, study_of
 
@@ -18,7 +19,7 @@ def row(wiring: str, ratio: float, verdict: str = "sound") -> dict[str, Any]:
             "interconnect": "emulated serial wire", "alpha": "1.2c", "alpha_seconds": 0.0015}  # fmt: skip
 
 
-def test_the_benchmark_is_asked_for_the_shape_and_the_batch_of_the_study() -> None:
+def test_the_benchmark_has_the_shape_and_batch_of_the_study() -> None:
     options = RunOptions(Path("out"), micro_batch_size=4, seq_length=64, link="2ms", timing_ranks=2, timing_rounds=9)
     study = study_of(wirings=("standard", "ladder", "staleness-2"), timed_wirings=("standard", "ladder", "staleness-2"))
     command = timing_command(options, study, SIZE, Path("rows.json"))
@@ -36,7 +37,7 @@ def test_rows_become_times(tmp_path: Path, verdict: str) -> None:
     times, doubts = read_step_times(tmp_path / "rows.json", study_of(), SIZE, ("benchmark.py", "--tp", "2"))
     assert times.speedup == {"standard": 1.0, "ladder": 1.4} and times.spread["ladder"] == 0.02 and times.ranks == 2
     assert times.interconnect.startswith("emulated serial wire, an all-reduce takes 1.500 ms (1.2c)")
-    # What is said of a bound is not of a wiring that is compared.
+    # The verdict on a bound does not concern a compared wiring.
     assert len(doubts) == (verdict != "sound") and ("in doubt" in times.interconnect) == bool(doubts)
 
 

@@ -1,4 +1,4 @@
-"""What the trials of a study are trained on, and on which machine."""
+"""The training data of a study, and a description of the machine."""
 
 import functools
 import os
@@ -20,43 +20,42 @@ from megatron_ladder.lab.study.options import Request
 
 DATA_NAME = "data"
 SPLIT = "96,4,0"
-"""Of the corpus that is made here, into training and validation, by files."""
+"""Split of the default corpus into training and validation, by files."""
 
 
 @dataclass(frozen=True)
-class Material:
+class TrainingData:
     """Training and validation data."""
 
     flags: tuple[str, ...]
-    """For the trainer; none if they stand behind -- already."""
-    words: str
-    """What it is."""
+    """For the trainer; none if they are given after --."""
+    description: str
 
 
-def prepare_material(request: Request) -> Material:
-    """Makes the corpus in the study's folder, unless data is named behind --.
+def prepare_training_data(request: Request) -> TrainingData:
+    """Build the default corpus in the study's folder, unless data is given after --.
 
     Raises:
-        UserError: sizes have several vocabularies, or the folder has a corpus with another one.
+        UserError: sizes have different vocabularies, or the folder has a corpus with another one.
     """
     data = read_training_flags(request.training_flags, []).data
     if any(getattr(data, name) for name in DATA_FIELDS):
         named = [str(word) for name in DATA_FIELDS for word in _words(getattr(data, name))]
-        return Material((), f"{' '.join(named)}{_tokens([*data.data_path, *data.train_data_path])}")
+        return TrainingData((), f"{' '.join(named)}{_tokens([*data.data_path, *data.train_data_path])}")
     folder = request.options.output_dir / DATA_NAME
     vocabularies = {find_size(size).vocab_size for size in request.options.sizes}
     if len(vocabularies) > 1:
         raise UserError(
-            f"--sizes have vocabularies of {', '.join(map(str, sorted(vocabularies)))}: the corpus that is made here "
-            "has one: give sizes with the same, or data of your own behind --"
+            f"--sizes have vocabularies of {', '.join(map(str, sorted(vocabularies)))}, but the default corpus has "
+            "one: give sizes with the same vocabulary, or other data after --"
         )
     prepare_corpus(folder, vocabularies.pop(), None, functools.partial(print, flush=True))
     sources = folder / "train_text_document"
-    # Held out of the same kind of text: wirings are compared by what they learn of it.
+    # Validation text of the same kind, because wirings are compared by how well they learn it.
     flags = ("--data-path", str(sources), "--split", SPLIT)
     tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "tokenizer.model"))
     about = f"the sources of Python {platform.python_version()}'s standard library, the last of them held out"
-    return Material((*flags, *tokenizer), f"{about} (--split {SPLIT}){_tokens([sources])}")
+    return TrainingData((*flags, *tokenizer), f"{about} (--split {SPLIT}){_tokens([sources])}")
 
 
 def _words(value: object) -> Sequence[object]:
@@ -64,7 +63,7 @@ def _words(value: object) -> Sequence[object]:
 
 
 def _tokens(prefixes: Sequence[Path]) -> str:
-    """How many, of the data sets that say so."""
+    """Describe the number of tokens of each data set that records it."""
     known = []
     for prefix in prefixes:
         sidecar = read_sidecar(prefix)
@@ -74,13 +73,13 @@ def _tokens(prefixes: Sequence[Path]) -> str:
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, cores, GPUs and versions."""
+    """Return processor, cores, GPUs and versions."""
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
         names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         processor = names[0] if names else processor
-    told = {
+    found = {
         "processor": processor,
         "cores": str(len(os.sched_getaffinity(0))),
         "python": platform.python_version(),
@@ -89,11 +88,11 @@ def describe_machine() -> dict[str, str]:
         "deepspeed": version("deepspeed"),
     }
     gpus = _gpus()
-    return {**told, "gpus": gpus} if gpus else told
+    return {**found, "gpus": gpus} if gpus else found
 
 
 def _gpus() -> str:
-    """Their names, as NVIDIA's tool has them; empty without."""
+    """Return the names of the GPUs from nvidia-smi; empty without GPUs."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""

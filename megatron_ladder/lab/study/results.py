@@ -1,7 +1,7 @@
-"""The results of a study, found by what they are for; any of them may not be there yet.
+"""The results of a study, grouped by their purpose; any of them can still be missing.
 
-A curve is a tuple of (position, validation loss in nats a token), ascending; its position is in iterations, in tokens,
-or in time. Time is counted in steps of the baseline under the interconnect: an iteration of a wiring takes 1 / speedup.
+A curve is a tuple of (position, validation loss in nats per token), ascending. Positions are iterations, tokens, or
+time. Time is counted in steps of the baseline under the interconnect: an iteration of a wiring takes 1 / speedup.
 """
 
 import math
@@ -10,40 +10,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.lab.study.description import STUDY_NAME, TRIALS_NAME, Study, read_study
-from megatron_ladder.lab.study.grid import key_of, timed_iterations
+from megatron_ladder.lab.study.grid import rate_key, timed_iterations
 from megatron_ladder.lab.study.statistics import CONFIDENCE, Paired, holm, paired
 from megatron_ladder.lab.study.trial import Kind, Result, read_result
 from megatron_ladder.lab.study.wirings import STANDARD
 
-Terms = Literal["tokens", "time"]
-"""At equal what runs are compared."""
+Budget = Literal["tokens", "time"]
+"""The quantity that compared runs have in common."""
 Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """A study with what is done of it."""
+class StudyResults:
+    """A study with its finished trials."""
 
     study: Study
-    results: tuple[Result, ...]
-    """But for an adaptation's; in the order of their folders' names."""
+    finished: tuple[Result, ...]
+    """Results in the order of their folders' names, without those of an adaptation."""
 
     def tuning(self, size: str, wiring: str) -> dict[float, float]:
-        """Learning rate -> final validation loss of its short run, ascending."""
+        """Map each learning rate to the final validation loss of its tuning run, ascending."""
         asked = (self.study.tuning_seed, self.study.tuning_iterations)
         found = [one for one in self._of("tuning", size, wiring) if (one.trial.seed, one.trial.iterations) == asked]
         return dict(sorted((one.trial.learning_rate, one.final_loss) for one in found))
 
-    def runs(self, terms: Terms, size: str, wiring: str) -> dict[int, Result]:
-        """Seed -> run of a wiring. One at equal time that is as long as at equal tokens is that run.
+    def runs(self, budget: Budget, size: str, wiring: str) -> dict[int, Result]:
+        """Map each seed to a wiring's run. If equal time and equal tokens have the same length, both are one run.
 
-        A folder may hold runs with a learning rate or a length of before; those that the study now asks for count.
+        Runs with a learning rate or length that the study no longer has are ignored.
         """
-        length = self.iterations(terms, size, wiring)
+        length = self.iterations(budget, size, wiring)
         kind: Kind = "tokens" if length == self.study.iterations else "time"
-        asked = (self.study.chosen.get(key_of(size, wiring)), length)
+        asked = (self.study.chosen.get(rate_key(size, wiring)), length)
         found = {
             one.trial.seed: one
             for one in self._of(kind, size, wiring)
@@ -51,51 +51,51 @@ class Gathered:
         }
         return {seed: found[seed] for seed in self.study.seeds if seed in found}
 
-    def iterations(self, terms: Terms, size: str, wiring: str) -> int | None:
-        """Of each run of a wiring; None for a wiring that is not timed."""
-        if terms == "tokens" or wiring == STANDARD:
+    def iterations(self, budget: Budget, size: str, wiring: str) -> int | None:
+        """Return the length of a wiring's runs; None for a wiring that is not timed."""
+        if budget == "tokens" or wiring == STANDARD:
             return self.study.iterations
         speedup = self.speedup(size, wiring)
         return None if speedup is None else timed_iterations(self.study.iterations, speedup)
 
-    def final_losses(self, terms: Terms, size: str, wiring: str) -> dict[int, float]:
-        """Seed -> validation loss of the finished model."""
-        return {seed: one.final_loss for seed, one in self.runs(terms, size, wiring).items()}
+    def final_losses(self, budget: Budget, size: str, wiring: str) -> dict[int, float]:
+        """Map each seed to the validation loss of the finished model."""
+        return {seed: one.final_loss for seed, one in self.runs(budget, size, wiring).items()}
 
-    def wirings(self, terms: Terms) -> tuple[str, ...]:
-        """Those of a comparison, the baseline first."""
-        named = self.study.wirings if terms == "tokens" else self.study.timed_wirings
+    def wirings(self, budget: Budget) -> tuple[str, ...]:
+        """Return the compared wirings, the baseline first."""
+        named = self.study.wirings if budget == "tokens" else self.study.timed_wirings
         return (STANDARD, *(name for name in named if name != STANDARD))
 
     def speedup(self, size: str, wiring: str) -> float | None:
-        """Baseline's step time over the wiring's; None while it is not measured."""
+        """Return the baseline's step time over the wiring's; None before it is measured."""
         times = self.study.step_times.get(size)
         if times is None:
             return None
         return 1.0 if wiring == STANDARD else times.speedup.get(wiring)
 
-    def comparisons(self, terms: Terms, size: str) -> "dict[str, Comparison]":
-        """Every wiring but the baseline -> how it ends, judged alone and as one of all in this table."""
-        baseline = self.final_losses(terms, size, STANDARD)
+    def comparisons(self, budget: Budget, size: str) -> "dict[str, Comparison]":
+        """Map every wiring but the baseline to its comparison, alone and adjusted for the whole table."""
+        baseline = self.final_losses(budget, size, STANDARD)
         found = {
-            wiring: paired(self.final_losses(terms, size, wiring), baseline) for wiring in self.wirings(terms)[1:]
+            wiring: paired(self.final_losses(budget, size, wiring), baseline) for wiring in self.wirings(budget)[1:]
         }
         adjusted = holm({wiring: one.p for wiring, one in found.items()})
         return {wiring: Comparison(one, adjusted[wiring]) for wiring, one in found.items()}
 
-    def curves(self, terms: Terms, size: str, wiring: str) -> dict[int, Curve]:
-        """Seed -> validation loss over tokens, or over time in steps of the baseline; none while it is not timed."""
+    def curves(self, budget: Budget, size: str, wiring: str) -> dict[int, Curve]:
+        """Map each seed to its curve over tokens, or over time in steps of the baseline; empty before it is timed."""
         speedup = self.speedup(size, wiring)
-        if terms == "time" and speedup is None:
+        if budget == "time" and speedup is None:
             return {}
-        step = self.study.tokens_per_step if terms == "tokens" else 1 / (speedup or 1.0)
+        step = self.study.tokens_per_step if budget == "tokens" else 1 / (speedup or 1.0)
         return {
             seed: tuple((iteration * step, loss) for iteration, loss in one.validation)
-            for seed, one in self.runs(terms, size, wiring).items()
+            for seed, one in self.runs(budget, size, wiring).items()
         }
 
     def missing(self) -> list[str]:
-        """What is still to run, a phrase each."""
+        """Describe the trials that still have to run, one phrase per group."""
         study, phrases = self.study, []
         for size in study.sizes:
             if len(study.learning_rates) > 1:
@@ -114,53 +114,49 @@ class Gathered:
         return phrases
 
     def diverges_always(self, size: str, wiring: str) -> bool:
-        """Whether no learning rate is left to train a wiring with: it is not run further."""
+        """Return whether a wiring diverged at every learning rate, so that it is not trained further."""
         losses = self.tuning(size, wiring)
         return len(losses) >= len(self.study.learning_rates) > 0 and not any(map(math.isfinite, losses.values()))
 
     def _of(self, kind: Kind, size: str, wiring: str) -> list[Result]:
         wanted = (kind, size, wiring)
-        return [one for one in self.results if (one.trial.kind, one.trial.size, one.trial.wiring) == wanted]
+        return [one for one in self.finished if (one.trial.kind, one.trial.size, one.trial.wiring) == wanted]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A wiring against the baseline."""
+    """A wiring compared with the baseline."""
 
     difference: Paired
     adjusted_p: float
-    """Holm's, among all comparisons of its table; NaN where there is no interval."""
+    """By Holm's correction, among all comparisons of its table; NaN without an interval."""
 
     @property
     def holds_among_all(self) -> bool:
-        """Whether it is told apart although several comparisons are made."""
+        """Whether the difference is significant among all comparisons of the table."""
         return self.adjusted_p <= 1 - CONFIDENCE
 
 
-def gather(folder: Path) -> Gathered:
-    """Reads a study's folder, finished or not.
+def read_results(folder: Path) -> StudyResults:
+    """Read a study's folder, finished or not.
 
     Raises:
-        UserError: there is no study in it, or a file of it cannot be read.
+        UserError: the folder contains no study, or an invalid file.
     """
     study = read_study(folder)
     if study is None:
         raise UserError(f"{folder}: no {STUDY_NAME}; expected the folder of a study")
     trials = folder / TRIALS_NAME
-    places = sorted(path for path in trials.iterdir() if path.is_dir()) if trials.is_dir() else []
+    folders = sorted(path for path in trials.iterdir() if path.is_dir()) if trials.is_dir() else []
     results: list[Result] = []
-    mistakes: list[str] = []
-    for place in places:
-        try:
-            result = read_result(place)
-        except UserError as error:
-            mistakes += error.mistakes
-        else:
-            # Those of an adaptation have a report of their own.
+    errors = ErrorCollector()
+    for trial in folders:
+        with errors.collect():
+            result = read_result(trial)
+            # An adaptation has a separate report.
             results += [] if result is None or result.trial.kind == "adapt" else [result]
-    if mistakes:
-        raise UserError(*mistakes)
-    return Gathered(study, tuple(results))
+    errors.raise_if_any()
+    return StudyResults(study, tuple(results))
 
 
 def _phrases(what: str, short: Mapping[str, int]) -> list[str]:

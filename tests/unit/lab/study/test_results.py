@@ -1,4 +1,4 @@
-"""Which results of a folder count for what, and what is still missing."""
+"""Selection of a study's results by purpose, and the list of missing trials."""
 
 import json
 import math
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.study.gathered import gather
+from megatron_ladder.lab.study.results import read_results
 from megatron_ladder.lab.study.trial import RESULT_NAME
 from tests.unit.lab.study.synthetic import made_up_study, write_all, write_run, write_study
 
 
-def test_runs_of_another_learning_rate_or_length_or_seed_do_not_count(tmp_path: Path) -> None:
+def test_runs_with_other_settings_are_ignored(tmp_path: Path) -> None:
     write_study(tmp_path, made_up_study())
     write_run(tmp_path, "tokens", "ladder", 2, 3.2)
     write_run(tmp_path, "tokens", "ladder", 2, 1.0, rate=4e-3)
@@ -24,32 +24,32 @@ def test_runs_of_another_learning_rate_or_length_or_seed_do_not_count(tmp_path: 
     write_run(tmp_path, "time", "ladder", 2, 1.0, iterations=140)
     write_run(tmp_path, "tuning", "ladder", 9, 3.4, iterations=40)
     write_run(tmp_path, "tuning", "ladder", 99, 9.0, iterations=40)
-    gathered = gather(tmp_path)
-    assert gathered.final_losses("tokens", "tiny", "ladder") == {2: pytest.approx(3.2)}
-    assert gathered.final_losses("time", "tiny", "ladder") == {3: pytest.approx(3.3)}
-    assert gathered.tuning("tiny", "ladder") == {2e-3: pytest.approx(3.4)}
+    results = read_results(tmp_path)
+    assert results.final_losses("tokens", "tiny", "ladder") == {2: pytest.approx(3.2)}
+    assert results.final_losses("time", "tiny", "ladder") == {3: pytest.approx(3.3)}
+    assert results.tuning("tiny", "ladder") == {2e-3: pytest.approx(3.4)}
 
 
-def test_at_equal_time_standard_and_a_wiring_as_slow_as_it_have_their_runs_at_equal_tokens(tmp_path: Path) -> None:
+def test_runs_of_the_same_length_serve_equal_tokens_and_equal_time(tmp_path: Path) -> None:
     study = made_up_study()
     slow = replace(study.step_times["tiny"], speedup={"standard": 1.0, "parallel": 1.001})
     write_study(tmp_path, replace(study, step_times={"tiny": slow}))
     for wiring in ("standard", "parallel", "ladder"):
         write_run(tmp_path, "tokens", wiring, 1, 3.0)
-    gathered = gather(tmp_path)
-    assert [len(gathered.runs("time", "tiny", name)) for name in ("standard", "parallel", "ladder")] == [1, 1, 0]
-    assert gathered.missing()[-1] == "tiny, equal time: parallel (2)"
+    results = read_results(tmp_path)
+    assert [len(results.runs("time", "tiny", name)) for name in ("standard", "parallel", "ladder")] == [1, 1, 0]
+    assert results.missing()[-1] == "tiny, equal time: parallel (2)"
 
 
 def test_time_is_counted_in_steps_of_standard(tmp_path: Path) -> None:
     write_study(tmp_path, made_up_study())
     write_run(tmp_path, "time", "ladder", 1, 3.0, iterations=150)
     write_run(tmp_path, "tokens", "hybrid", 1, 3.0)
-    gathered = gather(tmp_path)
-    positions = [position for position, _ in gathered.curves("time", "tiny", "ladder")[1]]
+    results = read_results(tmp_path)
+    positions = [position for position, _ in results.curves("time", "tiny", "ladder")[1]]
     assert positions == pytest.approx([10 * step for step in range(1, 11)])
-    assert gathered.curves("tokens", "tiny", "hybrid")[1][-1] == (100_000, pytest.approx(3.0))
-    assert gathered.curves("time", "tiny", "hybrid") == {}
+    assert results.curves("tokens", "tiny", "hybrid")[1][-1] == (100_000, pytest.approx(3.0))
+    assert results.curves("time", "tiny", "hybrid") == {}
 
 
 def test_comparisons_are_paired_by_seed_and_adjusted_within_their_table(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_comparisons_are_paired_by_seed_and_adjusted_within_their_table(tmp_path
         write_run(tmp_path, "tokens", "standard", seed, loss)
         write_run(tmp_path, "tokens", "ladder", seed, loss + 0.1 + 0.001 * seed)
         write_run(tmp_path, "tokens", "parallel", seed, loss + 0.1 * (seed - 2))
-    found = gather(tmp_path).comparisons("tokens", "tiny")
+    found = read_results(tmp_path).comparisons("tokens", "tiny")
     ladder, parallel, hybrid = found["ladder"], found["parallel"], found["hybrid"]
     assert ladder.difference.mean == pytest.approx(0.102)
     assert ladder.adjusted_p == pytest.approx(2 * ladder.difference.p) and ladder.holds_among_all
@@ -66,19 +66,19 @@ def test_comparisons_are_paired_by_seed_and_adjusted_within_their_table(tmp_path
     assert hybrid.difference.pairs == 0 and not hybrid.holds_among_all
 
 
-def test_a_finished_study_misses_nothing(tmp_path: Path) -> None:
+def test_a_finished_study_has_no_missing_trials(tmp_path: Path) -> None:
     write_all(tmp_path, made_up_study(), {})
-    assert gather(tmp_path).missing() == []
+    assert read_results(tmp_path).missing() == []
 
 
-def test_what_is_missing_is_counted(tmp_path: Path) -> None:
+def test_missing_trials_are_counted(tmp_path: Path) -> None:
     study = made_up_study(step_times={}, chosen={"tiny/standard": 2e-3})
     write_study(tmp_path, study)
     write_run(tmp_path, "tuning", "standard", 9, 3.0, iterations=40)
     write_run(tmp_path, "tokens", "standard", 1, 3.0)
     for rate in study.learning_rates:
         write_run(tmp_path, "tuning", "hybrid", 9, math.inf, iterations=40, rate=rate)
-    assert gather(tmp_path).missing() == [
+    assert read_results(tmp_path).missing() == [
         "tiny, choosing a learning rate: standard (2), parallel (3), ladder (3)",
         "tiny: the step times",
         "tiny, equal tokens: standard (2), parallel (3), ladder (3)",
@@ -86,14 +86,14 @@ def test_what_is_missing_is_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_without_a_study_and_results_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_a_missing_study_and_invalid_results_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no study\.json"):
-        gather(tmp_path)
+        read_results(tmp_path)
     write_study(tmp_path, made_up_study())
     for seed in (1, 2):
         write_run(tmp_path, "tokens", "ladder", seed, 3.0)
     for path in tmp_path.glob(f"trials/*/{RESULT_NAME}"):
         path.write_text(json.dumps({"trial": {}}))
     with pytest.raises(UserError) as caught:
-        gather(tmp_path)
+        read_results(tmp_path)
     assert len(caught.value.mistakes) == 2
