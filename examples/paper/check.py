@@ -31,7 +31,6 @@ from megatron_ladder.lab.cost.hardware import CLUSTERS, UNCALIBRATED_RANGE, Clus
 from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout, worst_memory  # noqa: E402
 from megatron_ladder.lab.cost.training import LayerTime, step_time  # noqa: E402
 from megatron_ladder.model.language_model import LanguageModel  # noqa: E402
-from megatron_ladder.train.stream_inputs import streaming_mistakes  # noqa: E402
 
 SCRIPT = REPOSITORY / "examples" / "paper" / "train.sh"
 COLUMNS = (
@@ -89,7 +88,6 @@ def read_command(words: Sequence[str], processes: int) -> RunConfig:
     """
     mistakes: list[str] = []
     flags = parse_run(words, mistakes)
-    mistakes += streaming_mistakes(flags.data)
     run = resolve_run(flags, flags.model.vocab_size or 1, processes, mistakes)
     deepspeed_json(run, mistakes)
     if mistakes:

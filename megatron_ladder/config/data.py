@@ -48,7 +48,11 @@ class DataConfig:
     loss_on: Literal["all", "assistant"] | None = None
     """Tokens of conversations that are labels: all tokens, or only those of the assistant. By default the assistant's,
     if the data marks them."""
-    streaming: tuple[str, ...] = ()
+    streaming: tuple[str, ...] = flag(
+        (),
+        requires="--tokenizer-type",
+        excludes=("--data-path", "--train-data-path", "--data-args-path", "--megatron-order", "--loss-on assistant"),
+    )
     """Text to train on without token files, instead of --data-path: JSON lines (also .gz and .zst), Parquet or plain
     text files, glob patterns, or hf://NAME[:CONFIG][@SPLIT]. The text is tokenized during training."""
     streaming_key: str = flag("text", requires="--streaming")

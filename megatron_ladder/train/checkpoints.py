@@ -28,7 +28,7 @@ from megatron_ladder.checkpoint.weights import stored_model
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import say
-from megatron_ladder.train.resume_rules import schedule_note
+from megatron_ladder.train.resume import schedule_note
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.small_files import SmallFiles
 

@@ -12,7 +12,6 @@ from megatron_ladder.cli.programs import PROGRAMS, load_program, script_of
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import UserError
-from megatron_ladder.train.stream_inputs import streaming_mistakes
 from tests.docs.pages import ROOT
 from tests.docs.shell import OPEN_END
 
@@ -128,7 +127,6 @@ def _read_training(words: Sequence[str], processes: int | None, open_end: bool, 
     flags = parse_run(words, mistakes)
     if open_end:
         return
-    mistakes += streaming_mistakes(flags.data)
     if processes is None:
         processes = flags.parallel.tensor_model_parallel_size * flags.parallel.pipeline_model_parallel_size
     run = resolve_run(flags, flags.model.vocab_size or VOCABULARY, processes, mistakes)

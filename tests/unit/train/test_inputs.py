@@ -47,12 +47,12 @@ def test_what_a_run_cannot_use_is_told_before_it_starts(tmp_path: Path, monkeypa
     with pytest.raises(UserError) as raised:
         read_inputs([*SIZES, *words.split(), "--load", f"{tmp_path}/iter_0000009"], Place(0, 1, 0))
     starts = [
-        f"{prefix}: holds token ids up to 99, the model has 67",
+        "--compile-sub-blocks: no C++ compiler was found",
         f"--save {tmp_path}/file: cannot be written to",
         f"--tensorboard-dir {tmp_path}/file/x: cannot be written to",
         f"--profile-dir {tmp_path}/file/y: cannot be written to",
-        "--compile-sub-blocks: no C++ compiler was found",
         f"--load {tmp_path}/iter_0000009: there is no such",
+        f"{prefix}: holds token ids up to 99, the model has 67",
     ]
     assert [line.startswith(start) for line, start in zip(raised.value.mistakes, starts, strict=True)] == [True] * 6
 
@@ -99,7 +99,7 @@ def test_a_missing_checkpoint_ends_the_run_if_asked(tmp_path: Path) -> None:
 
     assert mistakes("") == []
     assert mistakes("--exit-on-missing-checkpoint") == [
-        f"--load {tmp_path}: holds no checkpoint, and --exit-on-missing-checkpoint asks for one"
+        f"--load {tmp_path}: holds no checkpoint, and --exit-on-missing-checkpoint requires one"
     ]
 
 

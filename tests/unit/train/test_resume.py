@@ -8,7 +8,8 @@ import pytest
 
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.engine.optimizer import build_schedule
-from megatron_ladder.train.resume_rules import resumed_run, schedule_note
+from megatron_ladder.errors import ErrorCollector
+from megatron_ladder.train.resume import resumed_run, schedule_note
 
 BASE = "--seq-length 16 --hidden-size 32 --num-attention-heads 4 --load c"
 TRAINED = "--train-iters 100 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 10"
@@ -30,9 +31,9 @@ def checkpoint_of(run: RunConfig, kinds: tuple[str, ...] = ("weight", "exp_avg")
 
 
 def resume(words: str, trained: str = TRAINED) -> tuple[RunConfig, list[str]]:
-    mistakes: list[str] = []
-    run = resumed_run(run_of(words), checkpoint_of(run_of(trained)), mistakes)
-    return run, [mistake.split(":")[0] for mistake in mistakes]
+    errors = ErrorCollector()
+    run = resumed_run(run_of(words), checkpoint_of(run_of(trained)), errors)
+    return run, [message.split(":")[0] for message in errors.messages]
 
 
 def rates(run: RunConfig) -> list[float]:
@@ -78,9 +79,9 @@ def test_a_longer_run_decays_as_it_did() -> None:
     assert not mistakes and rates(run) == rates(run_of(TRAINED)) and run.training.train_iters == 300
     note = schedule_note(run, checkpoint_of(run_of(TRAINED)))
     assert note is not None and "ends at iteration 100;" in note
-    again: list[str] = []
+    again = ErrorCollector()
     third = resumed_run(run_of(longer.replace("300", "400")), checkpoint_of(run), again)
-    assert not again and rates(third) == rates(run_of(TRAINED))
+    assert not again.messages and rates(third) == rates(run_of(TRAINED))
     stretched, mistakes = resume(f"{longer} {OVERRIDE}")
     assert not mistakes and rates(stretched) == rates(run_of(longer)) != rates(run_of(TRAINED))
     assert schedule_note(stretched, checkpoint_of(run_of(TRAINED))) is None
@@ -111,10 +112,10 @@ def test_an_evaluation_has_no_schedule() -> None:
 
 def test_weights_alone_are_no_run_to_continue() -> None:
     for words, refused in (("", True), ("--finetune", False), ("--no-load-optim", False), ("--skip-train", False)):
-        mistakes: list[str] = []
+        errors = ErrorCollector()
         run = run_of(f"{TRAINED} {words}")
-        assert resumed_run(run, checkpoint_of(run, ("weight",)), mistakes) == run or words != "--finetune"
-        assert [("give --finetune, or --no-load-optim" in line) for line in mistakes] == [True] * refused
+        assert resumed_run(run, checkpoint_of(run, ("weight",)), errors) == run or words != "--finetune"
+        assert [("give --finetune, or --no-load-optim" in line) for line in errors.messages] == [True] * refused
 
 
 def test_flags_that_contradict_each_other() -> None:

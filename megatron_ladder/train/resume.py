@@ -1,0 +1,151 @@
+"""Comparison of a run with the checkpoint that it resumes: model, order of samples, schedule and data.
+
+The schedule determines the loss curve, so a resumed run keeps it. Another value on the command line is an error unless
+one of two flags decides between the values; their names and meaning are Megatron's. Only --train-iters may change
+freely, and the decay of the learning rate still ends where it did.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
+from megatron_ladder.checkpoint.publish import is_published_name
+from megatron_ladder.checkpoint.weights import stored_model
+from megatron_ladder.config.run import RunConfig
+from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.data.identity import data_changes
+from megatron_ladder.engine.optimizer import complete_schedule
+from megatron_ladder.errors import ErrorCollector, UserError
+from megatron_ladder.flags import flag_name
+
+_FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
+"""Fields of the model that a resumed run may change, because they affect no stored tensor and no step."""
+_DEFINES_ORDER = ("seed", "seq_length")
+"""Fields that a resumed run must not change, because they determine the order of samples."""
+_SCHEDULE = ("lr", "lr_warmup_iters", "lr_decay_style")
+_DECAY = ("min_lr", "lr_decay_iters")
+"""Without effect in the style `constant`."""
+_WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
+"""Only effective in the style `WSD`."""
+_ADAMW = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
+
+
+def open_checkpoint(run: RunConfig, vocabulary_is_known: bool, errors: ErrorCollector) -> Checkpoint | None:
+    """Return the checkpoint that --load names, or None if the directory has none.
+
+    Args:
+        vocabulary_is_known: False if the vocabulary's size is only a placeholder.
+        errors: receives one line per difference between checkpoint and command line.
+    """
+    load = run.checkpoint.load
+    if load is None:
+        return None
+    if is_published_name(load.name) and not load.exists():
+        errors.add(f"--load {load}: there is no such checkpoint")
+        return None
+    with errors.collect():
+        checkpoint = find_checkpoint(load)
+        if checkpoint is not None:
+            ignored = _FREE_TO_CHANGE if vocabulary_is_known else (*_FREE_TO_CHANGE, "vocab_size")
+            errors.add(*_model_differences(run, checkpoint, ignored))
+            return checkpoint
+        for flag, required in (
+            ("--exit-on-missing-checkpoint", run.checkpoint.exit_on_missing_checkpoint),
+            ("--skip-train", run.logging.skip_train),
+        ):
+            if required:
+                raise UserError(f"--load {load}: holds no checkpoint, and {flag} requires one")
+    return None
+
+
+def _model_differences(run: RunConfig, checkpoint: Checkpoint, ignored: Sequence[str]) -> list[str]:
+    """Return one line per value of the command line that contradicts the checkpoint."""
+    model = stored_model(checkpoint)
+    stored, given = model.to_dict(), run.model.to_dict()
+    pairs = {name: (given[name], stored[name]) for name in stored if name not in ignored}
+    # Derived values are compared only if the wirings agree, and reported under the name of a flag.
+    ours, theirs = pairs.pop("desync_tp")
+    if model.residual_mode == run.model.residual_mode:
+        pairs["tensor_model_parallel_size"] = ours, theirs
+    else:
+        del pairs["desync_interval"]
+    training = checkpoint.manifest.get("run", {}).get("training", {})
+    if not run.loads_only_weights:
+        pairs |= {name: (getattr(run.training, name), training[name]) for name in _DEFINES_ORDER if name in training}
+    return [
+        f"{flag_name(name)} {ours}: {checkpoint.directory} was trained with {theirs}"
+        for name, (ours, theirs) in pairs.items()
+        if ours != theirs
+    ]
+
+
+def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) -> RunConfig:
+    """Return the run with the schedule that it continues with; `errors` receives one line per rejected change."""
+    options, stored = run.checkpoint, checkpoint.manifest.get("run", {})
+    if run.loads_only_weights:
+        return run
+    if options.load_optim and not checkpoint.tensors("exp_avg"):
+        errors.add(
+            f"--load {checkpoint.directory}: holds weights and no optimizer: give --finetune, or --no-load-optim"
+        )
+    if options.override_opt_param_scheduler or "optimizer" not in stored:
+        return run
+    train_iters = stored.get("training", {}).get("train_iters", run.training.train_iters)
+    theirs = _complete(run.optimizer, stored["optimizer"], train_iters)
+    if options.use_checkpoint_opt_param_scheduler:
+        return replace(run, optimizer=replace(run.optimizer, **theirs))
+    ours = _complete(run.optimizer, {}, theirs["lr_decay_iters"])
+    compared = [*_SCHEDULE, *_ADAMW]
+    if not ours["lr_decay_style"] == theirs["lr_decay_style"] == "constant":
+        compared += _DECAY
+    if "WSD" in (ours["lr_decay_style"], theirs["lr_decay_style"]):
+        compared += _WSD
+    errors.add(*(
+        f"{flag_name(name)} {ours[name]}: {checkpoint.directory} was trained with {theirs[name]}: give "
+        "--override-opt-param-scheduler to change it, or --use-checkpoint-opt-param-scheduler to keep the stored value"
+        for name in compared
+        if ours[name] != theirs[name]
+    ))  # fmt: skip
+    return replace(run, optimizer=replace(run.optimizer, **ours))
+
+
+def _complete(optimizer: OptimizerConfig, changes: dict[str, Any], train_iters: int) -> dict[str, Any]:
+    """Return the hyperparameters of schedule and AdamW, with derived values filled in."""
+    known = {name: value for name, value in changes.items() if name in (*_SCHEDULE, *_DECAY, *_WSD, *_ADAMW)}
+    values = asdict(complete_schedule(replace(optimizer, **known), train_iters))
+    return {name: values[name] for name in (*_SCHEDULE, *_DECAY, *_WSD, *_ADAMW)}
+
+
+def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:
+    """Return a note about the schedule of a run that is longer or shorter than the run that saved the checkpoint."""
+    stored = checkpoint.manifest.get("run", {}).get("training", {}).get("train_iters")
+    end = run.optimizer.lr_decay_iters
+    if stored in (None, run.training.train_iters) or run.optimizer.lr_decay_style == "constant" or end is None:
+        return None
+    return (
+        f"--train-iters {run.training.train_iters}, and the checkpoint was trained for {stored}: the decay of the "
+        f"learning rate ends at iteration {end}; --lr-decay-iters with --override-opt-param-scheduler moves it"
+    )
+
+
+def check_same_data(checkpoint: Checkpoint, data: dict[str, Any], allowed: bool, rank: int) -> None:
+    """Compare the data of a resumed run with the checkpoint's.
+
+    Args:
+        data: the description of the run's data.
+        allowed: whether changes are allowed, and only reported on rank 0.
+
+    Raises:
+        UserError: one line per change, if changes are not allowed.
+    """
+    changes = data_changes(checkpoint.manifest.get("data", {}), data)
+    if changes and not allowed:
+        raise UserError(*(
+            f"{change} in {checkpoint.directory}: give the same data, or --allow-data-change to read other samples"
+            for change in changes
+        ))  # fmt: skip
+    if changes and rank == 0:
+        for change in changes:
+            print(f"*** --allow-data-change: {change} in {checkpoint.directory} ***", flush=True)
+        print(f"*** the run continues at sample {checkpoint.consumed_samples} of the new order ***", flush=True)
