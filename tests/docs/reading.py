@@ -21,7 +21,7 @@ VOCABULARY = 32000
 """Ids of a tokenizer that is not there."""
 LEFT_OUT = (" is required", ": expected one directory")
 """Ends of what programs say of words that a page leaves out."""
-NOT_HERE = "is no program that can be started"
+NOT_HERE = "is not an executable program"
 """End of what programs say of another one that this machine has not got."""
 
 
