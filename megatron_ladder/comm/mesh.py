@@ -1,9 +1,9 @@
-"""The process mesh: which ranks share a layer, which share a batch, which follow one another.
+"""The process mesh: the tensor-parallel, data-parallel and pipeline-parallel groups of a rank.
 
-Ranks lie as `arange(world).view(pipeline, data, tensor)`: neighbours in rank, which a launcher puts on one
-machine, are tensor-parallel, the most talkative dimension. The mesh is built once and handed on.
+Ranks are numbered as `arange(world).view(pipeline, data, tensor)`: neighbouring ranks, which a launcher puts on one
+machine, are tensor-parallel, the dimension that communicates most. The mesh is built once and passed on.
 
-Every group has a communicator of its own; `nccl.py` says in which order they are used.
+Every group has a separate communicator; `nccl.py` describes the order of their collectives.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ class ProcessMesh:
     world: CommGroup
     """Every rank."""
     tensor: CommGroup
-    """Ranks that each hold a slice of the same layers."""
+    """Ranks that hold different slices of the same layers."""
     data: CommGroup
-    """Ranks that hold the same slices and see different samples."""
+    """Ranks that hold the same slices and process different samples."""
     pipeline: CommGroup
     """Ranks that hold the same slices of successive ranges of layers."""
     model: CommGroup
@@ -36,9 +36,9 @@ class ProcessMesh:
     kv_replica: CommGroup
     """Tensor-parallel ranks that hold the same key and value heads."""
     ends: CommGroup
-    """Ranks that hold the same slices of the first and of the last stage, where tied embeddings meet."""
+    """Ranks that hold the same slices of the first and of the last stage, which share tied embeddings."""
     sequence_parallel: bool = False
-    """Whether a tensor-parallel rank holds only its part of the positions of the residual stream."""
+    """Whether a tensor-parallel rank holds only a part of the positions of the residual stream."""
 
     @property
     def stream(self) -> StreamLayout:
@@ -49,7 +49,7 @@ class ProcessMesh:
 
     @staticmethod
     def single() -> "ProcessMesh":
-        """The mesh of one process; needs no torch.distributed."""
+        """Return the mesh of one process, which needs no torch.distributed."""
         alone = CommGroup.alone()
         return ProcessMesh(alone, alone, alone, alone, alone, alone, alone)
 
@@ -62,22 +62,22 @@ class ProcessMesh:
         sequence_parallel: bool = False,
         tp_comm_max_ctas: int = 0,
     ) -> "ProcessMesh":
-        """Makes the groups; every rank of the default process group must call this alike.
+        """Create the groups; every rank of the default process group must make the same call.
 
         Args:
-            kv_replicas: tensor-parallel ranks that share one key and value head.
-            timeout: after which a collective of any of the groups is an error; torch's default if not given.
-            tp_comm_max_ctas: most multiprocessors that a tensor-parallel collective takes on a GPU; 0: NCCL's choice.
+            kv_replicas: number of tensor-parallel ranks that share a key and value head.
+            timeout: of every collective; the default is torch's.
+            tp_comm_max_ctas: maximum of multiprocessors per tensor-parallel collective on a GPU; 0 leaves it to NCCL.
 
         Raises:
-            ValueError: the world's size is not a multiple of tensor x pipeline.
+            ValueError: the world size is not a multiple of tensor x pipeline.
         """
         world_size, rank = dist.get_world_size(), dist.get_rank()
         if world_size % (tensor_parallel * pipeline_parallel):
             raise ValueError(f"{world_size} ranks cannot form {tensor_parallel} x {pipeline_parallel} model ranks")
         grid = torch.arange(world_size).view(pipeline_parallel, -1, tensor_parallel)
         everyone = CommGroup(range(world_size), rank, dist.group.WORLD)
-        # DeepSpeed asks for a process group also where a rank is alone; only that rank need take part in making it.
+        # DeepSpeed needs a process group even for a group of one rank; only that rank has to create it.
         process_group = dist.group.WORLD
         if world_size > 1:
             process_group = dist.new_group([rank], timeout, use_local_synchronization=True)
@@ -104,7 +104,7 @@ class ProcessMesh:
         )
 
     def describe(self) -> str:
-        """The grid in words."""
+        """Return a description of the grid for the log."""
         sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size} x data {self.data.size}"
         cut = ", the sequence cut over the tensor ranks" if self.stream.shards > 1 else ""
         return f"{self.world.size} process{'es' if self.world.size > 1 else ''}: {sizes}{cut}"
@@ -117,7 +117,7 @@ def _group_of(
     name: str,
     make_options: Callable[[], Any] = lambda: None,
 ) -> CommGroup:
-    """Makes a process group called `name` of each row of `rows`, and returns the one that holds this rank."""
+    """Create a process group called `name` from each row of `rows`, and return the one that contains this rank."""
     mine, rank = alone, alone.ranks[0]
     if rows.shape[1] == 1:
         return mine

@@ -1,16 +1,15 @@
-"""What NCCL is told about a group, and what CUDA's environment means for reduces that run under products.
+"""NCCL options for groups whose collectives overlap with computation, and the CUDA setting that affects the overlap.
 
-The tensor-parallel group's communicator is one of its own. Its kernels are on a stream of high priority: a product that
-was launched earlier fills every multiprocessor, and the reduce gets the next ones that become free, before any block of
-the product that waits. And it may take no more than a bounded number of multiprocessors, for each that it takes is lost
-to the product that hides it.
+The tensor-parallel group has a separate communicator. Its kernels run on a high-priority stream: a product that was
+launched earlier fills every multiprocessor, and the reduce gets the next ones that become free, before the product's
+waiting blocks. The number of multiprocessors per collective can be bounded, because the product that hides the
+collective cannot use them.
 
-Collectives of several communicators (tensor, data, pipeline) must be issued in one order on all ranks that share them,
-or each of two ranks may wait in the one that the other has yet to start. That order is kept by how they are issued:
-every collective of a rank is issued by the one thread that runs the model at that time (autograd's, while the main one
-waits for it in backward), in the order of the program, and all ranks of one stage run the same program: reduces of a
-model by its walk over sub-blocks, those of gradients by hooks that the same walk fires, transfers between stages by the
-schedule, of which each sender has its receiver.
+Collectives of several communicators (tensor, data, pipeline) must be issued in the same order on all ranks that share
+them. Otherwise two ranks may each wait in a collective that the other has not started. The order is the same because
+every collective is issued by the one thread that runs the model at that time (autograd's thread during backward), in
+program order, and all ranks of a stage run the same program: the walk over sub-blocks issues the model's reduces and
+fires the hooks that issue those of gradients, and the schedule pairs each transfer between stages.
 """
 
 from collections.abc import Mapping
@@ -22,18 +21,18 @@ import torch.distributed as dist
 from megatron_ladder.errors import UserError
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Of the CUDA programming guide: hardware queues from the host to a device, 1 to 32, 8 if unset."""
+"""Number of hardware queues from the host to a device, 1 to 32, default 8 (CUDA programming guide)."""
 MOST_CONNECTIONS = 32
 
 
 def overlapped_group_options(backend: str, max_ctas: int, timeout: timedelta | None) -> Any:
-    """What `dist.new_group` is given for a group whose collectives run under computation; None if not on NCCL.
+    """Return `pg_options` for a group whose collectives overlap with computation; None for backends other than NCCL.
 
-    A group needs options of its own: torch writes into them.
+    Each group needs a new object, because torch writes to it.
 
     Args:
-        max_ctas: most thread blocks, and with them multiprocessors, that a collective takes; 0 leaves it to NCCL.
-        timeout: the group's, which torch expects in both places; its default if not given.
+        max_ctas: maximum of thread blocks, and so multiprocessors, per collective; 0 leaves it to NCCL.
+        timeout: of the group, which torch expects here as well; the default is torch's.
     """
     if backend != "nccl":
         return None
@@ -46,10 +45,10 @@ def overlapped_group_options(backend: str, max_ctas: int, timeout: timedelta | N
 
 
 def explain_connections(environment: Mapping[str, str]) -> str:
-    """What the environment's number of hardware queues means here; to be said before CUDA starts, which reads it then.
+    """Describe the effect of CUDA_DEVICE_MAX_CONNECTIONS on the overlap; CUDA reads the variable when it starts.
 
     Raises:
-        UserError: it is no number that CUDA has.
+        UserError: the value is not a number that CUDA accepts.
     """
     text = environment.get(CONNECTIONS)
     if text is None:

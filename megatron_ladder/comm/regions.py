@@ -1,7 +1,7 @@
-"""Borders between computation that every tensor-parallel rank does alike and computation on its own slice.
+"""Borders between computation that is equal on all tensor-parallel ranks and computation on a rank's own slice.
 
-Each function is the identity or a reduce forward and the other one backward, so that a gradient that leaves the
-region is whole on every rank.
+Each function is the identity forward and a reduce backward, so that a gradient that leaves the region is complete on
+every rank.
 """
 
 from typing import Any
@@ -52,22 +52,22 @@ class _SumGradientRows(Function):
 
 
 def copy_to_tensor_parallel_region(tensor: Tensor, group: CommGroup) -> Tensor:
-    """Identity forward; the gradient, of which each rank has a partial sum, is reduced over `group`.
+    """Return `tensor`; its gradient, of which each rank has a partial sum, is reduced over `group`.
 
-    Serves activations that enter column-parallel layers, and replicated parameters that are used on a rank's own
+    For activations that enter column-parallel layers, and for replicated parameters that are used on a rank's own
     heads (the norms of queries and keys).
     """
     return tensor if group.size == 1 else _CopyToTensorParallelRegion.apply(tensor, group)
 
 
 def enter_tensor_parallel_region(group: CommGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """`copy_to_tensor_parallel_region` of several tensors of one dtype, their gradients summed by one reduce."""
+    """Apply `copy_to_tensor_parallel_region` to tensors of one dtype, whose gradients are summed in one reduce."""
     return tensors if group.size == 1 else _EnterTogether.apply(group, *tensors)
 
 
 def sum_gradient_rows(weight: Tensor, start: int, stop: int, group: CommGroup) -> Tensor:
-    """Identity forward; rows `start` to `stop` of the gradient are summed over `group`.
+    """Return `weight`; rows `start` to `stop` of its gradient are summed over `group`.
 
-    For key and value heads that several ranks hold: each sees the gradient from its own query heads only.
+    For key and value heads that several ranks hold: each rank gets the gradient from its own query heads only.
     """
     return weight if group.size == 1 else _SumGradientRows.apply(weight, start, stop, group)

@@ -1,7 +1,7 @@
-"""Names for stretches of time, as a profiler shows them, and a group whose collectives have names.
+"""Named time spans for a profiler, and a group whose collectives have names.
 
-Who computes is built with a `Span` and opens one around what deserves a name. Without a profiler that is `no_span`.
-Collectives are named by the group: a run that is profiled gets `RecordedGroup`, any other one the plain group.
+Modules are built with a `Span` and open it around the computation to be named; without a profiler it is `no_span`. A
+profiled run uses `RecordedGroup`, which names collectives; other runs use the plain group.
 """
 
 from collections.abc import Callable
@@ -14,23 +14,23 @@ from torch import Tensor
 from megatron_ladder.comm.group import CommGroup, Work
 
 Span = Callable[[str], AbstractContextManager[object]]
-"""Name -> what stands around the named computation: `torch.profiler.record_function`, for one."""
+"""Name -> a context manager around the named computation, such as `torch.profiler.record_function`."""
 
 
 def no_span(name: str) -> AbstractContextManager[object]:
-    """Names nothing."""
+    """Return a context manager that does nothing."""
     return nullcontext()
 
 
-class RecordedWork(NamedTuple):
-    """The handle of a collective whose wait has a name."""
+class _RecordedWork(NamedTuple):
+    """A handle whose wait is named."""
 
     work: Work
     operation: str
     span: Span
 
     def wait(self) -> object:
-        """Waits under the name `<operation> wait`."""
+        """Wait under the name `<operation> wait`."""
         with self.span(f"{self.operation} wait"):
             return self.work.wait()
 
@@ -38,7 +38,7 @@ class RecordedWork(NamedTuple):
 class RecordedGroup(CommGroup):
     """Another group's ranks and collectives, with names.
 
-    A collective in flight has two, `all_reduce start` and `all_reduce wait`; one that is waited for at once has one,
+    An asynchronous collective has two spans, `all_reduce start` and `all_reduce wait`; a blocking one has one,
     `all_reduce`.
     """
 
@@ -48,45 +48,45 @@ class RecordedGroup(CommGroup):
         self._span = span
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
-        """As `CommGroup.start_all_reduce`."""
+        """See `CommGroup.start_all_reduce`."""
         if self.size == 1:
             return None
         with self._span("all_reduce start"):
             work = self._group.start_all_reduce(tensor)
-        return None if work is None else RecordedWork(work, "all_reduce", self._span)
+        return None if work is None else _RecordedWork(work, "all_reduce", self._span)
 
     def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
-        """As `CommGroup.start_reduce_scatter`."""
+        """See `CommGroup.start_reduce_scatter`."""
         if self.size == 1:
             return tensor, None
         with self._span("reduce_scatter start"):
             rows, work = self._group.start_reduce_scatter(tensor)
-        return rows, None if work is None else RecordedWork(work, "reduce_scatter", self._span)
+        return rows, None if work is None else _RecordedWork(work, "reduce_scatter", self._span)
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
-        """As `CommGroup.start_all_gather`."""
+        """See `CommGroup.start_all_gather`."""
         if self.size == 1:
             return tensor, None
         with self._span("all_gather start"):
             whole, work = self._group.start_all_gather(tensor)
-        return whole, None if work is None else RecordedWork(work, "all_gather", self._span)
+        return whole, None if work is None else _RecordedWork(work, "all_gather", self._span)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """As `CommGroup.all_reduce`."""
+        """See `CommGroup.all_reduce`."""
         if self.size == 1:
             return tensor
         with self._span("all_reduce"):
             return self._group.all_reduce(tensor, op)
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """As `CommGroup.all_gather`."""
+        """See `CommGroup.all_gather`."""
         if self.size == 1:
             return tensor
         with self._span("all_gather"):
             return self._group.all_gather(tensor, dim)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """As `CommGroup.broadcast`."""
+        """See `CommGroup.broadcast`."""
         if self.size == 1:
             return tensor
         with self._span("broadcast"):

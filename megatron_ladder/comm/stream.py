@@ -1,15 +1,15 @@
 """How the tensor-parallel ranks share the residual stream, and the collectives at its two borders.
 
-With t ranks, s positions, b samples and h features, a sub-block multiplies the whole of what it reads with its own
-slice of a weight, and ends in a partial sum of its output. So there is a border before it and one behind it:
+With t ranks, s positions, b samples and h features, a sub-block multiplies its whole input with its slice of a weight,
+and ends in a partial sum of its output. So there is a border before and after each sub-block:
 
-                          the stream       start_read: what is read       start_write: what is added
-    ReplicatedStream      [s, b, h]        as it is                       an all-reduce
-    ShardedStream         [s/t, b, h]      an all-gather to [s, b, h]     a reduce-scatter to [s/t, b, h]
+                          stream           start_read                      start_write
+    ReplicatedStream      [s, b, h]        identity                        all-reduce
+    ShardedStream         [s/t, b, h]      all-gather to [s, b, h]         reduce-scatter to [s/t, b, h]
 
-An all-reduce is a reduce-scatter and an all-gather, so both send as many bytes; sharded, a rank normalises, adds and
-keeps for backward only its own positions. Gradients meet the borders the other way round and need the same two
-operations: that of an output is read, that of an input is written.
+An all-reduce is a reduce-scatter followed by an all-gather, so both layouts send the same number of bytes. Sharded, a
+rank norms, adds and keeps for backward only its own positions. Gradients cross the borders in the opposite direction
+with the same two operations: the gradient of an output is read, that of an input is written.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -23,19 +23,19 @@ from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 
 
 class StreamLayout(Protocol):
-    """The two borders. Both are differentiable; their gradients are waited for where they arise."""
+    """The two borders. Both are differentiable; the collectives of their backward are waited for at once."""
 
     shards: int
-    """Parts that the sequence is cut into."""
+    """Number of parts of the sequence."""
 
     def start_read(self, stream: Tensor) -> InFlight:
-        """This rank's [s / shards, b, h] -> [s, b, h], equal on all ranks."""
+        """Start to map this rank's [s / shards, b, h] to [s, b, h], equal on all ranks."""
 
     def start_write(self, partial: Tensor) -> InFlight:
-        """This rank's partial sum [s, b, h] -> this rank's part of the sum; `partial` must not be used any more."""
+        """Start to map this rank's partial sum [s, b, h] to its part of the sum; do not use `partial` afterwards."""
 
     def enter(self, stream: Tensor) -> Tensor:
-        """What is read, at once, and such that its gradient is summed: for a layer that does not sum it itself."""
+        """Return the whole stream, whose gradient is summed; for a layer that does not sum it itself."""
 
 
 class ReplicatedStream:
@@ -47,15 +47,15 @@ class ReplicatedStream:
         self.group = group
 
     def start_read(self, stream: Tensor) -> InFlight:
-        """The stream itself."""
+        """Return the stream itself."""
         return InFlight(stream, None)
 
     def start_write(self, partial: Tensor) -> InFlight:
-        """The sum over the ranks, in place."""
+        """Start the sum over the ranks, in place."""
         return start_all_reduce(partial, self.group)
 
     def enter(self, stream: Tensor) -> Tensor:
-        """The stream itself; backward is an all-reduce."""
+        """Return the stream itself; backward is an all-reduce."""
         return copy_to_tensor_parallel_region(stream, self.group)
 
 
@@ -67,24 +67,24 @@ class ShardedStream:
         self.shards = group.size
 
     def start_read(self, stream: Tensor) -> InFlight:
-        """All ranks' positions."""
+        """Start to gather all positions."""
         return InFlight(*_StartAllGather.apply(stream, self.group))
 
     def start_write(self, partial: Tensor) -> InFlight:
-        """This rank's positions of the sum over the ranks."""
+        """Start to compute this rank's positions of the sum over the ranks."""
         rows, work = _StartReduceScatter.apply(partial, self.group)
         return InFlight(rows, None if work is None else _Holding(work, partial))
 
     def enter(self, stream: Tensor) -> Tensor:
-        """All ranks' positions; backward is a reduce-scatter."""
+        """Return all positions; backward is a reduce-scatter."""
         return self.start_read(stream).wait()
 
 
 class _Holding(NamedTuple):
-    """A handle that keeps what is summed elsewhere.
+    """A handle that keeps the tensor that is being summed.
 
-    torch lets go of it when it is waited for, on whatever stream that is; who waits on a stream beside the one that
-    computes keeps the handle until both have met (`comm/aside.py`).
+    torch releases it at the wait, whichever stream that runs on. Code that waits on a side stream therefore keeps the
+    handle until the two streams have joined (`side_queue.py`).
     """
 
     work: Work
@@ -95,7 +95,7 @@ class _Holding(NamedTuple):
 
 
 class _StartAllGather(Function):
-    """Forward: starts the gather. Backward: each rank used all positions, so their gradients are summed."""
+    """Forward starts the gather. In backward, each rank used all positions, so their gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, group: CommGroup) -> tuple[Tensor, Any]:
@@ -108,7 +108,7 @@ class _StartAllGather(Function):
 
 
 class _StartReduceScatter(Function):
-    """Forward: starts the sum. Backward: every rank's partial sum has the sum's gradient, at all positions."""
+    """Forward starts the sum. In backward, every rank's partial sum gets the gradient of the sum at all positions."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: CommGroup) -> tuple[Tensor, Any]:

@@ -15,7 +15,7 @@ from megatron_ladder.generate.graph import StepGraph
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.slots import SlotBatch
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_ladder.parallel.vocabulary import vocab_parallel_cross_entropy
 
 SCORED_AT_ONCE = 256
 """Positions of which `score` has logits at a time."""

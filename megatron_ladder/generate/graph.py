@@ -1,9 +1,8 @@
-"""One step of the decode loop, captured once and replayed for every token.
+"""A decode step that is captured once and replayed for every token.
 
-On a GPU a decoded token is hundreds of small kernels, and the processor cannot launch them as fast as they run. A CUDA
-graph launches them at once. It repeats what was captured address for address, so what changes from token to token
-(ids and columns) is copied into buffers that stay where they are, and attention sees all columns of the cache, those
-ahead hidden by the mask.
+On a GPU a decoded token is hundreds of small kernels, which the host cannot launch as fast as they run. A CUDA graph
+launches all of them at once. It replays the captured addresses, so the inputs of a step (ids and columns) are copied
+into fixed buffers, and attention gets all columns of the cache, with later ones hidden by the mask.
 """
 
 from collections.abc import Callable
@@ -13,52 +12,52 @@ import torch
 from torch import Tensor
 
 WARM_UP_RUNS = 3
-"""Before the capture, as torch's manual asks for: libraries and NCCL prepare themselves at their first calls."""
+"""Runs before the capture, as torch's manual requires: libraries and NCCL initialise at their first calls."""
 
 
 class StepGraph(Protocol):
-    """Records a computation on buffers, and repeats it."""
+    """Captures a computation on fixed buffers and replays it."""
 
     def capture(self, step: Callable[[], Tensor]) -> Tensor:
-        """Records `step`, which may run several times; returns the tensor in which every replay leaves its result."""
+        """Capture `step`, which may run several times; return the tensor that every replay writes its result to."""
 
     def replay(self) -> None:
-        """Runs what was recorded on what the buffers hold now."""
+        """Run the captured computation on the current contents of the buffers."""
 
 
 class CudaStepGraph:
-    """A `StepGraph` of the current CUDA device."""
+    """A `StepGraph` on the current CUDA device."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, step: Callable[[], Tensor]) -> Tensor:
-        """As `StepGraph.capture`; collectives are captured with the rest."""
-        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
+        """See `StepGraph.capture`; collectives are captured too."""
+        current, warm_up = torch.cuda.current_stream(), torch.cuda.Stream()
+        warm_up.wait_stream(current)
+        with torch.cuda.stream(warm_up):
             for _ in range(WARM_UP_RUNS):
                 step()
-        current.wait_stream(aside)
-        # NCCL's watchdog asks for events from a thread of its own, which a global capture would forbid.
+        current.wait_stream(warm_up)
+        # NCCL's watchdog thread queries events, which a global capture mode would forbid.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             return step()
 
     def replay(self) -> None:
-        """As `StepGraph.replay`."""
+        """See `StepGraph.replay`."""
         self._graph.replay()
 
 
 class CapturedDecode:
-    """A decode step on buffers of its own, captured at its first call.
+    """A decode step on fixed buffers, captured at its first call.
 
-    A step may run more than once on the same ids and columns: it overwrites those columns of the cache alike.
+    A step may run more than once on the same ids and columns: it writes the same values to these columns of the cache.
     """
 
     def __init__(
         self, step: Callable[[Tensor, Tensor], Tensor], samples: int, device: torch.device, graph: StepGraph
     ) -> None:
-        """`step`: (ids [b, 1], columns [b]) -> logits [b, V], the same computation whatever the values."""
+        """`step`: (ids [b, 1], columns [b]) -> logits [b, V], the same kernels for all values."""
         self._step = step
         self._graph = graph
         self._tokens = torch.zeros(samples, 1, dtype=torch.int64, device=device)
@@ -66,7 +65,7 @@ class CapturedDecode:
         self._logits: Tensor | None = None
 
     def __call__(self, tokens: Tensor, columns: Tensor) -> Tensor:
-        """Ids [b, 1] and columns [b] -> logits [b, V], which hold until the next call."""
+        """Ids [b, 1] and columns [b] -> logits [b, V], valid until the next call."""
         self._tokens.copy_(tokens)
         self._columns.copy_(columns)
         if self._logits is None:

@@ -162,7 +162,7 @@ def _split_heads(
     norm_weights: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `model.operations.split_heads`; queries and keys, which are adjacent, are rotated together."""
+    """Split heads as `Operations.split_heads` does; queries and keys, which are adjacent, are rotated together."""
     positions, samples, _ = projected.shape
     heads = projected.view(positions, samples, -1, head_dim)
     queries, keys, values = (width // head_dim for width in widths)
@@ -179,7 +179,7 @@ def _split_heads(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """As `model.operations.attend`; for one query per sample, two products that copy no head."""
+    """Attend as `model.operations.attend` does, with two products that copy no head for one query per sample."""
     samples, heads, length, head_dim = q.shape
     if length > 1:
         return attend(q, k, v, mask)

@@ -1,10 +1,10 @@
-"""A batch whose places are filled and freed one by one while it decodes: continuous batching over a static cache.
+"""Continuous batching over a static cache: slots of a batch are filled and freed while it decodes.
 
 Layouts: token ids [b, s]; hidden_states [s, b, h]; logits_shard_v [b, padded V / t], of each sample's newest token.
 
-    admit     prompts of unequal lengths, side by side into free slots    -> the first token of each
-    step      the newest token of every slot through the model            -> the next token of each that is not finished
-    release   a slot is free for another request
+    admit     prompts of any lengths, as one batch into free slots    -> the first token of each
+    step      the newest token of every slot through the model        -> the next token of each unfinished sample
+    release   a slot becomes free for another request
 
 Every tensor-parallel rank makes the same calls in the same order.
 """
@@ -27,13 +27,13 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
 
-FILLING = 0
-"""The token behind shorter prompts and in free slots; no result depends on which it is."""
+PADDING = 0
+"""The token after shorter prompts and in free slots; no result depends on its value."""
 
 
 @dataclass
-class Sample:
-    """A request on its way."""
+class ActiveSample:
+    """A request that is being decoded."""
 
     request: GenerationRequest
     text_stream: TextStream | None
@@ -46,11 +46,11 @@ class Sample:
 
     @property
     def column(self) -> int:
-        """Where the newest token goes in the cache: behind the prompt and the tokens before it."""
+        """The newest token's column in the cache: after the prompt and the tokens before it."""
         return len(self.request.prompt_ids) + len(self.ids) - 1
 
     def append(self, token: int) -> str:
-        """Takes the next token, and returns the text that has become readable."""
+        """Append the next token, and return the text that has become complete."""
         self.ids.append(token)
         if token in self.request.eos_ids:
             self.finish_reason = "eos"
@@ -84,12 +84,12 @@ class SlotBatch:
     ) -> None:
         """
         Args:
-            graph: what the decode step is captured in; None runs it anew for every token.
-            positions: of each slot: prompt and continuation together at most.
+            graph: captures the decode step; None launches its kernels for every token.
+            positions: maximum length of prompt and continuation together, per slot.
         """
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self.positions = positions
-        self.samples: list[Sample | None] = [None] * slots
+        self.samples: list[ActiveSample | None] = [None] * slots
         self._cache = StaticKeyValueCache(
             model.config, group.size, slots, positions, model.compute_dtype, self._device
         )
@@ -104,20 +104,20 @@ class SlotBatch:
             )  # fmt: skip
 
     def free_slots(self) -> list[int]:
-        """Slots without a request, in order."""
+        """Return the slots without a request, in order."""
         return [slot for slot, sample in enumerate(self.samples) if sample is None]
 
     def is_busy(self) -> bool:
-        """Whether any sample is not finished."""
+        """Return whether any sample is unfinished."""
         return any(sample is not None and sample.finish_reason is None for sample in self.samples)
 
     def release(self, slot: int) -> None:
-        """Frees a slot, finished or not."""
+        """Free a slot, finished or not."""
         self.samples[slot] = None
         self._sampler.place(slot, GREEDY, ())
 
     def admit(self, requests: Mapping[int, GenerationRequest]) -> list[NewToken]:
-        """Fills free slots, all prompts at once.
+        """Fill free slots, with all prompts in one batch.
 
         Returns:
             The first token of each, in the order of `requests`.
@@ -130,13 +130,13 @@ class SlotBatch:
         logits_shard_v = self._prefill(requests)
         for slot, request in requests.items():
             stream = None if self._tokenizer is None else TextStream(self._tokenizer, request.prompt_ids)
-            self.samples[slot] = Sample(request, stream, StopFinder(request.stop))
+            self.samples[slot] = ActiveSample(request, stream, StopFinder(request.stop))
         return self._choose(logits_shard_v, list(requests))
 
     def step(self) -> list[NewToken]:
-        """One more token of every sample that is not finished, in the order of the slots.
+        """Return the next token of every unfinished sample, in the order of the slots.
 
-        A slot that is free or finished stays in the batch: what comes of it is dropped.
+        Free and finished slots stay in the batch; their results are dropped.
 
         Raises:
             BadNumbersError: logits are not finite.
@@ -145,10 +145,10 @@ class SlotBatch:
 
     @torch.inference_mode()
     def _prefill(self, requests: Mapping[int, GenerationRequest]) -> Tensor:
-        """All prompts at once -> logits behind the last token of each."""
+        """All prompts as one batch -> logits after the last token of each."""
         prompts = [request.prompt_ids for request in requests.values()]
         longest = max(map(len, prompts))
-        tokens = torch.tensor([[*ids, *[FILLING] * (longest - len(ids))] for ids in prompts], device=self._device)
+        tokens = torch.tensor([[*ids, *[PADDING] * (longest - len(ids))] for ids in prompts], device=self._device)
         turns = RotaryTable(self._rotary.cos[:longest], self._rotary.sin[:longest])
         context = SequenceContext(turns, self._cache.for_prompts(list(requests)))
         hidden_states = self._model.hidden_states(tokens, context)
@@ -158,8 +158,8 @@ class SlotBatch:
 
     @torch.inference_mode()
     def _decode(self) -> Tensor:
-        """The newest token of each slot -> logits behind it."""
-        newest = [(sample.ids[-1], sample.column) if sample else (FILLING, 0) for sample in self.samples]
+        """The newest token of each slot -> logits after it."""
+        newest = [(sample.ids[-1], sample.column) if sample else (PADDING, 0) for sample in self.samples]
         tokens = torch.tensor([[token] for token, _ in newest], device=self._device)
         columns = torch.tensor([column for _, column in newest], device=self._device)
         if self._captured is not None:
@@ -168,8 +168,7 @@ class SlotBatch:
         return self._one_token(tokens, columns, extent, any(column + 1 < extent for _, column in newest))
 
     def _one_token(self, tokens: Tensor, columns: Tensor, extent: int, masked: bool) -> Tensor:
-        """Ids [b, 1] for columns [b] -> logits. Attention is given `extent` columns, and looks at all of them unless
-        `masked` hides those ahead."""
+        """Ids [b, 1] for columns [b] -> logits. Attention gets `extent` columns; `masked` hides later ones."""
         mask = None
         if masked:
             seen = torch.arange(extent, device=self._device) <= columns.unsqueeze(1)
@@ -181,7 +180,7 @@ class SlotBatch:
     @torch.inference_mode()
     def _choose(self, logits_shard_v: Tensor, slots: Sequence[int]) -> list[NewToken]:
         chosen = self._sampler(logits_shard_v, slots)
-        told = []
+        new_tokens = []
         for row, slot in enumerate(slots):
             sample = self.samples[slot]
             if sample is None or sample.finish_reason is not None:
@@ -199,5 +198,5 @@ class SlotBatch:
             if alternatives:
                 sample.alternatives.append(alternatives)
             piece = sample.append(token)
-            told.append(NewToken(slot, token, piece, sample.finish_reason, logprob, alternatives or None))
-        return told
+            new_tokens.append(NewToken(slot, token, piece, sample.finish_reason, logprob, alternatives or None))
+        return new_tokens

@@ -59,8 +59,8 @@ from megatron_ladder.comm.side_queue import SideQueue
 from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.model.sub_block import Midway, SequenceContext, SubBlock, ignore_midway, walk
 from megatron_ladder.parallel.input_gradient import InputGradient
+from megatron_ladder.parallel.linear import reached_by_backward
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
-from megatron_ladder.parallel.partitioned import reached_by_backward
 
 
 class LocalReading(NamedTuple):

@@ -19,9 +19,13 @@ from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.model.rotary import rotary_table
 from megatron_ladder.model.stack import StackOptions, TransformerStack
 from megatron_ladder.model.sub_block import SequenceContext
-from megatron_ladder.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_ladder.parallel.embedding import VocabParallelEmbedding, VocabParallelHead, VocabParallelMatrix
 from megatron_ladder.parallel.layout import initialize
+from megatron_ladder.parallel.vocabulary import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    VocabParallelMatrix,
+    vocab_parallel_cross_entropy,
+)
 
 _DEFAULT_OPTIONS = StackOptions()
 _Matrix = TypeVar("_Matrix", bound=VocabParallelMatrix)

@@ -21,33 +21,33 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary
 from megatron_ladder.parallel.apex import find_in_apex
-from megatron_ladder.parallel.partitioned import LinearFunction, linear
+from megatron_ladder.parallel.linear import LinearFunction, linear
 
 NormFunction = Callable[[Tensor, Tensor, float], Tensor]
 """(x [..., n], weight [n], epsilon) -> [..., n]."""
 
 
-def torch_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Apply torch's RMSNorm operator to x [..., n]."""
     return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
-def add_norm(
-    stream: Tensor, output: Tensor, weight: Tensor, epsilon: float, norm: NormFunction = torch_rms_norm
+def _add_norm(
+    stream: Tensor, output: Tensor, weight: Tensor, epsilon: float, norm: NormFunction = _rms_norm
 ) -> tuple[Tensor, Tensor]:
     """Return `stream + output` and its norm; compiled, this is one kernel that reads each input once."""
     total = stream + output
     return total, norm(total, weight, epsilon)
 
 
-def split_heads(
+def _split_heads(
     projected: Tensor,
     widths: Sequence[int],
     head_dim: int,
     table: RotaryTable,
     norm_weights: tuple[Tensor, Tensor] | None,
     epsilon: float,
-    norm: NormFunction = torch_rms_norm,
+    norm: NormFunction = _rms_norm,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split fused projections [s, b, sum of widths] into queries, keys and values [b, heads/t, s, d].
 
@@ -77,7 +77,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     )
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def _swiglu(gate_up: Tensor) -> Tensor:
     """Map gate and up side by side [s, b, 2 ffn/t] to silu(gate) * up [s, b, ffn/t]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -87,14 +87,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
 class Operations:
     """The replaceable operations of a model; the defaults are torch's own."""
 
-    norm: NormFunction = torch_rms_norm
-    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
+    norm: NormFunction = _rms_norm
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = _add_norm
     """(stream, output, weight, epsilon) -> their sum and its norm."""
     split_heads: Callable[
         [Tensor, Sequence[int], int, RotaryTable, tuple[Tensor, Tensor] | None, float], tuple[Tensor, Tensor, Tensor]
-    ] = split_heads
+    ] = _split_heads
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = attend
-    swiglu: Callable[[Tensor], Tensor] = swiglu
+    swiglu: Callable[[Tensor], Tensor] = _swiglu
     linear: LinearFunction = linear
     """(x [..., in], weight, bias) -> [..., out]."""
     embed: Callable[[Tensor, Tensor], Tensor] = F.embedding
@@ -125,10 +125,10 @@ def compile_operations(operations: Operations, backend: str = "inductor") -> Ope
     # Without `fullgraph`, an unexpected kind of argument falls back to eager mode instead of raising an error.
     return replace(
         operations,
-        norm=torch.compile(torch_rms_norm, backend=backend),
-        add_norm=torch.compile(add_norm, backend=backend),
-        split_heads=torch.compile(split_heads, backend=backend),
-        swiglu=torch.compile(swiglu, backend=backend),
+        norm=torch.compile(_rms_norm, backend=backend),
+        add_norm=torch.compile(_add_norm, backend=backend),
+        split_heads=torch.compile(_split_heads, backend=backend),
+        swiglu=torch.compile(_swiglu, backend=backend),
     )
 
 
@@ -165,7 +165,7 @@ def select_operations(
 
     operations = Operations(
         norm=apex_rms_norm,
-        add_norm=partial(add_norm, norm=apex_rms_norm),
-        split_heads=partial(split_heads, norm=apex_rms_norm),
+        add_norm=partial(_add_norm, norm=apex_rms_norm),
+        split_heads=partial(_split_heads, norm=apex_rms_norm),
     )
     return operations, "apex FusedRMSNorm"

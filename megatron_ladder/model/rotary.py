@@ -1,7 +1,7 @@
 """Rotary position embedding, half-rotated as in transformers' Llama.
 
-Pair j of a head of width d (elements j and j + d/2) at position p turns by p * f_j, with f_j = base^(-2j/d)
-stretched for longer contexts as the configuration says.
+Pair j of a head of width d (elements j and j + d/2) at position p is rotated by p * f_j, with f_j = base^(-2j/d),
+scaled for longer contexts as configured.
 """
 
 import math
@@ -14,17 +14,17 @@ from megatron_ladder.blueprint.model import ModelConfig
 
 
 class RotaryTable(NamedTuple):
-    """Cosines and sines of a set of positions, to be broadcast over heads: [s, b or 1, 1, d]."""
+    """Cosines and sines of a set of positions, broadcastable over heads: [s, b or 1, 1, d]."""
 
     cos: Tensor
     sin: Tensor
 
 
-def rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """f_j for j in 0 .. d/2-1, in radians a position.
+def _rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return f_j for j in 0 .. d/2-1, in radians per position.
 
-    `linear` divides all by the factor. `llama3` (Llama 3.1) divides those whose wavelength exceeds
-    original/low, leaves those below original/high, and blends linearly in original/wavelength between.
+    `linear` divides all frequencies by the factor. `llama3` (Llama 3.1) divides those whose wavelength exceeds
+    original/low, keeps those below original/high, and interpolates linearly in original/wavelength between.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device=device).to(dtype) / config.head_dim
     frequencies = 1.0 / (config.rotary_base**exponents)
@@ -39,18 +39,18 @@ def rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.de
 
 
 def rotary_table(config: ModelConfig, positions: Tensor, compute_dtype: torch.dtype) -> RotaryTable:
-    """Cosines and sines for integer positions [s, b or 1].
+    """Return cosines and sines for integer positions [s, b or 1].
 
-    They are fp32 also for half-precision models, where rounding them would shift far positions, and fp64 for fp64.
+    They are fp64 for fp64 models and fp32 for all others: rounding to half precision would shift far positions.
     """
     dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
-    angles = positions.to(dtype).unsqueeze(-1) * rotary_frequencies(config, dtype, positions.device)
+    angles = positions.to(dtype).unsqueeze(-1) * _rotary_frequencies(config, dtype, positions.device)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
     return RotaryTable(angles.cos(), angles.sin())
 
 
 def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
-    """Turns x [s, b, heads, d] by its positions; the dtype stays."""
+    """Rotate x [s, b, heads, d] by its positions; the dtype is kept."""
     first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x * table.cos + turned * table.sin).to(x.dtype)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (x * table.cos + rotated * table.sin).to(x.dtype)

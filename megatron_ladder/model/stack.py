@@ -59,7 +59,7 @@ class StackOptions:
     """Names sub-blocks for a profiler."""
 
 
-class TransformerLayer(nn.Module):
+class _TransformerLayer(nn.Module):
     """The modules of one layer, in the order of its wiring."""
 
     def __init__(self, build: BuildContext, layer: int) -> None:
@@ -115,7 +115,7 @@ class TransformerStack(nn.Module):
         self.pending_in = pending_before(wired, layers.start)
         self.pending_out = pending_before(wired, layers.stop)
         self.partial_sums = PartialSums(mesh.tensor)
-        self.layers = nn.ModuleDict({str(layer): TransformerLayer(build, layer) for layer in layers})
+        self.layers = nn.ModuleDict({str(layer): _TransformerLayer(build, layer) for layer in layers})
 
     def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
         """Map the state with `pending_in` missing outputs to the state with `pending_out` missing outputs."""
@@ -135,7 +135,7 @@ class TransformerStack(nn.Module):
         """Return the steps of all layers of this range."""
         steps: list[SubBlock] = []
         for index, (number, layer) in enumerate(self.layers.items()):
-            assert isinstance(layer, TransformerLayer)
+            assert isinstance(layer, _TransformerLayer)
             recompute = index < self.options.recompute_layers
             steps += layer.sub_blocks(self.mesh, recompute, f"layers.{number}", self.options.span)
         return steps

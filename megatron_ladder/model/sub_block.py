@@ -196,7 +196,7 @@ def walk(
     Returns:
         The state that leaves. Its missing outputs are unreduced.
     """
-    stream, entered = split_state(state, layout)
+    stream, entered = _split_state(state, layout)
     steps = forward.steps
     # A range shorter than its staleness passes on outputs that it neither made nor read.
     reduced_here = len(entered) + len(steps) - pending_out
@@ -248,7 +248,7 @@ def _drain(stream: Tensor, pending: deque[InFlight], remaining: int) -> Tensor:
     return stream
 
 
-def split_state(state: Tensor, layout: StreamLayout) -> tuple[Tensor, list[Tensor]]:
+def _split_state(state: Tensor, layout: StreamLayout) -> tuple[Tensor, list[Tensor]]:
     """Return the stream, and the partial sums [s, b, h] of the outputs that are missing from it."""
     parts, positions, *rest = state.shape
     missing = state[1:].reshape((parts - 1) // layout.shards, layout.shards * positions, *rest)

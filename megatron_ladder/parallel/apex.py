@@ -1,7 +1,7 @@
-"""Finds NVIDIA's apex, which brings fused kernels and is never required.
+"""Detection of NVIDIA's apex, which provides optional fused kernels.
 
-The Python index has an unrelated package of that name, so an import that succeeds proves nothing: apex is known by
-the attribute that is wanted from it.
+PyPI has an unrelated package of that name, so a successful import proves nothing: NVIDIA's apex is recognised by the
+attribute that is needed.
 """
 
 import importlib
@@ -11,11 +11,11 @@ import torch
 
 
 def find_in_apex(module: str, attribute: str, extension: str, device: torch.device) -> tuple[Any | None, str]:
-    """`attribute` of `module`, or None and the reason why it cannot be used here.
+    """Return `attribute` of `module` and "", or None and the reason why it cannot be used.
 
     Args:
-        extension: the compiled module that it calls; an apex that was installed without its kernels lacks that, and
-            says so only when it is used.
+        extension: the compiled module that it calls, which an apex installed without kernels lacks; apex itself would
+            report that only at the first use.
     """
     if device.type != "cuda":
         return None, "apex's kernels need a CUDA device"

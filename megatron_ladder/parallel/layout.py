@@ -1,8 +1,8 @@
-"""What a local parameter is made of, in the names that know no layout.
+"""The canonical tensors that a local parameter consists of.
 
 A parameter of a parallel layer holds slices of one or several canonical tensors (`qkv_proj.weight` holds rows of
-`q_proj.weight`, `k_proj.weight` and `v_proj.weight`). Its `Section`s say which: initialisation, gradient norm,
-checkpoints and conversion read them, and nothing else knows how a parameter was cut.
+`q_proj.weight`, `k_proj.weight` and `v_proj.weight`). Its `Section`s describe them. Initialisation, gradient norm,
+checkpoints and conversion read the sections; nothing else knows how a parameter was sharded.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from megatron_ladder.comm.group import CommGroup
 
 @dataclass(frozen=True)
 class Section:
-    """One canonical tensor's share of a local parameter.
+    """The part of a local parameter that belongs to one canonical tensor.
 
     Along `dim`, elements `[local_start, local_start + length)` of the parameter are elements
-    `[global_start, global_start + length)` of the canonical tensor; the other dimensions are whole. Rows of a
-    padded vocabulary belong to no section.
+    `[global_start, global_start + length)` of the canonical tensor; the other dimensions are whole. Padding rows of
+    the vocabulary belong to no section.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Section:
     global_shape: tuple[int, ...]
     """Shape of the whole tensor, without padding."""
     dim: int = 0
-    """The dimension along which it is cut."""
+    """The sharded dimension."""
     global_start: int = 0
-    """Where this share begins in the whole."""
+    """First element in the canonical tensor."""
     length: int = 0
     """Elements along `dim`."""
     local_start: int = 0
-    """Where it begins in the local parameter."""
+    """First element in the local parameter."""
     block: int = 1
     """Elements along `dim` that are initialised from one generator."""
     mean: float = 0.0
@@ -50,7 +50,7 @@ class Section:
 
     @staticmethod
     def of(tensor: TensorSpec, group: CommGroup, local_start: int = 0) -> "Section":
-        """Return the share of a canonical tensor that a tensor-parallel rank holds."""
+        """Return the section of a canonical tensor that a tensor-parallel rank holds."""
         start, length = tensor.slice_of(group.rank, group.size)
         return Section(
             tensor.name, tensor.shape, tensor.sharded_dim or 0, start, length, local_start, tensor.block,
@@ -59,40 +59,40 @@ class Section:
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Where the share begins, per dimension of the canonical tensor."""
+        """First element along each dimension of the canonical tensor."""
         return tuple(self.global_start if i == self.dim else 0 for i in range(len(self.global_shape)))
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """The share's shape."""
+        """The section's shape."""
         return tuple(self.length if i == self.dim else size for i, size in enumerate(self.global_shape))
 
     def view(self, parameter: Tensor) -> Tensor:
-        """The share inside the local parameter (or inside a tensor of its shape)."""
+        """Return the section of the local parameter (or of a tensor of its shape)."""
         return parameter.narrow(self.dim, self.local_start, self.length)
 
 
 class SectionInterval(NamedTuple):
-    """Where a run of a local parameter's elements, counted in its row-major order, lies in a canonical tensor."""
+    """A run of elements of a local parameter, in row-major order, and their place in a canonical tensor."""
 
     section: Section
     start: int
-    """First element, in the row-major order of the section's own box."""
+    """First element, in the row-major order of the section."""
     begin: int
-    """First element, counted from the beginning of the run."""
+    """First element, counted from the start of the run that was split."""
     length: int
-    """Elements."""
+    """Number of elements."""
 
 
 def split_interval(
     sections: Sequence[Section], shape: Sequence[int], start: int, length: int
 ) -> Iterator[SectionInterval]:
-    """The parts of elements `start` to `start + length` of a parameter of that shape that belong to its sections.
+    """Yield the parts of elements `start` to `start + length` of a parameter of this shape that belong to its sections.
 
-    Serves optimizers that flatten parameters and cut them anywhere. Padding belongs to no part.
+    For optimizers that flatten parameters and partition them at any element. Padding belongs to no part.
 
     Raises:
-        ValueError: a section is cut out of every row, so that its elements do not lie together.
+        ValueError: a section covers a part of every row, so that its elements are not contiguous.
     """
     row = math.prod(shape[1:])
     for section in sections:
@@ -101,25 +101,25 @@ def split_interval(
         elif len(sections) == 1 and section.length == shape[section.dim]:
             first, count = 0, math.prod(shape)
         else:
-            raise ValueError(f"{section.name} does not lie together in a parameter of shape {tuple(shape)}")
+            raise ValueError(f"{section.name} is not contiguous in a parameter of shape {tuple(shape)}")
         low, high = max(start, first), min(start + length, first + count)
         if low < high:
             yield SectionInterval(section, low - first, low - start, high - low)
 
 
 SHARDED_MARKS = ("model_parallel", "tensor_model_parallel")
-"""Attributes by which DeepSpeed knows a parameter of which each tensor-parallel rank holds a slice."""
+"""Attributes that mark a parameter for DeepSpeed as sharded over the tensor-parallel ranks."""
 
 
 class ParallelModule(nn.Module):
-    """A module that says what its own parameters are made of."""
+    """A module that describes its parameters by sections."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sections: dict[str, tuple[Section, ...]] = {}
 
     def allocate(self, device: torch.device) -> None:
-        """Gives parameters that were made on the meta device storage on this one; they stay uninitialised."""
+        """Allocate parameters that were created on the meta device on this one; they stay uninitialised."""
         for attribute, described in self.named_parameters(recurse=False):
             parameter = nn.Parameter(torch.empty_like(described, device=device))
             for mark in SHARDED_MARKS:
@@ -152,7 +152,7 @@ class ParallelModule(nn.Module):
 
 
 def parameter_sections(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[Section, ...]]]:
-    """Every parameter of the model once, with its sections."""
+    """Yield every parameter of the model once, with its sections."""
     for module in model.modules():
         if isinstance(module, ParallelModule):
             for attribute, parameter in module.named_parameters(recurse=False):
@@ -160,20 +160,20 @@ def parameter_sections(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[S
 
 
 def has_padding(parameter: Tensor, sections: Sequence[Section]) -> bool:
-    """Whether some elements of the local parameter belong to no section."""
+    """Return whether some elements of the local parameter belong to no section."""
     return sum(math.prod(section.extent) for section in sections) < parameter.numel()
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The local parameter's shape, also while ZeRO-3 keeps only this rank's part of it."""
+    """Return the local parameter's shape, also while ZeRO-3 keeps only this rank's part of it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fills all parameters such that the model does not depend on how it is cut.
+    """Fill all parameters such that the model does not depend on how it is sharded.
 
     Each block of a canonical tensor along its sharded dimension (a head, 64 rows, 64 words of the vocabulary)
-    has its own generator, seeded by (seed, canonical name, block), so that a rank draws only what it holds.
+    has a separate generator, seeded by (seed, canonical name, block), so that a rank draws only what it holds.
     Padding stays zero.
     """
     with torch.no_grad():
@@ -183,9 +183,9 @@ def initialize(model: nn.Module, seed: int) -> None:
                 _initialize_section(section.view(parameter), section, seed)
 
 
-def _initialize_section(share: Tensor, section: Section, seed: int) -> None:
+def _initialize_section(values: Tensor, section: Section, seed: int) -> None:
     if section.std == 0.0:
-        share.fill_(section.mean)
+        values.fill_(section.mean)
         return
     stop = section.global_start + section.length
     whole = section.global_shape[section.dim]
@@ -195,7 +195,7 @@ def _initialize_section(share: Tensor, section: Section, seed: int) -> None:
         shape[section.dim] = min(section.block, whole - start)
         drawn = torch.empty(shape).normal_(section.mean, section.std, generator=_generator(seed, section.name, block))
         first, last = max(start, section.global_start), min(start + shape[section.dim], stop)
-        share.narrow(section.dim, first - section.global_start, last - first).copy_(
+        values.narrow(section.dim, first - section.global_start, last - first).copy_(
             drawn.narrow(section.dim, first - start, last - first)
         )
 

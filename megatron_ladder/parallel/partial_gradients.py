@@ -1,10 +1,10 @@
-"""Gradients of replicated parameters of which each tensor-parallel rank has only a part.
+"""Gradients of replicated parameters of which each tensor-parallel rank has only a partial sum.
 
-A norm that meets a rank's own heads, or its own positions, gets a partial sum of its gradient; so does one whose
-sub-block's input gradient is summed elsewhere. Left to autograd (`copy_to_tensor_parallel_region`), each of them is an
-all-reduce that is waited for at once. A caller that walks sub-blocks backward itself collects them here and sums them
-all by one reduce, once in a backward pass, or once in all the passes of an optimizer step. They reach their parameters
-inside of that pass and whole, since ZeRO takes a gradient away the moment that it arrives.
+The weight of a norm gets a partial gradient if the norm reads a rank's own heads or positions, or if the input gradient
+of its sub-block is summed elsewhere. Left to autograd (`copy_to_tensor_parallel_region`), each of these gradients is an
+all-reduce that is waited for at once. A caller that walks sub-blocks backward itself collects them here and sums all of
+them in one reduce, once per backward pass, or once for all passes of an optimizer step. The sums reach their parameters
+inside that backward pass, because ZeRO takes a gradient away as soon as it arrives.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from megatron_ladder.comm.group import CommGroup
 
 
 class _Parameter(NamedTuple):
-    """What is known of a parameter while it is used: at the end of the pass ZeRO-3 has put it away."""
+    """A description of a parameter, taken while it is used: at the end of the pass ZeRO-3 has released it."""
 
     identity: int
     edge: GradientEdge
@@ -27,26 +27,26 @@ class _Parameter(NamedTuple):
 
 
 class PartialSums:
-    """This rank's parts of gradients, over the passes that make up an optimizer step."""
+    """This rank's partial gradients over the passes of an optimizer step."""
 
     def __init__(self, group: CommGroup) -> None:
         self.group = group
         self._passes_left = 1
         self._sums: dict[int, tuple[_Parameter, Tensor]] = {}
-        """By the parameter's identity: the parameter, and this rank's sum so far."""
+        """Identity of the parameter -> the parameter, and this rank's sum so far."""
 
     def expect(self, passes: int) -> None:
-        """Puts the reduce off to the last of so many backward passes; afterwards each pass has its own again."""
+        """Defer the reduce to the last of the next `passes` backward passes; afterwards every pass reduces again."""
         self._passes_left = passes
 
     def add(self, parameter: _Parameter, gradient: Tensor) -> None:
-        """Takes this rank's part of a gradient; parts of several passes are added in fp32 at least."""
+        """Add this rank's part of a gradient; parts of several passes are summed in fp32 at least."""
         _, earlier = self._sums.get(parameter.identity, (parameter, None))
         wide = gradient if self._passes_left == 1 and earlier is None else gradient.to(_at_least_fp32(gradient.dtype))
         self._sums[parameter.identity] = parameter, wide if earlier is None else earlier + wide
 
     def end_pass(self) -> None:
-        """Called at the end of each backward pass; after the last, every parameter has its gradient."""
+        """End a backward pass; after the last one, every parameter has its gradient."""
         self._passes_left = max(0, self._passes_left - 1)
         if self._passes_left > 0:
             return
@@ -62,14 +62,14 @@ class PartialSums:
 
 
 class PartialGradients:
-    """Serves one backward pass over a range of sub-blocks."""
+    """The partial gradients of one backward pass over a range of sub-blocks."""
 
     def __init__(self, sums: PartialSums) -> None:
         self._sums = sums
         self._deferred: list[tuple[_Parameter, Tensor]] = []
 
     def defer(self, parameter: Tensor) -> Tensor:
-        """A stand-in for a parameter; the gradient that it gets is summed over the group before the parameter's own."""
+        """Return a stand-in for a parameter; its gradient is summed over the group before it reaches the parameter."""
         stand_in = parameter.detach().requires_grad_()
         with torch.enable_grad():
             edge = get_gradient_edge(parameter.view_as(parameter))
@@ -77,7 +77,7 @@ class PartialGradients:
         return stand_in
 
     def end_pass(self) -> None:
-        """Hands on what the stand-ins got."""
+        """Pass on the gradients of the stand-ins."""
         for parameter, stand_in in self._deferred:
             self._sums.add(parameter, torch.zeros_like(stand_in) if stand_in.grad is None else stand_in.grad)
         self._deferred.clear()

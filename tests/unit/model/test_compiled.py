@@ -12,7 +12,7 @@ from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.operations import Operations, add_norm, compile_operations
+from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.stack import StackOptions
 from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine, tiny_model
 
@@ -66,7 +66,7 @@ def test_gradients_equal_those_of_the_uncompiled_model(
 
 def test_add_norm_returns_the_sum_and_its_norm() -> None:
     stream, output = torch.tensor([[1.0, -2.0]]), torch.tensor([[2.0, 6.0]])
-    total, normed = add_norm(stream, output, torch.tensor([1.0, 10.0]), 0.0)
+    total, normed = Operations().add_norm(stream, output, torch.tensor([1.0, 10.0]), 0.0)
     assert total.tolist() == [[3.0, 4.0]]
     assert normed.flatten().tolist() == pytest.approx([3 / 12.5**0.5, 40 / 12.5**0.5])
 

@@ -27,5 +27,5 @@ def test_a_run_is_split_at_the_borders_of_sections() -> None:
 
 def test_a_row_parallel_parameter_is_one_run() -> None:
     assert list(split_interval([ROW], (3, 4), 2, 7)) == [SectionInterval(ROW, 2, 0, 7)]
-    with pytest.raises(ValueError, match="does not lie together"):
+    with pytest.raises(ValueError, match="is not contiguous"):
         list(split_interval([ROW], (3, 5), 0, 15))
