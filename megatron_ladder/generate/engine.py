@@ -1,7 +1,7 @@
-"""The one decode loop: prompts in, tokens out as they come.
+"""The decode loop: prompts in, tokens out as they come.
 
-Every tensor-parallel rank runs the loop in step with the others. Rank 0 chooses the tokens and broadcasts them,
-so that no rounding can lead two ranks to different texts.
+All tensor-parallel ranks run the loop in lockstep. Rank 0 chooses the tokens and broadcasts them, so that rounding
+cannot make ranks diverge.
 """
 
 import time
@@ -17,8 +17,8 @@ from megatron_ladder.generate.slots import SlotBatch
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.vocabulary import vocab_parallel_cross_entropy
 
-SCORED_AT_ONCE = 256
-"""Positions of which `score` has logits at a time."""
+_SCORED_AT_ONCE = 256
+"""Number of positions for which `score` computes logits at a time."""
 
 
 class GenerationEngine:
@@ -33,9 +33,9 @@ class GenerationEngine:
     ) -> None:
         """
         Args:
-            model: this rank's slices, with their weights.
-            tokenizer: for texts; ids need none.
-            new_graph: makes what a batch's decode step is captured in; None runs it anew for every token.
+            model: this rank's part, with its weights.
+            tokenizer: decodes the generated ids; None if only ids are needed.
+            new_graph: creates the graph in which a batch captures its decode step; None runs the step eagerly.
         """
         self.model = model.eval()
         self.group = mesh.tensor
@@ -44,14 +44,14 @@ class GenerationEngine:
         self.device = model.embedding.weight.device
 
     def new_batch(self, slots: int, positions: int) -> SlotBatch:
-        """An empty batch; see `SlotBatch`."""
+        """Return an empty batch; see `SlotBatch`."""
         graph = None if self.new_graph is None else self.new_graph()
         return SlotBatch(self.model, self.group, self.tokenizer, graph, slots, positions)
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_token: Callable[[NewToken], None] | None = None
     ) -> list[Generation]:
-        """Continues all prompts to their ends, telling `on_token` of each token; see `stream`."""
+        """Continue all prompts to their ends and pass each token to `on_token`; see `stream`."""
         stream = self.stream(requests)
         while True:
             try:
@@ -63,12 +63,12 @@ class GenerationEngine:
                 on_token(token)
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Generator[NewToken, None, list[Generation]]:
-        """Continues all prompts side by side and yields tokens as they come, in the order of the requests.
+        """Continue all prompts in one batch and yield the tokens as they come, in the order of the requests.
 
-        Every rank must call it alike and take all tokens. A result does not depend on the other requests.
+        Every rank must pass the same requests and consume all tokens. A result does not depend on the other requests.
 
         Returns:
-            What was generated for each request.
+            The result of each request.
 
         Raises:
             BadNumbersError: the model's logits are not finite.
@@ -88,17 +88,17 @@ class GenerationEngine:
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:
-        """The log-probability of each token of a text but the first, given those before it; every rank must call it.
+        """Return the log-probability of each token of a text given the tokens before it; every rank must call it.
 
         Args:
-            ids: two at least, and at most as many as the model has positions.
+            ids: at least two, and at most as many as the model has positions. The first token has no score.
         """
         model = self.model
         tokens = torch.tensor([ids], device=self.device)
         hidden_states = model.hidden_states(tokens[:, :-1], model.training_context(tokens[:, :-1]))
         logprobs: list[float] = []
         for part, targets in zip(
-            hidden_states.split(SCORED_AT_ONCE), tokens[:, 1:].split(SCORED_AT_ONCE, dim=1), strict=True
+            hidden_states.split(_SCORED_AT_ONCE), tokens[:, 1:].split(_SCORED_AT_ONCE, dim=1), strict=True
         ):
             logits = model.logits_shard(part)
             losses = vocab_parallel_cross_entropy(logits, targets.t(), model.head.start, model.head.valid, self.group)
@@ -116,13 +116,15 @@ def _generations(batch: SlotBatch, prefill_seconds: float, decode_seconds: float
     generations = []
     for sample in samples:
         assert sample.finish_reason is not None
-        text = None if sample.text_stream is None else "".join(sample.pieces)
-        logprobs = tuple(sample.logprobs) if sample.request.sampling.logprobs else None
-        alternatives = tuple(sample.alternatives) or None
         generations.append(
             Generation(
-                sample.request.prompt_ids, tuple(sample.ids), text, sample.finish_reason, timings, logprobs,
-                alternatives,
+                sample.request.prompt_ids,
+                tuple(sample.ids),
+                text=None if sample.text_stream is None else "".join(sample.pieces),
+                finish_reason=sample.finish_reason,
+                timings=timings,
+                logprobs=tuple(sample.logprobs) if sample.request.sampling.logprobs else None,
+                alternatives=tuple(sample.alternatives) or None,
             )
-        )  # fmt: skip
+        )
     return generations

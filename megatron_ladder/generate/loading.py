@@ -1,5 +1,10 @@
-"""From a directory to a model that can generate. Wiring and sizes come from the directory, never from a flag."""
+"""Load a model for generation from a directory.
 
+`open_model` reads everything but the weights: configuration, wiring, tokenizer, and end-of-text ids. Flags cannot
+override them. `load_model` then builds this rank's model and reads this rank's slices of the weights.
+"""
+
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,13 +12,15 @@ from typing import Any
 
 import tokenizers
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_mistakes
+from megatron_ladder.checkpoint.boxes import Box, flat_range, row_major_strides
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.weights import load_weights, stored_model
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory, safe_path
+from megatron_ladder.convert.hf_directory import CONFIG_NAME, HFDirectory, open_hf_directory, safe_path
+from megatron_ladder.convert.sources import StoredBox
 from megatron_ladder.convert.tokenizer_files import token_ids
 from megatron_ladder.data.tokenizers import (
     DESCRIPTION_FILE,
@@ -23,41 +30,41 @@ from megatron_ladder.data.tokenizers import (
 )
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
-from megatron_ladder.generate.weights import load_hf_weights
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.parallel.layout import has_padding, parameter_sections
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of --dtype."""
-TOKENIZER_FILES = {"tokenizer.json": "HuggingFaceTokenizer", "tokenizer.model": "SentencePieceTokenizer"}
-"""What a Hugging Face directory may hold, and the --tokenizer-type that reads it; the first that is there counts."""
+_TOKENIZER_FILES = {"tokenizer.json": "HuggingFaceTokenizer", "tokenizer.model": "SentencePieceTokenizer"}
+"""Tokenizer files of a Hugging Face directory and the --tokenizer-type that reads each; the first one found is used."""
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on disk: everything but the weights has been read."""
+    """A model on disk, of which everything but the weights has been read."""
 
     directory: Path
     config: ModelConfig
     tokenizer: Tokenizer | None
-    """None when the directory holds none, and none was named."""
+    """None if the directory has no tokenizer and the flags name none."""
     eos_ids: frozenset[int]
-    """Tokens that end a text, by the directory and by the tokenizer."""
+    """End-of-text tokens of the directory and of the tokenizer."""
     prefix: tuple[int, ...]
-    """Tokens that the directory's tokenizer puts before a text, such as a beginning of sequence."""
+    """Tokens that the directory's tokenizer puts before a text, such as a beginning-of-text token."""
     fill: Callable[[nn.Module], None]
-    """Reads this rank's weights of the model, or of a part of it; raises UserError."""
+    """Reads this rank's weights of the model or of a part of it; raises UserError."""
     warnings: tuple[str, ...] = ()
-    """What was passed over, a line each."""
+    """One line for each problem that was ignored."""
 
 
 def open_model(directory: Path, tokenizer_type: str | None, tokenizer_model: Path | None) -> StoredModel:
-    """Opens a training checkpoint, the one in use of a directory of checkpoints, or a Hugging Face directory.
+    """Open a training checkpoint, the latest one in a directory of checkpoints, or a Hugging Face directory.
 
     Raises:
-        UserError: it is none of these, or one that is not whole or contradicts itself, or its tokenizer cannot be
-            read or has more ids than the model.
+        UserError: the directory is none of these, is incomplete or inconsistent, or its tokenizer cannot be read or
+            has more ids than the model.
     """
     given = None
     if tokenizer_type is not None and tokenizer_model is not None:
@@ -67,14 +74,13 @@ def open_model(directory: Path, tokenizer_type: str | None, tokenizer_model: Pat
         stored = _open_hf(directory, given) if is_hf else _open_checkpoint(directory, given)
     except UserError as error:
         first, *more = error.mistakes
-        named = first if first.startswith("--") else f"--model {first}"
-        raise UserError(named, *more) from None
+        raise UserError(first if first.startswith("--") else f"--model {first}", *more) from None
     tokenizer, config = stored.tokenizer, stored.config
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         name = tokenizer.files[0] if tokenizer.files else tokenizer.kind
         raise UserError(
-            f"{name}: the tokenizer has {tokenizer.vocab_size} ids and the model {config.vocab_size}: "
-            "it is of another model"
+            f"{name}: the tokenizer has {tokenizer.vocab_size} ids, but the model has only {config.vocab_size}: "
+            "use the tokenizer that belongs to the model"
         )
     return stored
 
@@ -83,80 +89,139 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None) -> StoredMode
     checkpoint = Checkpoint.open(directory)
     if tokenizer is None and (checkpoint.directory / DESCRIPTION_FILE).is_file():
         tokenizer = load_tokenizer_from_directory(checkpoint.directory)
-    eos_ids = _eos_ids(checkpoint.manifest.get("hugging_face") or {}, tokenizer)
     return StoredModel(
-        checkpoint.directory, stored_model(checkpoint), tokenizer, eos_ids, (),
-        lambda model: load_weights(model, checkpoint), tuple(checkpoint.warnings),
-    )  # fmt: skip
+        checkpoint.directory,
+        stored_model(checkpoint),
+        tokenizer,
+        eos_ids=_eos_ids(checkpoint.manifest.get("hugging_face") or {}, tokenizer),
+        prefix=(),
+        fill=lambda model: load_weights(model, checkpoint),
+        warnings=tuple(checkpoint.warnings),
+    )
 
 
 def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
     found = open_hf_directory(directory)
     prefix: tuple[int, ...] = ()
-    kept = next((name for name in TOKENIZER_FILES if (directory / name).exists()), None)
-    if tokenizer is None and kept is not None:
-        safe_path(directory, kept)
-        tokenizer = load_tokenizer(TOKENIZER_FILES[kept], directory / kept)
+    name = next((name for name in _TOKENIZER_FILES if (directory / name).exists()), None)
+    if tokenizer is None and name is not None:
+        safe_path(directory, name)
+        tokenizer = load_tokenizer(_TOKENIZER_FILES[name], directory / name)
         prefix = _prefix(tokenizer)
     eos_ids = _eos_ids(token_ids(found.config, directory), tokenizer)
     return StoredModel(
-        directory, found.model, tokenizer, eos_ids, prefix, lambda model: load_hf_weights(model, found)
-    )  # fmt: skip
+        directory, found.model, tokenizer, eos_ids, prefix, fill=lambda model: _load_hf_weights(model, found)
+    )
 
 
-def _eos_ids(named: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
-    ids = named.get("eos_token_id")
+def _eos_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
+    ids = config.get("eos_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     return frozenset(listed) | (frozenset() if tokenizer is None else {tokenizer.eod_id})
 
 
 def _prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What the template of special tokens in a tokenizer.json puts before a text."""
+    """Return the special tokens that a tokenizer.json puts before every text."""
     path = tokenizer.files[0]
     if path.suffix != ".json":
         return ()
     whole = tokenizers.Tokenizer.from_file(str(path))
-    bare, dressed = (whole.encode("a", add_special_tokens=special).ids for special in (False, True))
-    places = [place for place in range(len(dressed)) if dressed[place : place + len(bare)] == bare]
-    return tuple(dressed[: places[0]]) if places else ()
+    plain, with_special = (whole.encode("a", add_special_tokens=special).ids for special in (False, True))
+    starts = [start for start in range(len(with_special)) if with_special[start : start + len(plain)] == plain]
+    return tuple(with_special[: starts[0]]) if starts else ()
 
 
 def check_tensor_parallel(config: ModelConfig, tensor_parallel: int) -> None:
-    """Raises one UserError if so many ranks cannot share the model, with the sizes that can."""
-    mistakes = tensor_parallel_mistakes(config, tensor_parallel)
-    if mistakes:
+    """Raise UserError, with the sizes that are possible, if so many ranks cannot share the model."""
+    errors = tensor_parallel_mistakes(config, tensor_parallel)
+    if errors:
         possible = [n for n in range(1, config.num_attention_heads + 1) if not tensor_parallel_mistakes(config, n)]
         sizes = ", ".join(map(str, possible))
-        raise UserError(f"--tp {tensor_parallel} does not fit the model; {sizes} would: {'; '.join(mistakes)}")
+        raise UserError(f"--tp {tensor_parallel} does not fit the model; use {sizes}: {'; '.join(errors)}")
 
 
 def load_model(
     stored: StoredModel, mesh: ProcessMesh, dtype: torch.dtype, device: torch.device, overlap: bool,
     compiled: bool = False,
 ) -> LanguageModel:  # fmt: skip
-    """This rank's slices of the model, made ready to generate; every rank must call it.
+    """Build this rank's part of the model and read its weights; every rank must call it.
 
     Args:
-        compiled: use torch.compile between the products.
+        overlap: leave reduces in flight under the next sub-block.
+        compiled: compile the operations between the matrix products with torch.compile.
 
     Raises:
-        UserError: on every rank, when any of them cannot read its share.
+        UserError: on every rank, if any rank cannot read its weights.
     """
     on_cpu = device.type == "cpu"
     operations = LEAN_OPERATIONS if on_cpu else Operations()
     options = StackOptions(overlap, operations=compile_operations(operations) if compiled else operations)
     memory = torch.device("meta") if on_cpu else device
     model = LanguageModel(stored.config, mesh, options, dtype=dtype, device=memory).requires_grad_(False)
-    mistakes: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
     try:
         if on_cpu:
             load_for_cpu(model, stored.fill)
         else:
             stored.fill(model)
     except UserError as error:
-        mistakes = error.mistakes
-    found = mesh.world.broadcast_object(mesh.world.gather_objects(mistakes))
-    everyones = dict.fromkeys(mistake for of_one_rank in found for mistake in of_one_rank)
-    if everyones:
-        raise UserError(*everyones)
+        errors = error.mistakes
+    by_rank = mesh.world.broadcast_object(mesh.world.gather_objects(errors))
+    all_errors = dict.fromkeys(message for errors in by_rank for message in errors)
+    if all_errors:
+        raise UserError(*all_errors)
     return model
+
+
+@torch.no_grad()
+def _load_hf_weights(model: nn.Module, directory: HFDirectory) -> None:
+    """Fill this rank's parameters, reading only the bytes of their slices; padding becomes zero."""
+    mapped_files: dict[Path, mmap.mmap] = {}
+    for parameter, sections in parameter_sections(model):
+        if has_padding(parameter, sections):
+            parameter.zero_()
+        for section in sections:
+            source = directory.tensors[section.name]
+            wanted = Box(section.offset, section.extent)
+            target = section.view(parameter).detach()
+            for stored, shared in source.in_rows(wanted):
+                part = target[shared.within(wanted).slices()]
+                _read_box(stored, shared, getattr(torch, source.dtype), part, mapped_files)
+
+
+def _read_box(
+    stored: StoredBox, shared: Box, dtype: torch.dtype, out: Tensor, mapped_files: dict[Path, mmap.mmap]
+) -> None:
+    """Copy the part `shared` of a stored box to `out`, which may have another dtype or device."""
+    part = shared.within(stored.box)
+    first, end = flat_range(stored.box.extent, part)
+    begin = stored.begin + first * dtype.itemsize
+    count = end - first
+    try:
+        contiguous_in_file = stored.mapped is None and count == part.numel
+        if contiguous_in_file and out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu":
+            _read_bytes(stored.path, begin, out)
+            return
+        whole = stored.mapped if stored.mapped is not None else _mapping(stored.path, mapped_files)
+        flat = torch.frombuffer(whole, dtype=dtype, count=count, offset=begin)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{stored.path}: cannot be read: {error}") from None
+    out.copy_(flat.as_strided(part.extent, row_major_strides(stored.box.extent)))
+
+
+def _read_bytes(path: Path, begin: int, out: Tensor) -> None:
+    remaining = out.view(-1).view(torch.uint8).numpy().data
+    with open(path, "rb", buffering=0) as file:
+        file.seek(begin)
+        while remaining and (count := file.readinto(remaining)):
+            remaining = remaining[count:]
+    if remaining:
+        raise ValueError(f"the file ends {len(remaining)} bytes before the end of a tensor")
+
+
+def _mapping(path: Path, mapped_files: dict[Path, mmap.mmap]) -> mmap.mmap:
+    if path not in mapped_files:
+        with open(path, "rb") as file:
+            # Copy-on-write, because torch warns about read-only memory; nothing writes to it.
+            mapped_files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return mapped_files[path]

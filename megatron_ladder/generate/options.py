@@ -1,5 +1,7 @@
-"""The flags of tools/generate.py. No torch here: a process that only starts the ranks needs none."""
+"""Flags of `tools/generate.py`. This module does not import torch, because the process that starts the ranks needs
+none."""
 
+import ipaddress
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,127 +9,167 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.flags import flag, flag_name, parse_command_line
-from megatron_ladder.generate.serve.options import ServeOptions, serve_mistakes
+from megatron_ladder.flags import flag, parse_command_line
 
 PROGRAM = "generate.py"
-DESCRIPTION = "Continues prompts with a trained model, tensor-parallel. Text goes to stdout, statistics to stderr."
+DESCRIPTION = (
+    "Generates text with a trained model, or serves it over HTTP. Output goes to stdout, statistics to stderr."
+)
 LARGEST_PENALTY = 2.0
-"""Of presence and frequency, up or down, as in OpenAI's API."""
+"""Limit of presence and frequency penalties, as in OpenAI's API."""
 SMALLEST_REPETITION_PENALTY, LARGEST_REPETITION_PENALTY = 0.01, 100.0
-"""Logits are divided by it or multiplied in fp32, and must stay finite."""
-MOST_ALTERNATIVES = 20
-"""Likeliest tokens that are told at one place."""
+"""Limits that keep logits finite in fp32."""
+MAX_ALTERNATIVES = 20
+"""Largest number of most likely tokens to report per position."""
+_PROMPT_SOURCES = ("--prompt", "--prompt-file", "--tokens")
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Model. Sizes and wiring come from the checkpoint."""
+    """Model. The checkpoint determines the sizes and the wiring."""
 
     model: Path
-    """A Hugging Face directory; or a training checkpoint, or a directory of them: the one that its file `latest`
-    names."""
-    tp: int | None = flag(None, aliases=("--tensor-model-parallel-size",))
-    """Processes that share the model. Under a launcher, all that it started; otherwise 1, and more are started here,
-    on this machine."""
+    """A Hugging Face directory, a training checkpoint, or a directory of training checkpoints, of which the one named
+    in its file `latest` is used."""
+    tp: int | None = flag(None, aliases=("--tensor-model-parallel-size",), minimum=1)
+    """Number of processes that share the model. Under a launcher it must be the number of processes that the launcher
+    started. Otherwise the default is 1, and generate.py starts the processes on this machine."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """What the weights are turned into; fp32 on a CPU and bf16 on a GPU if not given."""
+    """Data type to which the weights are converted. The default is fp32 on a CPU and bf16 on a GPU."""
     overlap: bool = True
     """Wait for every all-reduce at once instead of leaving it in flight under the next sub-block; for comparison."""
     compile_sub_blocks: bool = False
-    """torch.compile for norms, SwiGLU and rotary embedding; needs a C++ compiler at run time."""
+    """Use torch.compile for norms, SwiGLU and rotary embedding; needs a C++ compiler at run time."""
     cuda_graph: bool = False
     """Capture the decode step in a CUDA graph and replay it for every token; needs a GPU."""
-    tokenizer_type: str | None = None
-    """SentencePieceTokenizer or HuggingFaceTokenizer; together with --tokenizer-model, instead of the tokenizer that
-    the model's directory holds."""
-    tokenizer_model: Path | None = None
-    """The tokenizer's file or directory."""
+    tokenizer_type: str | None = flag(None, requires="--tokenizer-model")
+    """SentencePieceTokenizer or HuggingFaceTokenizer, to replace the tokenizer in the model's directory."""
+    tokenizer_model: Path | None = flag(None, requires="--tokenizer-type")
+    """File or directory of the tokenizer."""
     local_rank: int | None = flag(None, aliases=("--local_rank",))
-    """Given by launchers; the environment's LOCAL_RANK is what counts."""
+    """Accepted because some launchers pass it; the environment variable LOCAL_RANK is used instead."""
 
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Prompts. All that are given are continued side by side, in this order; without any, standard input is one."""
+    """Prompts. All prompts are continued in one batch, in this order. Without any, standard input is one prompt."""
 
     prompt: tuple[str, ...] = ()
-    """A text to continue. One that begins with a dash is given as --prompt=TEXT."""
+    """Texts to continue. Write a text that begins with a dash as --prompt=TEXT."""
     prompt_file: tuple[Path, ...] = ()
-    """A file of prompts: .jsonl, .json and .ndjson hold a JSON object a line, with the text under "prompt"; any other
-    file is one prompt, without its last line end."""
-    tokens: tuple[str, ...] = ()
-    """One prompt as token ids, separated by blanks or commas; needs no tokenizer."""
+    """Files of prompts. Each line of a .jsonl, .json or .ndjson file is a JSON object with the text under "prompt".
+    Any other file is one prompt, without its last line end."""
+    tokens: tuple[str, ...] = flag((), excludes="--chat")
+    """One prompt as token ids, separated by spaces or commas; needs no tokenizer."""
     chat: bool = False
-    """A prompt is what a user says: the tokenizer's chat template is put around it, and the model answers."""
-    system: str | None = None
-    """With --chat, the system's message."""
-    interactive: bool = False
-    """Continue one line of standard input after another until it ends; with --chat, a conversation."""
+    """Treat each prompt as a message of a user: apply the tokenizer's chat template, and let the model answer."""
+    system: str | None = flag(None, requires="--chat")
+    """System message of the conversation."""
+    interactive: bool = flag(False, excludes=_PROMPT_SOURCES)
+    """Continue each line of standard input until it ends; with --chat, as one conversation."""
+
+    @property
+    def given(self) -> bool:
+        """Whether the flags contain prompts."""
+        return bool(self.prompt or self.prompt_file or self.tokens)
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Sampling. How tokens are chosen, and when to stop."""
+    """Sampling. How tokens are chosen, and where a continuation ends."""
 
-    max_new_tokens: int = 64
-    """Tokens to generate for each prompt at most."""
-    temperature: float = 1.0
-    """Divides the logits: below 1 is safer, above 1 more varied. 0 takes the most likely token each time."""
-    top_k: int = 0
-    """Draw from the N most likely tokens alone; 0 means from all."""
-    top_p: float = 1.0
-    """Draw from the fewest most likely tokens that have this probability together, counted after --top-k."""
-    min_p: float = 0.0
-    """Draw from tokens alone that have this share of the likeliest one's probability, counted after --top-p."""
-    repetition_penalty: float = 1.0
-    """Above 1, makes tokens of the prompt and of the text so far less likely: divides positive logits, multiplies
-    negative ones. From 0.01 to 100."""
-    presence_penalty: float = 0.0
-    """Taken from the logits of tokens that were generated before."""
-    frequency_penalty: float = 0.0
-    """Taken from the logits of a token as often as it was generated before."""
-    num_samples: int = 1
-    """Continuations of each prompt, each drawn by a seed of its own."""
-    seed: int = 1234
-    """Equal seeds give equal texts, at any --tp and in any batch."""
+    max_new_tokens: int = flag(64, minimum=1)
+    """Largest number of tokens to generate per prompt."""
+    temperature: float = flag(1.0, minimum=0)
+    """Divides the logits. Lower values make the text more predictable; 0 always takes the most likely token."""
+    top_k: int = flag(0, minimum=0)
+    """Draw only from the N most likely tokens; 0 means all."""
+    top_p: float = flag(1.0, above=0, maximum=1)
+    """Draw only from the fewest most likely tokens that have this probability together; applied after --top-k."""
+    min_p: float = flag(0.0, minimum=0, maximum=1)
+    """Draw only from tokens with at least this share of the highest probability; applied after --top-p."""
+    repetition_penalty: float = flag(1.0, minimum=SMALLEST_REPETITION_PENALTY, maximum=LARGEST_REPETITION_PENALTY)
+    """For tokens of the prompt and of the text so far, divides positive logits and multiplies negative ones. Values
+    above 1 make these tokens less likely."""
+    presence_penalty: float = flag(0.0, minimum=-LARGEST_PENALTY, maximum=LARGEST_PENALTY)
+    """Subtracted from the logits of tokens that were generated before."""
+    frequency_penalty: float = flag(0.0, minimum=-LARGEST_PENALTY, maximum=LARGEST_PENALTY)
+    """Subtracted from a token's logit once for each time that it was generated before."""
+    num_samples: int = flag(1, minimum=1)
+    """Number of continuations per prompt, each with a separate seed."""
+    seed: int = flag(1234, minimum=0)
+    """Random seed. Equal seeds give equal texts, with any --tp and in any batch."""
     stop: tuple[str, ...] = ()
-    """A text that ends the continuation and is not shown, wherever its tokens end. \\n and \\t stand for a line end
-    and a tab."""
+    """Texts that end the continuation and are cut from it, even within a token. Write a line end as \\n and a tab as
+    \\t."""
     ignore_eos: bool = False
-    """Go on to --max-new-tokens behind the tokens that end a text."""
+    """Continue to --max-new-tokens after an end-of-text token."""
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Output. Plain text repeats each prompt before its continuation."""
 
-    json: bool = False
-    """Print a JSON object a line for each prompt instead of text."""
+    json: bool = flag(False, excludes="--stream")
+    """Print one line of JSON per continuation instead of text."""
     stream: bool = False
-    """Show text as it comes; with several prompts, the first one that is not finished."""
+    """Print text as it is generated; with several prompts, that of the first unfinished one."""
     logprobs: bool = False
-    """With --json, the log-probability of each generated token by the model alone."""
-    top_logprobs: int = 0
-    """With --json and --logprobs, so many likeliest tokens at each place as well: pairs of id and log-probability."""
-    score: bool = False
-    """Instead of continuing the prompts, tell the log-likelihood and perplexity of each. With --logprobs, of each
-    token."""
+    """With --json or --score, print the log-probability of each token, without penalties and temperature."""
+    top_logprobs: int = flag(0, minimum=0, maximum=MAX_ALTERNATIVES, requires=("--json", "--logprobs"))
+    """Number of most likely tokens to print for each position, as pairs of id and log-probability."""
+    score: bool = flag(False, excludes=("--interactive", "--bench", "--top-logprobs"))
+    """Print the log-likelihood and the perplexity of each prompt instead of continuing it."""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Benchmark. Of this model on this machine, with prompts of random ids."""
+    """Benchmark. Measures this model on this machine with prompts of random ids."""
 
-    bench: bool = False
-    """Measure prefill and greedy decoding instead of continuing prompts: medians of --bench-rounds, after one round
-    to warm up. With --no-overlap, the same without reduces in flight."""
-    bench_rounds: int = 5
-    """Rounds that are measured."""
-    bench_prompt: int = 128
-    """Tokens of each prompt; --max-new-tokens are decoded behind it."""
-    bench_batch: int = 1
-    """Prompts side by side."""
+    bench: bool = flag(False, excludes=_PROMPT_SOURCES)
+    """Measure the speed of prefill and greedy decoding instead of continuing prompts; print medians over
+    --bench-rounds, after one warm-up round."""
+    bench_rounds: int = flag(5, minimum=1)
+    """Number of rounds to measure."""
+    bench_prompt: int = flag(128, minimum=1)
+    """Tokens per prompt; --max-new-tokens are generated after them."""
+    bench_batch: int = flag(1, minimum=1)
+    """Number of prompts in the batch."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Server. Compatible with OpenAI's completions and chat completions; needs the extra [serve]."""
+
+    serve: bool = False
+    """Serve HTTP requests until SIGTERM or Ctrl-C."""
+    host: str = flag("127.0.0.1", requires="--serve")
+    """Address to listen on. The default accepts only connections from this machine."""
+    port: int = flag(8000, minimum=0, maximum=65535, requires="--serve")
+    """Port to listen on; 0 selects a free port. The address is printed on stderr."""
+    api_key_file: Path | None = flag(None, requires="--serve")
+    """File with one key per line. Each request must send one of them as its bearer token."""
+    model_name: str | None = flag(None, requires="--serve")
+    """Name of the model in requests. The default is the name of the model's directory."""
+    max_concurrent: int = flag(8, minimum=1, requires="--serve")
+    """Largest number of samples to generate at the same time: the slots of the key-value cache."""
+    max_queue: int = flag(64, minimum=0, requires="--serve")
+    """Largest number of samples that wait for a slot. Further requests are rejected with status 429."""
+    max_request_tokens: int | None = flag(None, minimum=2, requires="--serve")
+    """Largest sum of the tokens of a prompt and its continuation, for which every slot has memory. The default is the
+    number of the model's positions, but at most 4096."""
+    max_body_bytes: int = flag(1 << 20, minimum=1, requires="--serve")
+    """Largest size of a request's body."""
+    grace_seconds: float = flag(10.0, minimum=0, requires="--serve")
+    """Time that running requests have to finish after SIGTERM or Ctrl-C."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
 
 @dataclass(frozen=True)
@@ -146,126 +188,55 @@ SECTIONS = (ModelOptions, PromptOptions, SamplingOptions, OutputOptions, BenchOp
 
 
 def parse_options(argv: Sequence[str]) -> GenerateOptions:
-    """Reads the command line.
+    """Parse the command line.
 
     Raises:
-        UserError: with a line for everything that is wrong before any file is opened.
+        UserError: with one line for each error that can be found without opening a file.
     """
-    mistakes: list[str] = []
-    options = GenerateOptions(*parse_command_line(SECTIONS, argv, PROGRAM, DESCRIPTION, found=mistakes))
-    mistakes += option_mistakes(options)
-    if mistakes:
-        raise UserError(*mistakes)
+    errors: list[str] = []
+    options = GenerateOptions(*parse_command_line(SECTIONS, argv, PROGRAM, DESCRIPTION, found=errors))
+    errors += [*_input_errors(options), *_serve_errors(options)]
+    if errors:
+        raise UserError(*errors)
     return options
 
 
-def option_mistakes(options: GenerateOptions) -> list[str]:
-    """One line for each value, or combination of values, that cannot be."""
-    return [
-        *_model_mistakes(options.model),
-        *_prompt_mistakes(options),
-        *_sampling_mistakes(options.sampling),
-        *_output_mistakes(options),
-        *serve_mistakes(options.serve),
-        *_beside_serve_mistakes(options),
-    ]
-
-
-def _model_mistakes(model: ModelOptions) -> list[str]:
-    mistakes = []
-    if model.tp is not None and model.tp < 1:
-        mistakes.append(f"--tp {model.tp}: expected 1 or more")
-    if (model.tokenizer_type is None) != (model.tokenizer_model is None):
-        mistakes.append("--tokenizer-type and --tokenizer-model belong together: give both, or neither")
-    return mistakes
-
-
-def _prompt_mistakes(options: GenerateOptions) -> list[str]:
-    prompts, mistakes = options.prompts, []
-    given = bool(prompts.prompt or prompts.prompt_file or prompts.tokens)
-    makes_own = prompts.interactive or options.bench.bench or options.serve.serve
-    if not given and not makes_own and sys.stdin.isatty():
-        mistakes.append("nothing to continue: give --prompt, --prompt-file, --tokens or --interactive, or pipe a text")
+def _input_errors(options: GenerateOptions) -> list[str]:
+    """Return the errors that bounds and exclusions of single flags do not cover."""
+    prompts, output, errors = options.prompts, options.output, []
+    has_input = prompts.given or prompts.interactive or options.bench.bench or options.serve.serve
+    if not has_input and sys.stdin.isatty():
+        errors.append("there is no prompt; use --prompt, --prompt-file, --tokens or --interactive, or pipe a text")
     try:
         if prompts.tokens and not token_ids(prompts.tokens):
-            mistakes.append("--tokens: an empty prompt cannot be continued: give at least one id")
+            errors.append("--tokens: the prompt is empty; at least one id is required")
     except ValueError as error:
-        mistakes.append(f"--tokens: {error}")
-    if given and (prompts.interactive or options.bench.bench):
-        other = "--interactive reads" if prompts.interactive else "--bench makes"
-        mistakes.append(f"{other} prompts of its own: leave --prompt, --prompt-file and --tokens out, or it")
-    if prompts.tokens and prompts.chat:
-        mistakes.append("--chat puts a template around texts, and --tokens are ids: give one of them")
-    if prompts.system is not None and not prompts.chat:
-        mistakes.append("--system is the first message of a conversation: give --chat, or leave it out")
-    return mistakes
-
-
-def _sampling_mistakes(sampling: SamplingOptions) -> list[str]:
-    mistakes = []
-    if sampling.max_new_tokens < 1:
-        mistakes.append(f"--max-new-tokens {sampling.max_new_tokens}: expected 1 or more")
-    if not 0 <= sampling.temperature < float("inf"):
-        mistakes.append(f"--temperature {sampling.temperature}: expected 0 (the most likely token) or more")
-    if sampling.top_k < 0:
-        mistakes.append(f"--top-k {sampling.top_k}: expected 1 or more, or 0 for all tokens")
-    if not 0 < sampling.top_p <= 1:
-        mistakes.append(f"--top-p {sampling.top_p}: expected a share above 0 and up to 1")
-    if not 0 <= sampling.min_p <= 1:
-        mistakes.append(f"--min-p {sampling.min_p}: expected a share from 0 to 1")
-    if not SMALLEST_REPETITION_PENALTY <= sampling.repetition_penalty <= LARGEST_REPETITION_PENALTY:
-        mistakes.append(
-            f"--repetition-penalty {sampling.repetition_penalty}: expected {SMALLEST_REPETITION_PENALTY} to "
-            f"{LARGEST_REPETITION_PENALTY}; 1 is none"
-        )
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not -LARGEST_PENALTY <= (found := getattr(sampling, name)) <= LARGEST_PENALTY:
-            mistakes.append(f"{flag_name(name)} {found}: expected {-LARGEST_PENALTY} to {LARGEST_PENALTY}; 0 is none")
-    if sampling.num_samples < 1:
-        mistakes.append(f"--num-samples {sampling.num_samples}: expected 1 or more")
-    if not 0 <= sampling.seed < 1 << 63:
-        mistakes.append(f"--seed {sampling.seed}: expected 0 to 2^63 - 1")
-    if "" in sampling.stop:
-        mistakes.append("--stop: an empty text would end everything at once: give at least one character")
-    return mistakes
-
-
-def _output_mistakes(options: GenerateOptions) -> list[str]:
-    output, bench, mistakes = options.output, options.bench, []
-    if output.json and output.stream:
-        mistakes.append("--stream shows text as it comes, and --json an object when all is there: give one of them")
+        errors.append(f"--tokens: {error}")
+    if "" in options.sampling.stop:
+        errors.append("--stop: an empty text would end every continuation at once; use at least one character")
     if output.logprobs and not (output.json or output.score):
-        mistakes.append("--logprobs are a part of what --json and --score print: give one of these, or leave it out")
-    if not 0 <= output.top_logprobs <= MOST_ALTERNATIVES:
-        mistakes.append(f"--top-logprobs {output.top_logprobs}: expected 0 to {MOST_ALTERNATIVES}")
-    if output.top_logprobs and not (output.json and output.logprobs) or output.top_logprobs and output.score:
-        mistakes.append("--top-logprobs are a part of --logprobs with --json: give both, without --score")
-    if output.score and (options.prompts.interactive or bench.bench):
-        mistakes.append("--score tells of given texts: leave --interactive and --bench out")
-    for name in ("bench_rounds", "bench_prompt", "bench_batch"):
-        if getattr(bench, name) < 1:
-            mistakes.append(f"{flag_name(name)} {getattr(bench, name)}: expected 1 or more")
-    return mistakes
+        errors.append("--logprobs requires --json or --score")
+    return errors
 
 
-def _beside_serve_mistakes(options: GenerateOptions) -> list[str]:
+def _serve_errors(options: GenerateOptions) -> list[str]:
     if not options.serve.serve:
         return []
-    others = {
+    sections = {
         "prompts": (options.prompts, PromptOptions()), "sampling": (options.sampling, SamplingOptions()),
         "output": (options.output, OutputOptions()), "benchmark": (options.bench, BenchOptions()),
     }  # fmt: skip
     return [
-        f"--serve takes from each request what flags of {name} say: leave them out"
-        for name, (given, without) in others.items()
-        if given != without
+        f"--serve does not use the {name} flags; remove them"
+        for name, (given, default) in sections.items()
+        if given != default
     ]
 
 
 def token_ids(words: Sequence[str]) -> tuple[int, ...]:
-    """The ids of --tokens; raises ValueError that names a word which is none."""
+    """Return the ids of --tokens; raises ValueError that names an invalid one."""
     parts = [part for word in words for part in word.replace(",", " ").split()]
-    strange = [part for part in parts if not (part.isascii() and part.isdigit())]
-    if strange:
-        raise ValueError(f"{strange[0]!r} is no token id")
+    invalid = [part for part in parts if not (part.isascii() and part.isdigit())]
+    if invalid:
+        raise ValueError(f"{invalid[0]!r} is not a token id")
     return tuple(int(part) for part in parts)

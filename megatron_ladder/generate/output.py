@@ -1,35 +1,40 @@
-"""What generated text looks like on stdout, and its statistics on stderr."""
+"""Output of the command line: text, JSON lines and measurements for stdout, a summary for stderr."""
 
 import json
 import math
 import os
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_ladder.data.tokenizers import Tokenizer
+from megatron_ladder.generate.options import BenchOptions
 from megatron_ladder.generate.prompts import Prompt
-from megatron_ladder.generate.requests import Generation, NewToken
+from megatron_ladder.generate.requests import Generation, NewToken, Timings
 
-LARGEST_EXPONENT = 700.0
-"""Of e, before a float overflows."""
+_LARGEST_EXPONENT = 700.0
+"""Limit that keeps exp() within the range of a float."""
 
 
 def write_stdout(text: str) -> None:
-    """Writes at once. When nobody reads any more, what is left goes nowhere: other ranks count on this one."""
+    """Write and flush. If the reader has closed the pipe, discard this and all later output.
+
+    The program continues, because the other ranks wait for this one.
+    """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 class TextOutput:
-    """Prompts with their continuations, one after another, though they are generated side by side.
+    """Writes prompts and continuations one after another, although they are generated together.
 
-    The first that is not finished is shown as it grows; what comes for later ones waits. Several prompts get a
-    heading each. Without a tokenizer, the generated ids stand for the text.
+    Tokens of the first unfinished prompt are written as they come; tokens of later prompts are buffered. If there are
+    several prompts, each has a heading. Without a tokenizer the generated ids are written instead of text.
     """
 
     def __init__(
@@ -40,22 +45,19 @@ class TextOutput:
         repeat: bool = True,
     ) -> None:
         """`repeat`: write each prompt before its continuation."""
-        self._write = write
-        self._repeat = repeat
-        self._prompts = prompts
-        self._tokenizer = tokenizer
-        self._waiting = ["" for _ in prompts]
+        self._prompts, self._tokenizer, self._write, self._repeat = prompts, tokenizer, write, repeat
+        self._buffered = ["" for _ in prompts]
         self._finished = [False for _ in prompts]
         self._current = 0
         self._write(self._beginning(0))
 
     def add(self, token: NewToken) -> None:
-        """Takes the next token of any prompt."""
-        self._waiting[token.sample] += f"{token.id} " if self._tokenizer is None else token.text
+        """Take the next token of any prompt."""
+        self._buffered[token.sample] += f"{token.id} " if self._tokenizer is None else token.text
         self._finished[token.sample] = token.finish_reason is not None
         while self._current < len(self._prompts):
-            self._write(self._waiting[self._current])
-            self._waiting[self._current] = ""
+            self._write(self._buffered[self._current])
+            self._buffered[self._current] = ""
             if not self._finished[self._current]:
                 return
             self._write("\n")
@@ -73,8 +75,8 @@ class TextOutput:
         return heading if self._tokenizer is None else heading + self._tokenizer.decode(prompt.ids)
 
 
-def json_line(prompt: Prompt, generation: Generation) -> str:
-    """One finished prompt as a JSON object."""
+def generation_line(prompt: Prompt, generation: Generation) -> str:
+    """Return a finished prompt as a line of JSON."""
     values = {
         "prompt": prompt.text,
         "prompt_ids": generation.prompt_ids,
@@ -89,11 +91,11 @@ def json_line(prompt: Prompt, generation: Generation) -> str:
         values["logprobs"] = generation.logprobs
     if generation.alternatives is not None:
         values["top_logprobs"] = generation.alternatives
-    return json.dumps(values) + "\n"
+    return _json_line(values)
 
 
 def summary(generations: Sequence[Generation]) -> str:
-    """One line about a whole batch."""
+    """Return token counts and speeds of a batch in one line."""
     prompt_tokens = sum(len(generation.prompt_ids) for generation in generations)
     new_tokens = sum(len(generation.ids) for generation in generations)
     timings = generations[0].timings
@@ -105,19 +107,41 @@ def summary(generations: Sequence[Generation]) -> str:
     )
 
 
-def score_line(prompt: Prompt, logprobs: Sequence[float], as_json: bool, each: bool) -> str:
-    """What a text's tokens but the first have together as log-probability, and its perplexity.
-
-    Args:
-        each: tell each token's as well.
-    """
+def score_line(prompt: Prompt, logprobs: Sequence[float], as_json: bool, per_token: bool) -> str:
+    """Return the log-likelihood and perplexity of a text, with `per_token` also each token's log-probability."""
     total = sum(logprobs)
-    perplexity = math.exp(min(-total / len(logprobs), LARGEST_EXPONENT))
+    perplexity = math.exp(min(-total / len(logprobs), _LARGEST_EXPONENT))
     if as_json:
         values: dict[str, object] = {
             "prompt": prompt.text, "prompt_ids": prompt.ids, "scored_tokens": len(logprobs), "log_likelihood": total,
             "perplexity": perplexity,
         }  # fmt: skip
-        return json.dumps(values | {"logprobs": list(logprobs)} if each else values) + "\n"
+        return _json_line(values | {"logprobs": list(logprobs)} if per_token else values)
     line = f"{len(logprobs)} tokens scored, log-likelihood {total:.4f}, perplexity {perplexity:.4f}\n"
-    return line + (" ".join(f"{logprob:.4f}" for logprob in logprobs) + "\n" if each else "")
+    return line + (" ".join(f"{logprob:.4f}" for logprob in logprobs) + "\n" if per_token else "")
+
+
+def benchmark_report(rounds: Sequence[Timings], options: BenchOptions, new_tokens: int, as_json: bool) -> str:
+    """Return the median, minimum and maximum speed over the rounds of a benchmark."""
+    rates = {"prefill": [round.prefill_tokens_per_second for round in rounds]}
+    decode = [round.decode_tokens_per_second for round in rounds if round.decode_tokens_per_second is not None]
+    if decode:
+        rates["decode"] = decode
+    if as_json:
+        values: dict[str, object] = {
+            "batch": options.bench_batch, "prompt_tokens": options.bench_prompt, "new_tokens": new_tokens,
+            "rounds": len(rounds),
+        }  # fmt: skip
+        for name, found in rates.items():
+            values[f"{name}_tokens_per_second"] = statistics.median(found)
+            values[f"{name}_tokens_per_second_range"] = [min(found), max(found)]
+        return _json_line(values)
+    return "".join(
+        f"{name:8} {statistics.median(found):10.1f} tokens/s  ({min(found):.1f} to {max(found):.1f} in {len(found)} "
+        f"rounds; batch {options.bench_batch}, {options.bench_prompt} + {new_tokens} tokens)\n"
+        for name, found in rates.items()
+    )
+
+
+def _json_line(values: Mapping[str, object]) -> str:
+    return json.dumps(values) + "\n"

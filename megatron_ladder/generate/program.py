@@ -1,10 +1,24 @@
-"""One rank of tools/generate.py, from its options to its texts. Rank 0 speaks; the others compute with it."""
+"""One rank of `tools/generate.py`.
+
+Every run takes the same steps: open the model, check the input of the selected mode, build the engine, run the mode.
+A `_prepare_*` function checks a mode's input before any process group exists, and returns a function that every rank
+calls with the engine. Rank 0 reads input and writes output; the other ranks only compute.
+
+    mode             input                                    output
+    continue         --prompt, --prompt-file, --tokens, or    text or JSON lines
+    --score          standard input                           log-likelihoods
+    --interactive    lines of standard input                  text
+    --bench          random ids                               speeds
+    --serve          HTTP requests                            HTTP responses; see `generate/serve`
+"""
 
 import importlib.util
+import io
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 
@@ -17,167 +31,113 @@ from megatron_ladder.comm.launch import (
     stop_process_group,
 )
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.data.chat_template import Message
 from megatron_ladder.errors import UserError
-from megatron_ladder.generate.benchmark import report, run_benchmark
-from megatron_ladder.generate.conversation import converse
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.loading import DTYPES, StoredModel, check_tensor_parallel, load_model, open_model
 from megatron_ladder.generate.options import GenerateOptions, ModelOptions
-from megatron_ladder.generate.output import TextOutput, json_line, score_line, summary, write_stdout
-from megatron_ladder.generate.prompts import Prompt, PromptWriter, prompt_mistakes, read_prompts
+from megatron_ladder.generate.output import (
+    TextOutput,
+    benchmark_report,
+    generation_line,
+    score_line,
+    summary,
+    write_stdout,
+)
+from megatron_ladder.generate.prompts import Prompt, PromptEncoder, check_characters, prompt_errors, read_prompts
 from megatron_ladder.generate.requests import GenerationRequest
-from megatron_ladder.generate.sampling import SamplingParameters, request_seed
+from megatron_ladder.generate.sampling import GREEDY, SamplingParameters, request_seed
 from megatron_ladder.model.operations import require_compiler
 
 TIMEOUT_MINUTES = 60.0
-"""How long ranks wait for one another: rank 0 may be held up by a reader of its output."""
+"""Timeout of collectives; long, because a slow reader of the output can hold up rank 0."""
+_INPUT_TIMEOUT = timedelta(days=30)
+"""Time that a user can take to enter a line. The end of a process is noticed immediately in any case."""
+_INPUT_PROMPT = "> "
+
+Mode = Callable[[GenerationEngine], None]
 
 
 def generate(options: GenerateOptions) -> None:
-    """Does the work of one rank, or all of it when it is alone.
+    """Run one rank, or everything if there is only one process.
 
     Raises:
-        UserError: before any process group is built, unless it is about standard input, which rank 0 alone reads, or
-            a weight file proves damaged while it is read.
+        UserError: the input is invalid. It is raised before any process group exists, except for errors in standard
+            input, which only rank 0 reads, and for damaged weight files.
     """
     place = find_place()
     stored = open_model(options.model.model, options.model.tokenizer_type, options.model.tokenizer_model)
-    _check_place(place, options.model, stored.config)
-    writer = _make_writer(options, stored)
-    from_input = _reads_standard_input(options)
-    prompts: list[Prompt] = []
-    if not (from_input or options.prompts.interactive or options.bench.bench or options.serve.serve):
-        prompts = _checked_prompts(options, stored, writer, None)
-    if options.bench.bench:
-        _check_bench(options, stored.config)
-    if options.serve.serve:
-        _serve(place, options, stored)
-        return
+    _check_hardware(place, options.model, stored.config)
+    run = _prepare_mode(place, options, stored)
     with naming_lost_peers():
-        engine = _build_engine(place, options, stored)
-        if from_input:
-            prompts = _prompts_of_rank_0(engine, options, stored, writer)
-        if options.bench.bench:
-            _bench(engine, options)
-        elif options.prompts.interactive:
-            assert writer is not None
-            converse(engine, writer, lambda prompt: _request(options, stored, prompt), options.sampling.max_new_tokens)
-        elif options.output.score:
-            _score(engine, prompts, options)
-        else:
-            _run(engine, prompts, options, stored)
+        run(_build_engine(place, options.model, stored))
         stop_process_group()
 
 
-def _serve(place: Place, options: GenerateOptions, stored: StoredModel) -> None:
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"--serve: {' and '.join(missing)} not installed: pip install {' '.join(missing)}")
-    from megatron_ladder.generate.serve.program import prepare, serve
-
-    prepared = prepare(place, options.serve, stored, options.model.model)
-    with naming_lost_peers():
-        serve(_build_engine(place, options, stored), stored, prepared)
-        stop_process_group()
-
-
-def _make_writer(options: GenerateOptions, stored: StoredModel) -> PromptWriter | None:
-    if stored.tokenizer is None:
-        needing = {
-            "--interactive": options.prompts.interactive, "--chat": options.prompts.chat,
-            "--stop": bool(options.sampling.stop),
-        }  # fmt: skip
-        mistakes = [
-            f"{name} needs a tokenizer, and the model's directory holds none: give --tokenizer-type and "
-            "--tokenizer-model"
-            for name, given in needing.items()
-            if given
-        ]
-        if mistakes:
-            raise UserError(*mistakes)
-        return None
-    return PromptWriter(stored.tokenizer, stored.prefix, options.prompts.chat, options.prompts.system)
-
-
-def _reads_standard_input(options: GenerateOptions) -> bool:
-    prompts = options.prompts
-    given = prompts.prompt or prompts.prompt_file or prompts.tokens
-    return not (given or prompts.interactive or options.bench.bench or options.serve.serve)
-
-
-def _checked_prompts(
-    options: GenerateOptions, stored: StoredModel, writer: PromptWriter | None, standard_input: str | None
-) -> list[Prompt]:
-    prompts = read_prompts(options.prompts, writer, standard_input)
-    new_tokens = 0 if options.output.score else options.sampling.max_new_tokens
-    mistakes = prompt_mistakes(prompts, stored.config, new_tokens)
-    if options.output.score:
-        mistakes += [
-            f"{prompt.source}: a single token has no score, since nothing comes before it"
-            for prompt in prompts
-            if len(prompt.ids) == 1
-        ]
-    if mistakes:
-        raise UserError(*mistakes)
-    return prompts
-
-
-def _prompts_of_rank_0(
-    engine: GenerationEngine, options: GenerateOptions, stored: StoredModel, writer: PromptWriter | None
-) -> list[Prompt]:
-    """Standard input as a prompt; several processes share it, so that one of them reads it for all."""
-    found: tuple[list[Prompt], tuple[str, ...]] = [], ()
-    if engine.group.rank == 0:
-        try:
-            found = _checked_prompts(options, stored, writer, sys.stdin.read()), ()
-        except UserError as error:
-            found = [], error.mistakes
-        except UnicodeDecodeError as error:
-            found = [], (f"standard input: not UTF-8: {error.reason} at byte {error.start}",)
-    prompts, mistakes = engine.group.broadcast_object(found)
-    if mistakes:
-        raise UserError(*mistakes)
-    return list(prompts)
-
-
-def _check_place(place: Place, options: ModelOptions, config: ModelConfig) -> None:
-    tensor_parallel = options.tp
-    if tensor_parallel is not None and tensor_parallel != place.world_size:
+def _check_hardware(place: Place, options: ModelOptions, config: ModelConfig) -> None:
+    if options.tp is not None and options.tp != place.world_size:
         raise UserError(
-            f"--tp {tensor_parallel}: {place.world_size} processes were launched, and all share the model: "
-            f"leave --tp out, or launch {tensor_parallel}"
+            f"--tp {options.tp}: the launcher started {place.world_size} processes; remove --tp, or start {options.tp}"
         )
     check_tensor_parallel(config, place.world_size)
     if torch.cuda.is_available() and place.local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"--tp {place.world_size}: this machine has {torch.cuda.device_count()} GPUs, and every process needs "
-            "one: lower --tp, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+            f"--tp {place.world_size}: each process needs a GPU, and this machine has {torch.cuda.device_count()}; "
+            "reduce --tp, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     if options.cuda_graph and not torch.cuda.is_available():
-        raise UserError("--cuda-graph: there is no GPU here: leave it out")
+        raise UserError("--cuda-graph: this machine has no GPU; remove the flag")
     if options.compile_sub_blocks:
         require_compiler("--compile-sub-blocks")
 
 
-def _check_bench(options: GenerateOptions, config: ModelConfig) -> None:
-    needed = options.bench.bench_prompt + options.sampling.max_new_tokens
-    if needed > config.max_position_embeddings:
-        raise UserError(
-            f"--bench-prompt {options.bench.bench_prompt} and --max-new-tokens {options.sampling.max_new_tokens} are "
-            f"{needed} tokens, and the model has {config.max_position_embeddings} positions: lower one of them"
-        )
+def _prepare_mode(place: Place, options: GenerateOptions, stored: StoredModel) -> Mode:
+    if options.serve.serve:
+        _require_server_packages()
+        from megatron_ladder.generate.serve.server import prepare_server
+
+        return prepare_server(place, options.serve, stored, options.model.model)
+    encoder = _make_encoder(options, stored)
+    if options.bench.bench:
+        return _prepare_benchmark(options, stored.config)
+    if options.prompts.interactive:
+        assert encoder is not None
+        return lambda engine: _converse(engine, encoder, options, stored)
+    return _prepare_prompts(options, stored, encoder)
 
 
-def _build_engine(place: Place, options: GenerateOptions, stored: StoredModel) -> GenerationEngine:
+def _require_server_packages() -> None:
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"--serve: missing packages; run: pip install {' '.join(missing)}")
+
+
+def _make_encoder(options: GenerateOptions, stored: StoredModel) -> PromptEncoder | None:
+    if stored.tokenizer is not None:
+        return PromptEncoder(stored.tokenizer, stored.prefix, options.prompts.chat, options.prompts.system)
+    given = {
+        "--interactive": options.prompts.interactive, "--chat": options.prompts.chat,
+        "--stop": bool(options.sampling.stop),
+    }  # fmt: skip
+    errors = [
+        f"{flag} needs a tokenizer, and the model's directory has none; use --tokenizer-type and --tokenizer-model"
+        for flag in given
+        if given[flag]
+    ]
+    if errors:
+        raise UserError(*errors)
+    return None
+
+
+def _build_engine(place: Place, options: ModelOptions, stored: StoredModel) -> GenerationEngine:
     begun = time.monotonic()
-    mesh, device = _start(place, stored.config)
-    dtype_name = options.model.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    compiled = options.model.compile_sub_blocks
-    model = load_model(stored, mesh, DTYPES[dtype_name], device, options.model.overlap, compiled)
+    mesh, device = _join_ranks(place, stored.config)
+    dtype_name = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    model = load_model(stored, mesh, DTYPES[dtype_name], device, options.overlap, options.compile_sub_blocks)
     if place.rank == 0:
-        config, warnings = stored.config, stored.warnings
-        for warning in warnings:
+        config = stored.config
+        for warning in stored.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         print(
             f"{stored.directory}: {config.residual_mode}, {config.num_layers} layers, {dtype_name} on "
@@ -185,42 +145,84 @@ def _build_engine(place: Place, options: GenerateOptions, stored: StoredModel) -
             file=sys.stderr,
             flush=True,
         )
-    return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if options.model.cuda_graph else None)
+    return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if options.cuda_graph else None)
 
 
-def _start(place: Place, config: ModelConfig) -> tuple[ProcessMesh, torch.device]:
-    """Groups and device of this rank; a process that is alone needs no group."""
+def _join_ranks(place: Place, config: ModelConfig) -> tuple[ProcessMesh, torch.device]:
+    """Return the groups and the device of this rank; a single process needs no process group."""
     if not place.launched:
         return ProcessMesh.single(), place.device()
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        # Each rank would take all cores, and they would starve one another.
+        # By default each rank starts one thread per core, and the ranks slow each other down.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.world_size))
     device = start_process_group(place, TIMEOUT_MINUTES)
     return ProcessMesh.build(place.world_size, kv_replicas=key_value_replicas(config, place.world_size)), device
 
 
-def _run(
+def _prepare_prompts(options: GenerateOptions, stored: StoredModel, encoder: PromptEncoder | None) -> Mode:
+    def read(standard_input: str | None) -> list[Prompt]:
+        prompts = read_prompts(options.prompts, encoder, standard_input)
+        errors = prompt_errors(prompts, stored.config, 0 if options.output.score else options.sampling.max_new_tokens)
+        if options.output.score:
+            errors += [
+                f"{prompt.source}: a single token has no score, because there is no token before it"
+                for prompt in prompts
+                if len(prompt.ids) == 1
+            ]
+        if errors:
+            raise UserError(*errors)
+        return prompts
+
+    prompts = read(None) if options.prompts.given else None
+
+    def run(engine: GenerationEngine) -> None:
+        found = _read_standard_input(engine, read) if prompts is None else prompts
+        if options.output.score:
+            _score(engine, found, options)
+        else:
+            _continue(engine, found, options, stored)
+
+    return run
+
+
+def _read_standard_input(engine: GenerationEngine, read: Callable[[str], list[Prompt]]) -> list[Prompt]:
+    """Read prompts on rank 0, because the ranks share standard input; return them, or raise UserError, on all ranks."""
+    found: tuple[list[Prompt], tuple[str, ...]] = [], ()
+    if engine.group.rank == 0:
+        try:
+            found = read(sys.stdin.read()), ()
+        except UserError as error:
+            found = [], error.mistakes
+        except UnicodeDecodeError as error:
+            found = [], (f"standard input: not UTF-8: {error.reason} at byte {error.start}",)
+    prompts, errors = engine.group.broadcast_object(found)
+    if errors:
+        raise UserError(*errors)
+    return list(prompts)
+
+
+def _continue(
     engine: GenerationEngine, prompts: Sequence[Prompt], options: GenerateOptions, stored: StoredModel
 ) -> None:
-    repeated = [prompt for prompt in prompts for _ in range(options.sampling.num_samples)]
-    samples = [sample for _ in prompts for sample in range(options.sampling.num_samples)]
-    requests = [_request(options, stored, *pair) for pair in zip(repeated, samples, strict=True)]
+    samples = range(options.sampling.num_samples)
+    repeated = [prompt for prompt in prompts for _ in samples]
+    requests = [_new_request(options, stored, prompt, sample) for prompt in prompts for sample in samples]
     if engine.group.rank != 0:
         engine.generate(requests)
         return
     if options.output.json:
         generations = engine.generate(requests)
-        write_stdout("".join(json_line(*pair) for pair in zip(repeated, generations, strict=True)))
+        write_stdout("".join(map(generation_line, repeated, generations)))
     else:
         pieces: list[str] = []
         write = write_stdout if options.output.stream else pieces.append
-        shown = TextOutput(repeated, engine.tokenizer, write, repeat=not options.prompts.chat)
-        generations = engine.generate(requests, shown.add)
+        output = TextOutput(repeated, engine.tokenizer, write, repeat=not options.prompts.chat)
+        generations = engine.generate(requests, output.add)
         write_stdout("".join(pieces))
     print(summary(generations), file=sys.stderr, flush=True)
 
 
-def _request(options: GenerateOptions, stored: StoredModel, prompt: Prompt, sample: int = 0) -> GenerationRequest:
+def _new_request(options: GenerateOptions, stored: StoredModel, prompt: Prompt, sample: int = 0) -> GenerationRequest:
     sampling = options.sampling
     parameters = SamplingParameters(
         temperature=sampling.temperature,
@@ -246,8 +248,77 @@ def _score(engine: GenerationEngine, prompts: Sequence[Prompt], options: Generat
             write_stdout(score_line(prompt, logprobs, options.output.json, options.output.logprobs))
 
 
-def _bench(engine: GenerationEngine, options: GenerateOptions) -> None:
-    new_tokens = options.sampling.max_new_tokens
-    rounds = run_benchmark(engine, options.bench, new_tokens)
-    if engine.group.rank == 0:
-        write_stdout(report(rounds, options.bench, new_tokens, options.output.json))
+def _converse(engine: GenerationEngine, encoder: PromptEncoder, options: GenerateOptions, stored: StoredModel) -> None:
+    """Continue each line that rank 0 reads from standard input, and write the text as it comes.
+
+    With a chat template, every line also continues the conversation so far. A line that cannot be continued is
+    reported on stderr and ignored.
+    """
+    history: list[Message] = []
+    group = engine.group.over_gloo(_INPUT_TIMEOUT)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # `check_characters` reports bytes that are not UTF-8, instead of an exception while reading.
+        sys.stdin.reconfigure(errors="surrogateescape")
+    while True:
+        prompt = None
+        if engine.group.rank == 0:
+            prompt = _next_line(encoder, history, stored.config, options.sampling.max_new_tokens)
+        prompt = group.broadcast_object(prompt)
+        if prompt is None:
+            return
+        request = _new_request(options, stored, prompt)
+        if engine.group.rank != 0:
+            engine.generate([request])
+            continue
+        if not encoder.is_chat:
+            write_stdout(prompt.text or "")
+        (generation,) = engine.generate([request], lambda token: write_stdout(token.text))
+        write_stdout("\n")
+        if encoder.is_chat:
+            history.append({"role": "user", "content": prompt.text})
+            history.append({"role": "assistant", "content": generation.text})
+
+
+def _next_line(
+    encoder: PromptEncoder, history: Sequence[Message], config: ModelConfig, max_new_tokens: int
+) -> Prompt | None:
+    """Return the next line of standard input that can be continued; None at the end."""
+    while True:
+        if sys.stdin.isatty():
+            print(_INPUT_PROMPT, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return None
+        text = line.rstrip("\r\n")
+        if not text:
+            continue
+        try:
+            check_characters("this line", text)
+            prompt = Prompt("this line", text, encoder.encode(text, history))
+            errors = prompt_errors([prompt], config, max_new_tokens)
+        except UserError as error:
+            errors = list(error.mistakes)
+        if not errors:
+            return prompt
+        print(*errors, sep="\n", file=sys.stderr, flush=True)
+
+
+def _prepare_benchmark(options: GenerateOptions, config: ModelConfig) -> Mode:
+    bench, new_tokens = options.bench, options.sampling.max_new_tokens
+    needed = bench.bench_prompt + new_tokens
+    if needed > config.max_position_embeddings:
+        raise UserError(
+            f"--bench-prompt {bench.bench_prompt} and --max-new-tokens {new_tokens} are {needed} tokens, but the "
+            f"model has only {config.max_position_embeddings} positions; reduce one of them"
+        )
+
+    def run(engine: GenerationEngine) -> None:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, config.vocab_size, (bench.bench_batch, bench.bench_prompt), generator=generator)
+        requests = [GenerationRequest(tuple(row), new_tokens, GREEDY) for row in ids.tolist()]
+        # The first round warms up.
+        rounds = [engine.generate(requests)[0].timings for _ in range(bench.bench_rounds + 1)][1:]
+        if engine.group.rank == 0:
+            write_stdout(benchmark_report(rounds, bench, new_tokens, options.output.json))
+
+    return run

@@ -1,4 +1,4 @@
-"""What is to be continued, read and checked before any process group is built."""
+"""Read prompts, encode them, and check that the model can continue them."""
 
 import json
 from collections.abc import Sequence
@@ -12,153 +12,152 @@ from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import PromptOptions, token_ids
 
-PROMPT_KEY = "prompt"
-SHOWN_CHARACTERS = 40
+_PROMPT_KEY = "prompt"
+_SHOWN_CHARACTERS = 40
 
 
 class Prompt(NamedTuple):
-    """Something to continue."""
+    """A prompt to continue."""
 
     source: str
-    """Where it was given, for messages: the flag, or file and line."""
+    """Its flag, or its file and line; for error messages."""
     text: str | None
-    """None when it was given as ids."""
+    """None if the prompt was given as ids."""
     ids: tuple[int, ...]
 
 
-class PromptWriter:
-    """From a text to the ids that the model continues."""
+class PromptEncoder:
+    """Encodes texts, with the chat template if requested."""
 
     def __init__(self, tokenizer: Tokenizer, prefix: Sequence[int], chat: bool, system: str | None) -> None:
         """
         Args:
-            prefix: ids before a text that is no conversation, whose template writes its own.
-            chat: put the tokenizer's chat template around texts, with a message of the `system` if there is one.
+            prefix: ids that precede a text. They are not added to a conversation, whose template writes its own.
+            chat: apply the tokenizer's chat template, with the message `system` if there is one.
 
         Raises:
-            UserError: there is no chat template, or it cannot be read.
+            UserError: the tokenizer has no chat template, or it cannot be read.
         """
         self._tokenizer, self._prefix = tokenizer, tuple(prefix)
         if chat and not tokenizer.files:
-            raise UserError(f"--chat: {tokenizer.kind} has no chat template: leave --chat out")
+            raise UserError(f"--chat: {tokenizer.kind} has no chat template; remove --chat")
         self._template = load_chat_template(tokenizer.files[0], None) if chat else None
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     @property
-    def converses(self) -> bool:
-        """Whether texts are what a user says."""
+    def is_chat(self) -> bool:
+        """Whether texts are messages of a user."""
         return self._template is not None
 
-    def ids(self, text: str, earlier: Sequence[Message] = ()) -> tuple[int, ...]:
-        """
-        Args:
-            earlier: messages of the conversation so far.
+    def encode(self, text: str, history: Sequence[Message] = ()) -> tuple[int, ...]:
+        """Return the ids of a text, or of the conversation that it continues; empty for an empty text.
 
         Raises:
-            UserError: the template does not take the conversation.
+            UserError: the chat template rejects the conversation.
         """
         if self._template is None:
             encoded = self._tokenizer.encode(text)
             return (*self._prefix, *encoded) if encoded else ()
         try:
-            rendered = self._template.prompt([*self._system, *earlier, {"role": "user", "content": text}])
+            rendered = self._template.prompt([*self._system, *history, {"role": "user", "content": text}])
         except NotRendered as error:
-            raise UserError(f"{self._template.name}: does not take this conversation: {error}") from None
+            raise UserError(f"{self._template.name}: the template rejects this conversation: {error}") from None
         return tuple(self._tokenizer.encode(rendered))
 
 
 def check_characters(source: str, text: str) -> None:
-    """Raises UserError for a text that no tokenizer takes, as a command line's is that was not UTF-8."""
+    """Raise UserError if a text contains surrogates, to which Python decodes bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{source}: {ascii(text[error.start])} at character {error.start + 1} is no character: give text in UTF-8"
+            f"{source}: {ascii(text[error.start])} at character {error.start + 1} is not a valid character; use UTF-8"
         ) from None
 
 
-def read_prompts(options: PromptOptions, writer: PromptWriter | None, standard_input: str | None) -> list[Prompt]:
-    """All prompts in order: --prompt, --prompt-file, --tokens, standard input.
+def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard_input: str | None) -> list[Prompt]:
+    """Return the prompts of --prompt, --prompt-file, --tokens and standard input, in this order.
 
     Args:
-        writer: None without a tokenizer.
-        standard_input: what was read there, if that is a prompt.
+        encoder: None without a tokenizer.
+        standard_input: its content, if it is a prompt.
 
     Raises:
-        UserError: a file cannot be read, a text is none, or there is one and no tokenizer.
+        UserError: a file cannot be read, a text is not valid, or there are texts but no tokenizer.
     """
     texts = [(f"--prompt {_shortened(text)}", text) for text in options.prompt]
     for path in options.prompt_file:
         texts += _read_file(path)
     if standard_input is not None:
-        texts.append(("standard input", standard_input.removesuffix("\n").removesuffix("\r")))
-    if texts and writer is None:
-        raise UserError(
-            f"{texts[0][0]}: the model's directory holds no tokenizer: give --tokenizer-type and --tokenizer-model, "
-            "or ids by --tokens"
-        )
+        texts.append(("standard input", _without_last_line_end(standard_input)))
     prompts = []
-    if writer is not None:
-        for source, text in texts:
-            check_characters(source, text)
-            prompts.append(Prompt(source, text, writer.ids(text)))
+    for source, text in texts:
+        if encoder is None:
+            raise UserError(
+                f"{source}: the model's directory has no tokenizer; use --tokenizer-type and --tokenizer-model, or "
+                "--tokens"
+            )
+        check_characters(source, text)
+        prompts.append(Prompt(source, text, encoder.encode(text)))
     if options.tokens:
         prompts.append(Prompt("--tokens", None, token_ids(options.tokens)))
     return prompts
 
 
-def prompt_mistakes(prompts: Sequence[Prompt], config: ModelConfig, max_new_tokens: int) -> list[str]:
-    """One line for each prompt that the model cannot continue by so many tokens, or score if by none."""
-    mistakes = []
+def prompt_errors(prompts: Sequence[Prompt], config: ModelConfig, max_new_tokens: int) -> list[str]:
+    """Return one line for each prompt that the model cannot continue by `max_new_tokens`, or score if that is 0."""
+    errors = []
     for prompt in prompts:
-        outside = [number for number in prompt.ids if number >= config.vocab_size]
+        unknown = [number for number in prompt.ids if number >= config.vocab_size]
         needed = len(prompt.ids) + max_new_tokens
-        asked = f" and --max-new-tokens {max_new_tokens} are {needed}" if max_new_tokens else ""
+        added = f" and --max-new-tokens {max_new_tokens} are {needed}" if max_new_tokens else ""
         if not prompt.ids:
-            mistakes.append(f"{prompt.source}: an empty prompt cannot be continued: give at least one token")
-        elif outside:
-            mistakes.append(
-                f"{prompt.source}: the id {outside[0]} is not one of the model's {config.vocab_size}"
-                + (": the tokenizer is of another model" if prompt.text is not None else "")
+            errors.append(f"{prompt.source}: the prompt is empty; at least one token is required")
+        elif unknown:
+            errors.append(
+                f"{prompt.source}: the id {unknown[0]} is outside the model's vocabulary of {config.vocab_size}"
+                + ("; use the tokenizer that belongs to the model" if prompt.text is not None else "")
             )
         elif needed > config.max_position_embeddings:
-            mistakes.append(
-                f"{prompt.source}: {len(prompt.ids)} tokens{asked}, and the model "
-                f"has {config.max_position_embeddings} positions: shorten "
-                + ("one of them" if max_new_tokens else "the text")
+            errors.append(
+                f"{prompt.source}: {len(prompt.ids)} tokens{added}, but the model has only "
+                f"{config.max_position_embeddings} positions; "
+                + ("reduce one of them" if max_new_tokens else "shorten the text")
             )
-    return mistakes
+    return errors
 
 
 def _shortened(text: str) -> str:
-    return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "...")
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "...")
+
+
+def _without_last_line_end(text: str) -> str:
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _read_file(path: Path) -> list[tuple[str, str]]:
-    """Source and text of each prompt of a file."""
+    """Return the source and text of each prompt of a file."""
+    source = f"--prompt-file {path}"
     try:
         content = path.read_bytes().removeprefix(BYTE_ORDER_MARK).decode()
     except OSError as error:
-        raise UserError(f"--prompt-file {path}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{source}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"--prompt-file {path}: not UTF-8: {error.reason} at byte {error.start}") from None
+        raise UserError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from None
     if not is_json_lines(path):
-        return [(f"--prompt-file {path}", content.removesuffix("\n").removesuffix("\r"))]
-    prompts = [
-        _parse_line(f"--prompt-file {path}:{number}", line)
-        for number, line in enumerate(content.split("\n"), start=1)
-        if line and not line.isspace()
-    ]
-    if not prompts:
-        raise UserError(f"--prompt-file {path}: holds no line with a prompt")
-    return prompts
+        return [(source, _without_last_line_end(content))]
+    lines = [(number, line) for number, line in enumerate(content.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise UserError(f"{source}: the file contains no prompt")
+    return [_parse_line(f"{source}:{number}", line) for number, line in lines]
 
 
 def _parse_line(source: str, line: str) -> tuple[str, str]:
     try:
-        values = json.loads(line)
-        text = values[PROMPT_KEY]
+        text = json.loads(line)[_PROMPT_KEY]
         text.encode()
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise UserError(f'{source}: expected a JSON object with a text, as in {{"{PROMPT_KEY}": "Once"}}') from None
+        raise UserError(
+            f'{source}: expected a JSON object with a text, for example {{"{_PROMPT_KEY}": "Once"}}'
+        ) from None
     return source, text

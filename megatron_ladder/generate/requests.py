@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers."""
+"""Requests to the generation engine and their results."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -10,59 +10,58 @@ FinishReason = Literal["eos", "stop", "length"]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt, and how it is to be continued."""
+    """A prompt and how to continue it."""
 
     prompt_ids: tuple[int, ...]
-    """At least one, each below the model's vocabulary size."""
+    """At least one id; all ids are below the model's vocabulary size."""
     max_new_tokens: int
-    """At least one; with the prompt at most as many as the model has positions."""
+    """At least 1. Prompt and new tokens together must fit into the model's positions."""
     sampling: SamplingParameters = SamplingParameters()
     eos_ids: frozenset[int] = frozenset()
-    """Tokens that end the continuation; none means that only `max_new_tokens` and `stop` do."""
+    """Tokens that end the continuation, in addition to `max_new_tokens` and `stop`."""
     stop: tuple[str, ...] = ()
-    """Strings that end the continuation, and are not part of its text; none of them empty. They need a tokenizer."""
+    """Non-empty strings that end the continuation and are cut from its text. They require a tokenizer."""
 
 
 class NewToken(NamedTuple):
-    """One step of one sample."""
+    """One generated token of one sample."""
 
     sample: int
-    """Its slot: the index of the request where all were given at once."""
+    """Slot of the sample; the index of its request if all requests were submitted at once."""
     id: int
     text: str
-    """What has become readable with it; the pieces joined are the continuation's text. "" without a tokenizer."""
+    """Text that this token completes; the pieces joined are the continuation. Empty without a tokenizer."""
     finish_reason: FinishReason | None
-    """Why it is the sample's last token."""
+    """Set for the last token of the sample."""
     logprob: float | None = None
-    """By the model alone; None if the request did not ask."""
+    """Log-probability under the model; None if not requested."""
     alternatives: Alternatives | None = None
-    """The likeliest tokens at its place; None if the request did not ask."""
+    """The most likely tokens at this position; None if not requested."""
 
 
 class Timings(NamedTuple):
-    """Of the whole batch that a request was in; the time in which the caller holds the loop is left out."""
+    """Timings of the whole batch that contained a request, without the time that the caller spends between tokens."""
 
     time_to_first_token: float
-    """Seconds from the request to the first token."""
+    """In seconds."""
     prefill_tokens_per_second: float
-    """Tokens of all prompts over that time."""
+    """Tokens of all prompts, divided by the time to the first token."""
     decode_tokens_per_second: float | None
-    """Tokens of all samples after their first, over the time after the first; None when there are none."""
+    """Tokens of all samples after their first, divided by the time after the first; None if there are none."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished request."""
+    """The result of a request."""
 
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
-    """The generated tokens alone, the one that ended them included."""
+    """The generated tokens, including the one that ended the continuation."""
     text: str | None
-    """Text of the generated tokens, without that of an ending one and from a stop string on; None without a
-    tokenizer."""
+    """Text without the end-of-text token, and cut before a stop string; None without a tokenizer."""
     finish_reason: FinishReason
     timings: Timings
     logprobs: tuple[float, ...] | None = None
-    """Of each token; None if the request did not ask."""
+    """One per token; None if not requested."""
     alternatives: tuple[Alternatives, ...] | None = None
-    """Of each place; None if the request did not ask."""
+    """One entry per token; None if not requested."""

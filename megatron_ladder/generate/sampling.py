@@ -1,18 +1,17 @@
-"""From logits to the next token, without any rank holding the logits of the whole vocabulary.
+"""Sampling: choose the next tokens from vocabulary-parallel logits.
 
-    penalties for tokens that were seen  ->  logits / temperature  ->  the top_k most likely
-    ->  of those, the fewest that together have top_p  ->  of those, the ones with min_p of the likeliest  ->  draw
+    penalties for seen tokens  ->  logits / temperature  ->  top_k  ->  top_p  ->  min_p  ->  draw
 
-The draw inverts the cumulative distribution in the order of the vocabulary: one uniform number a token, so a seed
-gives the same tokens wherever the logits agree up to rounding, at any tensor-parallel size and in any batch.
+The draw inverts the cumulative distribution in vocabulary order with one uniform number per token. A seed therefore
+gives the same tokens at any tensor-parallel size and in any batch, wherever the logits agree up to rounding.
 
-Each rank has the logits of its own words. What it tells the others is little:
+No rank holds the logits of the whole vocabulary. Each rank has those of its part, and shares only:
 
-    greedy                    its likeliest token
-    top_k, top_p, min_p       its likeliest tokens, so many that the ones which may be drawn are surely among them
-    no filter                 the sum of its exponentials: rank 0 then says in whose words the number falls, and where
+    greedy                  its most likely token
+    top_k, top_p, min_p     its most likely tokens, enough to include every token that can be drawn
+    no filter               the sum of its exponentials; rank 0 answers which rank owns the drawn token, and where
 
-Rank 0 decides, so that no rounding can lead two ranks to different texts.
+Rank 0 decides, so that rounding cannot make ranks diverge.
 """
 
 import hashlib
@@ -28,54 +27,53 @@ from torch import Tensor
 from megatron_ladder.comm.group import CommGroup
 
 NO_TOKEN = -1
-"""Drawn where logits are not finite."""
-GREEDY_BELOW = 1e-5
-"""A lower temperature is 0: it would leave no probability to a second token, and overflow in fp32."""
-FIRST_CANDIDATES = 64
-"""Tokens that a rank offers where top_p or min_p may keep any number; eight times as many if they were too few."""
+"""Chosen where logits are not finite."""
+_GREEDY_BELOW = 1e-5
+"""Lower temperatures count as 0: they leave no probability to a second token, and overflow in fp32."""
+_FIRST_CANDIDATES = 64
+"""Candidates per rank where top_p or min_p can keep any number of tokens; multiplied by 8 while they are too few."""
 _NEEDS_MORE = -2
 _OWNER = -3
-"""A decision of -3 - r: the token is rank r's to find."""
+"""Codes of rank 0's decision: more candidates are needed; or, as -3 - r, rank r owns the token and must find it."""
 
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """How one request chooses its tokens."""
+    """Sampling parameters of one request."""
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the most likely token."""
+    """Divides the logits; 0 takes the most likely token."""
     top_k: int = 0
-    """Tokens that may be drawn, the most likely ones; 0 means all."""
+    """Draw only from so many most likely tokens; 0 means all."""
     top_p: float = 1.0
-    """Probability that the tokens which may be drawn have together, above 0."""
+    """Draw only from the fewest most likely tokens that have this probability together; above 0."""
     min_p: float = 0.0
-    """A token may be drawn if it has this share of the likeliest one's probability."""
+    """Draw only from tokens with at least this share of the highest probability."""
     repetition_penalty: float = 1.0
-    """Divides positive logits of tokens of the prompt and of the text so far, and multiplies negative ones."""
+    """For tokens of the prompt and of the text so far, divides positive logits and multiplies negative ones."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens that were generated before,"""
+    """Subtracted from the logits of tokens that were generated before."""
     frequency_penalty: float = 0.0
-    """and this as often as they were."""
+    """Subtracted from a token's logit once for each time that it was generated before."""
     seed: int = 1234
-    """Of the request's own generator."""
     logprobs: bool = False
-    """Whether to tell each token's log-probability, by the model alone."""
+    """Whether to return each token's log-probability under the model, without penalties and temperature."""
     top_logprobs: int = 0
-    """With `logprobs`, so many likeliest tokens are told with theirs as well."""
+    """With `logprobs`, the number of most likely tokens to return as well."""
 
     @property
     def counted(self) -> bool:
-        """Whether it matters how often a token was generated."""
+        """Whether a penalty depends on the number of times that a token was generated."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def greedy(self) -> bool:
-        """Whether it takes the most likely token each time."""
-        return self.temperature < GREEDY_BELOW or self.top_k == 1
+        """Whether the most likely token is always taken."""
+        return self.temperature < _GREEDY_BELOW or self.top_k == 1
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens may not be drawn."""
+        """Whether some tokens can be excluded from the draw."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -83,62 +81,62 @@ GREEDY = SamplingParameters(temperature=0.0)
 
 
 def request_seed(seed: int, prompt_ids: Sequence[int], sample: int = 0) -> int:
-    """A seed for each prompt and sample under one --seed, lest all draw the same numbers; the same in every batch."""
+    """Derive the seed of a sample from --seed and the prompt, so that samples differ in any batch."""
     words = f"{seed}/{','.join(map(str, prompt_ids))}" + (f"/{sample}" if sample else "")
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "little")
 
 
 Alternatives = tuple[tuple[int, float], ...]
-"""The likeliest tokens with their log-probabilities, by the model alone, descending."""
+"""The most likely tokens with their log-probabilities under the model, in descending order."""
 
 
 class Chosen(NamedTuple):
-    """The next token of each row, alike on every rank."""
+    """The next token of each row, equal on every rank."""
 
     tokens: list[int]
     """`NO_TOKEN` where the logits are not finite."""
     logprobs: list[float] | None
-    """None if no row asks for them."""
+    """None if no row requests them."""
     alternatives: list[Alternatives] | None = None
-    """Of each row as many as it asks for; None if no row does."""
+    """As many per row as the row requests; None if no row requests any."""
 
 
-class _Offers(NamedTuple):
-    """What the ranks tell of their words; all [b, ranks] or [b, ranks, count], float64 on the CPU."""
+class _Candidates(NamedTuple):
+    """Summaries of all ranks' logits: float64 on the CPU, [b, ranks], `values` and `ids` [b, ranks, count]."""
 
     highest: Tensor
-    """The largest logit of each rank."""
+    """Largest logit of each rank."""
     mass: Tensor
     """Sum of exp((logit - highest) / temperature)."""
     model_highest: Tensor
-    """As `highest`, before penalties,"""
+    """Like `highest`, before penalties."""
     model_mass: Tensor
-    """and as `mass`, without a temperature: for log-probabilities."""
+    """Like `mass`, before penalties and without temperature; for log-probabilities."""
     values: Tensor
-    """The largest logits, descending,"""
+    """Largest logits in descending order."""
     ids: Tensor
-    """and their tokens."""
+    """Tokens of `values`."""
 
 
 class Sampler:
-    """Chooses the next token of each slot of a batch; what one draws does not depend on the others."""
+    """Chooses the next token of each slot of a batch, independently of the other slots."""
 
     def __init__(self, slots: int, vocab_size: int, start: int, group: CommGroup, device: torch.device) -> None:
         """
         Args:
-            start: the first word that this rank has logits of.
-            group: the ranks that have those of the others.
+            start: first token of this rank's part of the vocabulary.
+            group: the tensor-parallel ranks.
         """
         self._group, self._device = group, device
         self._start, self._vocab_size = start, vocab_size
         self._parameters = [GREEDY] * slots
-        # On the CPU, so that a seed means the same on every device.
+        # On the CPU, so that a seed draws the same numbers on every device.
         self._generators = [torch.Generator() for _ in range(slots)]
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
 
     def place(self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int]) -> None:
-        """Gives a slot to another request."""
+        """Assign a slot to another request."""
         self._parameters[slot] = parameters
         self._generators[slot].manual_seed(parameters.seed)
         shape = (len(self._parameters), self._vocab_size)
@@ -153,42 +151,42 @@ class Sampler:
             self._seen[slot, list(prompt_ids)] = True
 
     def __call__(self, logits_shard_v: Tensor, slots: Sequence[int]) -> Chosen:
-        """Chooses for some slots; every rank must call it alike.
+        """Choose the next tokens of some slots; every rank must pass the same slots.
 
         Args:
-            logits_shard_v: [b, padded V / t], a row for each of `slots`; what is beyond the vocabulary is padding.
+            logits_shard_v: [b, padded V / t], one row for each of `slots`; padding beyond the vocabulary is ignored.
         """
-        ways = [self._parameters[slot] for slot in slots]
+        parameters = [self._parameters[slot] for slot in slots]
         model_logits = logits_shard_v.to(torch.promote_types(logits_shard_v.dtype, torch.float32))
         valid = max(0, min(model_logits.shape[1], self._vocab_size - self._start))
         if valid < model_logits.shape[1]:
             model_logits = model_logits.clone()
             model_logits[:, valid:] = -math.inf
-        logits = self._penalised(model_logits, ways, slots)
-        tokens, offers = self._choose(logits, model_logits, ways, slots)
-        self._note(tokens, slots)
-        if not any(way.logprobs for way in ways):
+        logits = self._penalized(model_logits, parameters, slots)
+        tokens, candidates = self._choose(logits, model_logits, parameters, slots)
+        self._count(tokens, slots)
+        if not any(one.logprobs for one in parameters):
             return Chosen(tokens.tolist(), None)
-        log_total = _log_total(offers)
+        log_total = _log_total(candidates)
         logprobs = self._logprobs(tokens, model_logits, log_total)
-        return Chosen(tokens.tolist(), logprobs, self._alternatives(model_logits, ways, log_total))
+        return Chosen(tokens.tolist(), logprobs, self._alternatives(model_logits, parameters, log_total))
 
-    def _penalised(self, logits: Tensor, ways: Sequence[SamplingParameters], slots: Sequence[int]) -> Tensor:
+    def _penalized(self, logits: Tensor, parameters: Sequence[SamplingParameters], slots: Sequence[int]) -> Tensor:
         def column(numbers: Sequence[float]) -> Tensor:
             return torch.tensor(numbers, device=self._device, dtype=logits.dtype).unsqueeze(1)
 
-        if self._seen is not None and any(way.repetition_penalty != 1 for way in ways):
-            seen = self._of_own_words(self._seen, slots, logits.shape[1])
-            penalty = column([way.repetition_penalty for way in ways])
+        if self._seen is not None and any(one.repetition_penalty != 1 for one in parameters):
+            seen = self._own_columns(self._seen, slots, logits.shape[1])
+            penalty = column([one.repetition_penalty for one in parameters])
             logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-        if self._counts is not None and any(way.counted for way in ways):
-            counts = self._of_own_words(self._counts, slots, logits.shape[1])
-            logits = logits - column([way.frequency_penalty for way in ways]) * counts
-            logits = logits - column([way.presence_penalty for way in ways]) * (counts > 0)
+        if self._counts is not None and any(one.counted for one in parameters):
+            counts = self._own_columns(self._counts, slots, logits.shape[1])
+            logits = logits - column([one.frequency_penalty for one in parameters]) * counts
+            logits = logits - column([one.presence_penalty for one in parameters]) * (counts > 0)
         return logits
 
-    def _of_own_words(self, table: Tensor, slots: Sequence[int], width: int) -> Tensor:
-        """Rows of a table [slots, V], and of them the words that this rank has logits of: [b, width], padded by 0."""
+    def _own_columns(self, table: Tensor, slots: Sequence[int], width: int) -> Tensor:
+        """Return some rows of a table [slots, V], cut to this rank's tokens: [b, width], padded with 0."""
         found = table.new_zeros(len(slots), width)
         ends_at = min(self._vocab_size, self._start + width)
         if ends_at > self._start:
@@ -196,68 +194,65 @@ class Sampler:
         return found
 
     def _choose(
-        self, logits: Tensor, model_logits: Tensor, ways: Sequence[SamplingParameters], slots: Sequence[int]
-    ) -> tuple[Tensor, _Offers]:
-        """Tokens [b] on the CPU, alike on every rank, and what the ranks told of."""
+        self, logits: Tensor, model_logits: Tensor, parameters: Sequence[SamplingParameters], slots: Sequence[int]
+    ) -> tuple[Tensor, _Candidates]:
+        """Return the tokens [b] on the CPU, equal on every rank, and the candidates."""
         uniform = [
-            [0.0 if way.greedy else torch.rand(1, generator=self._generators[slot], dtype=torch.float64).item()]
-            for way, slot in zip(ways, slots, strict=True)
+            [0.0 if one.greedy else torch.rand(1, generator=self._generators[slot], dtype=torch.float64).item()]
+            for one, slot in zip(parameters, slots, strict=True)
         ]
-        unknown = any(not way.greedy and way.filtered and way.top_k == 0 for way in ways)
-        most = max((way.top_k for way in ways if not way.greedy), default=0)
-        count = max(1, most, FIRST_CANDIDATES if unknown else 1)
+        unknown = any(not one.greedy and one.filtered and one.top_k == 0 for one in parameters)
+        most = max((one.top_k for one in parameters if not one.greedy), default=0)
+        count = max(1, most, _FIRST_CANDIDATES if unknown else 1)
         while True:
             count = min(count, logits.shape[1])
-            offers = self._offer(logits, model_logits, ways, count)
-            decisions = torch.empty(len(ways), 2, dtype=torch.float64)
+            candidates = self._gather_candidates(logits, model_logits, parameters, count)
+            decisions = torch.empty(len(parameters), 2, dtype=torch.float64)
             if self._group.rank == 0:
-                everything = count == logits.shape[1]
-                decisions = decide(offers, ways, torch.tensor(uniform, dtype=torch.float64), everything)
+                complete = count == logits.shape[1]
+                decisions = _decide(candidates, parameters, torch.tensor(uniform, dtype=torch.float64), complete)
             decisions = self._group.broadcast(decisions.to(self._device)).cpu()
             codes = decisions[:, 0].long()
             if not (codes == _NEEDS_MORE).any():
                 break
             count *= 8
         if (codes <= _OWNER).any():
-            codes = self._find_owned(logits, ways, codes, decisions[:, 1])
-        return codes, offers
+            codes = self._find_owned(logits, parameters, codes, decisions[:, 1])
+        return codes, candidates
 
-    def _offer(
-        self, logits: Tensor, model_logits: Tensor, ways: Sequence[SamplingParameters], count: int
-    ) -> _Offers:
+    def _gather_candidates(
+        self, logits: Tensor, model_logits: Tensor, parameters: Sequence[SamplingParameters], count: int
+    ) -> _Candidates:
         values, ids = logits.max(-1, keepdim=True) if count == 1 else logits.topk(count, dim=-1)
         highest = values[:, :1].double()
         mass, model_highest, model_mass = torch.zeros_like(highest), highest, torch.zeros_like(highest)
-        if not all(way.greedy for way in ways):
-            mass = torch.exp((logits.double() - highest) / self._temperatures(ways)).nan_to_num().sum(-1, keepdim=True)
-        if any(way.logprobs for way in ways):
+        if not all(one.greedy for one in parameters):
+            temperatures = _temperatures(parameters).to(self._device)
+            mass = torch.exp((logits.double() - highest) / temperatures).nan_to_num().sum(-1, keepdim=True)
+        if any(one.logprobs for one in parameters):
             model_highest = highest if model_logits is logits else model_logits.amax(-1, keepdim=True).double()
             model_mass = torch.exp(model_logits.double() - model_highest).nan_to_num().sum(-1, keepdim=True)
-        # Doubles tell ids exactly.
+        # Doubles represent all ids exactly.
         own = torch.cat((highest, mass, model_highest, model_mass, values.double(), (ids + self._start).double()), 1)
-        told = own.unsqueeze(1) if self._group.size == 1 else self._group.all_gather(own.unsqueeze(1), dim=1)
-        sizes = [1, 1, 1, 1, count, count]
-        first, second, third, fourth, values, ids = told.cpu().split(sizes, dim=-1)
-        return _Offers(first.squeeze(-1), second.squeeze(-1), third.squeeze(-1), fourth.squeeze(-1), values, ids)
-
-    def _temperatures(self, ways: Sequence[SamplingParameters]) -> Tensor:
-        return _column([1.0 if way.greedy else way.temperature for way in ways]).to(self._device)
+        gathered = self._group.all_gather(own.unsqueeze(1), dim=1).cpu()
+        return _Candidates(*gathered[..., :4].unbind(-1), *gathered[..., 4:].split(count, dim=-1))
 
     def _find_owned(
-        self, logits: Tensor, ways: Sequence[SamplingParameters], codes: Tensor, places: Tensor
+        self, logits: Tensor, parameters: Sequence[SamplingParameters], codes: Tensor, positions: Tensor
     ) -> Tensor:
-        """Replaces decisions that say whose words a number falls in by the token that it falls on."""
+        """Replace codes that name the owner of a token by the token, which the owner finds."""
         found = codes.clone()
         for row in torch.nonzero(codes <= _OWNER).flatten().tolist():
             found[row] = NO_TOKEN
             if _OWNER - int(codes[row]) == self._group.rank:
                 exact = logits[row].double()
-                weights = torch.exp((exact - exact.max()) / ways[row].temperature)
-                found[row] = self._start + draw_at(weights.unsqueeze(0), places[row].view(1, 1).to(self._device)).item()
+                weights = torch.exp((exact - exact.max()) / parameters[row].temperature)
+                position = positions[row].view(1, 1).to(self._device)
+                found[row] = self._start + _draw_at(weights.unsqueeze(0), position).item()
         reduced = self._group.all_reduce(found.to(self._device), dist.ReduceOp.MAX)
         return reduced.cpu()
 
-    def _note(self, tokens: Tensor, slots: Sequence[int]) -> None:
+    def _count(self, tokens: Tensor, slots: Sequence[int]) -> None:
         if self._seen is None and self._counts is None:
             return
         for token, slot in zip(tokens.tolist(), slots, strict=True):
@@ -267,7 +262,7 @@ class Sampler:
                 self._counts[slot, token] += 1
 
     def _logprobs(self, tokens: Tensor, model_logits: Tensor, log_total: Tensor) -> list[float]:
-        """Log-softmax of the chosen tokens' logits, before penalties and temperature."""
+        """Return the log-softmax of the chosen tokens, before penalties and temperature."""
         local = tokens.to(self._device) - self._start
         elsewhere = (local < 0) | (local >= model_logits.shape[1])
         own = model_logits.gather(1, local.masked_fill(elsewhere, 0).unsqueeze(1)).squeeze(1).double()
@@ -276,122 +271,126 @@ class Sampler:
         return logprobs
 
     def _alternatives(
-        self, model_logits: Tensor, ways: Sequence[SamplingParameters], log_total: Tensor
+        self, model_logits: Tensor, parameters: Sequence[SamplingParameters], log_total: Tensor
     ) -> list[Alternatives] | None:
-        """Of each rank's likeliest tokens the likeliest of all; a collective if any row asks."""
-        wanted = [way.top_logprobs if way.logprobs else 0 for way in ways]
+        """Return the most likely tokens of each row; a collective if any row requests them."""
+        wanted = [one.top_logprobs if one.logprobs else 0 for one in parameters]
         if not any(wanted):
             return None
         values, ids = model_logits.topk(min(max(wanted), model_logits.shape[1]), dim=-1)
         own = torch.cat((values.double(), (ids + self._start).double()), 1)
-        told = own.unsqueeze(1) if self._group.size == 1 else self._group.all_gather(own.unsqueeze(1), dim=1)
-        values, ids = told.cpu().split(values.shape[1], dim=-1)
+        values, ids = self._group.all_gather(own.unsqueeze(1), dim=1).cpu().split(values.shape[1], dim=-1)
         values, order = values.flatten(1).sort(dim=1, descending=True, stable=True)
         ids = ids.flatten(1).gather(1, order).long()
         rows = zip(ids.tolist(), (values - log_total.unsqueeze(1)).tolist(), wanted, strict=True)
-        # A rank may have fewer words than are asked for, and offer padding behind them.
+        # A rank whose part of the vocabulary is smaller than requested contributes padding.
         return [
             tuple(pair for pair in zip(of_row, logprobs, strict=True) if pair[0] < self._vocab_size)[:count]
             for of_row, logprobs, count in rows
         ]
 
 
-def _log_total(offers: _Offers) -> Tensor:
-    """Logarithm of the sum of exp(logit) over all words, by the model alone: [b]."""
-    highest = offers.model_highest.amax(1, keepdim=True)
-    total = (offers.model_mass * torch.exp(offers.model_highest - highest)).sum(1)
+def _log_total(candidates: _Candidates) -> Tensor:
+    """Return the logarithm of the sum of exp(logit) over the vocabulary, before penalties and temperature: [b]."""
+    highest = candidates.model_highest.amax(1, keepdim=True)
+    total = (candidates.model_mass * torch.exp(candidates.model_highest - highest)).sum(1)
     return highest.squeeze(1) + total.log()
 
 
-def decide(
-    offers: _Offers, ways: Sequence[SamplingParameters], uniform: Tensor, everything: bool
+def _decide(
+    candidates: _Candidates, parameters: Sequence[SamplingParameters], uniform: Tensor, complete: bool
 ) -> Tensor:
-    """What rank 0 makes of the offers: [b, 2], a token or a code for each row, and the number that goes with it.
+    """Return rank 0's decision [b, 2]: a token or a code for each row, and for an owner its position of the draw.
 
     Args:
         uniform: [b, 1] in [0, 1).
-        everything: whether the offers are all tokens that there are.
+        complete: whether the candidates are the whole vocabulary.
     """
-    highest, leader = offers.highest.max(1)
-    codes = offers.ids[:, :, 0].gather(1, leader.unsqueeze(1)).squeeze(1)
-    places = torch.zeros_like(codes)
-    plain = torch.tensor([not way.greedy and not way.filtered for way in ways])
-    filtered = torch.tensor([not way.greedy and way.filtered for way in ways])
-    masses = offers.mass
+    highest, leader = candidates.highest.max(1)
+    codes = candidates.ids[:, :, 0].gather(1, leader.unsqueeze(1)).squeeze(1)
+    positions = torch.zeros_like(codes)
+    plain = torch.tensor([not one.greedy and not one.filtered for one in parameters])
+    filtered = torch.tensor([not one.greedy and one.filtered for one in parameters])
+    masses = candidates.mass
     if plain.any() or filtered.any():
-        temperatures = _column([1.0 if way.greedy else way.temperature for way in ways])
-        masses = masses * torch.exp((offers.highest - highest.unsqueeze(1)) / temperatures)
+        temperatures = _temperatures(parameters)
+        masses = masses * torch.exp((candidates.highest - highest.unsqueeze(1)) / temperatures)
     if plain.any():
-        owners = draw_at(masses, uniform * masses.sum(1, keepdim=True))
+        owners = _draw_at(masses, uniform * masses.sum(1, keepdim=True))
         before = (masses.cumsum(1) - masses).gather(1, owners.unsqueeze(1))
         share = masses.gather(1, owners.unsqueeze(1))
-        own_mass = offers.mass.gather(1, owners.unsqueeze(1))
+        own_mass = candidates.mass.gather(1, owners.unsqueeze(1))
         within = ((uniform * masses.sum(1, keepdim=True) - before) / share * own_mass).squeeze(1)
         codes = torch.where(plain, _OWNER - owners, codes)
-        places = torch.where(plain, within, places)
+        positions = torch.where(plain, within, positions)
     if filtered.any():
-        drawn = _draw_filtered(offers, ways, uniform, masses.sum(1, keepdim=True), everything)
+        drawn = _draw_filtered(candidates, parameters, uniform, masses.sum(1, keepdim=True), complete)
         codes = torch.where(filtered, drawn, codes)
-    # The largest of logits that hold a NaN is NaN.
+    # The maximum of logits with a NaN is NaN.
     codes = codes.masked_fill(~highest.isfinite(), NO_TOKEN)
-    return torch.stack((codes, places), dim=1)
+    return torch.stack((codes, positions), dim=1)
 
 
 def _draw_filtered(
-    offers: _Offers, ways: Sequence[SamplingParameters], uniform: Tensor, total: Tensor, everything: bool
+    candidates: _Candidates, parameters: Sequence[SamplingParameters], uniform: Tensor, total: Tensor, complete: bool
 ) -> Tensor:
-    """Tokens [b] as float64, or `_NEEDS_MORE` where a token that was not offered might be among those to draw from."""
-    ids, by_id = offers.ids.flatten(1).sort(dim=1)
-    values, order = offers.values.flatten(1).gather(1, by_id).sort(dim=1, descending=True, stable=True)
+    """Return tokens [b] as float64, or `_NEEDS_MORE` where a token outside the candidates could be drawn."""
+    ids, by_id = candidates.ids.flatten(1).sort(dim=1)
+    values, order = candidates.values.flatten(1).gather(1, by_id).sort(dim=1, descending=True, stable=True)
     ids = ids.gather(1, order)
-    temperatures = _column([1.0 if way.greedy else way.temperature for way in ways])
+    temperatures = _temperatures(parameters)
     weights = torch.exp((values - values[:, :1]) / temperatures)
-    kept = keep_most_likely(weights, total, ways)
-    # Whatever a rank did not offer is below the last that it did.
-    surely = values > offers.values[:, :, -1].amax(1, keepdim=True)
-    known = torch.tensor([everything or way.top_k > 0 for way in ways]) | (kept & ~surely).any(1).logical_not()
+    kept = _keep_most_likely(weights, total, parameters)
+    # Tokens that are no candidates have smaller logits than the last candidate of their rank.
+    above_others = values > candidates.values[:, :, -1].amax(1, keepdim=True)
+    sufficient = torch.tensor([complete or one.top_k > 0 for one in parameters])
+    sufficient |= ~(kept & ~above_others).any(1)
     ids, by_id = ids.sort(dim=1)
-    drawn = draw((weights * kept).gather(1, by_id), uniform)
+    drawn = _draw((weights * kept).gather(1, by_id), uniform)
     tokens = ids.gather(1, drawn.unsqueeze(1)).squeeze(1)
-    return torch.where(known, tokens, float(_NEEDS_MORE))
+    return torch.where(sufficient, tokens, float(_NEEDS_MORE))
 
 
-def keep_most_likely(weights: Tensor, total: Tensor, ways: Sequence[SamplingParameters]) -> Tensor:
-    """Which tokens may be drawn.
+def _keep_most_likely(weights: Tensor, total: Tensor, parameters: Sequence[SamplingParameters]) -> Tensor:
+    """Return a mask [b, n] of the tokens that can be drawn.
 
     Args:
-        weights: [b, n], descending, as shares of the likeliest token's.
-        total: [b, 1]: weight of all tokens of the vocabulary.
+        weights: [b, n] in descending order, relative to the most likely token.
+        total: [b, 1], weight of the whole vocabulary.
     """
-    # A top_k may be larger than any tensor holds.
-    top_k = torch.tensor([[min(way.top_k or weights.shape[1], weights.shape[1])] for way in ways])
+    # top_k may exceed 64 bits.
+    top_k = torch.tensor([[min(one.top_k or weights.shape[1], weights.shape[1])] for one in parameters])
     kept = torch.arange(weights.shape[1]) < top_k
-    limited = torch.tensor([[way.top_k > 0] for way in ways])
+    limited = torch.tensor([[one.top_k > 0] for one in parameters])
     total = torch.where(limited, (weights * kept).sum(1, keepdim=True), total)
-    # The cumulative weight of all tokens may round to the total before the last one, which top_p = 1 must keep.
-    top_p = _column([way.top_p if way.top_p < 1 else math.inf for way in ways])
+    # The cumulative weight can round to the total before the last token, which top_p = 1 must keep.
+    top_p = _column([one.top_p if one.top_p < 1 else math.inf for one in parameters])
     kept &= weights.cumsum(1) - weights < top_p * total
-    return kept & (weights >= _column([way.min_p for way in ways]))
+    return kept & (weights >= _column([one.min_p for one in parameters]))
 
 
-def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first place at which the cumulative weight exceeds `uniform`.
+def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Return the first index at which the cumulative weight exceeds `uniform`, never one of weight zero.
 
     Args:
         weights: [b, n] float64, with any sum.
-        uniform: [b, 1] float64 in [0, 1), as a share of that sum.
+        uniform: [b, 1] float64 in [0, 1), relative to that sum.
 
     Returns:
-        [b] int64, never a place of weight zero.
+        [b] int64.
     """
-    return draw_at(weights, uniform * weights.cumsum(-1)[:, -1:])
+    return _draw_at(weights, uniform * weights.cumsum(-1)[:, -1:])
 
 
-def draw_at(weights: Tensor, at: Tensor) -> Tensor:
-    """The first place at which the cumulative weight exceeds `at` [b, 1], or the last one with a weight: [b]."""
+def _draw_at(weights: Tensor, at: Tensor) -> Tensor:
+    """Return the first index [b] at which the cumulative weight exceeds `at` [b, 1], or the last with a weight."""
     cumulative = weights.cumsum(-1)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp_(max=weights.shape[-1] - 1)
     return torch.searchsorted(cumulative, at, right=True).minimum(last).squeeze(-1)
+
+
+def _temperatures(parameters: Sequence[SamplingParameters]) -> Tensor:
+    return _column([1.0 if one.greedy else one.temperature for one in parameters])
 
 
 def _column(numbers: Sequence[float]) -> Tensor:

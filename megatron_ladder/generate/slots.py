@@ -22,7 +22,7 @@ from megatron_ladder.generate.cache import StaticKeyValueCache
 from megatron_ladder.generate.graph import CapturedDecode, StepGraph
 from megatron_ladder.generate.requests import FinishReason, GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Alternatives, Sampler
-from megatron_ladder.generate.text import StopFinder, TextStream
+from megatron_ladder.generate.text import StopFinder, IncrementalDecoder
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
@@ -36,7 +36,7 @@ class ActiveSample:
     """A request that is being decoded."""
 
     request: GenerationRequest
-    text_stream: TextStream | None
+    text_stream: IncrementalDecoder | None
     stop_finder: StopFinder
     ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -129,7 +129,7 @@ class SlotBatch:
             self._sampler.place(slot, request.sampling, request.prompt_ids)
         logits_shard_v = self._prefill(requests)
         for slot, request in requests.items():
-            stream = None if self._tokenizer is None else TextStream(self._tokenizer, request.prompt_ids)
+            stream = None if self._tokenizer is None else IncrementalDecoder(self._tokenizer, request.prompt_ids)
             self.samples[slot] = ActiveSample(request, stream, StopFinder(request.stop))
         return self._choose(logits_shard_v, list(requests))
 

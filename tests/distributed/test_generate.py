@@ -1,4 +1,4 @@
-"""Generation over several ranks: the same tokens as plain arithmetic gives in one, and the command as users call it."""
+"""Generation over several ranks: the same tokens as one rank and as the reference, and the command itself."""
 
 import io
 import json
@@ -18,10 +18,11 @@ from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.cli.generate import main
 from megatron_ladder.data.tokenizers.plain import NullTokenizer
 from megatron_ladder.errors import UserError
-from megatron_ladder.generate.conversation import converse
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.loading import check_tensor_parallel, load_model, open_model
-from megatron_ladder.generate.prompts import Prompt, PromptWriter
+from megatron_ladder.generate.loading import StoredModel, check_tensor_parallel, load_model, open_model
+from megatron_ladder.generate.options import parse_options
+from megatron_ladder.generate.program import _converse
+from megatron_ladder.generate.prompts import PromptEncoder
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.stack import StackOptions
@@ -48,31 +49,38 @@ PROGRAM = REPOSITORY_ROOT / "tools" / "generate.py"
 
 
 def continued_lines() -> list[tuple[int, ...]]:
-    """On each rank: the prompts of a conversation of two lines, of which rank 0 alone reads them."""
+    """Return the prompts that this rank continues when rank 0 reads two lines."""
     config = tiny_config()
     tokenizer = NullTokenizer(config.vocab_size - 1)
     mesh = mesh_of(2)
     engine = GenerationEngine(build(config, reference_of(config)[0], 2, StackOptions()), mesh, tokenizer)
     found: list[tuple[int, ...]] = []
+    generate = GenerationEngine.generate
 
-    def new_request(prompt: Prompt) -> GenerationRequest:
-        found.append(prompt.ids)
-        return GenerationRequest(prompt.ids, 3, GREEDY)
+    def recording(self: GenerationEngine, requests: list[GenerationRequest], *more: object) -> object:
+        found.extend(request.prompt_ids for request in requests)
+        return generate(self, requests, *more)  # type: ignore[arg-type]
 
-    writer = PromptWriter(tokenizer, (), chat=False, system=None)
+    options = parse_options("--model M --interactive --max-new-tokens 3 --temperature 0".split())
+    stored = StoredModel(Path("M"), config, tokenizer, frozenset(), (), lambda model: None)
+    encoder = PromptEncoder(tokenizer, (), chat=False, system=None)
     lines = io.StringIO("5 9 3\n\n17\n" if mesh.tensor.rank == 0 else "")
-    with patch("sys.stdin", lines), patch("megatron_ladder.generate.conversation.write_stdout"):
-        converse(engine, writer, new_request, 3)
+    with (
+        patch("sys.stdin", lines),
+        patch("megatron_ladder.generate.program.write_stdout"),
+        patch.object(GenerationEngine, "generate", recording),
+    ):
+        _converse(engine, encoder, options, stored)
     return found
 
 
-def test_every_rank_hears_what_is_said_to_the_first(gloo_pools: GlooPools) -> None:
+def test_every_rank_continues_the_lines_that_rank_0_reads(gloo_pools: GlooPools) -> None:
     assert gloo_pools(2).run(continued_lines) == [[(5, 9, 3), (17,)]] * 2
 
 
 def sampled_requests(seed: int) -> list[GenerationRequest]:
-    """Each prompt in a way of its own."""
-    ways = [
+    """Return a request with different sampling parameters for each prompt."""
+    parameters = [
         SamplingParameters(seed=seed),
         SamplingParameters(seed=seed + 1, top_k=10),
         SamplingParameters(seed=seed + 2, top_p=0.7),
@@ -82,22 +90,25 @@ def sampled_requests(seed: int) -> list[GenerationRequest]:
         ),
     ]
     prompts = (*PROMPTS, PROMPTS[0])
-    return [GenerationRequest(prompt, NEW_TOKENS, way) for prompt, way in zip(prompts, ways, strict=True)]
+    return [GenerationRequest(prompt, NEW_TOKENS, one) for prompt, one in zip(prompts, parameters, strict=True)]
 
 
 def greedy_and_sampled(engine: GenerationEngine) -> tuple[Tokens, Tokens]:
-    """Only rank 0 draws by the seed that counts. The last of what is drawn are the likeliest tokens at each place."""
+    """Return greedy and sampled tokens; the last sampled entry is the most likely tokens at each position.
+
+    The seed differs by rank, because only that of rank 0 must matter.
+    """
     greedy = engine.generate([GenerationRequest(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS])
     sampled = engine.generate(sampled_requests(seed=1 + 100 * engine.group.rank))
-    likeliest = tuple(token for place in sampled[-1].alternatives or () for token, _ in place)
-    assert len(likeliest) == 4 * NEW_TOKENS
-    return [generation.ids for generation in greedy], [*(generation.ids for generation in sampled), likeliest]
+    most_likely = tuple(token for place in sampled[-1].alternatives or () for token, _ in place)
+    assert len(most_likely) == 4 * NEW_TOKENS
+    return [generation.ids for generation in greedy], [*(generation.ids for generation in sampled), most_likely]
 
 
 def generate_here(
     config: ModelConfig, weights: Mapping[str, Tensor], tensor_parallel: int, overlap: bool
 ) -> tuple[Tokens, Tokens]:
-    """On each rank."""
+    """Run on each rank."""
     mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
     model = build(config, weights, tensor_parallel, StackOptions(tp_overlap=overlap), lean=True)
     return greedy_and_sampled(GenerationEngine(model, mesh))
@@ -106,7 +117,7 @@ def generate_here(
 @pytest.mark.parametrize("tensor_parallel", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_size_gives_the_same_tokens(name: str, tensor_parallel: int, gloo_pools: GlooPools) -> None:
-    """Greedy ones are those of the reference; of a seed, those of one process."""
+    """Greedy tokens equal those of the reference, and sampled tokens those of one process."""
     config = tiny_config(**MODELS[name])
     weights, reference = reference_of(config)
     expected_greedy = [tuple(greedy_continuation(weights, reference, prompt, NEW_TOKENS)) for prompt in PROMPTS]
@@ -119,18 +130,18 @@ def test_every_size_gives_the_same_tokens(name: str, tensor_parallel: int, gloo_
 
 
 @pytest.mark.parametrize(("tensor_parallel", "interval"), [(2, 4), (4, 2)])
-def test_a_desync_model_generates_at_its_own_size(tensor_parallel: int, interval: int, gloo_pools: GlooPools) -> None:
+def test_a_desync_model_needs_its_training_size(tensor_parallel: int, interval: int, gloo_pools: GlooPools) -> None:
     config = tiny_config(residual_mode="desync", desync_interval=interval, desync_tp=tensor_parallel)
     weights, reference = reference_of(config)
     expected = [tuple(greedy_continuation(weights, reference, prompt, NEW_TOKENS)) for prompt in PROMPTS]
     results = gloo_pools(tensor_parallel).run(generate_here, config, weights, tensor_parallel, True)
     assert [greedy for greedy, _ in results] == [expected] * tensor_parallel
-    with pytest.raises(UserError, match=f"--tp 1 does not fit the model; {tensor_parallel} would: "):
+    with pytest.raises(UserError, match=f"--tp 1 does not fit the model; use {tensor_parallel}: "):
         check_tensor_parallel(config, 1)
 
 
 def recorded_reduces(config: ModelConfig) -> list[str]:
-    """The model's reduces in the second decode step."""
+    """Return the reduces of the second decode step."""
     model, group = recorded_model(config, StackOptions())
     engine = GenerationEngine(model, replace(mesh_of(2), tensor=group))
     stream = engine.stream([GenerationRequest((1, 2), 3, GREEDY)])
@@ -142,7 +153,7 @@ def recorded_reduces(config: ModelConfig) -> list[str]:
 
 
 def test_reduces_stay_in_flight_while_decoding(gloo_pools: GlooPools) -> None:
-    """0 is the embedding; then a sub-block starts before its predecessor's sum is waited for, and the last drains."""
+    """L is a launch and W a wait; 0 is the embedding. Each sub-block launches before the wait for its predecessor."""
     config = tiny_config(residual_mode="ladder", ladder_layers=(0, 1, 2))
     events = gloo_pools(2).run(recorded_reduces, config)[0]
     assert " ".join(events) == "L0 W0 L1 L2 W1 L3 W2 L4 W3 L5 W4 L6 W5 W6"
@@ -156,7 +167,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FLAGS = ["--prompt", "def größe", "class", "--max-new-tokens", "12", "--seed", "5", "--top-k", "50"]
 
 
-def test_two_ranks_started_by_the_program_itself(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_starts_two_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--model", str(model), *FLAGS, "--json"])
     expected = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -174,15 +185,15 @@ def test_two_ranks_started_by_the_program_itself(model: Path, capsys: pytest.Cap
     assert statistics[1].startswith("2 prompts: ")
 
 
-def test_a_mistake_of_the_user_ends_all_ranks(model: Path) -> None:
+def test_a_user_error_ends_all_ranks(model: Path) -> None:
     done = run_command([sys.executable, PROGRAM, "--model", model, "--tp", "3", "--tokens", "1"], timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: --tp 3 does not fit the model; 1, 2, 4 would: ")
+    assert line.startswith("error: --tp 3 does not fit the model; use 1, 2, 4: ")
 
 
 def from_hugging_face(folder: Path) -> Tokens:
-    """On each rank of the pool."""
+    """Run on each rank."""
     stored = open_model(folder, None, None)
     size = dist.get_world_size()
     mesh = mesh_of(size, key_value_replicas(stored.config, size))
@@ -192,8 +203,8 @@ def from_hugging_face(folder: Path) -> Tokens:
 
 
 @pytest.mark.parametrize("tensor_parallel", [2, 4])
-def test_a_hugging_face_directory_at_any_size(tensor_parallel: int, tmp_path: Path, gloo_pools: GlooPools) -> None:
-    """Two key-value heads, an odd vocabulary, and the directory's own names and shapes."""
+def test_a_hugging_face_directory_at_several_sizes(tensor_parallel: int, tmp_path: Path, gloo_pools: GlooPools) -> None:
+    """With two key-value heads and an odd vocabulary size."""
     module = save_model(tmp_path, "qwen2")
     expected = [
         tuple(module.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
@@ -224,7 +235,7 @@ def scores_here(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[floa
     return GenerationEngine(model, mesh).score(PROMPTS[2])
 
 
-def test_scores_of_two_ranks(gloo_pools: GlooPools) -> None:
+def test_scores_over_two_ranks(gloo_pools: GlooPools) -> None:
     config = tiny_config(**MODELS["hybrid"])
     weights, reference = reference_of(config)
     ids = PROMPTS[2]
@@ -234,22 +245,22 @@ def test_scores_of_two_ranks(gloo_pools: GlooPools) -> None:
         assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_standard_input_reaches_two_ranks_and_so_does_what_is_wrong_with_it(model: Path) -> None:
+def test_standard_input_and_its_errors_reach_two_ranks(model: Path) -> None:
     words = [sys.executable, str(PROGRAM), "--model", str(model), "--tp", "2", "--max-new-tokens", "3"]
     for text, code in (("class", 0), ("", 2)):
         done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == code, done.stderr
         assert done.stdout.startswith(text)
-    assert done.stderr.splitlines()[-1].startswith("error: standard input: an empty prompt")
+    assert done.stderr.splitlines()[-1].startswith("error: standard input: the prompt is empty")
 
 
-def test_a_shard_that_one_rank_finds_damaged_ends_all(tmp_path: Path, gloo_pools: GlooPools) -> None:
+def test_a_damaged_shard_of_one_rank_ends_all_ranks(tmp_path: Path, gloo_pools: GlooPools) -> None:
     save_model(tmp_path, "llama")
-    results = gloo_pools(2).run(damaged_share, tmp_path)
+    results = gloo_pools(2).run(load_damaged_shard, tmp_path)
     assert results == [(f"{tmp_path / 'model.safetensors'}: ends early",)] * 2
 
 
-def damaged_share(folder: Path) -> tuple[str, ...]:
+def load_damaged_shard(folder: Path) -> tuple[str, ...]:
     stored = open_model(folder, None, None)
 
     def fill(model: nn.Module) -> None:
@@ -263,7 +274,7 @@ def damaged_share(folder: Path) -> tuple[str, ...]:
     return ()
 
 
-NEEDS_LITTLE = """
+WITHOUT_OPTIONAL_PACKAGES = """
 import runpy, sys
 for module in ("deepspeed", "transformers", "datasets", "tensorboard", "apex", "matplotlib"):
     sys.modules[module] = None
@@ -272,8 +283,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_one_process_needs_few_packages_and_streams_text(model: Path) -> None:
-    program = [sys.executable, "-c", NEEDS_LITTLE, str(PROGRAM)]
+def test_one_process_streams_text_without_optional_packages(model: Path) -> None:
+    program = [sys.executable, "-c", WITHOUT_OPTIONAL_PACKAGES, str(PROGRAM)]
     done = run_command([*program, "--model", str(model), *FLAGS, "--stream", "--temperature", "0"], timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("--- 1 of 2 ---\ndef größe")

@@ -1,4 +1,4 @@
-"""Serving over several ranks: plans as they travel, and the command as users call it."""
+"""Serving over several ranks: step plans, and the command itself."""
 
 import json
 import signal
@@ -12,8 +12,7 @@ from megatron_ladder.cli.generate import main
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters
-from megatron_ladder.generate.serve.plans import PLAN_TIMEOUT, Plan, PlanChannel
-from megatron_ladder.generate.serve.worker import carry_out_plans
+from megatron_ladder.generate.serve.plans import PLAN_TIMEOUT, PlanChannel, StepPlan, run_plans
 from megatron_ladder.model.stack import StackOptions
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import build, mesh_of
@@ -21,18 +20,18 @@ from tests.reference import greedy_continuation
 from tests.unit.generate.served import serving_command
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint_with_tokenizer
 
-WAY = SamplingParameters(temperature=0.5, seed=(1 << 64) - 1, logprobs=True)
+SAMPLING = SamplingParameters(temperature=0.5, seed=(1 << 64) - 1, logprobs=True)
 PLANS = [
-    Plan(),
-    Plan(gone=(3, 1)),
-    Plan((0,), {2: GenerationRequest(tuple(range(20)), 5, WAY, frozenset({7, 1}), ("\n", "größe"))}),
-    Plan(admit={slot: GenerationRequest(tuple(range(1000)), 5, WAY) for slot in range(3)}),
-    Plan(stop=True),
+    StepPlan(),
+    StepPlan(release=(3, 1)),
+    StepPlan((0,), {2: GenerationRequest(tuple(range(20)), 5, SAMPLING, frozenset({7, 1}), ("\n", "größe"))}),
+    StepPlan(admit={slot: GenerationRequest(tuple(range(1000)), 5, SAMPLING) for slot in range(3)}),
+    StepPlan(stop=True),
 ]
 
 
-def shared_plans() -> list[Plan]:
-    """What each rank hears of rank 0."""
+def shared_plans() -> list[StepPlan]:
+    """Return the plans that this rank receives."""
     mesh = mesh_of(2)
     channel = PlanChannel(mesh.tensor.over_gloo(PLAN_TIMEOUT))
     return [channel.share(plan if mesh.tensor.rank == 0 else None) for plan in PLANS]
@@ -43,7 +42,7 @@ def test_plans_of_any_size_reach_every_rank(gloo_pools: GlooPools) -> None:
 
 
 def served_tokens() -> dict[tuple[int, ...], list[int]]:
-    """Each rank's tokens of samples that come and go, by prompt."""
+    """Return this rank's tokens by prompt, while samples are admitted and released."""
     config = tiny_config(residual_mode="ladder", ladder_layers=(0, 1, 2))
     mesh = mesh_of(2)
     engine = GenerationEngine(build(config, reference_of(config)[0], 2, StackOptions()), mesh)
@@ -53,25 +52,24 @@ def served_tokens() -> dict[tuple[int, ...], list[int]]:
         for ids, count in (((5, 9, 3), 9), ((17,), 30), ((1, 2, 3, 4, 5), 4))
     )
     plans = iter([
-        Plan(admit={1: first}), Plan(admit={0: second}), Plan(), Plan(gone=(0,)), Plan(admit={0: third}),
-        *[Plan()] * 5, Plan(stop=True),
+        StepPlan(admit={1: first}), StepPlan(admit={0: second}), StepPlan(), StepPlan(release=(0,)),
+        StepPlan(admit={0: third}), *[StepPlan()] * 5, StepPlan(stop=True),
     ])  # fmt: skip
     found: dict[tuple[int, ...], list[int]] = {}
 
-    def tell(tokens: list[NewToken]) -> None:
+    def record(tokens: list[NewToken]) -> None:
         for token in tokens:
             sample = batch.samples[token.sample]
             assert sample is not None
             found.setdefault(sample.request.prompt_ids, []).append(token.id)
 
-    carry_out_plans(
-        batch, PlanChannel(mesh.tensor.over_gloo(PLAN_TIMEOUT)), plans.__next__ if mesh.tensor.rank == 0 else None, tell
-    )
+    channel = PlanChannel(mesh.tensor.over_gloo(PLAN_TIMEOUT))
+    run_plans(batch, channel, plans.__next__ if mesh.tensor.rank == 0 else None, record)
     assert batch.free_slots() == [0, 1]
     return found
 
 
-def test_every_rank_follows_the_plans(gloo_pools: GlooPools) -> None:
+def test_every_rank_runs_the_plans(gloo_pools: GlooPools) -> None:
     weights, reference = reference_of(tiny_config(residual_mode="ladder", ladder_layers=(0, 1, 2)))
     expected = {
         ids: greedy_continuation(weights, reference, ids, count)

@@ -1,6 +1,6 @@
-"""The server under many clients for long, and how much of the engine's own speed it gives them.
+"""The server under a long load of many clients, and its speed compared with the engine alone.
 
-Everything stays on this machine's loopback interface, and is limited in time and in number.
+All connections use the loopback interface, and the load is limited in time and in number of requests.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ from tests.unit.generate.tiny_model import (
 
 CLIENTS, SECONDS, MOST_REQUESTS = 32, 60.0, 20_000
 WARM_SECONDS = 20.0
-"""After which the memory must not grow any more,"""
+"""Time after which the memory must not grow any further."""
 GROWTH_BYTES = 16 << 20
-"""but for what the allocator does."""
+"""Tolerated growth, because of the allocator."""
 KEY = "the-key"
 BATCH, PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 8, 32, 48, 11
 SHARE = 0.85
@@ -53,7 +53,7 @@ def engine_of(model: Path) -> GenerationEngine:
 
 
 class Client:
-    """One of many."""
+    """One client."""
 
     def __init__(self, address: str, key: str = KEY) -> None:
         url = urlsplit(address)
@@ -69,7 +69,7 @@ class Client:
             return response.status
 
     def pieces(self, asked: dict[str, Any]) -> Iterator[str]:
-        """The texts of a stream as they come; it must be whole, unless the caller leaves."""
+        """Yield the texts of a stream; it must be complete, unless the caller stops early."""
         with contextlib.closing(HTTPConnection(*self.place, timeout=60)) as connection:
             connection.request("POST", "/v1/completions", json.dumps(asked | {"stream": True}), self._headers)
             response = connection.getresponse()
@@ -80,26 +80,27 @@ class Client:
                     return
                 if data:
                     yield json.loads(data)["choices"][0]["text"]
-            raise AssertionError("a stream ends without its end")
+            raise AssertionError("the stream is incomplete")
 
-    def speak_nonsense(self) -> None:
+    def send_garbage(self) -> None:
         with socket.create_connection(self.place, timeout=60) as connection:
-            connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+            connection.sendall(b"\x16\x03\x01 garbage\r\n\r\n")
             assert b"400" in connection.recv(1000)
 
 
 def behave(address: str, seed: int, ends_at: float, texts: dict[int, str]) -> Counter[str]:
-    """One client after another, good and bad; what was done, by name."""
+    """Send valid and invalid requests until a time; return their number by kind."""
     done: Counter[str] = Counter()
     choice = random.Random(seed)
     client, stranger = Client(address), Client(address, "another-key")
     while time.monotonic() < ends_at and done.total() < MOST_REQUESTS // CLIENTS:
         first = choice.choice(list(texts))
         asked = {"model": "run", "prompt": [first, 9], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-        kind = choice.choice(["valid"] * 6 + ["leaves"] * 2 + ["large", "malformed", "stranger", "nonsense", "unknown"])
+        invalid = ["large", "malformed", "stranger", "garbage", "unknown"]
+        kind = choice.choice(["valid"] * 6 + ["disconnects"] * 2 + invalid)
         if kind == "valid":
             assert "".join(client.pieces(asked)) == texts[first]
-        elif kind == "leaves":
+        elif kind == "disconnects":
             stream = client.pieces(asked)
             for _ in range(choice.randrange(1, 5)):
                 next(stream, None)
@@ -111,8 +112,8 @@ def behave(address: str, seed: int, ends_at: float, texts: dict[int, str]) -> Co
             assert client.status(whole[: choice.randrange(len(whole))]) == 400
         elif kind == "stranger":
             assert stranger.status(json.dumps(asked).encode()) == 401
-        elif kind == "nonsense":
-            client.speak_nonsense()
+        elif kind == "garbage":
+            client.send_garbage()
         else:
             assert client.status(json.dumps(asked | {"beams": 4}).encode()) == 400
         done[kind] += 1
@@ -120,7 +121,7 @@ def behave(address: str, seed: int, ends_at: float, texts: dict[int, str]) -> Co
 
 
 @pytest.mark.slow
-def test_many_clients_good_and_bad_for_a_minute(tmp_path: Path) -> None:
+def test_one_minute_of_valid_and_invalid_clients(tmp_path: Path) -> None:
     model = write_checkpoint_with_tokenizer(tmp_path)[0]
     keys = tmp_path / "keys"
     keys.write_text(KEY)
@@ -139,7 +140,7 @@ def test_many_clients_good_and_bad_for_a_minute(tmp_path: Path) -> None:
         done = sum((client.result() for client in clients), Counter[str]())
         warm = max(size for when, size in memory if when < WARM_SECONDS)
         last = memory[-1][1]
-        assert all(done[kind] > 20 for kind in ("valid", "leaves", "large", "malformed", "stranger", "nonsense"))
+        assert all(done[kind] > 20 for kind in ("valid", "disconnects", "large", "malformed", "stranger", "garbage"))
         print(f"\n{dict(done)}; memory {warm / 2**20:.1f} MiB warm, {last / 2**20:.1f} MiB at the end")
         assert last - warm < GROWTH_BYTES
         asked = {"model": "run", "prompt": [5, 9], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -150,10 +151,10 @@ def test_many_clients_good_and_bad_for_a_minute(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_eight_clients_get_the_engines_own_speed() -> None:
-    """A model of 134 million parameters; the same eight prompts, served and in one offline batch, in turn.
+def test_eight_clients_get_the_speed_of_the_engine() -> None:
+    """A model of 134 million parameters continues eight prompts, alternately through the server and in one batch.
 
-    Server and clients share this process, and so its interpreter, which is to the server's disadvantage.
+    The server shares the process, and thus the interpreter, with its clients, which makes it slower.
     """
     config = tiny_config(
         num_layers=12, hidden_size=768, ffn_hidden_size=2048, num_attention_heads=12, num_key_value_heads=12,
@@ -167,8 +168,8 @@ def test_eight_clients_get_the_engines_own_speed() -> None:
 
         def serve() -> None:
             asked = {"model": "tiny", "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-            questions = [asked | {"prompt": ids} for ids in prompts]
-            assert all(threads.map(lambda question: len(list(client.pieces(question))), questions))
+            requests = [asked | {"prompt": ids} for ids in prompts]
+            assert all(threads.map(lambda request: len(list(client.pieces(request))), requests))
 
         def generate() -> None:
             engine.generate([GenerationRequest(tuple(ids), NEW_TOKENS, GREEDY) for ids in prompts])
@@ -179,7 +180,7 @@ def test_eight_clients_get_the_engines_own_speed() -> None:
     processor_shares = [offline.processor / served.processor for served, offline in rounds]
     rates = [BATCH * NEW_TOKENS / statistics.median(one.wall for one in column) for column in zip(*rounds, strict=True)]
     print(f"\nserved {rates[0]:.1f}, offline {rates[1]:.1f} tokens/s; {spread('share', shares)}")
-    # That of the clients counts as the server's; other processes of a busy machine do not disturb it.
+    # Processor time includes the clients, but other processes of a busy machine do not affect it.
     print(spread("by processor time, clients included,", processor_shares))
     assert statistics.median(shares) >= SHARE
 

@@ -1,4 +1,11 @@
-"""An OpenAI-compatible server over the slots of one batch: `--serve`.
+"""An OpenAI-compatible server that shares one batch among all requests: `--serve`.
 
-    clients  <-HTTP->  app (a thread of rank 0)  <-tickets, tokens->  scheduler (rank 0)  -plans->  worker (every rank)
+    clients <-HTTP-> app, a thread of rank 0 <-tickets, tokens-> scheduler, rank 0 -step plans-> batch, every rank
+
+A request takes these steps:
+
+    app         receives it and writes the response; `protocol` parses it and `responses` builds the JSON
+    service     limits and counts requests, and collects the tokens of each request
+    scheduler   assigns samples to slots of the batch as slots become free
+    plans       broadcasts each step from rank 0 to all ranks, which run it
 """

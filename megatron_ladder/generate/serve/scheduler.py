@@ -1,6 +1,6 @@
-"""Who is next: from tickets that come and go at any time to the plans of the steps, on rank 0.
+"""Assigns samples to slots and plans the steps, on rank 0.
 
-The engine's thread owns everything in here but the inbox, which other threads and signal handlers put messages into.
+Only the engine's thread uses the scheduler's state. Other threads and signal handlers put messages into its inbox.
 """
 
 import time
@@ -11,29 +11,29 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
-from megatron_ladder.generate.serve.plans import HEARTBEAT_SECONDS, Plan
+from megatron_ladder.generate.serve.plans import HEARTBEAT_SECONDS, StepPlan
 
 PREFILL_TOKENS = 2048
-"""Tokens of prompts, filled up to the longest, that are admitted in one step unless a single one has more: the samples
-on their way wait for them."""
+"""Prompt tokens, with padding, to admit in one step, because running samples wait for the prefill. A single longer
+prompt is admitted alone."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A sample that somebody waits for."""
+    """A sample that a client waits for."""
 
     request: GenerationRequest
     on_event: "Callable[[Event], None]"
-    """Called in the thread of the server."""
+    """Called in the server's thread."""
 
 
-class Ended(NamedTuple):
-    """A ticket's last event where it cannot be finished."""
+class Aborted(NamedTuple):
+    """Last event of a ticket that does not finish."""
 
-    why: str
+    reason: str
 
 
-Event = NewToken | Ended
+Event = NewToken | Aborted
 Deliver = Callable[[Sequence[tuple[Ticket, Event]]], None]
 
 
@@ -42,66 +42,64 @@ class _Cancel(NamedTuple):
 
 
 class _Stop(NamedTuple):
-    """Begin to end; a second one ends at once."""
+    """Stop after the grace period; a second one stops at once."""
 
 
 class _Closed(NamedTuple):
-    """No ticket will come any more."""
+    """No more messages follow."""
 
     error: BaseException | None
 
 
 class Scheduler:
-    """Tickets in order of arrival, into slots as they become free.
-
-    Attributes:
-        running: samples in slots.
-        waiting: samples that wait for one.
-    """
+    """Puts tickets into slots, in order of arrival, as slots become free."""
 
     def __init__(self, slots: int, deliver: Deliver, grace_seconds: float) -> None:
         """
         Args:
-            deliver: hands events to the thread of the server.
-            grace_seconds: from `stop` until what is not finished is ended.
+            deliver: passes events to the server's thread.
+            grace_seconds: time from `stop` until unfinished samples are aborted.
         """
         self._deliver = deliver
         self._grace_seconds = grace_seconds
-        # Its `put` may be called by a signal handler in the midst of its `get`.
+        # A signal handler can call `put` while the interrupted thread is within `get`; SimpleQueue allows that.
         self._inbox: SimpleQueue[Ticket | _Cancel | _Stop | _Closed] = SimpleQueue()
         self._waiting: deque[Ticket] = deque()
         self._in_slots: list[Ticket | None] = [None] * slots
-        self._gone: list[int] = []
+        self._cancelled: list[int] = []
         self._deadline: float | None = None
         self._closed = False
         self._error: BaseException | None = None
 
     @property
     def running(self) -> int:
+        """Number of samples in slots."""
         return sum(ticket is not None for ticket in self._in_slots)
 
     @property
     def waiting(self) -> int:
+        """Number of samples that wait for a slot."""
         return len(self._waiting)
 
     def submit(self, ticket: Ticket) -> None:
-        """From any thread: a sample to generate."""
+        """Queue a sample; from any thread."""
         self._inbox.put(ticket)
 
     def cancel(self, ticket: Ticket) -> None:
-        """From any thread: nobody waits for it any more. It may be finished."""
+        """Drop a sample that nobody waits for any longer, unless it is finished; from any thread."""
         self._inbox.put(_Cancel(ticket))
 
     def stop(self) -> None:
-        """From any thread or signal handler: after the grace, end what is not finished; a second time, at once."""
+        """Abort unfinished samples after the grace period, or at once when called again; from any thread or signal
+        handler."""
         self._inbox.put(_Stop())
 
     def close(self, error: BaseException | None = None) -> None:
-        """From any thread: the last message; the next plan says stop, or raises the error."""
+        """Send the last message: the next plan stops, or raises the error; from any thread."""
         self._inbox.put(_Closed(error))
 
-    def next_plan(self) -> Plan:
-        """What to do in the next step; waits for something to do, but no longer than a heartbeat."""
+    def next_plan(self) -> StepPlan:
+        """Return the plan of the next step; an idle scheduler waits for a message, but not longer than a heartbeat."""
         wait = HEARTBEAT_SECONDS if not self.running and not self._waiting else 0.0
         while True:
             try:
@@ -109,18 +107,18 @@ class Scheduler:
             except Empty:
                 break
             wait = 0.0
-            self._take(message)
+            self._handle(message)
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            self.end_all("the server is shutting down")
+            self.abort_all("the server is shutting down")
         if self._closed:
             if self._error is not None:
                 raise self._error
-            return Plan(stop=True)
-        gone, self._gone = tuple(self._gone), []
-        return Plan(gone, self._admit())
+            return StepPlan(stop=True)
+        cancelled, self._cancelled = tuple(self._cancelled), []
+        return StepPlan(cancelled, self._admit())
 
-    def tell(self, tokens: Sequence[NewToken]) -> None:
-        """Hands on the tokens of a step."""
+    def deliver(self, tokens: Sequence[NewToken]) -> None:
+        """Pass the tokens of a step to the server's thread."""
         events: list[tuple[Ticket, Event]] = []
         for token in tokens:
             ticket = self._in_slots[token.sample]
@@ -130,15 +128,15 @@ class Scheduler:
                 self._in_slots[token.sample] = None
         self._deliver(events)
 
-    def end_all(self, why: str) -> None:
-        """Gives up all tickets."""
-        ended = [ticket for ticket in (*self._in_slots, *self._waiting) if ticket is not None]
-        self._gone += [slot for slot, ticket in enumerate(self._in_slots) if ticket is not None]
+    def abort_all(self, reason: str) -> None:
+        """Abort all samples."""
+        aborted = [ticket for ticket in (*self._in_slots, *self._waiting) if ticket is not None]
+        self._cancelled += [slot for slot, ticket in enumerate(self._in_slots) if ticket is not None]
         self._in_slots = [None] * len(self._in_slots)
         self._waiting.clear()
-        self._deliver([(ticket, Ended(why)) for ticket in ended])
+        self._deliver([(ticket, Aborted(reason)) for ticket in aborted])
 
-    def _take(self, message: Ticket | _Cancel | _Stop | _Closed) -> None:
+    def _handle(self, message: Ticket | _Cancel | _Stop | _Closed) -> None:
         match message:
             case Ticket():
                 self._waiting.append(message)
@@ -148,7 +146,7 @@ class Scheduler:
                 elif ticket in self._in_slots:
                     slot = self._in_slots.index(ticket)
                     self._in_slots[slot] = None
-                    self._gone.append(slot)
+                    self._cancelled.append(slot)
             case _Stop():
                 grace = self._grace_seconds if self._deadline is None else 0.0
                 self._deadline = time.monotonic() + grace

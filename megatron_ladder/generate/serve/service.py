@@ -1,109 +1,152 @@
-"""What the server's thread knows: who may ask, how much is under way, and what has been answered."""
+"""State of the server's thread: keys, limits, metrics, and the requests that are in progress."""
 
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.generate.requests import NewToken
-from megatron_ladder.generate.serve.answers import Choice
-from megatron_ladder.generate.serve.metrics import Metrics
-from megatron_ladder.generate.serve.questions import ApiError, Question, Rules
-from megatron_ladder.generate.serve.scheduler import Ended, Event, Scheduler, Ticket
+from megatron_ladder.generate.serve.protocol import ApiError, ApiRequest, ServedModel
+from megatron_ladder.generate.serve.responses import CompletionChoice
+from megatron_ladder.generate.serve.scheduler import Aborted, Event, Scheduler, Ticket
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Content type of Prometheus's text format."""
+_METRICS_PREFIX = "megatron_ladder_"
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Of one server."""
+class ServiceLimits:
+    """Limits of a server."""
 
     outstanding: int
-    """Samples in slots and waiting for one."""
+    """Samples in slots and in the queue."""
     body_bytes: int
-    """Of one request."""
+    """Size of a request's body."""
     body_seconds: float = 30.0
-    """Until a body must be there."""
+    """Time to receive a body."""
+
+
+class Metrics:
+    """Counters of the server; only its thread uses them."""
+
+    def __init__(self) -> None:
+        self.responses: Counter[tuple[str, int]] = Counter()
+        """By path and status."""
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.cancelled_samples = 0
+        self.first_token_seconds = 0.0
+        """Sum over all samples of the time to their first token."""
+        self.first_tokens = 0
+
+    def to_text(self, gauges: Mapping[str, float]) -> str:
+        """Return all counters and the given gauges in Prometheus's text format."""
+        prefix = _METRICS_PREFIX
+        lines = [f"# TYPE {prefix}responses_total counter"]
+        for (path, status), count in sorted(self.responses.items()):
+            lines.append(f'{prefix}responses_total{{path="{path}",status="{status}"}} {count}')
+        for name in ("prompt_tokens", "generated_tokens", "cancelled_samples"):
+            lines += [f"# TYPE {prefix}{name}_total counter", f"{prefix}{name}_total {getattr(self, name)}"]
+        summary = f"{prefix}time_to_first_token_seconds"
+        lines += [
+            f"# TYPE {summary} summary", f"{summary}_sum {self.first_token_seconds:.6f}",
+            f"{summary}_count {self.first_tokens}",
+        ]  # fmt: skip
+        for name, value in gauges.items():
+            lines += [f"# TYPE {prefix}{name} gauge", f"{prefix}{name} {value:g}"]
+        return "\n".join(lines) + "\n"
 
 
 class Service:
-    """Between HTTP and the scheduler. All methods are called in the server's thread.
+    """Connects HTTP with the scheduler. All methods are called in the server's thread.
 
     Attributes:
-        refusing: whether new requests are refused because the server ends; set by any thread.
+        stopping: whether new requests are rejected because the server shuts down; any thread can set it.
     """
 
     def __init__(
-        self, scheduler: Scheduler, rules: Rules, tokenizer: Tokenizer, limits: Limits, api_keys: Sequence[bytes]
+        self,
+        scheduler: Scheduler,
+        model: ServedModel,
+        tokenizer: Tokenizer,
+        limits: ServiceLimits,
+        api_keys: Sequence[bytes],
     ) -> None:
-        """`api_keys`: a request must have one of them; without any, none is needed."""
-        self.scheduler, self.rules, self.tokenizer, self.limits = scheduler, rules, tokenizer, limits
+        """`api_keys`: a request must have one of them; if there are none, no key is required."""
+        self.scheduler, self.model, self.tokenizer, self.limits = scheduler, model, tokenizer, limits
         self.metrics = Metrics()
-        self.refusing = False
+        self.stopping = False
         self.started = int(time.time())
         self._api_keys = api_keys
         self._outstanding = 0
-        # One thread: tokenizers need not bear several, and a long text must not hold up the streams.
-        self._reader = ThreadPoolExecutor(1, "reader")
+        # Not in the server's thread, where a long text would delay the streams. One thread only, because tokenizers
+        # need not be thread-safe.
+        self._parser = ThreadPoolExecutor(1, "parser")
 
-    def allows(self, authorization: bytes) -> bool:
-        """Whether the header of that name has a key that opens this server."""
+    def is_authorized(self, authorization: bytes) -> bool:
+        """Return whether the Authorization header has a valid key."""
         if not self._api_keys:
             return True
         kind, _, key = authorization.partition(b" ")
-        # Every key is compared, so that the time tells nothing of them.
+        # All keys are compared, so that the duration reveals nothing about them.
         matches = [hmac.compare_digest(key.strip(), known) for known in self._api_keys]
         return kind.lower() == b"bearer" and any(matches)
 
-    async def read(self, read: Callable[[bytes, Rules], Question], body: bytes) -> Question:
-        """Reads a body beside the streams; raises ApiError."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, read, body, self.rules)
+    async def parse(self, parse: Callable[[bytes, ServedModel], ApiRequest], body: bytes) -> ApiRequest:
+        """Parse a body in another thread; raises ApiError."""
+        return await asyncio.get_running_loop().run_in_executor(self._parser, parse, body, self.model)
 
-    def gauges(self) -> dict[str, float]:
-        """Values of the moment for /metrics."""
-        return {"running_samples": self.scheduler.running, "waiting_samples": self.scheduler.waiting}
+    def metrics_text(self) -> str:
+        """Return the response of /metrics."""
+        return self.metrics.to_text(
+            {"running_samples": self.scheduler.running, "waiting_samples": self.scheduler.waiting}
+        )
 
-    def enter(self, samples: int) -> None:
-        """Counts samples that come; raises ApiError when there is no room for them."""
-        if self.refusing:
+    def acquire(self, samples: int) -> None:
+        """Reserve room for samples; raises ApiError if there is none."""
+        if self.stopping:
             raise ApiError(503, "the server is shutting down")
         if self._outstanding + samples > self.limits.outstanding:
             raise ApiError(
-                429, f"{self._outstanding} samples are under way, of {self.limits.outstanding} that may be: try again",
+                429,
+                f"{self._outstanding} samples are in progress, and the limit is {self.limits.outstanding}; try again "
+                "later",
                 code="queue_full",
-            )  # fmt: skip
+            )
         self._outstanding += samples
 
-    def leave(self, samples: int) -> None:
-        """Counts samples that are over."""
+    def release(self, samples: int) -> None:
+        """Free the room of samples."""
         self._outstanding -= samples
 
 
-class Answer:
-    """The samples of one request under way; an asynchronous context, after which nothing of it is left."""
+class ActiveRequest:
+    """A request in progress; it must be closed."""
 
-    def __init__(self, service: Service, question: Question) -> None:
-        """Raises ApiError when there is no room."""
-        service.enter(len(question.samples))
+    def __init__(self, service: Service, request: ApiRequest) -> None:
+        """Raises ApiError if the server has no room for the samples."""
+        service.acquire(len(request.samples))
         self._service = service
-        self.choices = [Choice() for _ in question.samples]
+        self.choices = [CompletionChoice() for _ in request.samples]
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._begun = time.monotonic()
         self._closed = False
-        self._tickets = [
-            Ticket(request, partial(self._note, index)) for index, request in enumerate(question.samples)
-        ]
-        service.metrics.prompt_tokens += question.prompt_tokens
+        self._tickets = [Ticket(sample, partial(self._on_event, index)) for index, sample in enumerate(request.samples)]
+        service.metrics.prompt_tokens += request.prompt_tokens
         for ticket in self._tickets:
             service.scheduler.submit(ticket)
 
     async def tokens(self) -> AsyncIterator[list[tuple[int, NewToken]]]:
-        """All tokens with the number of their choice, those together that have come meanwhile.
+        """Yield all tokens with the index of their choice, in lists of those that are available together.
 
         Raises:
-            ApiError: the samples were given up.
+            ApiError: the samples were aborted.
         """
         while not all(choice.finished for choice in self.choices):
             events = [await self._events.get()]
@@ -111,26 +154,26 @@ class Answer:
                 events.append(self._events.get_nowait())
             found = []
             for index, event in events:
-                if isinstance(event, Ended):
-                    raise ApiError(503, event.why)
+                if isinstance(event, Aborted):
+                    raise ApiError(503, event.reason)
                 self.choices[index].tokens.append(event)
                 found.append((index, event))
             yield found
 
     def close(self) -> None:
-        """Frees the slots and places of samples that are under way; what comes of them from now on is passed over."""
+        """Cancel unfinished samples and free their room; later events are ignored."""
         self._closed = True
         for ticket, choice in zip(self._tickets, self.choices, strict=True):
             if not choice.ended:
                 self._service.metrics.cancelled_samples += 1
                 self._service.scheduler.cancel(ticket)
-                self._service.leave(1)
+                self._service.release(1)
 
-    def _note(self, index: int, event: Event) -> None:
+    def _on_event(self, index: int, event: Event) -> None:
         if self._closed:
             return
         metrics, choice = self._service.metrics, self.choices[index]
-        if isinstance(event, Ended):
+        if isinstance(event, Aborted):
             metrics.cancelled_samples += 1
             choice.ended = True
         else:
@@ -141,6 +184,6 @@ class Answer:
                 metrics.first_token_seconds += time.monotonic() - self._begun
             choice.ended = event.finish_reason is not None
         if choice.ended:
-            # Not when all was sent: a client that does not read would keep others out.
-            self._service.leave(1)
+            # Before the response is sent: a client that does not read must not keep others out.
+            self._service.release(1)
         self._events.put_nowait((index, event))

@@ -1,11 +1,11 @@
-"""Tokenizers so plain that one sees what they should give."""
+"""Tokenizers whose results are obvious."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 
 class Bytes:
-    """Ids are bytes; the plainest tokenizer that cuts characters."""
+    """Ids are bytes; several ids can form one character."""
 
     kind = "bytes"
     files: tuple[Path, ...] = ()
@@ -25,7 +25,7 @@ class Bytes:
 
 
 class Words(Bytes):
-    """Every id but 0 is a word with a blank before it, which is dropped at the beginning of a text."""
+    """Every id except 0 is a word; words are joined with spaces."""
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(f" w{number}" for number in ids if number).removeprefix(" ")

@@ -1,4 +1,4 @@
-"""A server in this process, with a model so small and a tokenizer so plain that one sees what it should answer."""
+"""A server in the test process, with a tiny model and a tokenizer whose texts show the ids."""
 
 import contextlib
 import json
@@ -18,11 +18,10 @@ import openai
 from megatron_ladder.comm.launch import Place
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel
+from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.requests import NewToken
-from megatron_ladder.generate.serve.options import ServeOptions
-from megatron_ladder.generate.serve.plans import PlanChannel
-from megatron_ladder.generate.serve.program import ServerThread, prepare
-from megatron_ladder.generate.serve.worker import carry_out_plans
+from megatron_ladder.generate.serve.plans import PlanChannel, run_plans
+from megatron_ladder.generate.serve.server import ServerThread, set_up_server
 from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, kill_tree
 from tests.reference import greedy_continuation
 from tests.unit.generate.plain_tokenizers import Words
@@ -31,22 +30,22 @@ from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_engin
 CONFIG = tiny_config(vocab_size=256, residual_mode="ladder", ladder_layers=(1, 2), max_position_embeddings=300)
 WEIGHTS, REFERENCE = reference_of(CONFIG)
 EOS = 226
-"""The eighth id that the most likely continuation of 17 has."""
+"""The eighth id of the greedy continuation of 17."""
 
 
 def ids_of(text: str) -> list[int]:
-    """The ids that `Words` made a text of, all but zeros."""
+    """Return the ids of a text that `Words` decoded, without zeros."""
     return [int(number) for number in re.findall(r"w(\d+)", text)]
 
 
 def greedy_ids(prompt: Sequence[int], count: int) -> list[int]:
-    """What the reference says, without the zeros that have no text."""
+    """Return the greedy continuation of the reference, without zeros, which have no text."""
     return [number for number in greedy_continuation(WEIGHTS, REFERENCE, prompt, count) if number]
 
 
 @dataclass
 class Served:
-    """What a test has of a server."""
+    """A running server."""
 
     server: ServerThread
     engine: GenerationEngine
@@ -59,7 +58,7 @@ class Served:
     def post(
         self, path: str, body: bytes | Iterator[bytes], headers: Mapping[str, str] | None = None, method: str = "POST"
     ) -> tuple[int, dict[str, Any]]:
-        """Status and JSON of a request."""
+        """Return the status and the JSON of the response."""
         with contextlib.closing(HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
             kind = {"Content-Type": "application/json"}
             connection.request(method, path, body, kind | dict(headers or {}), encode_chunked=False)
@@ -76,7 +75,7 @@ class Served:
     def wait_until(self, holds: Callable[[], bool]) -> None:
         ends_at = time.monotonic() + 10
         while not holds():
-            assert time.monotonic() < ends_at, "it does not come true"
+            assert time.monotonic() < ends_at, "the condition did not become true"
             time.sleep(0.005)
 
     def wait_until_idle(self) -> None:
@@ -87,12 +86,12 @@ class Served:
 def serving(
     step_seconds: float = 0.0, files: tuple[Path, ...] = (), engine: GenerationEngine | None = None, **options: Any
 ) -> Iterator[Served]:
-    """A server on a free port of this machine; ended afterwards, with all that it was doing.
+    """Run a server on a free port; at the end of the block, abort its requests and stop it.
 
     Args:
-        step_seconds: that every step takes longer.
-        files: what the tokenizer says it was read from.
-        engine: of another model.
+        step_seconds: additional duration of each step.
+        files: files of the tokenizer.
+        engine: replaces the tiny model.
     """
     engine = engine or tiny_engine(CONFIG, WEIGHTS)
     config = engine.model.config
@@ -100,18 +99,18 @@ def serving(
     tokenizer.files, tokenizer.vocab_size = files, config.vocab_size
     stored = StoredModel(Path("tiny"), config, tokenizer, frozenset({EOS}), (), lambda model: None)
     flags = ServeOptions(**{"serve": True, "port": 0, "max_concurrent": 3, "grace_seconds": 0.0} | options)
-    prepared = prepare(Place(0, 1, 0), flags, stored, Path("/models/tiny"))
-    assert prepared.listener is not None
-    port = prepared.listener.getsockname()[1]
-    server = ServerThread(prepared, stored, prepared.listener)
-    batch = engine.new_batch(flags.max_concurrent, prepared.positions)
+    setup = set_up_server(Place(0, 1, 0), flags, stored, Path("/models/tiny"))
+    assert setup.listener is not None
+    port = setup.listener.getsockname()[1]
+    server = ServerThread(setup, setup.listener)
+    batch = engine.new_batch(flags.max_concurrent, setup.model.positions)
 
-    def tell(tokens: Sequence[NewToken]) -> None:
+    def deliver(tokens: Sequence[NewToken]) -> None:
         time.sleep(step_seconds)
-        server.scheduler.tell(tokens)
+        server.scheduler.deliver(tokens)
 
-    work = (batch, PlanChannel(engine.group), server.scheduler.next_plan, tell)
-    worker = threading.Thread(target=carry_out_plans, args=work, daemon=True)
+    work = (batch, PlanChannel(engine.group), server.scheduler.next_plan, deliver)
+    worker = threading.Thread(target=run_plans, args=work, daemon=True)
     server.start()
     worker.start()
     try:
@@ -120,25 +119,25 @@ def serving(
         server.stop()
         worker.join(15)
         server.join(15)
-        assert not worker.is_alive() and not server.is_alive(), "the server does not end"
+        assert not worker.is_alive() and not server.is_alive(), "the server does not stop"
 
 
 @contextlib.contextmanager
 def serving_command(*flags: str | Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """The program serving on a free port, and its address; ended afterwards, if the test has not."""
+    """Start the program with --serve on a free port; yield its process and address, and kill it at the end."""
     program = [sys.executable, str(REPOSITORY_ROOT / "tools" / "generate.py"), "--serve", "--port", "0"]
     process = subprocess.Popen(
         [*program, *map(str, flags)], stderr=subprocess.PIPE, text=True, env=clean_environment(), start_new_session=True
     )
     assert process.stderr is not None
     try:
-        told = []
+        lines = []
         for line in iter(process.stderr.readline, ""):
-            told.append(line)
+            lines.append(line)
             if found := re.match(r"serving \S+ at (http://127\S+):", line):
                 yield process, found[1]
                 return
-        raise AssertionError("".join(told))
+        raise AssertionError("".join(lines))
     finally:
         kill_tree(process)
         process.stderr.close()

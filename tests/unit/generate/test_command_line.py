@@ -1,4 +1,4 @@
-"""Flags, prompts and checkpoints as a user gives them, and what is printed."""
+"""The command line in one process: flags, prompts, models, and output."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.generate.options import PromptOptions, parse_options, token_ids
 from megatron_ladder.generate.output import TextOutput, summary
-from megatron_ladder.generate.prompts import Prompt, PromptWriter, read_prompts
+from megatron_ladder.generate.prompts import Prompt, PromptEncoder, read_prompts
 from megatron_ladder.generate.requests import Generation, NewToken, Timings
 from tests.reference import greedy_continuation, reference_logits
 from tests.unit.generate.tiny_model import (
@@ -44,66 +44,66 @@ def without_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def mistakes_of(argv: list[str]) -> tuple[str, ...]:
+def errors_of(argv: list[str]) -> tuple[str, ...]:
     with pytest.raises(UserError) as raised:
         main(argv)
     return raised.value.mistakes
 
 
-def test_all_mistakes_of_a_command_line_are_named_together() -> None:
+def test_all_errors_of_a_command_line_are_reported() -> None:
     words = "--tp 0 --max-new-tokens 0 --temperature -1 --top-k -1 --top-p 0 --seed -1 --tokens 1 x --json --stream"
-    mistakes = mistakes_of(["--promt", "a", "--tokenizer-type", "HFTokenizer", *words.split()])
+    errors = errors_of(["--promt", "a", "--tokenizer-type", "HFTokenizer", *words.split()])
     beginnings = [
         "--promt is not a flag of this program: did you mean --prompt?",
         "--model is required",
         "--tp 0: ",
-        "--tokenizer-type and --tokenizer-model belong together",
-        "--tokens: 'x' is no token id",
+        "--tokenizer-type HFTokenizer requires --tokenizer-model",
         "--max-new-tokens 0: ",
         "--temperature -1.0: ",
         "--top-k -1: ",
         "--top-p 0.0: ",
         "--seed -1: ",
-        "--stream shows text as it comes",
+        "--json and --stream exclude each other",
+        "--tokens: 'x' is not a token id",
     ]
-    assert len(mistakes) == len(beginnings)
-    assert all(line.startswith(beginning) for line, beginning in zip(mistakes, beginnings, strict=True)), mistakes
+    assert len(errors) == len(beginnings), errors
+    assert all(line.startswith(beginning) for line, beginning in zip(errors, beginnings, strict=True)), errors
 
 
-def test_nobody_who_sits_at_a_terminal_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_is_not_read_as_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    (missing,) = mistakes_of(["--model", "somewhere"])
-    assert missing.startswith("nothing to continue: ")
+    (missing,) = errors_of(["--model", "somewhere"])
+    assert missing.startswith("there is no prompt; ")
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--prompt a --stop=", "--stop: an empty text would end everything"),
+        ("--prompt a --stop=", "--stop: an empty text would end every continuation"),
         ("--prompt a --min-p 1.5", "--min-p 1.5: "),
         ("--prompt a --repetition-penalty 0", "--repetition-penalty 0.0: "),
-        ("--prompt a --repetition-penalty 1e-300", "--repetition-penalty 1e-300: expected 0.01 to 100.0"),
+        ("--prompt a --repetition-penalty 1e-300", "--repetition-penalty 1e-300: expected 0.01 to 100"),
         ("--prompt a --repetition-penalty 1e300", "--repetition-penalty 1e+300: "),
         ("--prompt a --presence-penalty 3", "--presence-penalty 3.0: "),
         ("--prompt a --json --logprobs --top-logprobs 21", "--top-logprobs 21: "),
-        ("--prompt a --json --top-logprobs 2", "--top-logprobs are a part of --logprobs"),
+        ("--prompt a --json --top-logprobs 2", "--top-logprobs 2 requires --logprobs"),
         ("--prompt a --num-samples 0", "--num-samples 0: "),
-        ("--prompt a --logprobs", "--logprobs are a part of what --json and --score print"),
-        ("--prompt a --interactive", "--interactive reads prompts of its own"),
-        ("--prompt a --bench", "--bench makes prompts of its own"),
+        ("--prompt a --logprobs", "--logprobs requires --json or --score"),
+        ("--prompt a --interactive", "--interactive and --prompt exclude each other"),
+        ("--prompt a --bench", "--bench and --prompt exclude each other"),
         ("--bench --bench-rounds 0", "--bench-rounds 0: "),
-        ("--tokens 1 --chat", "--chat puts a template around texts"),
-        ("--prompt a --system b", "--system is the first message of a conversation"),
-        ("--tokens , ", "--tokens: an empty prompt cannot be continued"),
-        ("--interactive --score", "--score tells of given texts"),
+        ("--tokens 1 --chat", "--tokens and --chat exclude each other"),
+        ("--prompt a --system b", "--system b requires --chat"),
+        ("--tokens , ", "--tokens: the prompt is empty"),
+        ("--interactive --score", "--score and --interactive exclude each other"),
     ],
 )
-def test_flags_that_cannot_be(flags: str, expected: str) -> None:
-    (mistake,) = mistakes_of(["--model", "M", *flags.split()])
-    assert mistake.startswith(expected)
+def test_invalid_flags(flags: str, expected: str) -> None:
+    (error,) = errors_of(["--model", "M", *flags.split()])
+    assert error.startswith(expected)
 
 
-def test_flags_as_they_are_given() -> None:
+def test_flags_are_parsed() -> None:
     options = parse_options("--model M --prompt a b --prompt c --tp 2 --no-overlap --tokens 7,90 12".split())
     assert options.prompts.prompt == ("a", "b", "c")
     assert token_ids(options.prompts.tokens) == (7, 90, 12)
@@ -125,15 +125,15 @@ def test_ids_need_no_tokenizer(without_tokenizer: Path, capsys: pytest.CaptureFi
     assert (printed["prompt_tokens"], printed["generated_tokens"], printed["finish_reason"]) == (3, 5, "length")
 
 
-def test_bf16_weights_are_rounded(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_converted_to_the_dtype(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--model", str(without_tokenizer), "--tokens", "7", "--dtype", "bf16", "--max-new-tokens", "2"])
     captured = capsys.readouterr()
     assert len(captured.out.split()) == 2
     assert "standard, 3 layers, bf16 on cpu, tensor parallel 1" in captured.err
 
 
-def test_text_repeats_the_prompt(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Streamed or not, and equal to the text of the JSON object."""
+def test_text_output_repeats_the_prompt(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Streamed or not, the text equals that of the JSON line."""
     argv = ["--model", str(run_folder), "--prompt", "def add(", "--max-new-tokens", "30", "--seed", "3"]
     main([*argv, "--json"])
     printed = json.loads(capsys.readouterr().out)
@@ -144,7 +144,9 @@ def test_text_repeats_the_prompt(run_folder: Path, capsys: pytest.CaptureFixture
         assert captured.err.splitlines()[-1].startswith("1 prompt: ")
 
 
-def test_the_tokenizers_end_ends_a_text(tmp_path: Path, run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tokenizers_end_of_text_ends_a_continuation(
+    tmp_path: Path, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["--model", str(run_folder), "--tokens", "4", "5", "--max-new-tokens", "12", "--seed", "3", "--json"]
     main(argv)
     ids = json.loads(capsys.readouterr().out)["ids"]
@@ -160,9 +162,9 @@ def test_the_tokenizers_end_ends_a_text(tmp_path: Path, run_folder: Path, capsys
     assert f"w{end}" not in ended["text"].split()
     assert f"w{until_end[0]}" in ended["text"].split()
     main([*argv, "--ignore-eos"])
-    on = json.loads(capsys.readouterr().out)
-    assert (on["ids"], on["finish_reason"]) == (ids, "length")
-    assert f"w{end}" in on["text"].split()
+    continued = json.loads(capsys.readouterr().out)
+    assert (continued["ids"], continued["finish_reason"]) == (ids, "length")
+    assert f"w{end}" in continued["text"].split()
 
 
 def test_flags_of_sampling_reach_the_sampler(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +175,7 @@ def test_flags_of_sampling_reach_the_sampler(run_folder: Path, capsys: pytest.Ca
     greedy, uniform = ids("--temperature", "0"), ["--temperature", "1e6"]
     assert ids(*uniform, "--top-k", "1") == greedy
     assert ids("--temperature", "1", "--top-p", "1e-9") == greedy
-    # Where all tokens are equally likely, the numbers that are drawn alone decide.
+    # All tokens are about equally likely, so the tokens depend only on the random numbers.
     first, second = ids(*uniform, "--seed", "1")
     assert first != second
     assert ids(*uniform, "--seed", "1") == [first, second]
@@ -181,7 +183,7 @@ def test_flags_of_sampling_reach_the_sampler(run_folder: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_overlap_is_the_models(run_folder: Path, overlap: bool) -> None:
+def test_overlap_reaches_the_model(run_folder: Path, overlap: bool) -> None:
     stored = open_model(run_folder, None, None)
     model = load_model(stored, ProcessMesh.single(), torch.float32, torch.device("cpu"), overlap)
     assert model.stack.options.tp_overlap is overlap
@@ -193,51 +195,51 @@ def test_prompt_files(tmp_path: Path) -> None:
     text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     text.write_bytes("\ufeffdef f(x):\n    größe\n".encode())
     lines.write_text('{"prompt": "one\\n", "id": 3}\n\n{"prompt": "two"}')
-    writer = PromptWriter(tokenizer, (), chat=False, system=None)
+    encoder = PromptEncoder(tokenizer, (), chat=False, system=None)
     options = PromptOptions(prompt=("zero",), prompt_file=(text, lines), tokens=("5",))
-    prompts = read_prompts(options, writer, None)
+    prompts = read_prompts(options, encoder, None)
     assert [prompt.text for prompt in prompts] == ["zero", "def f(x):\n    größe", "one\n", "two", None]
     assert [tokenizer.decode(prompt.ids) for prompt in prompts[:4]] == [prompt.text for prompt in prompts[:4]]
     assert prompts[4].ids == (5,)
     assert prompts[3].source == f"--prompt-file {lines}:3"
 
 
-def test_a_text_that_is_not_utf8_is_a_mistake(run_folder: Path) -> None:
-    """As Python hands on a command line's bytes that it cannot decode."""
-    (mistake,) = mistakes_of(["--model", str(run_folder), "--prompt", b"caf\xe9".decode(errors="surrogateescape")])
-    assert mistake.startswith("--prompt 'caf") and "'\\udce9' at character 4 is no character" in mistake
-    assert mistake.isascii()
+def test_a_prompt_that_is_not_utf8_is_rejected(run_folder: Path) -> None:
+    """Python decodes invalid bytes of a command line to surrogates."""
+    (error,) = errors_of(["--model", str(run_folder), "--prompt", b"caf\xe9".decode(errors="surrogateescape")])
+    assert error.startswith("--prompt 'caf") and "'\\udce9' at character 4 is not a valid character" in error
+    assert error.isascii()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.txt", b"", "a.txt: an empty prompt"),
+        ("a.txt", b"", "a.txt: the prompt is empty"),
         ("a.txt", b"caf\xe9s", "a.txt: not UTF-8: invalid continuation byte at byte 3"),
         ("a.txt", None, "a.txt: cannot be read: No such file or directory"),
-        ("a.jsonl", b"\n\n", "a.jsonl: holds no line with a prompt"),
+        ("a.jsonl", b"\n\n", "a.jsonl: the file contains no prompt"),
         ("a.jsonl", b'{"prompt": "x"}\n{"text": "x"}', "a.jsonl:2: expected a JSON object"),
         ("a.jsonl", b'{"prompt": 3}', "a.jsonl:1: expected a JSON object"),
         ("a.jsonl", b'["prompt"]', "a.jsonl:1: expected a JSON object"),
         ("a.jsonl", b'{"prompt"', "a.jsonl:1: expected a JSON object"),
         ("a.jsonl", b'{"prompt": "\\ud800"}', "a.jsonl:1: expected a JSON object"),
-        ("a.jsonl", b'{"prompt": ""}', "a.jsonl:1: an empty prompt"),
+        ("a.jsonl", b'{"prompt": ""}', "a.jsonl:1: the prompt is empty"),
     ],
 )
 def test_bad_prompt_files(tmp_path: Path, run_folder: Path, name: str, content: bytes | None, expected: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    (mistake,) = mistakes_of(["--model", str(run_folder), "--prompt-file", str(path)])
-    assert mistake.startswith(f"--prompt-file {tmp_path}/{expected}")
+    (error,) = errors_of(["--model", str(run_folder), "--prompt-file", str(path)])
+    assert error.startswith(f"--prompt-file {tmp_path}/{expected}")
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--prompt", "a", ""], "--prompt '': an empty prompt cannot be continued"),
-        (["--tokens", "1", "300"], "--tokens: the id 300 is not one of the model's 300"),
-        (["--tokens", "1", "--max-new-tokens", "96"], "--tokens: 1 tokens and --max-new-tokens 96 are 97, and the"),
+        (["--prompt", "a", ""], "--prompt '': the prompt is empty"),
+        (["--tokens", "1", "300"], "--tokens: the id 300 is outside the model's vocabulary of 300"),
+        (["--tokens", "1", "--max-new-tokens", "96"], "--tokens: 1 tokens and --max-new-tokens 96 are 97, but the"),
         (["--prompt", "x " * 40], "--prompt 'x x x x x x x x x x x x x x x x x x x x ...': 80 tokens and"),
         (
             ["--tokens", "1", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "no.model"],
@@ -246,38 +248,38 @@ def test_bad_prompt_files(tmp_path: Path, run_folder: Path, name: str, content: 
     ],
 )
 def test_prompts_that_cannot_be_continued(run_folder: Path, flags: list[str], expected: str) -> None:
-    (mistake,) = mistakes_of(["--model", str(run_folder), *flags])
-    assert mistake.startswith(expected)
+    (error,) = errors_of(["--model", str(run_folder), *flags])
+    assert error.startswith(expected)
 
 
-def test_longest_prompt_that_fits(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_longest_possible_prompt(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--model", str(without_tokenizer), "--tokens", *["1"] * 95, "--max-new-tokens", "1"])
     assert len(capsys.readouterr().out.split()) == 1
 
 
-def test_directories_that_are_no_model(tmp_path: Path, run_folder: Path, without_tokenizer: Path) -> None:
+def test_unusable_model_directories(tmp_path: Path, run_folder: Path, without_tokenizer: Path) -> None:
     text = ["--prompt", "a"]
-    (mistake,) = mistakes_of(["--model", str(tmp_path / "none"), *text])
-    assert mistake == f"--model {tmp_path / 'none'}: there is no checkpoint here"
-    (mistake,) = mistakes_of(["--model", str(without_tokenizer), *text])
-    assert mistake.startswith("--prompt 'a': the model's directory holds no tokenizer: give --tokenizer-type")
+    (error,) = errors_of(["--model", str(tmp_path / "none"), *text])
+    assert error == f"--model {tmp_path / 'none'}: there is no checkpoint here"
+    (error,) = errors_of(["--model", str(without_tokenizer), *text])
+    assert error.startswith("--prompt 'a': the model's directory has no tokenizer; use --tokenizer-type")
     cut = shutil.copytree(run_folder, tmp_path / "cut") / "iter_0000010" / "weights_rank_00000.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
-    first, *others = mistakes_of(["--model", str(tmp_path / "cut"), *text])
+    first, *others = errors_of(["--model", str(tmp_path / "cut"), *text])
     assert first.startswith(f"--model {tmp_path / 'cut'}: none of its 1 checkpoints is whole")
     tokenizer = train_tokenizer(tmp_path, ["def size(x):\n    return x\n"] * 20).files[0]
     flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer)]
-    (mistake,) = mistakes_of(["--model", str(without_tokenizer), *text, *flags])
-    assert mistake == f"{tokenizer}: the tokenizer has 300 ids and the model 67: it is of another model"
+    (error,) = errors_of(["--model", str(without_tokenizer), *text, *flags])
+    assert error.startswith(f"{tokenizer}: the tokenizer has 300 ids, but the model has only 67: use the tokenizer ")
 
 
-def test_a_lost_weight_is_named(tmp_path: Path) -> None:
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     config = tiny_config()
     weights, _ = reference_of(config)
     del weights["layers.1.mlp.up_proj.weight"]
     write_checkpoint(tmp_path, config, weights)
-    (mistake,) = mistakes_of(["--model", str(tmp_path), "--tokens", "1"])
-    assert "layers.1.mlp.up_proj.weight" in mistake
+    (error,) = errors_of(["--model", str(tmp_path), "--tokens", "1"])
+    assert "layers.1.mlp.up_proj.weight" in error
 
 
 def lines_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -294,11 +296,11 @@ def test_standard_input_is_a_prompt(
     (found,) = lines_of(argv, capsys)
     assert (found["prompt"], found["ids"]) == ("def add(", expected[0]["ids"])
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    (mistake,) = mistakes_of(argv)
-    assert mistake == "standard input: an empty prompt cannot be continued: give at least one token"
+    (error,) = errors_of(argv)
+    assert error == "standard input: the prompt is empty; at least one token is required"
 
 
-def test_samples_of_a_prompt_differ_and_the_first_is_that_of_one(
+def test_samples_of_a_prompt_differ_and_the_first_does_not_depend_on_their_number(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--model", str(run_folder), "--prompt", "def", "class", "--max-new-tokens", "6", "--temperature", "3"]
@@ -312,7 +314,7 @@ def test_samples_of_a_prompt_differ_and_the_first_is_that_of_one(
     assert all(pair[0][1] >= pair[1][1] for line in three for pair in line["top_logprobs"])
 
 
-def test_a_stop_string_ends_a_text(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_string_ends_a_continuation(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", str(run_folder), "--prompt", "def add(", "--max-new-tokens", "30", "--seed", "3"]
     (whole,) = lines_of(argv, capsys)
     stop = whole["text"][4:6]
@@ -323,7 +325,7 @@ def test_a_stop_string_ends_a_text(run_folder: Path, capsys: pytest.CaptureFixtu
         assert capsys.readouterr().out == "def add(" + cut["text"] + "\n"
 
 
-def test_scores_of_given_texts(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_equal_those_of_the_reference(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights, reference = reference_of(tiny_config())
     ids = (7, 60, 12, 3)
     logprobs = reference_logits(weights, reference, torch.tensor([ids]))[0].log_softmax(-1)
@@ -338,8 +340,8 @@ def test_scores_of_given_texts(without_tokenizer: Path, capsys: pytest.CaptureFi
     assert printed == f"3 tokens scored, log-likelihood {found['log_likelihood']:.4f}, " + (
         f"perplexity {found['perplexity']:.4f}\n"
     )
-    (mistake,) = mistakes_of(argv[:-3])
-    assert mistake == "--tokens: a single token has no score, since nothing comes before it"
+    (error,) = errors_of(argv[:-3])
+    assert error == "--tokens: a single token has no score, because there is no token before it"
 
 
 def test_the_benchmark_measures_prefill_and_decoding(
@@ -353,18 +355,18 @@ def test_the_benchmark_measures_prefill_and_decoding(
         assert 0 < low <= found[f"{name}_tokens_per_second"] <= high
     main([*argv, "--no-overlap", "--max-new-tokens", "1"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["prefill"]
-    (mistake,) = mistakes_of([*argv, "--max-new-tokens", "92"])
-    assert mistake.startswith("--bench-prompt 5 and --max-new-tokens 92 are 97 tokens, and the model has 96 positions")
+    (error,) = errors_of([*argv, "--max-new-tokens", "92"])
+    assert error.startswith("--bench-prompt 5 and --max-new-tokens 92 are 97 tokens, but the model has only 96 ")
 
 
-def test_what_needs_a_tokenizer(without_tokenizer: Path) -> None:
-    found = mistakes_of(["--model", str(without_tokenizer), "--tokens", "1", "--stop", "x"])
-    assert [mistake.split(" needs")[0] for mistake in found] == ["--stop"]
-    found = mistakes_of(["--model", str(without_tokenizer), "--interactive", "--chat"])
-    assert [mistake.split(" needs")[0] for mistake in found] == ["--interactive", "--chat"]
+def test_flags_that_need_a_tokenizer(without_tokenizer: Path) -> None:
+    found = errors_of(["--model", str(without_tokenizer), "--tokens", "1", "--stop", "x"])
+    assert [error.split(" needs")[0] for error in found] == ["--stop"]
+    found = errors_of(["--model", str(without_tokenizer), "--interactive", "--chat"])
+    assert [error.split(" needs")[0] for error in found] == ["--interactive", "--chat"]
 
 
-def test_text_of_several_prompts_is_shown_in_order() -> None:
+def test_text_of_several_prompts_is_written_in_order() -> None:
     shown: list[str] = []
     prompts = [Prompt("", text, (1,)) for text in ("A", "B", "C")]
     tokenizer = object()
@@ -393,6 +395,6 @@ def test_summary_counts_a_batch() -> None:
     assert summary(alone) == "1 prompt: 2 tokens in, 1 out; first token after 500 ms; tokens/s: prefill 4.0"
 
 
-def test_nothing_of_torch_is_left_behind() -> None:
+def test_torch_state_is_restored() -> None:
     assert not torch.distributed.is_initialized()
     assert not torch.is_inference_mode_enabled()

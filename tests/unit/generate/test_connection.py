@@ -1,4 +1,4 @@
-"""Clients that keep the server waiting, over real sockets."""
+"""Timeouts of slow clients, over real sockets."""
 
 import asyncio
 import contextlib
@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from megatron_ladder.generate.serve import connection
-from megatron_ladder.generate.serve.connection import LimitedConnection
+from megatron_ladder.generate.serve import app as app_module
+from megatron_ladder.generate.serve.app import LimitedConnection
 
 HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n"
 BUFFER_BYTES = 16384
@@ -20,13 +20,13 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def short_limits(monkeypatch: pytest.MonkeyPatch, head: float = 1000.0, unread: float = 1000.0) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", head)
-    monkeypatch.setattr(connection, "UNREAD_SECONDS", unread)
+def set_timeouts(monkeypatch: pytest.MonkeyPatch, header: float = 1000.0, unread: float = 1000.0) -> None:
+    monkeypatch.setattr(app_module, "HEADER_SECONDS", header)
+    monkeypatch.setattr(app_module, "UNREAD_SECONDS", unread)
 
 
-def answering(body: bytes, seconds: float = 0.0) -> App:
-    """Answers with a body, after a while."""
+def responding(body: bytes, seconds: float = 0.0) -> App:
+    """Return an application that responds with a body after some time."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(seconds)
@@ -39,7 +39,7 @@ def answering(body: bytes, seconds: float = 0.0) -> App:
 
 @contextlib.asynccontextmanager
 async def connected(app: App) -> AsyncIterator[Streams]:
-    """A client's end; between both ends the system holds little."""
+    """Connect a client through small socket buffers; yield its streams."""
     config = uvicorn.Config(app, http=LimitedConnection, ws="none", lifespan="off", log_config=None)
     config.load()
     state = ServerState()
@@ -59,8 +59,8 @@ async def connected(app: App) -> AsyncIterator[Streams]:
 
 
 @pytest.mark.parametrize("beginning", [b"", HEAD, HEAD + b"\r\n" + HEAD], ids=["nothing", "half", "half of a second"])
-def test_a_header_must_be_there_in_time(beginning: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    short_limits(monkeypatch, head=0.2)
+def test_connection_without_a_complete_header_is_closed(beginning: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_timeouts(monkeypatch, header=0.2)
 
     async def trickle(writer: asyncio.StreamWriter) -> None:
         writer.write(beginning)
@@ -69,7 +69,7 @@ def test_a_header_must_be_there_in_time(beginning: bytes, monkeypatch: pytest.Mo
             writer.write(b"A: b\r\n")
 
     async def talk() -> bytes:
-        async with connected(answering(b"x")) as (reader, writer):
+        async with connected(responding(b"x")) as (reader, writer):
             trickling = asyncio.ensure_future(trickle(writer))
             found = b""
             with contextlib.suppress(ConnectionError):
@@ -82,11 +82,11 @@ def test_a_header_must_be_there_in_time(beginning: bytes, monkeypatch: pytest.Mo
     assert asyncio.run(talk()).count(b" 200 ") == beginning.count(b"\r\n\r\n")
 
 
-def test_an_answer_may_take_longer_than_a_header(monkeypatch: pytest.MonkeyPatch) -> None:
-    short_limits(monkeypatch, head=0.2)
+def test_response_may_take_longer_than_a_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_timeouts(monkeypatch, header=0.2)
 
     async def talk() -> list[bytes]:
-        async with connected(answering(b"xyz", seconds=0.5)) as (reader, writer):
+        async with connected(responding(b"xyz", seconds=0.5)) as (reader, writer):
             found = []
             for _ in range(2):
                 writer.write(HEAD + b"\r\n")
@@ -96,43 +96,43 @@ def test_an_answer_may_take_longer_than_a_header(monkeypatch: pytest.MonkeyPatch
     assert len(asyncio.run(talk())) == 2
 
 
-def test_a_client_that_reads_nothing_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    short_limits(monkeypatch, unread=0.2)
-    told: list[str] = []
+def test_client_that_reads_nothing_counts_as_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_timeouts(monkeypatch, unread=0.2)
+    events: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        while not told:
+        while not events:
             await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
             with contextlib.suppress(TimeoutError):
                 message = await asyncio.wait_for(receive(), 0.001)
-                told.extend(["left"] if message["type"] == "http.disconnect" else [])
+                events.extend(["disconnected"] if message["type"] == "http.disconnect" else [])
 
     async def talk() -> None:
         async with connected(app) as (reader, writer):
-            # So that the client's end takes nothing more.
+            # The client stops reading.
             writer.transport.pause_reading()  # type: ignore[attr-defined]
             writer.write(HEAD + b"\r\n")
             async with asyncio.timeout(20):
-                while not told:
+                while not events:
                     await asyncio.sleep(0.02)
 
     asyncio.run(talk())
-    assert told == ["left"]
+    assert events == ["disconnected"]
 
 
-def test_a_client_that_reads_slowly_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    short_limits(monkeypatch, unread=0.3)
+def test_client_that_reads_slowly_receives_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_timeouts(monkeypatch, unread=0.3)
     body = bytes(range(256)) * 2000
 
     async def talk() -> bytes:
-        async with connected(answering(body)) as (reader, writer):
+        async with connected(responding(body)) as (reader, writer):
             writer.write(HEAD + b"\r\n")
             await reader.readuntil(b"\r\n\r\n")
             found = b""
             while len(found) < len(body):
                 part = await asyncio.wait_for(reader.read(BUFFER_BYTES), 10)
-                assert part, "it was cut off"
+                assert part, "the connection was closed too early"
                 found += part
                 await asyncio.sleep(0.03)
             return found

@@ -1,4 +1,4 @@
-"""The decode loop of one process, against a model that computes everything anew for every token."""
+"""The decode loop in one process, compared with recomputation of the whole text for every token."""
 
 import time
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def requests_of(prompts: Sequence[tuple[int, ...]], sampling: SamplingParameters
 
 
 class ForcedTokens:
-    """Stands in for the sampler: notes the logits, and takes the tokens that it is given."""
+    """Replaces the sampler: records the logits and returns given tokens."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = iter(tokens)
@@ -46,9 +46,7 @@ class ForcedTokens:
 
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_with_the_cache_are_those_of_recomputation(
-    name: str, lean: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_with_the_cache_equal_recomputation(name: str, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(**MODELS[name])
     reference = reference_of(config)[1]
     weights = make_weights(reference, seed=11, dtype=torch.float64)
@@ -71,7 +69,7 @@ def test_logits_with_the_cache_are_those_of_recomputation(
             assert (logits[row, : config.vocab_size] - expected).abs().max() <= 1e-11 * expected.abs().max()
 
 
-def test_prompts_of_equal_length_need_no_mask_and_agree_all_the_same() -> None:
+def test_prompts_of_equal_length_need_no_mask() -> None:
     config = tiny_config(**MODELS["hybrid"])
     weights, reference = reference_of(config)
     prompts = ((5, 9, 3), (1, 2, 3))
@@ -80,7 +78,7 @@ def test_prompts_of_equal_length_need_no_mask_and_agree_all_the_same() -> None:
         assert list(generation.ids) == greedy_continuation(weights, reference, prompt, NEW_TOKENS)
 
 
-def test_each_prompt_alone_gives_the_same_as_in_the_batch() -> None:
+def test_each_prompt_gives_the_same_tokens_alone_and_in_a_batch() -> None:
     config = tiny_config(**MODELS["ladder"])
     engine = tiny_engine(config, reference_of(config)[0])
     requests = [
@@ -94,7 +92,7 @@ def test_each_prompt_alone_gives_the_same_as_in_the_batch() -> None:
         assert (alone.ids, alone.finish_reason) == (generation.ids, "length")
 
 
-def test_a_sample_ends_at_any_of_its_eos_ids_and_the_others_go_on() -> None:
+def test_a_sample_ends_at_any_of_its_eos_ids_and_the_others_continue() -> None:
     config = tiny_config(**MODELS["standard"])
     weights, reference = reference_of(config)
     engine = tiny_engine(config, weights)
@@ -114,38 +112,38 @@ def test_a_sample_ends_at_any_of_its_eos_ids_and_the_others_go_on() -> None:
     assert [generation.finish_reason for generation in generations] == ["eos", "length", "eos", "length"]
 
 
-def test_tokens_come_one_by_one_in_order() -> None:
+def test_tokens_arrive_one_by_one_in_order() -> None:
     config = tiny_config()
     engine = tiny_engine(config, reference_of(config)[0])
     requests = [GenerationRequest((1, 2), 1, GREEDY), GenerationRequest((3,), 3, GREEDY)]
-    told: list[NewToken] = []
-    first, second = engine.generate(requests, told.append)
-    assert [(token.sample, token.id, token.finish_reason) for token in told] == [
+    tokens: list[NewToken] = []
+    first, second = engine.generate(requests, tokens.append)
+    assert [(token.sample, token.id, token.finish_reason) for token in tokens] == [
         (0, first.ids[0], "length"),
         (1, second.ids[0], None),
         (1, second.ids[1], None),
         (1, second.ids[2], "length"),
     ]
     assert first.text is None
-    assert next(engine.stream(requests)) == told[0]
+    assert next(engine.stream(requests)) == tokens[0]
 
 
-def test_pieces_joined_are_the_text_of_the_ids() -> None:
-    """A model of random bytes: many begin a character that is never completed, also at the end."""
+def test_pieces_join_to_the_text_of_the_ids() -> None:
+    """The model generates random bytes, many of which begin a character that is never completed."""
     config = tiny_config(vocab_size=256)
     engine = tiny_engine(config, reference_of(config)[0])
     engine.tokenizer = Bytes()
     requests = [GenerationRequest((65, 66), 3, SamplingParameters(seed=seed)) for seed in range(30)]
-    told: list[NewToken] = []
-    generations = engine.generate(requests, told.append)
+    tokens: list[NewToken] = []
+    generations = engine.generate(requests, tokens.append)
     texts = [Bytes().decode(generation.ids) for generation in generations]
     assert [generation.text for generation in generations] == texts
-    assert ["".join(token.text for token in told if token.sample == sample) for sample in range(30)] == texts
+    assert ["".join(token.text for token in tokens if token.sample == sample) for sample in range(30)] == texts
     assert any(0xC2 <= generation.ids[-1] <= 0xF4 for generation in generations)
 
 
 def test_timings_count_tokens_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look at the clock is two seconds after the last."""
+    """Every reading of the clock is two seconds after the one before."""
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     config = tiny_config()
@@ -156,7 +154,7 @@ def test_timings_count_tokens_over_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert generation.timings == (2.0, 1.5, None)
 
 
-def test_logits_that_are_not_finite_are_an_error() -> None:
+def test_non_finite_logits_are_an_error() -> None:
     config = tiny_config()
     weights, _ = reference_of(config)
     weights["final_norm.weight"][3] = torch.nan
@@ -164,8 +162,8 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
         tiny_engine(config, weights).generate(requests_of(PROMPTS, GREEDY))
 
 
-def test_cache_holds_this_ranks_heads() -> None:
-    """Three heads over three ranks are one each; two heads over four ranks are one each, held twice."""
+def test_cache_has_the_heads_of_its_rank() -> None:
+    """Six heads over three ranks are two each; two heads over four ranks are one each, replicated."""
     for kv_heads, ranks, held in ((6, 3, 2), (2, 4, 1), (4, 1, 4)):
         config = tiny_config(num_attention_heads=12, num_key_value_heads=kv_heads)
         cache = StaticKeyValueCache(config, ranks, 5, 9, torch.bfloat16, torch.device("cpu"))
@@ -175,7 +173,7 @@ def test_cache_holds_this_ranks_heads() -> None:
 
 
 def test_slots_are_filled_and_freed_while_others_decode() -> None:
-    """Three requests through two slots; each gives what it gives alone."""
+    """Three requests share two slots; each gives the same tokens as alone."""
     config = tiny_config(**MODELS["hybrid"])
     weights, reference = reference_of(config)
     batch = tiny_engine(config, weights).new_batch(2, 30)
@@ -204,9 +202,9 @@ def test_slots_are_filled_and_freed_while_others_decode() -> None:
     assert [found[row] for row in range(3)] == expected
 
 
-def test_scores_are_log_probabilities_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More positions than have logits at a time."""
-    monkeypatch.setattr(engine_module, "SCORED_AT_ONCE", 3)
+def test_scores_equal_the_log_probabilities_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more positions than are scored at a time."""
+    monkeypatch.setattr(engine_module, "_SCORED_AT_ONCE", 3)
     config = tiny_config(**MODELS["ladder"])
     weights, reference = reference_of(config)
     ids = PROMPTS[2]
@@ -215,8 +213,8 @@ def test_scores_are_log_probabilities_of_recomputation(monkeypatch: pytest.Monke
     assert tiny_engine(config, weights).score(ids) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_stop_string_ends_a_text_across_tokens() -> None:
-    """Bytes drawn by chance: the stop is what bytes 3 and 4 of the unstopped text are."""
+def test_a_stop_string_can_span_tokens() -> None:
+    """The stop string is bytes 3 and 4 of the text without a stop string."""
     config = tiny_config(vocab_size=128)
     engine = tiny_engine(config, reference_of(config)[0])
     engine.tokenizer = Bytes()
@@ -225,9 +223,9 @@ def test_a_stop_string_ends_a_text_across_tokens() -> None:
     assert whole.text is not None
     stop = whole.text[3:5]
     assert stop not in whole.text[:4]
-    told: list[NewToken] = []
-    (cut,) = engine.generate([replace(free, stop=("never", stop))], told.append)
+    tokens: list[NewToken] = []
+    (cut,) = engine.generate([replace(free, stop=("never", stop))], tokens.append)
     assert (cut.text, cut.finish_reason, cut.ids) == (whole.text[:3], "stop", whole.ids[:5])
-    assert "".join(token.text for token in told) == cut.text
+    assert "".join(token.text for token in tokens) == cut.text
     (past,) = engine.generate([replace(free, stop=("never",))])
     assert (past.text, past.finish_reason) == (whole.text, "length")

@@ -1,4 +1,4 @@
-"""The captured decode step: its buffers, with a graph of operators on a CPU, and what is asked of CUDA."""
+"""The captured decode step: its buffers, with a CPU graph of recorded operators, and the calls to CUDA."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from tests.unit.generate.tiny_model import (
 
 
 class Recording(TorchDispatchMode):
-    """Notes every operator with its arguments and results."""
+    """Records every operator with its arguments and results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), (
-            f"{func} brings a value to the host, which no capture can do"
+            f"{func} copies a value to the host, which a capture does not allow"
         )
         result = func(*args, **(kwargs or {}))
         self.operators.append((func, args, kwargs or {}, result))
@@ -45,9 +45,9 @@ class Recording(TorchDispatchMode):
 
 
 class OperatorGraph:
-    """A `StepGraph` on a CPU that does as CUDA's: replays repeat operators on the same tensors, and run no Python.
+    """A `StepGraph` for a CPU. Like CUDA's, a replay repeats operators on the same tensors and runs no Python.
 
-    A capture leaves no result.
+    A capture leaves no valid result.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class OperatorGraph:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_the_plain_loop(name: str) -> None:
+def test_captured_decoding_gives_the_same_tokens(name: str) -> None:
     config = tiny_config(**MODELS[name])
     weights, _ = reference_of(config)
     requests = [
@@ -90,11 +90,11 @@ def test_tokens_are_those_of_the_plain_loop(name: str) -> None:
     captured.new_graph = new_graph
     for _ in range(2):
         assert [generation.ids for generation in captured.generate(requests)] == expected
-    # One for each batch, whose cache it knows; of eight tokens the first comes with the prompt.
+    # One graph per batch, because it contains the cache; the prefill gives the first of eight tokens.
     assert [(graph.captures, graph.replays) for graph in graphs] == [(1, 7), (1, 7)]
 
 
-def test_a_step_sees_nothing_but_its_own_buffers() -> None:
+def test_a_replayed_step_reads_only_its_buffers() -> None:
     def step(tokens: Tensor, columns: Tensor) -> Tensor:
         return (10 * tokens[:, 0] + columns).double().unsqueeze(1)
 
@@ -105,7 +105,7 @@ def test_a_step_sees_nothing_but_its_own_buffers() -> None:
 
 
 class Calls:
-    """Stands in for torch.cuda, and notes what is asked of it."""
+    """Replaces torch.cuda and records the calls."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -144,7 +144,7 @@ class Stream:
         self.calls.made.append(f"{self.name} waits for {other.name}")
 
 
-def test_warm_up_runs_aside_before_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_runs_on_a_side_stream_before_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
     monkeypatch.setattr(graph_module.torch, "cuda", calls)
     result = torch.zeros(1)
@@ -162,18 +162,18 @@ def test_warm_up_runs_aside_before_the_capture(monkeypatch: pytest.MonkeyPatch) 
     ]  # fmt: skip
 
 
-def test_an_engine_captures_nothing_unless_told() -> None:
+def test_an_engine_captures_nothing_by_default() -> None:
     config = tiny_config()
     engine = tiny_engine(config, reference_of(config)[0])
     assert isinstance(engine, GenerationEngine) and engine.new_graph is None
 
 
-def test_the_command_asks_for_a_gpu_and_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_and_compiler_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config()
     write_checkpoint(tmp_path, config, reference_of(config)[0])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     words = ["--model", str(tmp_path), "--tokens", "1 2"]
-    with pytest.raises(UserError, match="--cuda-graph: there is no GPU here"):
+    with pytest.raises(UserError, match="--cuda-graph: this machine has no GPU"):
         main([*words, "--cuda-graph"])
     monkeypatch.setenv("PATH", "")
     for name in ("CC", "CXX"):

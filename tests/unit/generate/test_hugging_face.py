@@ -1,4 +1,4 @@
-"""Directories as transformers writes them: the same tokens as transformers, and the rest of what they hold."""
+"""Hugging Face directories: the same tokens as transformers, tokenizers, chat templates, and damaged files."""
 
 import io
 import json
@@ -41,7 +41,7 @@ def greedy_by_transformers(model: torch.nn.Module) -> list[list[int]]:
     return found
 
 
-def greedy_by_us(stored: StoredModel, dtype: torch.dtype = torch.float32) -> list[list[int]]:
+def greedy_here(stored: StoredModel, dtype: torch.dtype = torch.float32) -> list[list[int]]:
     mesh = ProcessMesh.single()
     engine = GenerationEngine(load_model(stored, mesh, dtype, CPU, overlap=True), mesh)
     requests = [GenerationRequest(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS]
@@ -49,43 +49,43 @@ def greedy_by_us(stored: StoredModel, dtype: torch.dtype = torch.float32) -> lis
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plain_types_give_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_supported_types_give_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
     expected = greedy_by_transformers(save_model(tmp_path, kind, tie_word_embeddings=kind == "qwen3"))
-    assert greedy_by_us(open_model(tmp_path, None, None)) == expected
+    assert greedy_here(open_model(tmp_path, None, None)) == expected
 
 
-OWN = {name: MODELS[name] for name in ("ladder", "hybrid")}
-OWN["ladder-parallel"] = {"residual_mode": "ladder-parallel", "ladder_layers": (1, 2), "add_qkv_bias": True}
-OWN["ladder-attention"] = {"residual_mode": "ladder-attention", "ladder_layers": (1, 2)}
+EXPORTED = {name: MODELS[name] for name in ("ladder", "hybrid")}
+EXPORTED["ladder-parallel"] = {"residual_mode": "ladder-parallel", "ladder_layers": (1, 2), "add_qkv_bias": True}
+EXPORTED["ladder-attention"] = {"residual_mode": "ladder-attention", "ladder_layers": (1, 2)}
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_our_own_type_gives_the_tokens_of_its_module(name: str, tmp_path: Path) -> None:
-    config = tiny_config(**OWN[name])
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_models_give_the_tokens_of_their_module(name: str, tmp_path: Path) -> None:
+    config = tiny_config(**EXPORTED[name])
     write_checkpoint(tmp_path / "run", config, reference_of(config)[0])
     convert(["export", "--load", str(tmp_path / "run"), "--hf", str(tmp_path / "hf")])
     module = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
     stored = open_model(tmp_path / "hf", None, None)
     assert stored.config.residual_mode == config.residual_mode
-    assert greedy_by_us(stored) == greedy_by_transformers(module)
+    assert greedy_here(stored) == greedy_by_transformers(module)
 
 
-def test_numbers_are_turned_into_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
-    """From several files, and from pickled ones, of bf16."""
+def test_weights_are_converted_to_the_requested_dtype(tmp_path: Path) -> None:
+    """From several bf16 files, and from a pickled one."""
     save_model(tmp_path, dtype=torch.bfloat16, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     expected = greedy_by_transformers(module)
-    assert greedy_by_us(open_model(tmp_path, None, None)) == expected
+    assert greedy_here(open_model(tmp_path, None, None)) == expected
     for file in tmp_path.glob("model*"):
         file.unlink()
     held = {name: tensor.bfloat16() for name, tensor in module.state_dict().items()}
     torch.save(held, tmp_path / "pytorch_model.bin")
-    assert greedy_by_us(open_model(tmp_path, None, None)) == expected
+    assert greedy_here(open_model(tmp_path, None, None)) == expected
 
 
-def test_what_is_loaded_matrix_by_matrix_is_what_is_loaded_at_once(tmp_path: Path) -> None:
-    """The padding of the vocabulary too, although larger matrices were read to the same memory before."""
+def test_loading_matrix_by_matrix_equals_loading_at_once(tmp_path: Path) -> None:
+    """Including the vocabulary's padding, although larger matrices were read to the same memory before."""
     save_model(tmp_path, intermediate_size=256)
     stored = open_model(tmp_path, None, None)
     at_once = LanguageModel(stored.config, ProcessMesh.single())
@@ -98,8 +98,8 @@ def test_what_is_loaded_matrix_by_matrix_is_what_is_loaded_at_once(tmp_path: Pat
     assert not LEAN_OPERATIONS.embed(torch.arange(301, 384), loaded["lm_head.weight"]).any()
 
 
-def test_directories_of_the_papers_authors_are_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Llama with `ladder_layers`: so many of the last ones."""
+def test_the_paper_authors_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Llama configuration with `ladder_layers`, the number of last layers that are ladder layers."""
     config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2))
     weights, reference = reference_of(config)
     model = LanguageModel(config, ProcessMesh.single())
@@ -121,7 +121,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of words that puts <s> before a text, with a chat template."""
+    """Write a model whose tokenizer puts <s> before a text and has a chat template."""
     folder = tmp_path_factory.mktemp("chat")
     save_model(folder, "llama")
     words = ["<unk>", "<s>", "</s>", "<user>", "<system>", "<assistant>", "<a>", "hello", "you", "be", "kind"]
@@ -142,9 +142,7 @@ def ids_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[int]:
     return ids
 
 
-def test_prompts_are_dressed_as_the_tokenizer_and_its_template_say(
-    chat_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_get_special_tokens_or_the_chat_template(chat_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", str(chat_model), "--prompt", "hello you"]
     assert ids_of(argv, capsys) == [1, 7, 8]
     assert ids_of([*argv, "--chat"], capsys) == [3, 7, 8, 6]
@@ -154,52 +152,52 @@ def test_prompts_are_dressed_as_the_tokenizer_and_its_template_say(
     assert open_model(chat_model, None, None).eos_ids == {2, 77}
 
 
-def test_a_conversation_remembers_what_was_said(
+def test_a_conversation_includes_its_history(
     chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--model", str(chat_model), "--max-new-tokens", "3", "--temperature", "0"]
-    spoken: list[tuple[int, ...]] = []
+    prompts: list[tuple[int, ...]] = []
     generate = GenerationEngine.generate
 
-    def noting(self: GenerationEngine, requests: list[GenerationRequest], *more: object) -> object:
-        spoken.extend(request.prompt_ids for request in requests)
+    def recording(self: GenerationEngine, requests: list[GenerationRequest], *more: object) -> object:
+        prompts.extend(request.prompt_ids for request in requests)
         return generate(self, requests, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(GenerationEngine, "generate", noting)
+    monkeypatch.setattr(GenerationEngine, "generate", recording)
     lines = b"hello\n\ncaf\xe9\n" + b"you " * 200 + b"\nyou"
     for flags in (["--chat"], []):
-        spoken.clear()
+        prompts.clear()
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
         main([*argv, "--interactive", *flags])
         captured = capsys.readouterr()
         foreign, long = captured.err.splitlines()[-2:]
         assert foreign.startswith("this line: '\\udce9' at character 4") and long.startswith("this line: ")
-        assert len(spoken) == 2
+        assert len(prompts) == 2
         if flags:
-            assert spoken[0] == (3, 7, 6)
-            assert spoken[1][:3] == (3, 7, 5) and spoken[1][-3:] == (3, 8, 6)
+            assert prompts[0] == (3, 7, 6)
+            assert prompts[1][:3] == (3, 7, 5) and prompts[1][-3:] == (3, 8, 6)
         else:
-            assert spoken == [(1, 7), (1, 8)]
+            assert prompts == [(1, 7), (1, 8)]
             assert captured.out.startswith("hello")
 
 
-def mistake_of(folder: Path) -> str:
+def first_error_of(folder: Path) -> str:
     with pytest.raises(UserError) as raised:
         main(["--model", str(folder), "--tokens", "1"])
     return raised.value.mistakes[0]
 
 
-def test_damaged_directories_are_refused(tmp_path: Path) -> None:
+def test_damaged_directories_are_rejected(tmp_path: Path) -> None:
     save_model(tmp_path)
     shard = tmp_path / "model.safetensors"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
-    assert mistake_of(tmp_path).startswith(f"--model {shard}: not a whole safetensors file: ")
+    assert first_error_of(tmp_path).startswith(f"--model {shard}: not a whole safetensors file: ")
     shard.write_bytes(b"\0" * len(whole))
-    assert mistake_of(tmp_path).startswith(f"--model {shard}: not a whole safetensors file: ")
+    assert first_error_of(tmp_path).startswith(f"--model {shard}: not a whole safetensors file: ")
     shard.unlink()
-    assert "there are no weights" in mistake_of(tmp_path)
+    assert "there are no weights" in first_error_of(tmp_path)
     shard.write_bytes(whole)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "megatron_ladder"}))
-    assert "residual_mode" in mistake_of(tmp_path)
+    assert "residual_mode" in first_error_of(tmp_path)

@@ -1,4 +1,4 @@
-"""Filters and draws, held against loops in plain Python."""
+"""Filters and draws, compared with loops in plain Python."""
 
 import math
 from collections import Counter
@@ -12,8 +12,8 @@ from megatron_ladder.generate.sampling import (
     NO_TOKEN,
     Sampler,
     SamplingParameters,
-    draw,
-    keep_most_likely,
+    _draw,
+    _keep_most_likely,
     request_seed,
 )
 
@@ -21,10 +21,10 @@ CPU = torch.device("cpu")
 
 
 def sampler(*parameters: SamplingParameters, vocab_size: int = 3) -> Sampler:
-    """Of one rank, a slot for each."""
+    """Return a sampler of one rank with one slot per argument."""
     made = Sampler(len(parameters), vocab_size, 0, CommGroup.alone(), CPU)
-    for slot, own in enumerate(parameters):
-        made.place(slot, own, ())
+    for slot, one in enumerate(parameters):
+        made.place(slot, one, ())
     return made
 
 
@@ -33,7 +33,7 @@ def tokens_of(choose: Sampler, logits: Tensor) -> list[int]:
 
 
 def allowed(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Which tokens may be drawn, by the definition."""
+    """Return the tokens that can be drawn, by the definition."""
     ranked = sorted(range(len(logits)), key=lambda token: -logits[token])[: top_k or None]
     weights = [math.exp(logits[token]) for token in ranked]
     kept: set[int] = set()
@@ -48,35 +48,35 @@ def allowed(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[
 @pytest.mark.parametrize("min_p", [0.0, 0.1])
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.7, 0.95, 1.0])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 40, 1000])
-def test_filters_keep_what_the_definition_keeps(top_k: int, top_p: float, min_p: float) -> None:
+def test_filters_follow_their_definition(top_k: int, top_p: float, min_p: float) -> None:
     logits = (torch.randn(50, generator=torch.Generator().manual_seed(top_k)) * 3).double()
     descending, order = logits.sort(descending=True)
     weights = torch.exp(descending - descending[0]).unsqueeze(0)
-    way = SamplingParameters(top_k=top_k, top_p=top_p, min_p=min_p)
-    kept = keep_most_likely(weights, weights.sum(1, keepdim=True), [way])[0]
+    parameters = SamplingParameters(top_k=top_k, top_p=top_p, min_p=min_p)
+    kept = _keep_most_likely(weights, weights.sum(1, keepdim=True), [parameters])[0]
     assert set(order[kept].tolist()) == allowed(logits.tolist(), top_k, top_p, min_p)
 
 
-def test_a_top_k_beyond_the_vocabulary_keeps_all_words_of_any_row() -> None:
-    """Also beyond what a tensor holds, and of a greedy row, whose filters count for nothing."""
+def test_top_k_beyond_the_vocabulary_keeps_all_tokens() -> None:
+    """Even beyond 64 bits, and in a greedy row, which ignores its filters."""
     huge = SamplingParameters(top_k=1 << 70, seed=3)
     choose = sampler(huge, SamplingParameters(temperature=0.0, top_k=1 << 70))
     drawn = [tokens_of(choose, torch.tensor([[0.0, 1.0, 2.0]] * 2)) for _ in range(100)]
     assert {first for first, _ in drawn} == {0, 1, 2} and {second for _, second in drawn} == {2}
 
 
-@pytest.mark.parametrize("way", [SamplingParameters(top_p=0.99), SamplingParameters(min_p=0.8)])
-def test_more_candidates_are_asked_for_until_all_that_may_be_drawn_are_there(way: SamplingParameters) -> None:
-    """600 words of nearly equal logits: the first 64 candidates are too few. A draw near the end tells."""
+@pytest.mark.parametrize("parameters", [SamplingParameters(top_p=0.99), SamplingParameters(min_p=0.8)])
+def test_candidates_are_added_until_they_include_every_possible_token(parameters: SamplingParameters) -> None:
+    """With 600 nearly equal logits the first 64 candidates are too few; a draw near the end shows it."""
     logits = torch.linspace(0, 0.1, 600).unsqueeze(0)
-    choose = sampler(way, vocab_size=600)
+    choose = sampler(parameters, vocab_size=600)
     drawn = {tokens_of(choose, logits)[0] for _ in range(600)}
-    expected = allowed(logits[0].tolist(), 0, way.top_p, way.min_p)
+    expected = allowed(logits[0].tolist(), 0, parameters.top_p, parameters.min_p)
     assert drawn <= expected and len(drawn) > 300
     assert min(drawn) < 60
 
 
-def test_a_draw_ignores_padding_and_finds_the_last_word() -> None:
+def test_a_draw_ignores_padding_and_finds_the_last_token() -> None:
     logits = torch.tensor([[-1e9, -1e9, 0.0, 1e3, 1e3]])
     assert tokens_of(sampler(SamplingParameters()), logits) == [2]
     assert tokens_of(sampler(SamplingParameters(temperature=0.0)), logits) == [2]
@@ -87,46 +87,46 @@ def test_draw_inverts_the_cumulative_distribution() -> None:
     below_one = math.nextafter(1.0, 0.0)
     expected = {0.0: 1, 0.2499: 1, 0.25: 3, 0.7499: 3, 0.75: 4, below_one: 4, 1.0: 4}
     for uniform, token in expected.items():
-        assert draw(probabilities, torch.tensor([[uniform]], dtype=torch.float64)).tolist() == [token]
+        assert _draw(probabilities, torch.tensor([[uniform]], dtype=torch.float64)).tolist() == [token]
 
 
-def test_seen_tokens_are_penalised_in_their_own_slot() -> None:
+def test_seen_tokens_are_penalized_in_their_slot_only() -> None:
     """By the definition: 2.0 / 1.5 < 1.4, and -1 * 1.5 < -1.2."""
-    way = SamplingParameters(temperature=0.0, repetition_penalty=1.5)
+    parameters = SamplingParameters(temperature=0.0, repetition_penalty=1.5)
     choose = Sampler(2, 3, 0, CommGroup.alone(), CPU)
-    choose.place(0, way, (0,))
+    choose.place(0, parameters, (0,))
     choose.place(1, SamplingParameters(temperature=0.0), (0,))
     logits = torch.tensor([[2.0, 1.4, 0.0], [2.0, 1.4, 0.0]])
     assert tokens_of(choose, logits) == [1, 0]
     assert tokens_of(choose, logits) == [0, 0]
-    choose.place(0, way, (1,))
+    choose.place(0, parameters, (1,))
     assert tokens_of(choose, torch.tensor([[-1.2, -1.0, -9.0]] * 2)) == [0, 1]
 
 
-def test_tokens_that_were_generated_before_are_penalised_by_number_and_by_presence() -> None:
-    """By the definition, in its own slot: 0.5 less for having come, 0.2 less for each time."""
-    way = SamplingParameters(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2)
+def test_generated_tokens_are_penalized_by_presence_and_by_count() -> None:
+    """By the definition: 0.5 less for presence, 0.2 less for each occurrence, in the token's slot only."""
+    parameters = SamplingParameters(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2)
     choose = Sampler(2, 3, 0, CommGroup.alone(), CPU)
-    choose.place(0, way, (0, 0, 0))
+    choose.place(0, parameters, (0, 0, 0))
     choose.place(1, SamplingParameters(temperature=0.0), ())
     logits = torch.tensor([[2.0, 1.1, 0.0, 9.0]] * 2)[:, :3]
-    # Token 0 sinks from 2.0 to 1.3, 1.1 and 0.9; what the prompt holds does not count.
+    # Token 0 sinks from 2.0 to 1.3, 1.1 and 0.9; tokens of the prompt do not count.
     found = [tokens_of(choose, logits - torch.tensor([[0.0, 0.05, 0.0]])) for _ in range(5)]
     assert found == [[0, 0], [0, 0], [0, 0], [1, 0], [0, 0]]
-    choose.place(0, way, ())
+    choose.place(0, parameters, ())
     assert tokens_of(choose, logits) == [0, 0]
     choose.place(0, SamplingParameters(temperature=0.0, presence_penalty=-2.0), ())
     assert tokens_of(choose, torch.tensor([[0.0, 1.0, 0.0]] * 2)) == [1, 1]
     assert tokens_of(choose, torch.tensor([[2.5, 1.0, 0.0]] * 2)) == [1, 0]
 
 
-def test_likeliest_tokens_are_told_beside_the_chosen_one() -> None:
-    """As many as each row asks for, by the model alone; padding is none of them."""
-    ways = [
+def test_most_likely_tokens_are_returned_with_the_chosen_one() -> None:
+    """As many as each row requests, without penalties, temperature and padding."""
+    parameters = [
         SamplingParameters(temperature=2.0, frequency_penalty=1.0, logprobs=True, top_logprobs=3),
         SamplingParameters(logprobs=True), SamplingParameters(logprobs=True, top_logprobs=20),
     ]  # fmt: skip
-    choose = sampler(*ways, vocab_size=6)
+    choose = sampler(*parameters, vocab_size=6)
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)) + torch.tensor([0.0] * 6 + [9.0] * 2)
     expected = logits[:, :6].log_softmax(-1).sort(-1, descending=True)
     for _ in range(3):
@@ -138,9 +138,11 @@ def test_likeliest_tokens_are_told_beside_the_chosen_one() -> None:
             assert [logprob for _, logprob in alternatives] == pytest.approx(values, abs=1e-6)
 
 
-def test_logprobs_are_the_models_own() -> None:
-    ways = [SamplingParameters(temperature=0.3, top_k=2, logprobs=True), SamplingParameters(repetition_penalty=2.0)]
-    choose = sampler(*ways, vocab_size=4)
+def test_logprobs_ignore_penalties_and_temperature() -> None:
+    choose = sampler(
+        SamplingParameters(temperature=0.3, top_k=2, logprobs=True), SamplingParameters(repetition_penalty=2.0),
+        vocab_size=4,
+    )  # fmt: skip
     logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
     expected = logits[:, :4].log_softmax(-1)
     for _ in range(5):
@@ -163,12 +165,12 @@ def test_frequencies_follow_the_temperature(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30])
-def test_no_temperature_takes_the_most_likely(temperature: float) -> None:
+def test_temperature_zero_takes_the_most_likely_token(temperature: float) -> None:
     choose = sampler(SamplingParameters(temperature=temperature), SamplingParameters(temperature=50.0, top_k=1))
     assert tokens_of(choose, torch.tensor([[1.0, 2.0, 1.999], [5.0, 1e4, -1e4]])) == [1, 1]
 
 
-def test_a_request_draws_the_same_in_any_batch() -> None:
+def test_a_request_draws_the_same_tokens_in_any_batch() -> None:
     parameters = [
         SamplingParameters(seed=1),
         SamplingParameters(seed=2, top_k=10),
@@ -178,8 +180,8 @@ def test_a_request_draws_the_same_in_any_batch() -> None:
     steps = torch.randn(12, 4, 80, generator=torch.Generator().manual_seed(0))
     together = sampler(*parameters, vocab_size=80)
     batch = [tokens_of(together, logits) for logits in steps]
-    for row, own in enumerate(parameters):
-        alone = sampler(own, vocab_size=80)
+    for row, one in enumerate(parameters):
+        alone = sampler(one, vocab_size=80)
         assert [tokens_of(alone, logits[row : row + 1])[0] for logits in steps] == [tokens[row] for tokens in batch]
 
 
@@ -196,8 +198,8 @@ def test_seeds_differ_by_prompt_and_by_seed() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    "way", [SamplingParameters(temperature=0.0), SamplingParameters(), SamplingParameters(top_k=2)]
+    "parameters", [SamplingParameters(temperature=0.0), SamplingParameters(), SamplingParameters(top_k=2)]
 )
-def test_logits_that_are_not_finite_give_no_token(bad: float, way: SamplingParameters) -> None:
-    found = tokens_of(sampler(way, way), torch.tensor([[-1e9, -1e9, 3.0], [1.0, bad, 0.0]]))
+def test_non_finite_logits_give_no_token(bad: float, parameters: SamplingParameters) -> None:
+    found = tokens_of(sampler(parameters, parameters), torch.tensor([[-1e9, -1e9, 3.0], [1.0, bad, 0.0]]))
     assert found == [2, NO_TOKEN]

@@ -1,4 +1,4 @@
-"""The server as clients meet it, over real sockets of this machine."""
+"""The server over real sockets, with the openai client and raw HTTP."""
 
 import json
 import signal
@@ -17,10 +17,10 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import parse_options
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
-from megatron_ladder.generate.serve import connection as connection_module
-from megatron_ladder.generate.serve.answers import AnswerWriter, Choice
-from megatron_ladder.generate.serve.program import handling_signals, listen, read_keys
-from megatron_ladder.generate.serve.questions import Question, read_completion
+from megatron_ladder.generate.serve import app as app_module
+from megatron_ladder.generate.serve.protocol import ApiRequest, parse_completion
+from megatron_ladder.generate.serve.responses import CompletionChoice, ResponseWriter
+from megatron_ladder.generate.serve.server import handled_signals, listen, read_keys
 from tests.unit.generate.plain_tokenizers import Bytes
 from tests.unit.generate.served import EOS, Served, greedy_ids, ids_of, serving
 
@@ -37,16 +37,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-def test_greedy_answers_are_the_references_whatever_else_is_under_way(served: Served) -> None:
-    """Seven prompts, three slots; every second one has a neighbour that is drawn."""
+def test_greedy_completions_equal_the_reference_in_any_company(served: Served) -> None:
+    """Seven prompts share three slots; every second request samples."""
     client = served.client()
 
     def ask(index: int) -> list[int]:
         prompt = list(PROMPTS[index])
-        drawn = {"temperature": 1.5, "n": 2} if index % 2 else {"temperature": 0}
+        sampling = {"temperature": 1.5, "n": 2} if index % 2 else {"temperature": 0}
         extra = {"ignore_eos": True}
         answer = client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=5 + 3 * index, extra_body=extra, **drawn
+            model="tiny", prompt=prompt, max_tokens=5 + 3 * index, extra_body=extra, **sampling
         )
         return ids_of(answer.choices[0].text)
 
@@ -56,18 +56,18 @@ def test_greedy_answers_are_the_references_whatever_else_is_under_way(served: Se
         assert found[index] == greedy_ids(PROMPTS[index], 5 + 3 * index)
 
 
-def test_a_seed_draws_what_the_engine_draws_by_it(served: Served) -> None:
-    way = {"temperature": 1.3, "top_p": 0.95}
-    way |= {"presence_penalty": 0.3, "frequency_penalty": -0.2}
+def test_a_seed_gives_the_same_tokens_as_the_engine(served: Served) -> None:
+    common = {"temperature": 1.3, "top_p": 0.95}
+    common |= {"presence_penalty": 0.3, "frequency_penalty": -0.2}
     more = {"top_k": 90, "min_p": 0.01, "repetition_penalty": 1.2}
-    told = {"logprobs": True, "top_logprobs": 2}
+    reported = {"logprobs": True, "top_logprobs": 2}
     answer = served.client().completions.create(
-        model="tiny", prompt=[5, 9, 1], max_tokens=12, n=2, seed=7, extra_body=more, logprobs=2, **way
+        model="tiny", prompt=[5, 9, 1], max_tokens=12, n=2, seed=7, extra_body=more, logprobs=2, **common
     )
     requests = [
         GenerationRequest(
             (5, 9, 1), 12,
-            SamplingParameters(**way, **more, **told, seed=request_seed(7, (5, 9, 1), sample)), frozenset({EOS}),
+            SamplingParameters(**common, **more, **reported, seed=request_seed(7, (5, 9, 1), sample)), frozenset({EOS}),
         )
         for sample in range(2)
     ]  # fmt: skip
@@ -92,7 +92,7 @@ def test_a_seed_draws_what_the_engine_draws_by_it(served: Served) -> None:
     assert twice.choices[0].text != twice.choices[1].text
 
 
-def test_a_stream_is_the_answer_in_pieces(served: Served) -> None:
+def test_a_stream_is_the_response_in_chunks(served: Served) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": [[5, 9, 1], [17]], "max_tokens": 9, "temperature": 0}
     whole = served.client().completions.create(**asked)
     texts, reasons, usage = ["", ""], [None, None], []
@@ -107,7 +107,7 @@ def test_a_stream_is_the_answer_in_pieces(served: Served) -> None:
     assert whole.usage is not None and whole.usage.prompt_tokens == 4
 
 
-def test_ends_of_texts_are_named(served: Served) -> None:
+def test_finish_reasons(served: Served) -> None:
     ids = greedy_ids((17,), 12)
     stop = f" w{ids[4]}"
     stopped = served.client().completions.create(
@@ -122,7 +122,7 @@ def test_ends_of_texts_are_named(served: Served) -> None:
     assert limited.choices[0].finish_reason == "length"
 
 
-def test_a_chat_is_what_its_template_writes(served: Served) -> None:
+def test_a_chat_continues_the_rendered_template(served: Served) -> None:
     messages: list[Any] = [
         {"role": "system", "content": "be"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -131,7 +131,12 @@ def test_a_chat_is_what_its_template_writes(served: Served) -> None:
     client = served.client()
     extra = {"ignore_eos": True}
     answer = client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3,
+        model="tiny",
+        messages=messages,
+        max_tokens=6,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
         extra_body=extra,
     )
     assert answer.choices[0].message.role == "assistant"
@@ -154,12 +159,12 @@ def test_a_chat_is_what_its_template_writes(served: Served) -> None:
         model="tiny", messages=developer, max_tokens=6, temperature=0, extra_body=extra
     )
     assert same.choices[0].message.content == answer.choices[0].message.content
-    # Without a limit, as many as there is room for.
+    # Without max_tokens, the chat continues to the end of the context.
     long = client.chat.completions.create(model="tiny", messages=messages, temperature=0, extra_body=extra)
     assert long.usage is not None and long.usage.total_tokens == 300
 
 
-def test_a_conversation_goes_on_with_the_answers_own_message(served: Served) -> None:
+def test_a_conversation_accepts_the_message_of_a_response(served: Served) -> None:
     client = served.client()
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 3, "temperature": 0, "extra_body": {"ignore_eos": True}}
     messages: list[Any] = [{"role": "user", "content": "a", "name": None}]
@@ -171,16 +176,18 @@ def test_a_conversation_goes_on_with_the_answers_own_message(served: Served) -> 
 
 
 @pytest.mark.parametrize("as_chat", [False, True])
-def test_tokens_that_the_tokenizer_does_not_have_are_empty_texts(as_chat: bool) -> None:
-    """`Bytes` raises for them."""
-    question = Question((), as_chat, stream=False, include_usage=False, logprobs=2, prompt_tokens=1)
-    choice = Choice([NewToken(0, 256, "", None, -0.5, ((256, -0.5), (97, -0.7))), NewToken(0, 98, "b", "length", -1.0)])
-    told = AnswerWriter(question, "tiny", Bytes()).whole([choice])["choices"][0]["logprobs"]
+def test_tokens_outside_the_tokenizer_have_empty_texts(as_chat: bool) -> None:
+    """`Bytes` raises an error for them."""
+    request = ApiRequest((), as_chat, stream=False, include_usage=False, logprobs=2, prompt_tokens=1)
+    choice = CompletionChoice(
+        [NewToken(0, 256, "", None, -0.5, ((256, -0.5), (97, -0.7))), NewToken(0, 98, "b", "length", -1.0)]
+    )
+    logprobs = ResponseWriter(request, "tiny", Bytes()).complete([choice])["choices"][0]["logprobs"]
     if as_chat:
-        assert [entry["token"] for entry in told["content"]] == ["", "b"]
-        assert [entry["token"] for entry in told["content"][0]["top_logprobs"]] == ["", "a"]
+        assert [entry["token"] for entry in logprobs["content"]] == ["", "b"]
+        assert [entry["token"] for entry in logprobs["content"][0]["top_logprobs"]] == ["", "a"]
     else:
-        assert (told["tokens"], told["top_logprobs"]) == (["", "b"], [{"": -0.5, "a": -0.7}, {}])
+        assert (logprobs["tokens"], logprobs["top_logprobs"]) == (["", "b"], [{"": -0.5, "a": -0.7}, {}])
 
 
 def body(**changes: Any) -> bytes:
@@ -242,20 +249,20 @@ def chat(**changes: Any) -> bytes:
         (chat(response_format={"type": "json_object"}), 400, "response_format"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(content: bytes, status: int, param: str, served: Served) -> None:
+def test_invalid_requests_name_the_parameter(content: bytes, status: int, param: str, served: Served) -> None:
     path = "/v1/chat/completions" if b"messages" in content else "/v1/completions"
     found, answer = served.post(path, content)
     assert (found, answer["error"]["param"]) == (status, param), answer
     assert answer["error"]["type"] == "invalid_request_error" and answer["error"]["message"]
 
 
-def test_values_that_change_nothing_are_taken(served: Served) -> None:
+def test_values_without_effect_are_accepted(served: Served) -> None:
     neutral = {"presence_penalty": 0, "logit_bias": {}, "echo": False, "user": "somebody", "best_of": None}
     assert served.post("/v1/completions", body(**neutral))[0] == 200
-    # More than the vocabulary, than a tensor and than a plan holds.
+    # More than the vocabulary, and more than 64 bits.
     for top_k in (257, 1 << 63, 1 << 70):
         assert served.post("/v1/completions", body(top_k=top_k))[0] == 200
-    assert read_completion(body(top_k=1 << 70), served.server.service.rules).samples[0].sampling.top_k == 256
+    assert parse_completion(body(top_k=1 << 70), served.server.service.model).samples[0].sampling.top_k == 256
 
 
 def test_paths_methods_types_and_sizes_are_limited(served: Served) -> None:
@@ -267,7 +274,7 @@ def test_paths_methods_types_and_sizes_are_limited(served: Served) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 6000"
         connection.sendall(head.encode() + b"\r\n\r\n")
-        assert b" 413 " in connection.recv(1000), "it waits for a body that it will refuse"
+        assert b" 413 " in connection.recv(1000), "the server waits for a body that it will reject"
     pieces = (b"%x\r\n%s\r\n" % (len(piece), piece) for piece in [b"a" * 1000] * 6)
     assert served.post("/v1/completions", pieces, {"Transfer-Encoding": "chunked"})[0] == 413
     assert [model.id for model in served.client().models.list()] == ["tiny"]
@@ -277,12 +284,12 @@ def test_paths_methods_types_and_sizes_are_limited(served: Served) -> None:
 
 
 def test_a_connection_without_a_request_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(app_module, "HEADER_SECONDS", 0.1)
     with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
         assert connection.recv(1) == b""
 
 
-def test_a_key_opens_all_but_health(tmp_path: Path) -> None:
+def test_all_paths_but_health_require_a_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("first-key\n\nsecond-key\n")
     with serving(api_key_file=file) as served:
@@ -298,8 +305,8 @@ def test_a_key_opens_all_but_health(tmp_path: Path) -> None:
             assert served.client(key).completions.create(model="tiny", prompt=[5], max_tokens=2).choices
 
 
-def leave(served: Served, content: dict[str, Any]) -> socket.socket:
-    """A connection on which a request was sent."""
+def send_request(served: Served, content: dict[str, Any]) -> socket.socket:
+    """Send a request and return its connection."""
     connection = socket.create_connection(("127.0.0.1", served.port), timeout=20)
     data = json.dumps(content).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
@@ -308,12 +315,12 @@ def leave(served: Served, content: dict[str, Any]) -> socket.socket:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slot_and_its_place_in_the_queue(stream: bool) -> None:
+def test_a_disconnected_client_frees_its_slot_and_its_place_in_the_queue(stream: bool) -> None:
     with serving(step_seconds=0.02, max_concurrent=1, max_queue=2) as served:
         scheduler = served.server.scheduler
-        first = leave(served, LONG | {"stream": stream})
+        first = send_request(served, LONG | {"stream": stream})
         served.wait_until(lambda: scheduler.running == 1)
-        second = leave(served, LONG | {"stream": stream})
+        second = send_request(served, LONG | {"stream": stream})
         served.wait_until(lambda: scheduler.waiting == 1)
         with ThreadPoolExecutor(1) as threads:
             asked = {"model": "tiny", "prompt": [17], "max_tokens": 3, "temperature": 0}
@@ -326,7 +333,7 @@ def test_a_client_that_leaves_frees_its_slot_and_its_place_in_the_queue(stream: 
             second.close()
             first.close()
             assert ids_of(third.result().choices[0].text) == greedy_ids((17,), 3)
-        # All 200 tokens of one would take 4 seconds.
+        # The 200 tokens of one request would take 4 seconds.
         assert time.monotonic() - begun < 2
         served.wait_until_idle()
         counted = served.metrics()
@@ -336,7 +343,7 @@ def test_a_client_that_leaves_frees_its_slot_and_its_place_in_the_queue(stream: 
         assert served.client().completions.create(**asked, n=3).choices[2].text
 
 
-def test_a_stop_lets_requests_finish_within_the_grace() -> None:
+def test_stop_lets_requests_finish_within_the_grace_period() -> None:
     with serving(step_seconds=0.01, grace_seconds=20.0) as served:
         asked: dict[str, Any] = {"model": "tiny", "prompt": [17], "max_tokens": 40, "temperature": 0, "stream": True}
         stream = iter(served.client().completions.create(**asked, extra_body={"ignore_eos": True}))
@@ -350,7 +357,7 @@ def test_a_stop_lets_requests_finish_within_the_grace() -> None:
             served.client().models.list()
 
 
-def test_a_stop_ends_what_takes_longer() -> None:
+def test_stop_aborts_requests_after_the_grace_period() -> None:
     with serving(step_seconds=0.02, grace_seconds=0.3, max_concurrent=1) as served:
         stream = iter(
             served.client().completions.create(
@@ -372,8 +379,8 @@ def test_a_stop_ends_what_takes_longer() -> None:
 
 
 @pytest.mark.parametrize("ignored", [(), (signal.SIGINT,)])
-def test_a_signal_that_is_ignored_stays_so(ignored: tuple[signal.Signals, ...]) -> None:
-    """A rank's Ctrl-C: its parent sends SIGTERM for it, and the two would be a stop and a second one."""
+def test_ignored_signals_stay_ignored(ignored: tuple[signal.Signals, ...]) -> None:
+    """A rank ignores Ctrl-C, because its parent also sends SIGTERM, and a second signal would skip the grace period."""
 
     def stop(number: int, frame: object) -> None:
         pass
@@ -383,7 +390,7 @@ def test_a_signal_that_is_ignored_stays_so(ignored: tuple[signal.Signals, ...]) 
     try:
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
-        with handling_signals(stop):
+        with handled_signals(stop):
             assert [signal.getsignal(number) is stop for number in both] == [not ignored, True]
         assert [signal.getsignal(number) == signal.SIG_IGN for number in both] == [bool(ignored), False]
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -392,21 +399,21 @@ def test_a_signal_that_is_ignored_stays_so(ignored: tuple[signal.Signals, ...]) 
             signal.signal(number, handler)
 
 
-def test_mistakes_of_the_flags_are_named_together(tmp_path: Path) -> None:
+def test_all_errors_of_the_flags_are_reported(tmp_path: Path) -> None:
     words = "--model m --serve --port 70000 --max-concurrent 0 --max-queue -1 --max-request-tokens 1 --top-k 3 --json"
     with pytest.raises(UserError) as raised:
         parse_options(words.split())
     beginnings = ["--port 70000", "--max-concurrent 0", "--max-queue -1", "--max-request-tokens 1"]
-    beginnings += ["--serve takes from each request what flags of sampling", "--serve takes from each request what"]
+    beginnings += ["--serve does not use the sampling flags", "--serve does not use the output flags"]
     assert [line.startswith(start) for line, start in zip(raised.value.mistakes, beginnings, strict=True)] == [True] * 6
-    with pytest.raises(UserError, match="without --serve"):
+    with pytest.raises(UserError, match="--port 80 requires --serve"):
         parse_options("--model m --tokens 1 --port 80".split())
     keys = tmp_path / "keys"
-    for content, expected in ((b"\n \n", "holds no key"), (b"a\nb c\n", ":2: "), (b"\xc3\xa4\n", ":1: ")):
+    for content, expected in ((b"\n \n", "contains no key"), (b"a\nb c\n", ":2: "), (b"\xc3\xa4\n", ":1: ")):
         keys.write_bytes(content)
         with pytest.raises(UserError, match=expected):
             read_keys(keys)
     with pytest.raises(UserError, match="cannot be read"):
         read_keys(tmp_path / "none")
-    with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="cannot listen there"):
+    with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="cannot listen"):
         listen("127.0.0.1", taken.getsockname()[1])

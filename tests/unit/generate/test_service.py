@@ -1,57 +1,58 @@
-"""Places and counts of the samples that one answer is made of."""
+"""Room and counts of the samples of a request."""
 
 from typing import Any
 
 import pytest
 
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
-from megatron_ladder.generate.serve.questions import ApiError, Question
-from megatron_ladder.generate.serve.scheduler import Ended, Scheduler
-from megatron_ladder.generate.serve.service import Answer, Limits, Service
+from megatron_ladder.generate.serve.protocol import ApiError, ApiRequest
+from megatron_ladder.generate.serve.scheduler import Aborted, Scheduler
+from megatron_ladder.generate.serve.service import ActiveRequest, Service, ServiceLimits
 from tests.unit.generate.plain_tokenizers import Bytes
 
 NEXT, LAST = NewToken(0, 7, "", None), NewToken(0, 8, "", "length")
 
 
-def service_of(places: int) -> Service:
-    rules: Any = None
+def new_service(room: int) -> Service:
+    model: Any = None
     scheduler = Scheduler(1, lambda events: None, grace_seconds=0.0)
-    return Service(scheduler, rules, Bytes(), Limits(places, body_bytes=100), ())
+    return Service(scheduler, model, Bytes(), ServiceLimits(room, body_bytes=100), ())
 
 
-def answer_of(service: Service, samples: int) -> Answer:
-    """Whose tokens nobody takes."""
+def start_request(service: Service, samples: int) -> ActiveRequest:
+    """Start a request whose tokens nobody takes."""
     requests = (GenerationRequest((1,), 5),) * samples
-    question = Question(requests, chat=False, stream=True, include_usage=False, logprobs=None, prompt_tokens=1)
-    return Answer(service, question)
+    return ActiveRequest(
+        service, ApiRequest(requests, chat=False, stream=True, include_usage=False, logprobs=None, prompt_tokens=1)
+    )
 
 
-def test_every_sample_counts_once_as_begun_and_once_as_cancelled() -> None:
-    service = service_of(3)
-    answer = answer_of(service, 3)
-    tickets = answer._tickets
+def test_each_sample_counts_once_as_begun_and_once_as_cancelled() -> None:
+    service = new_service(3)
+    active = start_request(service, 3)
+    tickets = active._tickets
     for event in (NEXT, NEXT, LAST):
         tickets[0].on_event(event)
     tickets[1].on_event(NEXT)
-    tickets[2].on_event(Ended("no more"))
+    tickets[2].on_event(Aborted("no more"))
     metrics = service.metrics
     assert (metrics.first_tokens, metrics.generated_tokens, metrics.cancelled_samples) == (2, 4, 1)
-    answer.close()
-    # The slot empties before the next step, whose token is on its way.
+    active.close()
+    # The slot is released before the next step, whose token is already under way.
     tickets[1].on_event(LAST)
     assert (metrics.first_tokens, metrics.generated_tokens, metrics.cancelled_samples) == (2, 4, 2)
 
 
-def test_a_samples_last_event_frees_its_place_whether_or_not_it_is_sent() -> None:
-    service = service_of(2)
-    answer = answer_of(service, 2)
-    with pytest.raises(ApiError, match="2 samples are under way"):
-        service.enter(1)
-    answer._tickets[0].on_event(LAST)
-    service.enter(1)
-    with pytest.raises(ApiError, match="2 samples are under way"):
-        service.enter(1)
-    answer.close()
-    service.enter(1)
-    with pytest.raises(ApiError, match="2 samples are under way"):
-        service.enter(1)
+def test_last_event_of_a_sample_frees_its_room_before_it_is_sent() -> None:
+    service = new_service(2)
+    active = start_request(service, 2)
+    with pytest.raises(ApiError, match="2 samples are in progress"):
+        service.acquire(1)
+    active._tickets[0].on_event(LAST)
+    service.acquire(1)
+    with pytest.raises(ApiError, match="2 samples are in progress"):
+        service.acquire(1)
+    active.close()
+    service.acquire(1)
+    with pytest.raises(ApiError, match="2 samples are in progress"):
+        service.acquire(1)

@@ -1,4 +1,4 @@
-"""Small models with known weights, and a checkpoint of one as training would have left it."""
+"""Small models with known weights, and training checkpoints of them."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ from megatron_ladder.parallel.layout import parameter_sections
 from tests.reference import ReferenceConfig, make_weights
 
 PROMPTS = ((5, 9, 3), (17,), (1, 2, 3, 4, 5, 6, 7, 8, 40), (60, 60, 2, 11, 9))
-"""Of unequal lengths."""
+"""Prompts of unequal lengths."""
 
 SIZES: dict[str, Any] = {
     "num_layers": 3,
@@ -55,13 +55,13 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def reference_of(config: ModelConfig, seed: int = 3) -> tuple[dict[str, Tensor], ReferenceConfig]:
-    """Weights and sizes for the arithmetic of `tests.reference`."""
+    """Return weights and sizes for `tests.reference`."""
     reference = ReferenceConfig.like(config)
     return make_weights(reference, seed), reference
 
 
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Puts whole weights into a model of one rank; rows beyond the vocabulary must have no part in anything."""
+    """Copy whole weights to a model of one rank; padding gets values that must not affect any result."""
     with torch.no_grad():
         for parameter, sections in parameter_sections(model):
             parameter.fill_(1e3)
@@ -91,7 +91,7 @@ def tiny_engine(config: ModelConfig, weights: Mapping[str, Tensor], lean: bool =
 
 
 def write_checkpoint(save: Path, config: ModelConfig, weights: Mapping[str, Tensor], **more: Any) -> Path:
-    """Publishes the weights as iteration 10, with `more` in the header; returns the checkpoint's own directory."""
+    """Write the weights as the checkpoint of iteration 10, with `more` in its header; return its directory."""
     temporary = create_temporary_directory(save, 10, "token")
     writer = CheckpointWriter(temporary, 0)
     for name, weight in weights.items():
@@ -108,7 +108,7 @@ def train_tokenizer(folder: Path, texts: Iterable[str]) -> SentencePieceTokenize
 
 
 def write_checkpoint_with_tokenizer(folder: Path) -> tuple[Path, ModelConfig, SentencePieceTokenizer]:
-    """A directory of checkpoints whose only one holds a hybrid model, and a tokenizer of 300 ids."""
+    """Write a directory with one checkpoint of a hybrid model and a tokenizer of 300 ids."""
     tokenizer = train_tokenizer(folder, ["def add(a, b):\n    return a + b\n", "class Point:\n    pass\n"] * 20)
     config = tiny_config(vocab_size=tokenizer.vocab_size, residual_mode="ladder", ladder_layers=(1, 2))
     checkpoint = write_checkpoint(folder / "run", config, reference_of(config)[0])

@@ -1,0 +1,242 @@
+"""The server's life on every rank: check the flags, listen, serve until a signal, shut down."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from megatron_ladder.comm.launch import Place, telling_mistakes
+from megatron_ladder.data.chat_template import ChatTemplate, load_chat_template
+from megatron_ladder.data.tokenizers import Tokenizer
+from megatron_ladder.errors import UserError
+from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.loading import StoredModel
+from megatron_ladder.generate.options import ServeOptions
+from megatron_ladder.generate.prompts import PromptEncoder
+from megatron_ladder.generate.serve.app import LimitedConnection, build_app
+from megatron_ladder.generate.serve.plans import PLAN_TIMEOUT, PlanChannel, run_plans
+from megatron_ladder.generate.serve.protocol import ServedModel
+from megatron_ladder.generate.serve.scheduler import Event, Scheduler, Ticket
+from megatron_ladder.generate.serve.service import Service, ServiceLimits
+
+_DEFAULT_POSITIONS = 4096
+"""Largest default of --max-request-tokens, because every slot needs memory for so many tokens."""
+_FLUSH_SECONDS = 2.0
+"""Time after the grace period to send the last bytes."""
+
+
+@dataclass(frozen=True)
+class ServerSetup:
+    """Everything that the server needs in addition to the engine."""
+
+    options: ServeOptions
+    model: ServedModel
+    tokenizer: Tokenizer
+    api_keys: tuple[bytes, ...]
+    """Keys of which a request needs one; if there are none, no key is required."""
+    listener: socket.socket | None
+    """The listening socket, on rank 0."""
+
+
+def prepare_server(
+    place: Place, options: ServeOptions, stored: StoredModel, directory: Path
+) -> Callable[[GenerationEngine], None]:
+    """Check the flags and return a function that serves with an engine; see `set_up_server` and `_serve`."""
+    setup = set_up_server(place, options, stored, directory)
+    return lambda engine: _serve(engine, setup)
+
+
+def set_up_server(place: Place, options: ServeOptions, stored: StoredModel, directory: Path) -> ServerSetup:
+    """Check the flags, read the keys, and listen on rank 0.
+
+    Args:
+        directory: value of --model, from which the model's name is derived.
+
+    Raises:
+        UserError: with one line per error.
+    """
+    errors = []
+    available = stored.config.max_position_embeddings
+    positions = options.max_request_tokens or min(available, _DEFAULT_POSITIONS)
+    if positions > available:
+        errors.append(f"--max-request-tokens {positions}: the model has only {available} positions; reduce the value")
+    if stored.tokenizer is None:
+        errors.append(
+            "--serve needs a tokenizer, and the model's directory has none; use --tokenizer-type and --tokenizer-model"
+        )
+    keys: tuple[bytes, ...] = ()
+    if options.api_key_file is not None:
+        try:
+            keys = read_keys(options.api_key_file)
+        except UserError as error:
+            errors += error.mistakes
+    if errors or stored.tokenizer is None:
+        raise UserError(*errors)
+    tokenizer = stored.tokenizer
+    listener = None
+    if place.rank == 0:
+        with telling_mistakes(place):
+            listener = listen(options.host, options.port)
+    model = ServedModel(
+        name=options.model_name or directory.resolve().name,
+        encode=PromptEncoder(tokenizer, stored.prefix, chat=False, system=None).encode,
+        encode_chat=lambda text: tuple(tokenizer.encode(text)),
+        template=_load_template(tokenizer) if place.rank == 0 else None,
+        vocab_size=stored.config.vocab_size,
+        positions=positions,
+        max_samples=options.max_concurrent + options.max_queue,
+        eos_ids=stored.eos_ids,
+    )
+    return ServerSetup(options, model, tokenizer, keys, listener)
+
+
+def read_keys(path: Path) -> tuple[bytes, ...]:
+    """Return the keys of a file with one key per line.
+
+    Raises:
+        UserError: the file has no key, or one that a header cannot contain.
+    """
+    try:
+        lines = [line.strip() for line in path.read_bytes().splitlines()]
+    except OSError as error:
+        raise UserError(f"--api-key-file {path}: cannot be read: {error.strerror}") from None
+    keys = tuple(line for line in lines if line)
+    if not keys:
+        raise UserError(f"--api-key-file {path}: the file contains no key; write one key per line")
+    invalid = [number for number, line in enumerate(lines, start=1) if any(not 33 <= byte <= 126 for byte in line)]
+    if invalid:
+        raise UserError(f"--api-key-file {path}:{invalid[0]}: a key must be printable ASCII without spaces")
+    return keys
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; raises UserError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port}: cannot listen: {error.strerror}; use another address") from None
+
+
+def _load_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    if not tokenizer.files:
+        return None
+    try:
+        return load_chat_template(tokenizer.files[0], None)
+    except UserError as error:
+        print(f"warning: /v1/chat/completions is not available: {error}", file=sys.stderr)
+        return None
+
+
+def _serve(engine: GenerationEngine, setup: ServerSetup) -> None:
+    """Serve until a signal stops rank 0; every rank must call it.
+
+    Raises:
+        BadNumbersError: the model's logits are not finite.
+    """
+    batch = engine.new_batch(setup.options.max_concurrent, setup.model.positions)
+    channel = PlanChannel(engine.group.over_gloo(PLAN_TIMEOUT))
+    if setup.listener is None:
+        # Launchers send signals to all ranks. The other ranks stop when rank 0 says so, or when it is gone.
+        with handled_signals(signal.SIG_IGN):
+            run_plans(batch, channel)
+        return
+    server = ServerThread(setup, setup.listener)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.stop()
+
+    with handled_signals(stop):
+        server.start()
+        print(_greeting(setup, setup.listener), file=sys.stderr, flush=True)
+        try:
+            run_plans(batch, channel, server.scheduler.next_plan, server.scheduler.deliver)
+        except BaseException:
+            server.scheduler.abort_all("the server has failed")
+            server.stop()
+            raise
+        finally:
+            server.join(_FLUSH_SECONDS)
+
+
+class ServerThread(threading.Thread):
+    """Runs uvicorn next to the engine's thread."""
+
+    def __init__(self, setup: ServerSetup, listener: socket.socket) -> None:
+        super().__init__(name="server", daemon=True)
+        options = setup.options
+        self.scheduler = Scheduler(options.max_concurrent, self._deliver, options.grace_seconds)
+        limits = ServiceLimits(setup.model.max_samples, options.max_body_bytes)
+        self.service = Service(self.scheduler, setup.model, setup.tokenizer, limits, setup.api_keys)
+        self._listener = listener
+        self._loop = asyncio.new_event_loop()
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                build_app(self.service), loop="asyncio", http=LimitedConnection, ws="none", lifespan="off",
+                log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=int(options.grace_seconds + _FLUSH_SECONDS),
+            )
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Serve until `stop`; then close the scheduler, with the error if there was one."""
+        error: BaseException | None = None
+        try:
+            with contextlib.closing(self._loop):
+                self._loop.run_until_complete(self._server.serve([self._listener]))
+        except BaseException as raised:
+            error = raised
+        self.scheduler.close(error)
+
+    def stop(self) -> None:
+        """Reject new requests, and end after the current ones; from any thread or signal handler."""
+        self.service.stopping = True
+        self._server.should_exit = True
+        self.scheduler.stop()
+
+    def _deliver(self, events: Sequence[tuple[Ticket, Event]]) -> None:
+        # A closed loop has no clients left.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(_dispatch, events)
+
+
+def _dispatch(events: Sequence[tuple[Ticket, Event]]) -> None:
+    for ticket, event in events:
+        ticket.on_event(event)
+
+
+@contextlib.contextmanager
+def handled_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Install a handler of SIGINT and SIGTERM inside the block.
+
+    An ignored signal stays ignored: the process that started the ranks handles Ctrl-C and sends them SIGTERM instead.
+    """
+    handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _greeting(setup: ServerSetup, listener: socket.socket) -> str:
+    options = setup.options
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    lines = [
+        f"serving {setup.model.name} at http://{address}:{port}/v1: {options.max_concurrent} samples at a time, "
+        f"{setup.model.positions} tokens each"
+    ]
+    if not options.is_local and not setup.api_keys:
+        lines.append("warning: other machines can reach this server, and it requires no key; use --api-key-file")
+    return "\n".join(lines)
