@@ -1,4 +1,4 @@
-"""Generates text from prompts with a trained model."""
+"""Generate text from prompts with a trained model."""
 
 import os
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ COMMANDS = (Command(SECTIONS),)
 def main(argv: Sequence[str]) -> None:
     """Read the command line and generate, as one rank or as the parent of several."""
     options = parse_options(argv)
-    if (options.model.tp or 1) > 1 and "WORLD_SIZE" not in os.environ:
-        grace_seconds = GRACE_SECONDS + (options.serve.grace_seconds if options.serve.serve else 0)
-        run_ranks(__name__, argv, options.model.tp or 1, grace_seconds, ends_by_signal=options.serve.serve)
+    ranks, serve = options.model.tp or 1, options.serve
+    if ranks > 1 and "WORLD_SIZE" not in os.environ:
+        grace_seconds = GRACE_SECONDS + (serve.grace_seconds if serve.serve else 0)
+        run_ranks(__name__, argv, ranks, grace_seconds, ends_by_signal=serve.serve)
         return
     # Imports torch, which a parent of ranks does not need.
     from megatron_ladder.generate.program import generate

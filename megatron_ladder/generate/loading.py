@@ -4,6 +4,7 @@
 override them. `load_model` then builds this rank's model and reads this rank's slices of the weights.
 """
 
+import contextlib
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.weights import load_weights, stored_model
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.hf_directory import CONFIG_NAME, HFDirectory, open_hf_directory, safe_path
-from megatron_ladder.convert.sources import StoredBox
+from megatron_ladder.convert.sources import Reader, StoredBox
 from megatron_ladder.convert.tokenizer_files import token_ids
 from megatron_ladder.data.tokenizers import (
     DESCRIPTION_FILE,
@@ -176,52 +177,42 @@ def load_model(
 @torch.no_grad()
 def _load_hf_weights(model: nn.Module, directory: HFDirectory) -> None:
     """Fill this rank's parameters, reading only the bytes of their slices; padding becomes zero."""
-    mapped_files: dict[Path, mmap.mmap] = {}
-    for parameter, sections in parameter_sections(model):
-        if has_padding(parameter, sections):
-            parameter.zero_()
-        for section in sections:
-            source = directory.tensors[section.name]
-            wanted = Box(section.offset, section.extent)
-            target = section.view(parameter).detach()
-            for stored, shared in source.in_rows(wanted):
-                part = target[shared.within(wanted).slices()]
-                _read_box(stored, shared, getattr(torch, source.dtype), part, mapped_files)
+    reader, mapped_files = Reader(), dict[Path, mmap.mmap]()
+    with contextlib.closing(reader):
+        for parameter, sections in parameter_sections(model):
+            if has_padding(parameter, sections):
+                parameter.zero_()
+            for section in sections:
+                source = directory.tensors[section.name]
+                wanted = Box(section.offset, section.extent)
+                target = section.view(parameter).detach()
+                for stored, shared in source.in_rows(wanted):
+                    part = target[shared.within(wanted).slices()]
+                    _read_box(stored, shared, getattr(torch, source.dtype), part, reader, mapped_files)
 
 
 def _read_box(
-    stored: StoredBox, shared: Box, dtype: torch.dtype, out: Tensor, mapped_files: dict[Path, mmap.mmap]
+    stored: StoredBox,
+    shared: Box,
+    dtype: torch.dtype,
+    out: Tensor,
+    reader: Reader,
+    mapped_files: dict[Path, mmap.mmap],
 ) -> None:
     """Copy the part `shared` of a stored box to `out`, which may have another dtype or device."""
     part = shared.within(stored.box)
     first, end = flat_range(stored.box.extent, part)
-    begin = stored.begin + first * dtype.itemsize
-    count = end - first
+    begin, count = first * dtype.itemsize, end - first
+    if count == part.numel and out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu":
+        reader.read_box(stored, begin, out.view(-1).view(torch.uint8).numpy().data)
+        return
     try:
-        contiguous_in_file = stored.mapped is None and count == part.numel
-        if contiguous_in_file and out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu":
-            _read_bytes(stored.path, begin, out)
-            return
-        whole = stored.mapped if stored.mapped is not None else _mapping(stored.path, mapped_files)
-        flat = torch.frombuffer(whole, dtype=dtype, count=count, offset=begin)
+        if stored.mapped is None and stored.path not in mapped_files:
+            with open(stored.path, "rb") as file:
+                # Copy-on-write, because torch warns about read-only memory; nothing writes to it.
+                mapped_files[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        whole = mapped_files[stored.path] if stored.mapped is None else stored.mapped
+        flat = torch.frombuffer(whole, dtype=dtype, count=count, offset=stored.begin + begin)
     except (OSError, ValueError) as error:
         raise UserError(f"{stored.path}: cannot be read: {error}") from None
     out.copy_(flat.as_strided(part.extent, row_major_strides(stored.box.extent)))
-
-
-def _read_bytes(path: Path, begin: int, out: Tensor) -> None:
-    remaining = out.view(-1).view(torch.uint8).numpy().data
-    with open(path, "rb", buffering=0) as file:
-        file.seek(begin)
-        while remaining and (count := file.readinto(remaining)):
-            remaining = remaining[count:]
-    if remaining:
-        raise ValueError(f"the file ends {len(remaining)} bytes before the end of a tensor")
-
-
-def _mapping(path: Path, mapped_files: dict[Path, mmap.mmap]) -> mmap.mmap:
-    if path not in mapped_files:
-        with open(path, "rb") as file:
-            # Copy-on-write, because torch warns about read-only memory; nothing writes to it.
-            mapped_files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return mapped_files[path]

@@ -104,7 +104,7 @@ TRAINING = (
         (fenced("python tools/plan.py --gpu 8"), "--gpu is not a flag of this program: did you mean --gpus?"),
         (fenced("python tools/plan.py \\\n    --cluster h300"), "--cluster h300: expected one of"),
         (fenced("A=1 python tools/generate.py --model m --prompt x --stop"), "--stop: expected at least one"),
-        (fenced("python tools/generate.py --model m --json --stream"), "--stream shows text as it comes"),
+        (fenced("python tools/generate.py --model m --json --stream"), "--json and --stream exclude each other"),
         (fenced("python tools/missing.py --x"), "tools/missing.py: there is no such script"),
         (fenced("cd x && python tools/inspect_data.py p --verfy", "<!-- not run: why -->"), "--verfy is not a flag"),
         (fenced("for s in 1 2; do\n  python tools/plan.py --seed $s\ndone"), "--seed is not a flag"),
@@ -127,7 +127,7 @@ TRAINING = (
         ("```bash\npython tools/plan.py\n", "a fence is not closed"),
         ("words\n\n    python tools/plan.py\n", "a.md:3: commands stand in a bash fence"),
         ("`tools/plan.py --gpu 8`", "--gpu is not a flag of this program"),
-        ("`python tools/generate.py ...\n--stream --json`", "--stream shows text"),
+        ("`python tools/generate.py ...\n--stream --json`", "--json and --stream"),
         ("and `--micro-batch-sise`", "--micro-batch-sise is not a flag of any program"),
     ],
 )
