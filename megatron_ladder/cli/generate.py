@@ -1,4 +1,4 @@
-"""Generate text from prompts with a trained model."""
+"""Generates text from prompts with a trained model."""
 
 import os
 from collections.abc import Sequence
