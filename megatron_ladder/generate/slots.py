@@ -22,7 +22,7 @@ from megatron_ladder.generate.cache import StaticKeyValueCache
 from megatron_ladder.generate.graph import CapturedDecode, StepGraph
 from megatron_ladder.generate.requests import FinishReason, GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Alternatives, Sampler
-from megatron_ladder.generate.text import StopFinder, IncrementalDecoder
+from megatron_ladder.generate.text import IncrementalDecoder, StopFinder
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
