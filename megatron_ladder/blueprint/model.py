@@ -1,4 +1,4 @@
-"""What the model is: sizes, rotary embedding, biases and wiring of a Llama-family decoder."""
+"""The sizes, rotary embedding, biases and wiring of a Llama-family decoder, as flags and resolved."""
 
 import re
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from megatron_ladder.blueprint.wiring import (
     describe_wirings,
     modes_taking,
 )
-from megatron_ladder.errors import UserError
-from megatron_ladder.flags import ValueType, flag, flag_name, to_plain
+from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.flags import ValueType, flag, flag_name, to_plain, value_errors
 
 FFN_MULTIPLE = 256
 """The default MLP width, 8/3 of the hidden size, is rounded up to a multiple of this."""
@@ -24,22 +24,22 @@ FFN_MULTIPLE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTraits:
-    """What needs no resolving: the same on the command line and in a checkpoint."""
+    """Values that are the same on the command line and in a checkpoint."""
 
-    norm_epsilon: float = flag(1e-5, aliases=("--layernorm-epsilon",))
-    """Added to the mean square in RMSNorm."""
-    rotary_base: float = flag(10000.0, aliases=("--rope-theta",))
+    norm_epsilon: float = flag(1e-5, aliases=("--layernorm-epsilon",), above=0)
+    """Term added to the mean square in RMSNorm."""
+    rotary_base: float = flag(10000.0, aliases=("--rope-theta",), above=0)
     """Base of the rotary embedding's wavelengths."""
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
-    """How rotary frequencies are stretched for longer contexts."""
-    rope_scaling_factor: float = 1.0
-    """Factor by which the context is stretched (linear and llama3)."""
+    """Method that scales rotary frequencies for longer contexts."""
+    rope_scaling_factor: float = flag(1.0, above=0)
+    """Factor by which the context grows (linear and llama3)."""
     rope_low_freq_factor: float = 1.0
-    """Llama 3 scaling: wavelengths above original positions / this are stretched in full."""
+    """Llama 3 scaling: wavelengths above original positions / this factor are scaled in full."""
     rope_high_freq_factor: float = 4.0
-    """Llama 3 scaling: wavelengths below original positions / this are left as they are."""
-    rope_original_max_position_embeddings: int = 8192
-    """Llama 3 scaling: positions of the model before stretching."""
+    """Llama 3 scaling: wavelengths below original positions / this factor are not scaled."""
+    rope_original_max_position_embeddings: int = flag(8192, minimum=1)
+    """Llama 3 scaling: maximum positions of the model before scaling."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output head."""
     add_qkv_bias: bool = False
@@ -50,11 +50,11 @@ class ModelTraits:
     """Biases on the three projections of the MLP."""
     qk_layernorm: bool = False
     """RMSNorm over each query and key head before the rotary embedding."""
-    init_method_std: float = 0.02
-    """Standard deviation of the initial weights; output projections get it over sqrt(2 x layers)."""
+    init_method_std: float = flag(0.02, minimum=0)
+    """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x layers)."""
     residual_mode: ResidualMode = flag("standard", details=describe_wirings())
     """Wiring of the layers."""
-    residual_staleness: int = 1
+    residual_staleness: int = flag(1, minimum=1)
     """How many sub-blocks late a ladder layer reads the stream, and so how many all-reduces are in flight."""
 
 
@@ -62,59 +62,59 @@ class ModelTraits:
 class ModelFlags(ModelTraits):
     """Model. Sizes and wiring of the decoder; defaults are Llama's."""
 
-    num_layers: int = 12
+    num_layers: int = flag(12, minimum=1)
     """Transformer layers."""
-    hidden_size: int = 768
+    hidden_size: int = flag(768, minimum=1)
     """Width of the residual stream."""
-    ffn_hidden_size: int | None = None
-    """Width of the MLP; 8/3 of the hidden size rounded up to a multiple of 256 if not given."""
-    num_attention_heads: int = 12
+    ffn_hidden_size: int | None = flag(None, minimum=1)
+    """Width of the MLP; by default 8/3 of the hidden size, rounded up to a multiple of 256."""
+    num_attention_heads: int = flag(12, minimum=1)
     """Query heads."""
-    num_key_value_heads: int | None = flag(None, aliases=("--num-query-groups",))
-    """Key and value heads (grouped-query attention); as many as query heads if not given."""
-    head_dim: int | None = flag(None, aliases=("--kv-channels",))
-    """Width of one head; hidden size over query heads if not given."""
-    vocab_size: int | None = None
-    """Number of token ids; taken from the tokenizer if not given. It is padded to 128 x tensor-parallel size."""
-    max_position_embeddings: int | None = None
-    """Longest sequence the model may see; the training sequence length if not given."""
+    num_key_value_heads: int | None = flag(None, aliases=("--num-query-groups",), minimum=1)
+    """Key and value heads (grouped-query attention); by default as many as query heads."""
+    head_dim: int | None = flag(None, aliases=("--kv-channels",), minimum=1)
+    """Width of one head; by default the hidden size divided by the query heads."""
+    vocab_size: int | None = flag(None, minimum=1)
+    """Number of token ids; by default that of the tokenizer. It is padded to 128 x tensor-parallel size."""
+    max_position_embeddings: int | None = flag(None, minimum=1)
+    """Longest sequence that the model accepts; by default the training sequence length."""
     ladder_layers: str | None = None
-    """Layers that read the stream late: all (if not given), none, N (the upper N layers), or indices from 0 as in
+    """Layers that read the stream late: all (the default), none, N (the upper N layers), or indices from 0 as in
     16-31, 3,7,9-12 or [16] (one layer)."""
     desync_interval: int = 2
-    """With --residual-mode desync, sub-blocks between two all-reduces: 2 or 4."""
+    """Sub-blocks between two all-reduces with --residual-mode desync: 2 or 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelTraits):
-    """A model with nothing left open; the form in which a checkpoint keeps it.
+    """A resolved model, as checkpoints store it.
 
-    Attributes are those of `ModelFlags` after `resolve_model`. `ladder_layers` is the sorted tuple of indices of
-    the layers that read the stream late; it is empty for standard and parallel.
+    The attributes are those of `ModelFlags` after `resolve_model`. `ladder_layers` is empty in a wiring without late
+    sub-blocks.
     """
 
-    num_layers: int
+    num_layers: int = flag(minimum=1)
     """Transformer layers."""
-    hidden_size: int
+    hidden_size: int = flag(minimum=1)
     """Width of the residual stream."""
-    ffn_hidden_size: int
+    ffn_hidden_size: int = flag(minimum=1)
     """Width of the MLP."""
-    num_attention_heads: int
+    num_attention_heads: int = flag(minimum=1)
     """Query heads."""
-    num_key_value_heads: int
+    num_key_value_heads: int = flag(minimum=1)
     """Key and value heads."""
-    head_dim: int
+    head_dim: int = flag(minimum=1)
     """Width of one head."""
-    vocab_size: int
+    vocab_size: int = flag(minimum=1)
     """Number of token ids, without padding."""
-    max_position_embeddings: int
-    """Longest sequence the model may see."""
+    max_position_embeddings: int = flag(minimum=1)
+    """Longest sequence that the model accepts."""
     ladder_layers: tuple[int, ...] = ()
     """Sorted indices of the layers that read the stream late."""
     desync_interval: int = 0
     """Sub-blocks between two all-reduces of a desynchronised stream; 0 without desync."""
     desync_tp: int | None = None
-    """Tensor-parallel size that a desync model was made for, and the only one that it has; None without desync."""
+    """The tensor-parallel size of a desync model, which cannot change; None without desync."""
 
     @property
     def wiring(self) -> Wiring:
@@ -146,23 +146,24 @@ class ModelConfig(ModelTraits):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; the inverse of `from_dict`."""
+        """Return the model as JSON values; the inverse of `from_dict`."""
         return to_plain(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any], source: str) -> "ModelConfig":
-        """Reads a stored model.
+        """Read a stored model. `ladder_layers` can be a list, an int N (the upper N layers) or null (none).
 
-        `ladder_layers` may be a list, an int N (the upper N layers) or null (none).
+        Args:
+            source: the file, for error messages.
 
         Raises:
-            UserError: a key is missing, unknown or of the wrong kind; `source` (the file) is named.
+            UserError: a key is missing or unknown, or a value is invalid.
         """
         known = {field.name: field for field in fields(ModelConfig)}
-        strange = sorted(set(values) - set(known))
+        unknown = sorted(set(values) - set(known))
         absent = sorted(name for name, field in known.items() if field.default is MISSING and name not in values)
-        if strange or absent:
-            raise UserError(f"{source}: not a model of this version: unknown keys {strange}, missing keys {absent}")
+        if unknown or absent:
+            raise UserError(f"{source}: not a model of this version: unknown keys {unknown}, missing keys {absent}")
         read = dict(values)
         layers = read.get("ladder_layers")
         try:
@@ -176,19 +177,18 @@ class ModelConfig(ModelTraits):
         except (TypeError, ValueError) as error:
             raise UserError(f"{source}: the model's description cannot be read: {error}") from None
         config = ModelConfig(**read)
-        mistakes = model_mistakes(config)
-        if mistakes:
-            raise UserError(*(f"{source}: {mistake}" for mistake in mistakes))
+        raise_user_errors(f"{source}: {error}" for error in model_errors(config))
         return config
 
 
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
-    """The sorted layer indices that `--ladder-layers` names.
+    """Return the sorted layer indices that `--ladder-layers` names.
 
-    Grammar: `all`, `none`, `N` (the upper N), `[16]`, `16-31`, `3,7,9-12`, brackets optional around a list.
+    The text is `all`, `none`, `N` (the upper N), or a list such as `[16]`, `16-31` or `3,7,9-12`, with or without
+    brackets.
 
     Raises:
-        ValueError: the text does not follow the grammar, or names a layer that does not exist.
+        ValueError: the text has another form, or names a layer that does not exist.
     """
     words = text.strip()
     if words == "all":
@@ -208,120 +208,115 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
             raise ValueError(f"{part!r} is not all, none, N, a layer or a range such as 16-31")
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last or last >= num_layers:
-            raise ValueError(f"{part!r} does not lie in layers 0-{num_layers - 1}")
+            raise ValueError(f"{part!r} is not within layers 0-{num_layers - 1}")
         layers.update(range(first, last + 1))
     return tuple(sorted(layers))
 
 
 def resolve_model(
-    flags: ModelFlags, vocab_size: int, seq_length: int, tensor_parallel: int, mistakes: list[str]
+    flags: ModelFlags, vocab_size: int, seq_length: int, tensor_parallel: int, errors: list[str]
 ) -> ModelConfig:
-    """Fills in what the flags leave open. Mistakes are appended, and harmless values stand in for them."""
+    """Derive the values that the flags leave open, appending one line to `errors` for each error.
+
+    A harmless value replaces one that cannot be derived.
+    """
     hidden, heads = flags.hidden_size, max(flags.num_attention_heads, 1)
     if flags.head_dim is None and hidden % heads:
-        mistakes.append(
+        errors.append(
             f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: "
             "change one of them, or give --head-dim"
         )
     wiring = WIRINGS[flags.residual_mode]
     for name in ("ladder_layers", "residual_staleness", "desync_interval"):
         if name not in wiring.takes and getattr(flags, name) != getattr(ModelFlags, name):
-            mistakes.append(
+            errors.append(
                 f"{flag_name(name)} {getattr(flags, name)} has no meaning with --residual-mode "
                 f"{flags.residual_mode}: give --residual-mode {' or '.join(modes_taking(name))}, or leave it out"
             )
-    desync = wiring.stream == "per rank"
     try:
         layers = parse_layers("all" if flags.ladder_layers is None else flags.ladder_layers, flags.num_layers)
     except ValueError as error:
-        mistakes.append(f"--ladder-layers {flags.ladder_layers}: {error}")
+        errors.append(f"--ladder-layers {flags.ladder_layers}: {error}")
         layers = ()
-    default_ffn = -(-8 * hidden // 3 // FFN_MULTIPLE) * FFN_MULTIPLE
-    values = {field.name: getattr(flags, field.name) for field in fields(ModelFlags)}
+    desync = wiring.stream == "per rank"
+    derived = {
+        "ffn_hidden_size": -(-8 * hidden // 3 // FFN_MULTIPLE) * FFN_MULTIPLE,
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": seq_length,
+    }
+    given = {field.name: getattr(flags, field.name) for field in fields(ModelFlags)}
+    values = given | {name: value for name, value in derived.items() if given[name] is None}
     values.update(
-        ffn_hidden_size=default_ffn if flags.ffn_hidden_size is None else flags.ffn_hidden_size,
-        num_key_value_heads=heads if flags.num_key_value_heads is None else flags.num_key_value_heads,
-        head_dim=hidden // heads if flags.head_dim is None else flags.head_dim,
         vocab_size=vocab_size,
-        max_position_embeddings=seq_length if flags.max_position_embeddings is None else flags.max_position_embeddings,
         ladder_layers=layers if wiring.late else (),
         desync_interval=flags.desync_interval if desync else 0,
         desync_tp=tensor_parallel if desync else None,
     )
     config = ModelConfig(**values)
-    mistakes.extend(model_mistakes(config))
+    errors += model_errors(config)
     return config
 
 
-def model_mistakes(config: ModelConfig) -> list[str]:
-    """One line for each value that no model can have, in the words of the command line."""
-    mistakes = []
-    positive = (
-        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "vocab_size", "max_position_embeddings", "norm_epsilon", "rotary_base", "rope_scaling_factor",
-        "rope_original_max_position_embeddings", "residual_staleness",
-    )  # fmt: skip
-    for name in positive:
-        if getattr(config, name) <= 0:
-            mistakes.append(f"--{name.replace('_', '-')} {getattr(config, name)} must be above zero")
-    if mistakes:
-        return mistakes
+def model_errors(config: ModelConfig) -> list[str]:
+    """Return one line, with the names of the flags, for each value or combination that no model can have."""
+    errors = value_errors([config])
+    if errors:
+        return errors
     if config.num_attention_heads % config.num_key_value_heads:
-        mistakes.append(
+        errors.append(
             f"--num-attention-heads {config.num_attention_heads} is not divisible by "
             f"--num-key-value-heads {config.num_key_value_heads}: every key head serves as many query heads"
         )
-    if config.init_method_std < 0:
-        mistakes.append(f"--init-method-std {config.init_method_std} must not be negative")
     if config.rope_scaling == "none" and config.rope_scaling_factor != 1.0:
-        mistakes.append(
+        errors.append(
             f"--rope-scaling-factor {config.rope_scaling_factor} has no meaning with --rope-scaling none: "
             "give --rope-scaling linear or llama3"
         )
     if config.head_dim % 2:
-        mistakes.append(f"--head-dim {config.head_dim} is odd: the rotary embedding turns pairs")
+        errors.append(f"--head-dim {config.head_dim} is odd: the rotary embedding needs pairs")
     if config.rope_scaling == "llama3" and config.rope_high_freq_factor <= config.rope_low_freq_factor:
-        mistakes.append(
+        errors.append(
             f"--rope-high-freq-factor {config.rope_high_freq_factor} must be above "
             f"--rope-low-freq-factor {config.rope_low_freq_factor}"
         )
     if any(not 0 <= layer < config.num_layers for layer in config.ladder_layers):
-        mistakes.append(f"--ladder-layers {list(config.ladder_layers)} has layers outside 0-{config.num_layers - 1}")
+        errors.append(f"--ladder-layers {list(config.ladder_layers)} has layers outside 0-{config.num_layers - 1}")
     if config.residual_mode not in RESIDUAL_MODES:
-        mistakes.append(f"--residual-mode {config.residual_mode} is not one of {', '.join(RESIDUAL_MODES)}")
+        errors.append(f"--residual-mode {config.residual_mode} is not one of {', '.join(RESIDUAL_MODES)}")
     elif config.wiring.stream == "per rank":
         if config.desync_interval not in DESYNC_INTERVALS:
             possible = " or ".join(map(str, DESYNC_INTERVALS))
-            mistakes.append(f"--desync-interval {config.desync_interval} is not {possible}")
+            errors.append(f"--desync-interval {config.desync_interval} is not {possible}")
         if config.desync_tp is None or config.desync_tp < 2:
-            mistakes.append(
+            errors.append(
                 f"--residual-mode desync with --tensor-model-parallel-size {config.desync_tp}: there is nothing to "
                 "desynchronise; use at least 2 ranks, or --residual-mode standard"
             )
-    return mistakes
+    return errors
 
 
-def tensor_parallel_mistakes(config: ModelConfig, tensor_parallel: int) -> list[str]:
-    """One line for each size that this many tensor-parallel ranks cannot share."""
-    mistakes = []
+def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
+    """Return one line for each size that cannot be sharded over this many tensor-parallel ranks."""
+    errors = []
     for name in ("num_attention_heads", "ffn_hidden_size"):
         if getattr(config, name) % tensor_parallel:
-            mistakes.append(
-                f"--{name.replace('_', '-')} {getattr(config, name)} is not divisible by "
+            errors.append(
+                f"{flag_name(name)} {getattr(config, name)} is not divisible by "
                 f"--tensor-model-parallel-size {tensor_parallel}"
             )
     kv_heads = config.num_key_value_heads
     if kv_heads % tensor_parallel and tensor_parallel % kv_heads:
-        mistakes.append(
+        errors.append(
             f"--num-key-value-heads {kv_heads} and --tensor-model-parallel-size {tensor_parallel}: "
-            "one must divide the other (heads are shared out, or replicated)"
+            "one must divide the other (heads are sharded or replicated)"
         )
     if config.desync_tp not in (None, tensor_parallel):
-        mistakes.append(
-            f"--tensor-model-parallel-size {tensor_parallel}: this desync model is one of {config.desync_tp} "
-            f"tensor-parallel ranks, each with norms of its own: use {config.desync_tp}"
+        errors.append(
+            f"--tensor-model-parallel-size {tensor_parallel}: this desync model has per-rank norms for "
+            f"{config.desync_tp} tensor-parallel ranks: use {config.desync_tp}"
         )
-    return mistakes
+    return errors
 
 
 def key_value_replicas(config: ModelConfig, tensor_parallel: int) -> int:

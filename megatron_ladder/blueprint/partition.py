@@ -1,13 +1,13 @@
-"""Which layers each stage of a pipeline holds."""
+"""Partitions of the layers over the stages of a pipeline."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 
 def uniform_partition(layers: int, stages: int) -> list[range]:
-    """The same number of layers for each stage, one more for the first ones if it does not go even.
+    """Return equal ranges; if the layers do not divide evenly, the first stages have one more.
 
-    The last stages are the ones to have less, since the head comes on top there.
+    The last stages have fewer layers, since the last one also has the head.
     """
     least, more = divmod(layers, stages)
     bounds = accumulate((least + (stage < more) for stage in range(stages)), initial=0)
@@ -15,20 +15,20 @@ def uniform_partition(layers: int, stages: int) -> list[range]:
 
 
 def balanced_partition(layers: Sequence[int], before: int, after: int, stages: int) -> list[range]:
-    """Contiguous ranges, none empty, such that the heaviest stage is as light as can be.
+    """Return contiguous, non-empty ranges that minimise the weight of the heaviest stage.
 
     Args:
-        layers: weight of each layer, at least one for each stage.
-        before: weight that comes on top in the first stage.
-        after: weight that comes on top in the last stage.
+        layers: weight of each layer, at least one layer per stage.
+        before: additional weight of the first stage.
+        after: additional weight of the last stage.
     """
     sums = list(accumulate(layers, initial=0))
 
     def weight(start: int, stop: int) -> int:
         return sums[stop] - sums[start] + before * (start == 0) + after * (stop == len(layers))
 
-    # Of the first `stop` layers in the stages so far: the heaviest of these, and where each begins. Among equals
-    # the earlier stages get less: of these more micro-batches are in flight.
+    # For the first `stop` layers in the stages so far: the weight of the heaviest stage, and each stage's start. Ties
+    # give earlier stages fewer layers, because these hold more micro-batches in flight.
     best: dict[int, tuple[int, tuple[int, ...]]] = {stop: (weight(0, stop), (0,)) for stop in range(1, len(layers) + 1)}
     for stage in range(1, stages):
         best = {

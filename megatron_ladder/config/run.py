@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_mistakes
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_errors
 from megatron_ladder.config.data import CheckpointConfig, DataConfig
 from megatron_ladder.config.megatron_flags import take_megatron_flags
 from megatron_ladder.config.training import (
@@ -112,7 +112,7 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, errors: list[
             "launch a multiple of it, as in `deepspeed --num_gpus N`"
         )
     else:
-        errors += tensor_parallel_mistakes(model, tensor_parallel)
+        errors += tensor_parallel_errors(model, tensor_parallel)
         data_parallel = world_size // (tensor_parallel * stages)
     samples_at_once = max(training.micro_batch_size, 1) * data_parallel
     global_batch_size = samples_at_once if training.global_batch_size is None else training.global_batch_size

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import ModelConfig, model_mistakes
+from megatron_ladder.blueprint.model import ModelConfig, model_errors
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, SUB_BLOCK_TABLE, WIRINGS
 from megatron_ladder.convert.hf_keys import HFKeys
 from megatron_ladder.errors import UserError
@@ -206,7 +206,7 @@ def model_config_from_hf(config: Mapping[str, Any], source: str = "config.json")
     }
     keys.raise_mistakes()
     model = ModelConfig(**values)
-    mistakes = model_mistakes(model)
+    mistakes = model_errors(model)
     if mistakes:
         raise UserError(*(f"{source}: {mistake}" for mistake in mistakes))
     return model

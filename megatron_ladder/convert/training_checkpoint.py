@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder import __version__
-from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_mistakes
+from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.checksum import algorithm_of, checksum_of
 from megatron_ladder.checkpoint.format import Checkpoint
@@ -109,7 +109,7 @@ def checksums_of_sources(checkpoint: Checkpoint, plan: Plan) -> dict[Path, str]:
 
 def check_layout(model: ModelConfig, tensor_parallel: int, stages: int) -> None:
     """Raises one UserError if a model cannot be cut so."""
-    mistakes = tensor_parallel_mistakes(model, tensor_parallel)
+    mistakes = tensor_parallel_errors(model, tensor_parallel)
     if stages > model.num_layers:
         mistakes.append(f"--pipeline-model-parallel-size {stages}: the model has {model.num_layers} layers")
     raise_mistakes(mistakes)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_ladder.blueprint.model import ModelConfig, model_mistakes, parse_layers
+from megatron_ladder.blueprint.model import ModelConfig, model_errors, parse_layers
 from megatron_ladder.blueprint.wiring import WIRINGS, modes_taking
 from megatron_ladder.convert.mistakes import raise_mistakes
 from megatron_ladder.convert.options import Rewiring
@@ -73,7 +73,7 @@ def rewired(model: ModelConfig, options: Rewiring) -> tuple[ModelConfig, list[st
             mistakes.append(f"--ladder-layers {layers}: {error}")
     raise_mistakes(mistakes)
     changed = replace(model, residual_mode=mode, ladder_layers=late_layers, residual_staleness=staleness or 1)
-    raise_mistakes(model_mistakes(changed))
+    raise_mistakes(model_errors(changed))
     if wiring_text(changed) == wiring_text(model):
         return changed, []
     return changed, [f"the wiring of the source, {wiring_text(model)}, is overridden: {wiring_text(changed)}"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from megatron_ladder.blueprint.model import tensor_parallel_mistakes
+from megatron_ladder.blueprint.model import tensor_parallel_errors
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag, parse_command_line
 from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS
@@ -139,7 +139,7 @@ def _size_errors(options: BenchmarkOptions) -> list[str]:
     errors = []
     for size in options.sizes:
         try:
-            errors += tensor_parallel_mistakes(find_size(size), options.ranks)
+            errors += tensor_parallel_errors(find_size(size), options.ranks)
         except ValueError as error:
             errors.append(f"--sizes {size}: {error}")
     if options.plot is not None and len(options.sizes) > 1:

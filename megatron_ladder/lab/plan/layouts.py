@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_mistakes
+from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.wiring import ResidualMode
 from megatron_ladder.lab.cost.hardware import UNCALIBRATED_RANGE, Cluster
 from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout, Memory, worst_memory
@@ -51,7 +51,7 @@ def layouts(question: Question) -> Iterator[Layout]:
     """All that share the GPUs and the batch out evenly, whether they fit or not."""
     most_tensor = min(question.gpus, MOST_NODES_OF_TENSOR * question.cluster.gpus_per_node)
     for tensor in _divisors(question.gpus, most_tensor):
-        if tensor_parallel_mistakes(question.model, tensor):
+        if tensor_parallel_errors(question.model, tensor):
             continue
         for pipeline in _divisors(question.gpus // tensor, question.model.num_layers):
             data = question.gpus // (tensor * pipeline)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.model import key_value_replicas, tensor_parallel_mistakes
+from megatron_ladder.blueprint.model import key_value_replicas, tensor_parallel_errors
 from megatron_ladder.comm.launch import find_place, naming_lost_peers, start_process_group, stop_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
@@ -53,7 +53,7 @@ def run_rank(options: CalibrateOptions) -> None:
         raise UserError(f"--tp {place.world_size}: this machine has {torch.cuda.device_count()} GPUs")
     small = options.small or not torch.cuda.is_available()
     sizes = SMALL if small else LARGE
-    mistakes = [m for name in sizes.models for m in tensor_parallel_mistakes(SIZES[name], place.world_size)]
+    mistakes = [m for name in sizes.models for m in tensor_parallel_errors(SIZES[name], place.world_size)]
     if mistakes:
         raise UserError(*(f"--tp {place.world_size}: {mistake}" for mistake in mistakes))
     if not torch.cuda.is_available():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from megatron_ladder.blueprint.model import tensor_parallel_mistakes
+from megatron_ladder.blueprint.model import tensor_parallel_errors
 from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.flags import flag_name, parse_command_line
 from megatron_ladder.lab.bench.options import parse_alpha
@@ -109,7 +109,7 @@ def _grid_errors(options: RunOptions) -> list[str]:
             errors.append(f"--sizes {size}: {error}")
             continue
         if timed and options.link != OWN_LINK:
-            parts = tensor_parallel_mistakes(shape, max(options.timing_ranks, 1))
+            parts = tensor_parallel_errors(shape, max(options.timing_ranks, 1))
             errors += [f"--timing-ranks {options.timing_ranks}: {part}" for part in parts]
     if options.tuning_seed in options.seeds and len(options.learning_rates) > 1:
         errors.append(f"--tuning-seed {options.tuning_seed}: must not be one of --seeds")

@@ -10,16 +10,16 @@ from megatron_ladder.blueprint.model import (
     key_value_replicas,
     parse_layers,
     resolve_model,
-    tensor_parallel_mistakes,
+    tensor_parallel_errors,
 )
 from megatron_ladder.errors import UserError
 
 
 def resolve(tensor_parallel: int = 2, **changes: object) -> tuple[ModelConfig, list[str]]:
-    mistakes: list[str] = []
+    errors: list[str] = []
     flags = replace(ModelFlags(), **changes)  # type: ignore[arg-type]
-    config = resolve_model(flags, 1000, 2048, tensor_parallel, mistakes)
-    return config, mistakes
+    config = resolve_model(flags, 1000, 2048, tensor_parallel, errors)
+    return config, errors
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_layers_that_do_not_exist_are_refused(text: str) -> None:
 
 
 def test_defaults_are_llamas() -> None:
-    config, mistakes = resolve(hidden_size=1536, num_attention_heads=24)
-    assert not mistakes
+    config, errors = resolve(hidden_size=1536, num_attention_heads=24)
+    assert not errors
     assert (config.ffn_hidden_size, config.num_key_value_heads, config.head_dim) == (4096, 24, 64)
     assert (config.norm_epsilon, config.rotary_base, config.tie_embeddings) == (1e-5, 10000.0, False)
     assert config.max_position_embeddings == 2048
@@ -65,13 +65,13 @@ def test_wiring_flags() -> None:
         assert "--ladder-layers all has no meaning" in resolve(residual_mode=mode, ladder_layers="all")[1][0]
         assert "--residual-staleness 2 has no meaning" in resolve(residual_mode=mode, residual_staleness=2)[1][0]
         assert "--desync-interval 4 has no meaning" in resolve(residual_mode=mode, desync_interval=4)[1][0]
-    assert "--residual-staleness 0 must be above zero" in resolve(residual_mode="ladder", residual_staleness=0)[1]
+    assert "--residual-staleness 0: expected 1 or more" in resolve(residual_mode="ladder", residual_staleness=0)[1]
     assert "--ladder-layers 13" in resolve(residual_mode="ladder", ladder_layers="13")[1][0]
 
 
 def test_desync_flags() -> None:
-    config, mistakes = resolve(tensor_parallel=4, residual_mode="desync")
-    assert (config.desync_interval, config.desync_tp, mistakes) == (2, 4, [])
+    config, errors = resolve(tensor_parallel=4, residual_mode="desync")
+    assert (config.desync_interval, config.desync_tp, errors) == (2, 4, [])
     assert resolve(residual_mode="desync", desync_interval=4)[0].desync_interval == 4
     ladder = resolve(residual_mode="ladder")[0]
     assert (ladder.desync_interval, ladder.desync_tp) == (0, None)
@@ -87,9 +87,9 @@ def test_desync_flags() -> None:
 
 def test_a_desync_model_keeps_its_tensor_parallel_size() -> None:
     config, _ = resolve(residual_mode="desync")
-    assert tensor_parallel_mistakes(config, 2) == []
-    (found,) = tensor_parallel_mistakes(config, 4)
-    assert "--tensor-model-parallel-size 4: this desync model is one of 2 tensor-parallel ranks" in found
+    assert tensor_parallel_errors(config, 2) == []
+    (found,) = tensor_parallel_errors(config, 4)
+    assert "--tensor-model-parallel-size 4: this desync model has per-rank norms for 2" in found
     stored = config.to_dict()
     assert (stored["desync_interval"], stored["desync_tp"]) == (2, 2)
     assert ModelConfig.from_dict(stored, "file") == config
@@ -112,26 +112,26 @@ def test_streams_are_shared_after_every_interval_and_at_the_end() -> None:
         ({"hidden_size": 770}, "--hidden-size 770 is not divisible by --num-attention-heads 12"),
         ({"num_key_value_heads": 5}, "--num-attention-heads 12 is not divisible by --num-key-value-heads 5"),
         ({"head_dim": 63}, "--head-dim 63 is odd"),
-        ({"head_dim": 0}, "--head-dim 0 must be above zero"),
-        ({"num_key_value_heads": 0}, "--num-key-value-heads 0 must be above zero"),
-        ({"init_method_std": -1.0}, "--init-method-std -1.0 must not be negative"),
+        ({"head_dim": 0}, "--head-dim 0: expected 1 or more"),
+        ({"num_key_value_heads": 0}, "--num-key-value-heads 0: expected 1 or more"),
+        ({"init_method_std": -1.0}, "--init-method-std -1.0: expected 0 or more"),
         ({"rope_scaling_factor": 8.0}, "--rope-scaling-factor 8.0 has no meaning with --rope-scaling none"),
-        ({"num_layers": 0}, "--num-layers 0 must be above zero"),
+        ({"num_layers": 0}, "--num-layers 0: expected 1 or more"),
         ({"rope_scaling": "llama3", "rope_high_freq_factor": 1.0}, "--rope-high-freq-factor 1.0 must be above"),
     ],
 )
 def test_impossible_models_are_refused(changes: dict[str, object], message: str) -> None:
-    assert any(message in mistake for mistake in resolve(**changes)[1])
+    assert any(message in error for error in resolve(**changes)[1])
 
 
 def test_tensor_parallel_ranks_must_share_evenly() -> None:
     config, _ = resolve(num_key_value_heads=3, ffn_hidden_size=1000)
-    assert [line.split(" ")[0] for line in tensor_parallel_mistakes(config, 3)] == ["--ffn-hidden-size"]
-    assert tensor_parallel_mistakes(config, 1) == []
-    found = " ".join(tensor_parallel_mistakes(config, 8))
+    assert [line.split(" ")[0] for line in tensor_parallel_errors(config, 3)] == ["--ffn-hidden-size"]
+    assert tensor_parallel_errors(config, 1) == []
+    found = " ".join(tensor_parallel_errors(config, 8))
     assert "--num-attention-heads 12" in found and "--num-key-value-heads 3" in found
     # Fewer key-value heads than ranks are replicated.
-    assert tensor_parallel_mistakes(resolve(num_key_value_heads=2)[0], 4) == []
+    assert tensor_parallel_errors(resolve(num_key_value_heads=2)[0], 4) == []
     assert [key_value_replicas(resolve(num_key_value_heads=2)[0], t) for t in (1, 2, 4)] == [1, 1, 2]
 
 
