@@ -1,13 +1,13 @@
-"""What ranks tell one another at the start, before anything can hang: where they are, and what they were told to do.
+"""Checks at start-up, before any collective, that all ranks arrived and have the same settings.
 
-Everything goes through one TCP store, which needs no process group and knows who has come:
+Ranks communicate through one TCP store, which needs no process group and shows which ranks have arrived:
 
     every rank      writes its report, and its host with a digest of the report
     rank 0          waits for all digests, and reads the reports only if two digests differ
-    rank 0          writes the verdict: the hosts of all ranks, or what is wrong
+    rank 0          writes the verdict: the hosts of all ranks, or the errors
     every rank      reads the verdict
 
-so a start costs a few small messages for each rank, and every rank ends with the same words when something is wrong.
+A start costs a few small messages per rank, and every rank ends with the same error messages.
 """
 
 import contextlib
@@ -27,25 +27,25 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import LostPeerError, UserError
 
 LINGER_SECONDS = 5.0
-"""How long rank 0 serves the store to ranks that have not read a verdict that ends the run."""
+"""Time for which rank 0 keeps serving the store to ranks that have not read a verdict with errors."""
 BOARD_SECONDS = 2.0
-"""How long the board may take to answer."""
+"""Time limit for a request to the board."""
 BEAT = "beat"
-"""Its keys, each followed by a rank: when the rank last said that it is alive, and in which step."""
+"""Prefix of board keys, followed by a rank: the time and iteration of the rank's last heartbeat."""
 WAITING = "waiting"
-"""Its key: the numbers of ranks that began to wait, and the complements of those that no longer do."""
+"""Board key: the numbers of ranks that started to wait, and the bitwise complements of those that stopped."""
 MOST_HOSTS = 8
-"""Hosts that a message lists."""
+"""Maximum number of hosts in a message."""
 REPORT, DIGEST, VERDICT, READ = "start/report", "start/digest", "start/verdict", "start/read"
-"""Keys of the store; all but the verdict are followed by a rank."""
+"""Keys of the store; all except the verdict are followed by a rank."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """Where a rank runs."""
+    """The machine on which a rank runs."""
 
     name: str
-    """What the machine calls itself."""
+    """Its host name."""
     address: str
     """The address from which it reaches rank 0."""
 
@@ -60,43 +60,42 @@ class Peers:
     hosts: list[Host] = field(default_factory=list)
     """In rank order."""
     board: Store | None = None
-    """The store where ranks that make no progress say that they are still there, once there is such a place."""
+    """The store in which ranks report heartbeats and whether they wait; None before it is open."""
     _line: Store | None = None
-    """A connection to the board that does not wait for long; None before the first question, and after one that was
-    not answered in time: a late answer would be taken for that to another question."""
+    """A connection to the board with a short timeout. None before the first request, and after a request that timed
+    out, because its late answer would be read as the answer to the next request."""
     _asking: threading.Thread | None = None
-    """Waits for the answer to the last question."""
+    """Thread that waits for the answer to the last request."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a question is asked: two threads ask."""
+    """Held during a request, since two threads make requests."""
 
     def open_board(self, store: Store) -> None:
-        """Takes the store at which ranks met as the board."""
+        """Use the store of the start-up as the board."""
         self.board = store
         self._ask(lambda board: board.append(WAITING, ""))
 
     def say_waiting(self, rank: int, waiting: bool) -> None:
-        """Notes that a rank makes no progress, or makes it again."""
+        """Record that a rank started to wait for others, or stopped."""
         self._ask(lambda board: board.append(WAITING, f"{rank if waiting else ~rank} "))
 
     def beat(self, rank: int, iteration: int) -> None:
-        """Notes that a rank is alive after a step."""
+        """Record that a rank is alive after a step."""
         now = datetime.now(UTC)
         self._ask(lambda board: board.set(f"{BEAT}/{rank}", f"{now:%H:%M:%S} UTC after iteration {iteration}"))
 
     def last_beats(self, ranks: Iterable[int]) -> str:
-        """When ranks last said that they are alive, by their own clocks: `rank 3: 12:00:05 UTC after iteration 7`."""
+        """Return the last heartbeats, by the ranks' own clocks: `rank 3: 12:00:05 UTC after iteration 7`."""
         shown = sorted(ranks)[:MOST_HOSTS]
-        # One question, which has a time limit, unlike the one whether a key is there.
+        # `multi_get` respects the time limit; a check whether a key exists does not.
         beats = self._ask(lambda board: board.multi_get([f"{BEAT}/{rank}" for rank in shown]))
         return ", ".join(f"rank {rank}: {beat.decode()}" for rank, beat in zip(shown, beats or (), strict=False))
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
-        """What the board answers, or None.
+        """Return the board's answer, or None if there is none in time.
 
-        The store's own time limit does not hold when the process that serves it is stopped: having waited in vain for
-        a value, it waits without limit for the answer to its word that it waits no more. The next question after that
-        has a new connection, so one slow answer costs itself alone; while the old one is still waited for, there is
-        no next question.
+        The store's own timeout does not work when the serving process is stopped: after the timeout the client waits,
+        without limit, for confirmation that it cancelled its request. So each request runs in a thread. After a
+        timeout the next request uses a new connection, and there is no new request while a thread still waits.
         """
         answers: list[Any] = []
 
@@ -117,7 +116,7 @@ class Peers:
             return answer
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
-        """Those that have not said that they wait; rank 0, which serves the board, where that does not answer."""
+        """Return the ranks that did not record that they wait; rank 0, the server of the board, if it is silent."""
         if self.board is None:
             return list(ranks)
         answer = self._ask(lambda board: board.get(WAITING))
@@ -128,7 +127,7 @@ class Peers:
         return [rank for rank in ranks if not state.get(rank, False)]
 
     def describe(self, ranks: Iterable[int]) -> str:
-        """`ranks 0-3 on node-a (10.0.0.1), rank 6 on node-b (10.0.0.2)`."""
+        """Format ranks with their hosts: `ranks 0-3 on node-a (10.0.0.1), rank 6 on node-b (10.0.0.2)`."""
         by_host: dict[Host | None, list[int]] = {}
         for rank in sorted(ranks):
             by_host.setdefault(self.hosts[rank] if rank < len(self.hosts) else None, []).append(rank)
@@ -139,12 +138,12 @@ class Peers:
         return ", ".join(described[:MOST_HOSTS]) + (f" and on {more} more hosts" if more > 0 else "")
 
     def named_in(self, message: str) -> list[int]:
-        """Ranks at an address that stands in square brackets in the text of a network error."""
+        """Return the ranks at the addresses that a network error contains in square brackets."""
         return [rank for rank, host in enumerate(self.hosts) if f"[{host.address}]" in message]
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0-3, 6` of ascending numbers."""
+    """Format ascending ranks: `rank 3`, or `ranks 0-3, 6`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -156,39 +155,39 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a rank says of itself."""
+class RankReport:
+    """The host and settings of a rank."""
 
     host: Host
     settings: Mapping[str, Any]
-    """JSON-able; a label (a flag, say) and its value. Ranks must have the same."""
-    mistakes: Sequence[str] = ()
-    """Why it cannot start."""
+    """JSON-compatible values by label, such as a flag; all ranks must have the same."""
+    errors: Sequence[str] = ()
+    """Reasons why the rank cannot start."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> "Report":
+    def from_json(text: str) -> "RankReport":
         fields = json.loads(text)
-        return Report(Host(**fields["host"]), fields["settings"], fields["mistakes"])
+        return RankReport(Host(**fields["host"]), fields["settings"], fields["errors"])
 
     @property
     def digest(self) -> str:
-        """Equal for ranks that may start together, whatever their hosts."""
-        told = json.dumps([self.settings, self.mistakes], sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()
+        """A hash that is equal for ranks with the same settings and errors, on any host."""
+        content = json.dumps([self.settings, self.errors], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The store at MASTER_ADDR:MASTER_PORT, served by rank 0 or by torchrun, to which all ranks connect.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves.
 
     Raises:
         UserError: the port is in use.
         dist.DistError: rank 0 cannot be reached within the timeout.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun serves a store of its own at that address, and says so in this variable.
+    # torchrun may already serve a store at that address; this variable indicates it.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = TCPStore(
@@ -197,35 +196,35 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise UserError(f"MASTER_PORT {port} is in use: give the launcher another --master_port") from error
-    # torchrun's store outlives ranks that it starts again.
+        raise UserError(f"MASTER_PORT {port} is already in use: give the launcher another --master_port") from error
+    # The store of torchrun outlives ranks that it restarts.
     return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def agree(store: Store, rank: int, world_size: int, report: Report, timeout: timedelta) -> list[Host]:
-    """Returns the hosts of all ranks when every rank's report has the same settings and no mistakes.
+def agree(store: Store, rank: int, world_size: int, report: RankReport, timeout: timedelta) -> list[Host]:
+    """Return the hosts of all ranks after checking that all reports have the same settings and no errors.
 
     Raises:
-        UserError: on every rank, with a line for each difference or each other rank's mistake.
-        LostPeerError: a rank has not come within the timeout.
+        UserError: on every rank, with one message per difference or per error of another rank.
+        LostPeerError: a rank did not arrive within the timeout.
     """
     if store.add(f"start/arrived/{rank}", 1) > 1:
         raise UserError(
-            f"rank {rank} started twice, on {report.host} now: give each host its own --node_rank and all the same "
-            "hostfile"
+            f"rank {rank} was started twice, the second time on {report.host}: give each host a different --node_rank, "
+            "and all hosts the same hostfile"
         )
     store.set(f"{REPORT}/{rank}", report.to_json())
     store.set(f"{DIGEST}/{rank}", json.dumps([report.digest, asdict(report.host)]))
     verdict = _judge(store, world_size, timeout) if rank == 0 else _await_verdict(store, timeout)
     store.set(f"{READ}/{rank}", "")
-    if rank == 0 and (verdict["missing"] or verdict["mistakes"]):
+    if rank == 0 and (verdict["missing"] or verdict["errors"]):
         _linger(store, world_size, verdict["missing"])
     if verdict["missing"]:
         raise LostPeerError(
-            f"{name_ranks(verdict['missing'])} of {world_size} did not come within {timeout.total_seconds():g} s"
+            f"{name_ranks(verdict['missing'])} of {world_size} did not arrive within {timeout.total_seconds():g} s"
         )
-    if verdict["mistakes"]:
-        raise UserError(*verdict["mistakes"])
+    if verdict["errors"]:
+        raise UserError(*verdict["errors"])
     if len(verdict["hosts"]) != world_size:
         raise UserError(
             f"rank {rank} on {report.host} was started as one of {world_size} processes, rank 0 as one of "
@@ -235,16 +234,16 @@ def agree(store: Store, rank: int, world_size: int, report: Report, timeout: tim
 
 
 def _await_verdict(store: Store, timeout: timedelta) -> dict[str, Any]:
-    # Rank 0 may have waited just as long for another rank before it says so.
+    # Rank 0 may itself wait until the timeout for another rank before it writes the verdict.
     store.wait([VERDICT], timeout + timedelta(seconds=LINGER_SECONDS))
     verdict: dict[str, Any] = json.loads(store.get(VERDICT))
     return verdict
 
 
 def _judge(store: Store, world_size: int, timeout: timedelta) -> dict[str, Any]:
-    """Rank 0: what follows from all reports, told to all."""
+    """Compare all reports and write the verdict; called by rank 0."""
     digest_keys = [f"{DIGEST}/{rank}" for rank in range(world_size)]
-    verdict: dict[str, Any] = {"missing": [], "mistakes": [], "hosts": []}
+    verdict: dict[str, Any] = {"missing": [], "errors": [], "hosts": []}
     try:
         store.wait(digest_keys, timeout)
     except dist.DistStoreError:
@@ -254,29 +253,29 @@ def _judge(store: Store, world_size: int, timeout: timedelta) -> dict[str, Any]:
         verdict["hosts"] = hosts
         if len(set(digests)) > 1:
             texts = store.multi_get([f"{REPORT}/{rank}" for rank in range(world_size)])
-            verdict["mistakes"] = find_mistakes([Report.from_json(text.decode()) for text in texts])
+            verdict["errors"] = _find_errors([RankReport.from_json(text.decode()) for text in texts])
     store.set(VERDICT, json.dumps(verdict))
     return verdict
 
 
 def _linger(store: Store, world_size: int, missing: Sequence[int]) -> None:
-    """Keeps the store up until all have read why the run ends."""
+    """Keep serving the store until all ranks have read the verdict."""
     present = [f"{READ}/{rank}" for rank in range(world_size) if rank not in missing]
     with contextlib.suppress(dist.DistError):
         store.wait(present, timedelta(seconds=LINGER_SECONDS))
 
 
-def find_mistakes(reports: Sequence[Report]) -> list[str]:
-    """A line for each mistake of a rank or each setting in which ranks differ; `reports` are in rank order."""
+def _find_errors(reports: Sequence[RankReport]) -> list[str]:
+    """Return one line per error of a rank, or else per setting that differs; `reports` are in rank order."""
     peers = Peers([report.host for report in reports])
-    told: dict[str, list[int]] = {}
+    reported: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
-        for mistake in report.mistakes:
-            told.setdefault(mistake, []).append(rank)
-    if told:
+        for error in report.errors:
+            reported.setdefault(error, []).append(rank)
+    if reported:
         return [
-            mistake if len(ranks) == len(reports) else f"{peers.describe(ranks)}: {mistake}"
-            for mistake, ranks in told.items()
+            error if len(ranks) == len(reports) else f"{peers.describe(ranks)}: {error}"
+            for error, ranks in reported.items()
         ]
     labels = dict.fromkeys(label for report in reports for label in report.settings)
     lines = []
@@ -286,7 +285,7 @@ def find_mistakes(reports: Sequence[Report]) -> list[str]:
             values.setdefault(json.dumps(report.settings.get(label)), []).append(rank)
         if len(values) > 1:
             shown = " but ".join(f"{value} for {peers.describe(ranks)}" for value, ranks in values.items())
-            lines.append(f"{label} differs: {shown}: all processes must be started alike")
+            lines.append(f"{label} differs: {shown}: start all processes with the same settings")
     return lines
 
 
@@ -307,8 +306,8 @@ def raise_on_all_ranks(group: CommGroup, messages: Sequence[str]) -> None:
         raise UserError(*combined)
 
 
-def tell_mistakes(rank: int, world_size: int, host: Host, mistakes: Sequence[str], timeout: timedelta) -> None:
-    """Lets ranks that could start know that this one cannot; returns when they do, or after the timeout."""
+def report_errors(rank: int, world_size: int, host: Host, errors: Sequence[str], timeout: timedelta) -> None:
+    """Inform ranks that can start that this rank cannot; return when they know, or after the timeout."""
     with contextlib.suppress(dist.DistError, UserError, LostPeerError, OSError):
         store = open_store(rank, world_size, timeout)
-        agree(store, rank, world_size, Report(host, {}, mistakes), timeout)
+        agree(store, rank, world_size, RankReport(host, {}, errors), timeout)

@@ -1,12 +1,11 @@
-"""How long a run waits for a peer, and what it tells when it has waited in vain.
+"""Detects lost peers and hangs, and reports where each rank waits.
 
-Until the first step is done, processes start up and compile at their own pace, and a collective may wait long. After
-it, a peer that is late by more than a short time is lost. Shortly before that time is over, every rank that makes no
-progress tells where all its threads are and which collectives it has started and not finished: those that wait, and
-the one that they wait for, which may be in no collective at all.
+Until the first step is done, processes start up and compile at different speeds, and a collective may wait long. After
+it, a peer that is late by more than a short timeout counts as lost. Shortly before the timeout, every rank without
+progress prints the stacks of its threads and its unfinished collectives. So both the waiting ranks and the rank that
+they wait for, which may be in no collective at all, show where they are.
 
-What was started comes from torch's flight recorder, which notes the collectives of everybody in the process,
-DeepSpeed's own included.
+The collectives come from torch's flight recorder, which records all collectives of the process, including DeepSpeed's.
 """
 
 import contextlib
@@ -29,44 +28,45 @@ from torch.distributed import distributed_c10d
 from megatron_ladder.comm.agreement import Peers, name_ranks
 from megatron_ladder.errors import LostPeerError, fail
 
-TOLD_AT = 0.8
-"""Part of the timeout after which a rank without progress tells where it is."""
-GIVEN_UP_AT = 1.25
-"""Part of the timeout after which the watch itself ends a process that still waits for a message."""
+REPORT_AT = 0.8
+"""Fraction of the timeout after which a rank without progress reports where it is."""
+END_AT = 1.25
+"""Fraction of the timeout after which the watch itself ends a process that still waits for a message."""
 BEAT_SECONDS = 5.0
-"""How often a rank says that it is alive."""
+"""Time between two heartbeats of a rank."""
 MOST_COLLECTIVES = 4
-"""Unfinished collectives that are described, the oldest first: one waits for it, and the others behind it."""
+"""Maximum number of unfinished collectives to describe, oldest first: the others wait for the oldest."""
 
 
 @dataclass(frozen=True)
-class Collective:
-    """A collective that this rank has started."""
+class RecordedCollective:
+    """A collective that this rank launched."""
 
     name: str
-    """As torch calls it, such as all_reduce."""
+    """torch's name for it, such as all_reduce."""
     group: str
-    """What its process group is for."""
+    """Description of its process group."""
     ranks: tuple[int, ...]
-    """The global ranks of the group; empty if it is gone."""
+    """Global ranks of the group; empty if the group no longer exists."""
     number: int
-    """How many of the group were started, this one included."""
+    """Sequence number in the group, starting at 1."""
     shapes: str
-    """Of the tensors that go in, with their dtypes."""
+    """Shapes and dtypes of the input tensors."""
     started: float
     """Seconds since the epoch."""
     finished: bool
-    """Whether it has ended, be it by a failure."""
+    """Whether it has ended, possibly with a failure."""
 
     def __str__(self) -> str:
         members = f" of {name_ranks(self.ranks)}" if self.ranks else ""
         return f"{self.name} {self.number} in group {self.group!r}{members}, {self.shapes}"
 
 
-def recorded_collectives() -> list[Collective]:
-    """The newest collectives that this process has started, as many as the recorder keeps, in their order.
+def recorded_collectives() -> list[RecordedCollective]:
+    """Return the collectives in torch's flight recorder, in launch order.
 
-    TORCH_FR_BUFFER_SIZE is how many it keeps; with 0, or a torch that has no such recorder, the list is empty.
+    The recorder keeps the last TORCH_FR_BUFFER_SIZE collectives. The list is empty if that is 0 or if torch has no
+    recorder.
     """
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json", None)
@@ -79,7 +79,7 @@ def recorded_collectives() -> list[Collective]:
         group = groups.get(group_name)
         inputs = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
         found.append(
-            Collective(
+            RecordedCollective(
                 name=entry["profiling_name"].partition(":")[2],
                 group="world" if description == "default_pg" else description,
                 ranks=() if group is None else tuple(dist.get_process_group_ranks(group)),
@@ -92,21 +92,21 @@ def recorded_collectives() -> list[Collective]:
     return found
 
 
-def unfinished_collectives() -> list[Collective]:
-    """Those that this rank has started and not finished; the last one if it has finished all.
+def _unfinished_collectives() -> list[RecordedCollective]:
+    """Return the collectives that are not finished; the last one if all are.
 
-    The recorder may call finished what has failed.
+    The recorder may mark a failed collective as finished.
     """
     collectives = recorded_collectives()
     return [collective for collective in collectives if not collective.finished] or collectives[-1:]
 
 
 def describe_unfinished(peers: Peers) -> str:
-    """What this rank waits for or has started last, and who else takes part, a line each."""
-    collectives = unfinished_collectives()
+    """Describe the collectives that this rank waits for, or the last one, with the other participants; one per line."""
+    collectives = _unfinished_collectives()
     lines = []
     for collective in collectives[:MOST_COLLECTIVES]:
-        others = sorted({*collective.ranks} - {this_rank()})
+        others = sorted({*collective.ranks} - {_this_rank()})
         state = "started last" if collective.finished else "not finished"
         lines.append(f"{state}: {collective}" + (f"; with {peers.describe(others)}" if others else ""))
     if len(collectives) > MOST_COLLECTIVES:
@@ -115,34 +115,34 @@ def describe_unfinished(peers: Peers) -> str:
 
 
 def lost_peers(message: str, peers: Peers) -> list[int]:
-    """Those whom a network error can mean, among the ranks in a collective with this one.
+    """Return the ranks that a network error may refer to, among the participants of unfinished collectives.
 
-    Where its text has an address, those there; else those that have not said that they wait as well. If all partners
-    wait too, they wait for one of the other ranks.
+    If the error contains an address, these are the participants there; otherwise those that did not record that they
+    wait. If all participants wait, they wait for one of the other ranks.
     """
-    partners = sorted({rank for one in unfinished_collectives() for rank in one.ranks} - {this_rank()})
+    partners = sorted({rank for one in _unfinished_collectives() for rank in one.ranks} - {_this_rank()})
     at_address = [rank for rank in peers.named_in(message) if rank in partners]
     return at_address or silent_ranks(partners, peers)
 
 
 def silent_ranks(partners: list[int], peers: Peers) -> list[int]:
-    """Those of the partners that have not said that they wait, or else those of all ranks; or else the partners."""
-    others = [rank for rank in range(len(peers.hosts)) if rank != this_rank()]
+    """Return the partners that did not record that they wait, or else any such ranks, or else all partners."""
+    others = [rank for rank in range(len(peers.hosts)) if rank != _this_rank()]
     return peers.silent(partners) or peers.silent(others) or partners
 
 
 def describe_lost(lost: list[int], peers: Peers) -> str:
-    """`rank 3 on node-b (10.0.0.2) is gone or does not answer`, and when those ranks last said that they are alive."""
+    """Describe lost ranks and their last heartbeats: `rank 3 on node-b (10.0.0.2) is gone or does not answer`."""
     who = ("one of " if len(lost) > 1 else "") + peers.describe(lost) if lost else "another process"
     beats = peers.last_beats(lost)
     return f"{who} is gone or does not answer" + (f" (last heard of: {beats})" if beats else "")
 
 
-def awaited_peer(thread: int) -> int | None:
-    """The rank with which the thread of that identity is exchanging a single message, if it is.
+def _awaited_peer(thread: int) -> int | None:
+    """Return the rank with which a thread is exchanging a point-to-point message, if any.
 
-    What passes between pipeline stages is not recorded, and gloo lets it wait as long as a group was allowed to when
-    it was made: no later timeout counts.
+    Messages between pipeline stages are not recorded. gloo applies the timeout that their group had when it was
+    created, and ignores later changes.
     """
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_globals.get("__name__") != distributed_c10d.__name__:
@@ -151,23 +151,23 @@ def awaited_peer(thread: int) -> int | None:
     return peer
 
 
-def this_rank() -> int:
-    """This process's number; 0 where there is no process group."""
+def _this_rank() -> int:
+    """Return the global rank; 0 if there is no process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def set_timeouts(timeout: timedelta) -> None:
-    """Gives every process group of this rank, DeepSpeed's included, a timeout for the collectives to come."""
+def _set_timeouts(timeout: timedelta) -> None:
+    """Set the timeout of future collectives in all process groups of this rank, including DeepSpeed's."""
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timeout, group)
 
 
 class HangWatch:
-    """Shortens timeouts after the first step, and tells where the process is when it makes no progress.
+    """Shortens timeouts after the first step, and reports where the process is when it makes no progress.
 
-    `with HangWatch(...) as watch:` around the loop, `watch.step_done()` in it, and `with watch.patient():` around
-    what ranks may do at different speeds, such as writing files. Progress is a finished step or a collective
-    started.
+    Use `with HangWatch(...) as watch:` around the training loop, `watch.step_done()` after each step, and
+    `with watch.patient():` around work that ranks do at different speeds, such as writing files. Progress means that a
+    step finished or a collective was launched.
     """
 
     def __init__(
@@ -177,21 +177,23 @@ class HangWatch:
         running: timedelta,
         on_loss: Callable[[LostPeerError], None] = lambda error: None,
     ) -> None:
-        """`startup` is the timeout until the first step is done and in `patient`, `running` the one after it.
-
-        `on_loss` hears why the watch ends the process, just before.
+        """
+        Args:
+            startup: timeout until the first step is done, and in `patient`.
+            running: timeout afterwards.
+            on_loss: receives the error with which the watch ends the process, immediately before it does.
         """
         self._peers = peers
         self._on_loss = on_loss
         self._iteration = 0
-        self._beaten = 0.0
+        self._last_beat = 0.0
         self._startup = startup
         self._running = min(startup, running)
         self._limit = startup
         self._rank = dist.get_rank()
         self._stepped = False
         self._progress = time.time()
-        self._told = False
+        self._reported = False
         self._worker = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
@@ -210,7 +212,7 @@ class HangWatch:
             self._set_limit(self._startup)
 
     def step_done(self, iteration: int = 0) -> None:
-        """To be called after every optimizer step."""
+        """Record progress; call this after every optimizer step."""
         self._progress, self._iteration = time.time(), iteration
         if not self._stepped:
             self._stepped = True
@@ -218,7 +220,7 @@ class HangWatch:
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
-        """A stretch with the long timeout."""
+        """Use the start-up timeout inside the block."""
         self._set_limit(self._startup)
         yield
         self._set_limit(self._running if self._stepped else self._startup)
@@ -226,54 +228,54 @@ class HangWatch:
     def _set_limit(self, limit: timedelta) -> None:
         self._progress = time.time()
         self._limit = limit
-        set_timeouts(limit)
+        _set_timeouts(limit)
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self._limit.total_seconds() / 20)):
             limit = self._limit.total_seconds()
-            if time.time() - self._beaten > BEAT_SECONDS:
-                self._beaten = time.time()
+            if time.time() - self._last_beat > BEAT_SECONDS:
+                self._last_beat = time.time()
                 self._peers.beat(self._rank, self._iteration)
-            # What is recorded is read only when no step has ended for long.
-            if time.time() - self._progress < limit * TOLD_AT:
-                self._take_back()
+            # The recorder is read only if no step has finished for a long time.
+            if time.time() - self._progress < limit * REPORT_AT:
+                self._report_progress()
                 continue
             collectives = recorded_collectives()
             progress = max(self._progress, collectives[-1].started if collectives else 0.0)
             silent = time.time() - progress
-            if silent < limit * TOLD_AT:
-                self._take_back()
-            elif not self._told:
-                self._told = True
-                # One that is in no collective is waited for, and says nothing.
-                if awaited_peer(self._worker) is not None or not all(one.finished for one in collectives):
+            if silent < limit * REPORT_AT:
+                self._report_progress()
+            elif not self._reported:
+                self._reported = True
+                # A rank in no collective is the one that others wait for, so it does not report that it waits.
+                if _awaited_peer(self._worker) is not None or not all(one.finished for one in collectives):
                     self._peers.say_waiting(self._rank, True)
-                self._tell(silent)
-            peer = awaited_peer(self._worker)
-            if silent >= limit * GIVEN_UP_AT and peer is not None:
+                self._report(silent)
+            peer = _awaited_peer(self._worker)
+            if silent >= limit * END_AT and peer is not None:
                 lost = silent_ranks([peer], self._peers)
-                text = f"{describe_lost(lost, self._peers)}: nothing has come for {silent:.0f} s"
+                text = f"{describe_lost(lost, self._peers)}: no message for {silent:.0f} s"
                 self._end(LostPeerError(text, lost))
 
     def _end(self, error: LostPeerError) -> None:
         self._on_loss(error)
         fail(error)
 
-    def _take_back(self) -> None:
-        if self._told:
-            self._told = False
+    def _report_progress(self) -> None:
+        if self._reported:
+            self._reported = False
             self._peers.say_waiting(self._rank, False)
 
-    def _tell(self, seconds: float) -> None:
+    def _report(self, seconds: float) -> None:
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file=file, all_threads=True)
             file.seek(0)
             stacks = file.read()
-        where, peer = self._peers.describe([self._rank]), awaited_peer(self._worker)
+        where, peer = self._peers.describe([self._rank]), _awaited_peer(self._worker)
         exchange = "" if peer is None else f"exchanges a message with {self._peers.describe([peer])}\n"
-        # One write, since other ranks write to the same stream.
+        # A single write, because other ranks write to the same stream.
         sys.stderr.write(
-            f"*** {where}: no progress for {seconds:.0f} s; in {self._limit.total_seconds() * (1 - TOLD_AT):.0f} s a "
+            f"*** {where}: no progress for {seconds:.0f} s; in {self._limit.total_seconds() * (1 - REPORT_AT):.0f} s a "
             f"collective that still waits ends the run\n{exchange}{describe_unfinished(self._peers)}\n{stacks}"
             f"*** end of the stacks of rank {self._rank}\n"
         )

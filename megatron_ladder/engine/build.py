@@ -15,7 +15,7 @@ from torch import nn
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.blueprint.partition import balanced_partition, uniform_partition
 from megatron_ladder.blueprint.tensors import parameter_count
-from megatron_ladder.comm.launch import Place
+from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.config.run import RunConfig
@@ -28,7 +28,7 @@ from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule, initialize
 
 
-def start_deepspeed(place: Place, device: torch.device) -> None:
+def start_deepspeed(place: RankInfo, device: torch.device) -> None:
     """Make DeepSpeed use the existing process group; nothing may have imported DeepSpeed before.
 
     On a CPU, DeepSpeed would compile an operator for shared-memory collectives here. A build that is killed leaves a

@@ -24,8 +24,8 @@ import torch
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.launch import (
-    Place,
-    find_place,
+    RankInfo,
+    read_rank_info,
     naming_lost_peers,
     start_process_group,
     stop_process_group,
@@ -66,7 +66,7 @@ def generate(options: GenerateOptions) -> None:
         UserError: the input is invalid. It is raised before any process group exists, except for errors in standard
             input, which only rank 0 reads, and for damaged weight files.
     """
-    place = find_place()
+    place = read_rank_info()
     stored = open_model(options.model.model, options.model.tokenizer_type, options.model.tokenizer_model)
     _check_hardware(place, options.model, stored.config)
     run = _prepare_mode(place, options, stored)
@@ -75,7 +75,7 @@ def generate(options: GenerateOptions) -> None:
         stop_process_group()
 
 
-def _check_hardware(place: Place, options: ModelOptions, config: ModelConfig) -> None:
+def _check_hardware(place: RankInfo, options: ModelOptions, config: ModelConfig) -> None:
     if options.tp is not None and options.tp != place.world_size:
         raise UserError(
             f"--tp {options.tp}: the launcher started {place.world_size} processes; remove --tp, or start {options.tp}"
@@ -92,7 +92,7 @@ def _check_hardware(place: Place, options: ModelOptions, config: ModelConfig) ->
         require_compiler("--compile-sub-blocks")
 
 
-def _prepare_mode(place: Place, options: GenerateOptions, stored: StoredModel) -> Mode:
+def _prepare_mode(place: RankInfo, options: GenerateOptions, stored: StoredModel) -> Mode:
     if options.serve.serve:
         _require_server_packages()
         from megatron_ladder.generate.serve.server import prepare_server
@@ -130,7 +130,7 @@ def _make_encoder(options: GenerateOptions, stored: StoredModel) -> PromptEncode
     return None
 
 
-def _build_engine(place: Place, options: ModelOptions, stored: StoredModel) -> GenerationEngine:
+def _build_engine(place: RankInfo, options: ModelOptions, stored: StoredModel) -> GenerationEngine:
     begun = time.monotonic()
     mesh, device = _join_ranks(place, stored.config)
     dtype_name = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
@@ -148,7 +148,7 @@ def _build_engine(place: Place, options: ModelOptions, stored: StoredModel) -> G
     return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if options.cuda_graph else None)
 
 
-def _join_ranks(place: Place, config: ModelConfig) -> tuple[ProcessMesh, torch.device]:
+def _join_ranks(place: RankInfo, config: ModelConfig) -> tuple[ProcessMesh, torch.device]:
     """Return the groups and the device of this rank; a single process needs no process group."""
     if not place.launched:
         return ProcessMesh.single(), place.device()

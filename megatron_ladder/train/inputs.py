@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.comm.launch import Place
+from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.identity import describe_training
@@ -40,7 +40,7 @@ class RunInputs:
     """The training input of --streaming, which replaces the training source."""
 
 
-def read_inputs(argv: Sequence[str], place: Place) -> RunInputs:
+def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
     """Read the command line and open the files that it names.
 
     Raises:
@@ -116,7 +116,7 @@ def _load_vocabulary(
     return tokenizer, vocab_size or tokenizer.vocab_size
 
 
-def _check_machine(run: RunConfig, place: Place, errors: ErrorCollector) -> None:
+def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> None:
     """Check what the run needs of this machine, and create its output directories: now rather than after hours."""
     if run.training.fp16 and place.device().type != "cuda":
         errors.add("--fp16 needs a CUDA device, and there is none: use --bf16, or fp32 without either")

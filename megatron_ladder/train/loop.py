@@ -11,10 +11,10 @@ import torch
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.launch import (
     check_device,
-    find_place,
     naming_lost_peers,
+    read_rank_info,
+    reporting_errors,
     stop_process_group,
-    telling_mistakes,
 )
 from megatron_ladder.comm.watch import HangWatch
 from megatron_ladder.train.checkpoints import CheckpointSaver
@@ -52,9 +52,9 @@ def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
         BadNumbersError: loss or gradient are not finite, in too many steps in a row.
         LostPeerError: another rank ended, or a collective timed out.
     """
-    start, place, peers = time.monotonic(), find_place(), Peers()
+    start, place, peers = time.monotonic(), read_rank_info(), Peers()
     with ExitStack() as until_the_end:
-        with telling_mistakes(place):
+        with reporting_errors(place):
             inputs = read_inputs(argv, place)
             check_device(place)
             folder = inputs.run.checkpoint.save

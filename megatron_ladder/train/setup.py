@@ -18,7 +18,7 @@ import torch
 from megatron_ladder import __version__
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.launch import Place, start_process_group
+from megatron_ladder.comm.launch import RankInfo, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import SECTIONS, RunConfig
 from megatron_ladder.config.training import ParallelConfig
@@ -57,7 +57,7 @@ class Trainer:
     """Detects bad steps from the history of losses."""
 
 
-def build_trainer(inputs: RunInputs, place: Place, peers: Peers) -> Trainer:
+def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
     """Join the other processes and build this rank's part; every rank must call it.
 
     Args:
@@ -112,7 +112,7 @@ def _check_shared(save: Path, world: CommGroup) -> None:
         )
 
 
-def _shared_settings(inputs: RunInputs, place: Place) -> dict[str, Any]:
+def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
     """Return all settings that must be equal on every process, JSON-able, by the names that users know."""
     run = inputs.run
     flags = {

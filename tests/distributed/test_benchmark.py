@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
-from megatron_ladder.comm.launch import Place
+from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.lab.bench.options import BenchmarkOptions, Case
 from megatron_ladder.lab.bench.program import _Benchmark
 from megatron_ladder.lab.bench.results import BenchmarkRow
@@ -19,7 +19,7 @@ ALPHA = 0.004
 
 def benchmark_of(case: Case, wirings: tuple[str, ...]) -> _Benchmark:
     options = BenchmarkOptions(wirings=wirings, sizes=("small-train",), sequence=16, tokens=1, rounds=4)
-    return _Benchmark(case, options, "small-train", Place(torch.distributed.get_rank(), 2, 0), torch.device("cpu"))
+    return _Benchmark(case, options, "small-train", RankInfo(torch.distributed.get_rank(), 2, 0), torch.device("cpu"))
 
 
 def timed_rows(case: Case) -> list[BenchmarkRow]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import key_value_replicas
-from megatron_ladder.comm.launch import Place
+from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.build import build_engine, build_model, start_deepspeed
@@ -29,7 +29,7 @@ SIZES = (
 @functools.cache
 def deepspeed_is_started() -> bool:
     """Once a process."""
-    start_deepspeed(Place(torch.distributed.get_rank(), torch.distributed.get_world_size(), 0), CPU)
+    start_deepspeed(RankInfo(torch.distributed.get_rank(), torch.distributed.get_world_size(), 0), CPU)
     return True
 
 

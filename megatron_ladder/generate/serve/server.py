@@ -13,7 +13,7 @@ from types import FrameType
 
 import uvicorn
 
-from megatron_ladder.comm.launch import Place, telling_mistakes
+from megatron_ladder.comm.launch import RankInfo, reporting_errors
 from megatron_ladder.data.chat_template import ChatTemplate, load_chat_template
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
@@ -47,14 +47,14 @@ class ServerSetup:
 
 
 def prepare_server(
-    place: Place, options: ServeOptions, stored: StoredModel, directory: Path
+    place: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path
 ) -> Callable[[GenerationEngine], None]:
     """Check the flags and return a function that serves with an engine; see `set_up_server` and `_serve`."""
     setup = set_up_server(place, options, stored, directory)
     return lambda engine: _serve(engine, setup)
 
 
-def set_up_server(place: Place, options: ServeOptions, stored: StoredModel, directory: Path) -> ServerSetup:
+def set_up_server(place: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path) -> ServerSetup:
     """Check the flags, read the keys, and listen on rank 0.
 
     Args:
@@ -83,7 +83,7 @@ def set_up_server(place: Place, options: ServeOptions, stored: StoredModel, dire
     tokenizer = stored.tokenizer
     listener = None
     if place.rank == 0:
-        with telling_mistakes(place):
+        with reporting_errors(place):
             listener = listen(options.host, options.port)
     model = ServedModel(
         name=options.model_name or directory.resolve().name,

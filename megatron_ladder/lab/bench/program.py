@@ -12,9 +12,9 @@ import torch
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import (
-    Place,
-    find_place,
+    RankInfo,
     naming_lost_peers,
+    read_rank_info,
     start_process_group,
     stop_process_group,
 )
@@ -79,7 +79,7 @@ class _Interconnect:
             self.wire.close()
 
 
-def _start_ranks(options: BenchmarkOptions, place: Place) -> torch.device:
+def _start_ranks(options: BenchmarkOptions, place: RankInfo) -> torch.device:
     """Join the other processes, if there are any, and return this process's device.
 
     Raises:
@@ -128,7 +128,7 @@ def _make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: to
 class _Benchmark:
     """The models to compare, and the wire between their ranks."""
 
-    def __init__(self, case: Case, options: BenchmarkOptions, size: str, place: Place, device: torch.device) -> None:
+    def __init__(self, case: Case, options: BenchmarkOptions, size: str, place: RankInfo, device: torch.device) -> None:
         self.case = case
         self.options = options
         self.size = size
@@ -270,7 +270,7 @@ def run_rank(case: Case, options: BenchmarkOptions) -> None:
     Raises:
         BadNumbersError: a ratio exceeds the possible maximum, or the machine was too noisy to judge one.
     """
-    place = find_place()
+    place = read_rank_info()
     if options.device == "cpu":
         _pin(place)
     with naming_lost_peers():
@@ -282,7 +282,7 @@ def run_rank(case: Case, options: BenchmarkOptions) -> None:
         )
 
 
-def _measure(case: Case, options: BenchmarkOptions, place: Place) -> list[BenchmarkRow]:
+def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[BenchmarkRow]:
     device = _start_ranks(options, place)
     rows: list[BenchmarkRow] = []
     for size in options.sizes:
@@ -302,7 +302,7 @@ def _measure(case: Case, options: BenchmarkOptions, place: Place) -> list[Benchm
     return rows
 
 
-def _pin(place: Place) -> None:
+def _pin(place: RankInfo) -> None:
     """Use one thread and, if there are enough cores, a dedicated core for each rank."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.model import key_value_replicas, tensor_parallel_errors
-from megatron_ladder.comm.launch import find_place, naming_lost_peers, start_process_group, stop_process_group
+from megatron_ladder.comm.launch import read_rank_info, naming_lost_peers, start_process_group, stop_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.sizes import SIZES
@@ -48,7 +48,7 @@ def run_rank(options: CalibrateOptions) -> None:
     Raises:
         UserError: the models cannot be shared by so many ranks, or the file cannot be written.
     """
-    place = find_place()
+    place = read_rank_info()
     if torch.cuda.is_available() and place.world_size > torch.cuda.device_count():
         raise UserError(f"--tp {place.world_size}: this machine has {torch.cuda.device_count()} GPUs")
     small = options.small or not torch.cuda.is_available()

@@ -13,7 +13,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from megatron_ladder.comm import agreement
-from megatron_ladder.comm.agreement import Host, Peers, Report, agree, name_ranks
+from megatron_ladder.comm.agreement import Host, Peers, RankReport, agree, name_ranks
 from megatron_ladder.comm.watch import silent_ranks
 from megatron_ladder.errors import LostPeerError, UserError
 
@@ -22,13 +22,13 @@ SOON = timedelta(seconds=20)
 
 
 def meet(
-    reports: Sequence[Report | None], sizes: Sequence[int] | None = None, timeout: timedelta = SOON
+    reports: Sequence[RankReport | None], sizes: Sequence[int] | None = None, timeout: timedelta = SOON
 ) -> list[list[Host] | Exception]:
     """What `agree` returns or raises on each rank; None is a rank that never comes."""
     store = HashStore()
     results: dict[int, list[Host] | Exception] = {}
 
-    def life(rank: int, report: Report) -> None:
+    def life(rank: int, report: RankReport) -> None:
         try:
             results[rank] = agree(store, rank, sizes[rank] if sizes else len(reports), report, timeout)
         except Exception as error:
@@ -49,38 +49,39 @@ def mistakes(result: list[Host] | Exception) -> tuple[str, ...]:
 
 
 def test_ranks_with_equal_settings_learn_where_the_others_are() -> None:
-    assert meet([Report(host, {"--lr": 0.1, "--save": None}) for host in HOSTS]) == [HOSTS] * 4
+    assert meet([RankReport(host, {"--lr": 0.1, "--save": None}) for host in HOSTS]) == [HOSTS] * 4
 
 
 def test_every_difference_is_named_with_all_values_on_every_rank() -> None:
     values = [{"--lr": 0.1}, {"--lr": 0.1}, {"--lr": 0.2}, {"--lr": 0.1, "device": "cuda"}]
-    results = meet([Report(host, settings) for host, settings in zip(HOSTS, values, strict=True)])
+    results = meet([RankReport(host, settings) for host, settings in zip(HOSTS, values, strict=True)])
     a, b = "node-a (10.0.0.1)", "node-b (10.0.0.2)"
     assert [mistakes(result) for result in results] == [
         (
             f"--lr differs: 0.1 for ranks 0-1 on {a}, rank 3 on {b} but 0.2 for rank 2 on {b}: all processes must be "
-            "started alike",
+            "with the same settings",
             f'device differs: null for ranks 0-1 on {a}, rank 2 on {b} but "cuda" for rank 3 on {b}: all processes '
-            "must be started alike",
+            "with the same settings",
         )
     ] * 4
 
 
-def test_a_mistake_of_some_is_told_to_all() -> None:
-    reports = [Report(host, {"--lr": 0.1}) for host in HOSTS[:3]] + [Report(HOSTS[3], {}, ["no data", "no folder"])]
+def test_all_ranks_raise_the_error_of_one() -> None:
+    reports = [RankReport(host, {"--lr": 0.1}) for host in HOSTS[:3]]
+    reports.append(RankReport(HOSTS[3], {}, ["no data", "no folder"]))
     expected = tuple(f"rank 3 on node-b (10.0.0.2): {text}" for text in ("no data", "no folder"))
     assert [mistakes(result) for result in meet(reports)] == [expected] * 4
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    results = meet([Report(HOSTS[0], {}), None, Report(HOSTS[2], {}), None], timeout=timedelta(seconds=0.3))
+    results = meet([RankReport(HOSTS[0], {}), None, RankReport(HOSTS[2], {}), None], timeout=timedelta(seconds=0.3))
     for result in results:
-        assert isinstance(result, LostPeerError) and "ranks 1, 3 of 4 did not come within 0.3 s" in str(result)
+        assert isinstance(result, LostPeerError) and "ranks 1, 3 of 4 did not arrive within 0.3 s" in str(result)
 
 
 def test_hostfiles_of_different_lengths_are_found() -> None:
     """Rank 0 knows of two ranks and asks no third one."""
-    results = meet([Report(host, {}) for host in HOSTS[:3]], sizes=[2, 2, 3])
+    results = meet([RankReport(host, {}) for host in HOSTS[:3]], sizes=[2, 2, 3])
     assert results[:2] == [HOSTS[:2]] * 2
     assert "rank 2 on node-b (10.0.0.2) was started as one of 3 processes, rank 0 as one of 2" in str(results[2])
 
@@ -88,16 +89,16 @@ def test_hostfiles_of_different_lengths_are_found() -> None:
 def test_two_hosts_cannot_be_the_same_rank() -> None:
     store = HashStore()
     store.add("start/arrived/1", 1)
-    with pytest.raises(UserError, match="rank 1 started twice, on node-b .* give each host its own --node_rank"):
-        agree(store, 1, 2, Report(HOSTS[2], {}), SOON)
+    with pytest.raises(UserError, match="rank 1 was started twice, .* on node-b .* a different --node_rank"):
+        agree(store, 1, 2, RankReport(HOSTS[2], {}), SOON)
 
 
 def test_what_hosts_are_does_not_count_as_a_difference() -> None:
-    first, second = (Report(host, {"a": [1], "b": 2}) for host in (HOSTS[0], HOSTS[2]))
-    assert first.digest == second.digest == Report(HOSTS[0], {"b": 2, "a": [1]}).digest
-    assert first.digest != Report(HOSTS[0], {"a": [1], "b": 3}).digest
-    told = Report(HOSTS[0], {"a": [1]}, ["no data"])
-    assert Report.from_json(told.to_json()) == told
+    first, second = (RankReport(host, {"a": [1], "b": 2}) for host in (HOSTS[0], HOSTS[2]))
+    assert first.digest == second.digest == RankReport(HOSTS[0], {"b": 2, "a": [1]}).digest
+    assert first.digest != RankReport(HOSTS[0], {"a": [1], "b": 3}).digest
+    told = RankReport(HOSTS[0], {"a": [1]}, ["no data"])
+    assert RankReport.from_json(told.to_json()) == told
 
 
 def test_ranks_are_named_by_their_hosts() -> None:

@@ -12,7 +12,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from megatron_ladder.comm import launch
 from megatron_ladder.comm.agreement import Host
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.launch import Place, start_process_group
+from megatron_ladder.comm.launch import RankInfo, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.nccl import explain_connections, overlapped_group_options
 from megatron_ladder.errors import UserError
@@ -102,12 +102,12 @@ def test_queues_are_looked_at_before_cuda_starts(
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "0")
     with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS=0"):
-        start_process_group(Place(0, 2, 0), 1.0)
+        start_process_group(RankInfo(0, 2, 0), 1.0)
     assert done == []
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    start_process_group(Place(0, 2, 0), 1.0)
+    start_process_group(RankInfo(0, 2, 0), 1.0)
     assert done == ["start cuda:0", "nccl"] and "CUDA_DEVICE_MAX_CONNECTIONS=1:" in capsys.readouterr().err
-    start_process_group(Place(1, 2, 1), 1.0)
+    start_process_group(RankInfo(1, 2, 1), 1.0)
     assert capsys.readouterr().err == "", "one rank says it"
 
 

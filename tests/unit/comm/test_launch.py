@@ -10,13 +10,13 @@ import torch
 from megatron_ladder.comm.agreement import Host
 from megatron_ladder.comm.launch import (
     LAUNCHER_VARIABLES,
-    Place,
+    RankInfo,
     address_towards,
     check_device,
     choose_interface,
     find_host,
-    find_place,
     naming_lost_peers,
+    read_rank_info,
 )
 from megatron_ladder.errors import LostPeerError, UserError
 
@@ -28,33 +28,33 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_started_by_hand_is_alone() -> None:
-    assert find_place() == Place(0, 1, 0)
-    assert not find_place().launched
+    assert read_rank_info() == RankInfo(0, 1, 0)
+    assert not read_rank_info().launched
 
 
 def test_a_launcher_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in zip(LAUNCHER_VARIABLES, ("5", "8", "1", "host", "1234"), strict=True):
         monkeypatch.setenv(name, value)
-    assert find_place() == Place(5, 8, 1) and find_place().launched
+    assert read_rank_info() == RankInfo(5, 8, 1) and read_rank_info().launched
 
 
 def test_half_a_launcher_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="has WORLD_SIZE but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
-        find_place()
+        read_rank_info()
 
 
 def test_a_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    check_device(Place(15, 16, 7))
+    check_device(RankInfo(15, 16, 7))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    check_device(Place(14, 16, 6))
+    check_device(RankInfo(14, 16, 6))
     with pytest.raises(UserError, match="rank 15 is process 8 of its host, which has 7 GPUs"):
-        check_device(Place(15, 16, 7))
+        check_device(RankInfo(15, 16, 7))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "64")
     with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS=64: expected 1 to 32"):
-        check_device(Place(14, 16, 6))
+        check_device(RankInfo(14, 16, 6))
 
 
 def test_lost_peers_are_told_from_other_faults() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import openai
 
-from megatron_ladder.comm.launch import Place
+from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel
 from megatron_ladder.generate.options import ServeOptions
@@ -99,7 +99,7 @@ def serving(
     tokenizer.files, tokenizer.vocab_size = files, config.vocab_size
     stored = StoredModel(Path("tiny"), config, tokenizer, frozenset({EOS}), (), lambda model: None)
     flags = ServeOptions(**{"serve": True, "port": 0, "max_concurrent": 3, "grace_seconds": 0.0} | options)
-    setup = set_up_server(Place(0, 1, 0), flags, stored, Path("/models/tiny"))
+    setup = set_up_server(RankInfo(0, 1, 0), flags, stored, Path("/models/tiny"))
     assert setup.listener is not None
     port = setup.listener.getsockname()[1]
     server = ServerThread(setup, setup.listener)

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ladder.checkpoint.manifest import decode_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
-from megatron_ladder.comm.launch import Place
+from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer
@@ -27,7 +27,7 @@ SIZES = (
 
 def mistakes_about(save: Path, words: str) -> list[str]:
     with pytest.raises(UserError) as raised:
-        read_inputs([*SIZES, "--load", str(save), *words.split()], Place(0, 4, 0))
+        read_inputs([*SIZES, "--load", str(save), *words.split()], RankInfo(0, 4, 0))
     return [mistake.split(":")[0] for mistake in raised.value.mistakes if "was trained with" in mistake]
 
 
@@ -45,7 +45,7 @@ def test_what_a_run_cannot_use_is_told_before_it_starts(tmp_path: Path, monkeypa
     )
     monkeypatch.setattr(shutil, "which", lambda program: None)
     with pytest.raises(UserError) as raised:
-        read_inputs([*SIZES, *words.split(), "--load", f"{tmp_path}/iter_0000009"], Place(0, 1, 0))
+        read_inputs([*SIZES, *words.split(), "--load", f"{tmp_path}/iter_0000009"], RankInfo(0, 1, 0))
     starts = [
         "--compile-sub-blocks: no C++ compiler was found",
         f"--save {tmp_path}/file: cannot be written to",
@@ -62,20 +62,20 @@ def test_a_tokenizer_without_a_file_has_a_vocabulary(tmp_path: Path) -> None:
         writer.add_document(np.arange(60))
         writer.publish()
     sizes = [*SIZES, "--data-path", f"{tmp_path}/tokens", "--split", "1", "--eval-iters", "0"]
-    null = read_inputs([*sizes, "--tokenizer-type", "NullTokenizer"], Place(0, 1, 0))
+    null = read_inputs([*sizes, "--tokenizer-type", "NullTokenizer"], RankInfo(0, 1, 0))
     assert null.tokenizer is not None and (null.run.model.vocab_size, null.tokenizer.eod_id) == (68, 67)
     with pytest.raises(UserError, match="--vocab-size 67 is smaller than the tokenizer's 257 ids"):
-        read_inputs([*sizes, "--tokenizer-type", "ByteTokenizer"], Place(0, 1, 0))
+        read_inputs([*sizes, "--tokenizer-type", "ByteTokenizer"], RankInfo(0, 1, 0))
     for words in ("--tokenizer-type HFTokenizer", "--tokenizer-type ByteTokenizer --tokenizer-model x"):
         with pytest.raises(UserError, match="--tokenizer-type and --tokenizer-model belong together"):
-            read_inputs([*sizes, *words.split()], Place(0, 1, 0))
+            read_inputs([*sizes, *words.split()], RankInfo(0, 1, 0))
 
 
 def test_fp16_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def mistakes(device: str) -> list[str]:
-        monkeypatch.setattr(Place, "device", lambda place: torch.device(device))
+        monkeypatch.setattr(RankInfo, "device", lambda place: torch.device(device))
         with pytest.raises(UserError) as raised:
-            read_inputs([*SIZES, "--fp16"], Place(0, 1, 0))
+            read_inputs([*SIZES, "--fp16"], RankInfo(0, 1, 0))
         return [mistake for mistake in raised.value.mistakes if "--fp16" in mistake]
 
     assert len(mistakes("cpu")) == 1 and mistakes("cuda") == []
@@ -94,7 +94,7 @@ def test_a_desync_model_resumes_at_its_own_size(tmp_path: Path) -> None:
 def test_a_missing_checkpoint_ends_the_run_if_asked(tmp_path: Path) -> None:
     def mistakes(words: str) -> list[str]:
         with pytest.raises(UserError) as raised:
-            read_inputs([*SIZES, "--load", str(tmp_path), *words.split()], Place(0, 1, 0))
+            read_inputs([*SIZES, "--load", str(tmp_path), *words.split()], RankInfo(0, 1, 0))
         return [mistake for mistake in raised.value.mistakes if "--load" in mistake]
 
     assert mistakes("") == []
@@ -127,7 +127,7 @@ def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None
 
     def mistakes(words: str) -> list[str]:
         with pytest.raises(UserError) as raised:
-            read_inputs([*SIZES, "--skip-train", *words.split()], Place(0, 1, 0))
+            read_inputs([*SIZES, "--skip-train", *words.split()], RankInfo(0, 1, 0))
         return [mistake.split(":")[0] for mistake in raised.value.mistakes]
 
     valid = f"--valid-data-path {prefix} --eval-iters 1"
@@ -139,7 +139,7 @@ def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None
     load = f"--load {tmp_path}"
     assert mistakes(f"{load} --data-path {prefix} --split 1") == ["--skip-train needs validation data"]
     assert mistakes(f"{load} --data-path {prefix} --split 1 --eval-iters 0") == ["--eval-iters 0"]
-    sources = read_inputs([*SIZES, "--skip-train", *valid.split(), *load.split()], Place(0, 1, 0)).sources
+    sources = read_inputs([*SIZES, "--skip-train", *valid.split(), *load.split()], RankInfo(0, 1, 0)).sources
     assert sources.train is None and sources.valid is not None
 
 
@@ -154,13 +154,13 @@ def test_changed_data_is_refused_or_said_loudly(tmp_path: Path, capsys: pytest.C
     config = tiny_config()
     words = [*SIZES, *f"--data-path {prefix} --split 1 --eval-iters 0".split()]
     rewrite(0)
-    inputs = read_inputs(words, Place(0, 1, 0))
+    inputs = read_inputs(words, RankInfo(0, 1, 0))
     write_checkpoint(tmp_path / "save", config, reference_of(config)[0], data=describe_data(inputs.sources, None))
     load = ["--load", str(tmp_path / "save")]
 
     def about_data(words: list[str]) -> list[str]:
         try:
-            read_inputs(words, Place(0, 1, 0))
+            read_inputs(words, RankInfo(0, 1, 0))
         except UserError as error:
             return [line for line in error.mistakes if str(prefix) in line]
         return []
@@ -192,7 +192,7 @@ def test_documents_end_with_the_token_that_is_looked_for(tmp_path: Path) -> None
         write_sidecar(b, of_b)
         data = f"--vocab-size 300 --data-path {a} {b} --split 1 --eval-iters 0 {words}"
         try:
-            read_inputs([*SIZES, *data.split()], Place(0, 1, 0))
+            read_inputs([*SIZES, *data.split()], RankInfo(0, 1, 0))
         except UserError as error:
             return [line.split(": give")[0] for line in error.mistakes]
         return []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ladder.comm.launch import Place
+from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench import program
 from megatron_ladder.lab.bench.options import BenchmarkOptions, Case
@@ -24,7 +24,7 @@ TINY = replace(
     SIZES["small-train"], num_layers=2, hidden_size=64, ffn_hidden_size=128, head_dim=8, num_key_value_heads=2,
     vocab_size=512,
 )  # fmt: skip
-ALONE = Place(0, 1, 0)
+ALONE = RankInfo(0, 1, 0)
 
 
 @pytest.fixture
@@ -110,9 +110,9 @@ def test_missing_hardware_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
     options = BenchmarkOptions(device="cuda", tp_all_reduce="symmetric-memory")
     with pytest.raises(UserError, match="cannot read the memory"):
-        _start_ranks(options, Place(0, 2, 0))
+        _start_ranks(options, RankInfo(0, 2, 0))
     with pytest.raises(UserError, match="found 2 GPUs for 4 processes: lower --tp, or give --emulated-tp"):
-        _start_ranks(options, Place(0, 4, 0))
+        _start_ranks(options, RankInfo(0, 4, 0))
 
 
 def test_real_groups_are_bounded_and_metered(monkeypatch: pytest.MonkeyPatch) -> None:
