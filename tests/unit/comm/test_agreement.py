@@ -58,9 +58,9 @@ def test_every_difference_is_named_with_all_values_on_every_rank() -> None:
     a, b = "node-a (10.0.0.1)", "node-b (10.0.0.2)"
     assert [mistakes(result) for result in results] == [
         (
-            f"--lr differs: 0.1 for ranks 0-1 on {a}, rank 3 on {b} but 0.2 for rank 2 on {b}: all processes must be "
+            f"--lr differs: 0.1 for ranks 0-1 on {a}, rank 3 on {b} but 0.2 for rank 2 on {b}: start all processes "
             "with the same settings",
-            f'device differs: null for ranks 0-1 on {a}, rank 2 on {b} but "cuda" for rank 3 on {b}: all processes '
+            f'device differs: null for ranks 0-1 on {a}, rank 2 on {b} but "cuda" for rank 3 on {b}: start all processes '
             "with the same settings",
         )
     ] * 4
