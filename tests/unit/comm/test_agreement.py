@@ -60,8 +60,8 @@ def test_every_difference_is_named_with_all_values_on_every_rank() -> None:
         (
             f"--lr differs: 0.1 for ranks 0-1 on {a}, rank 3 on {b} but 0.2 for rank 2 on {b}: start all processes "
             "with the same settings",
-            f'device differs: null for ranks 0-1 on {a}, rank 2 on {b} but "cuda" for rank 3 on {b}: start all processes '
-            "with the same settings",
+            f'device differs: null for ranks 0-1 on {a}, rank 2 on {b} but "cuda" for rank 3 on {b}: start all '
+            "processes with the same settings",
         )
     ] * 4
 
