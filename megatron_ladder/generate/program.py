@@ -25,8 +25,8 @@ import torch
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.launch import (
     RankInfo,
-    read_rank_info,
     naming_lost_peers,
+    read_rank_info,
     start_process_group,
     stop_process_group,
 )
