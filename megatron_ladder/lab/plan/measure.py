@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.model import key_value_replicas, tensor_parallel_errors
-from megatron_ladder.comm.launch import read_rank_info, naming_lost_peers, start_process_group, stop_process_group
+from megatron_ladder.comm.launch import naming_lost_peers, read_rank_info, start_process_group, stop_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.sizes import SIZES
