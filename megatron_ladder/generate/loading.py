@@ -15,12 +15,8 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-<<<<<<< HEAD
-from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_mistakes
-from megatron_ladder.checkpoint.boxes import Box, flat_range, row_major_strides
-=======
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
->>>>>>> f23bac7 (Declare the bounds of model flags next to their defaults and rewrite their help)
+from megatron_ladder.checkpoint.boxes import Box, flat_range, row_major_strides
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.weights import load_weights, stored_model
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -137,17 +133,10 @@ def _prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def check_tensor_parallel(config: ModelConfig, tensor_parallel: int) -> None:
-<<<<<<< HEAD
     """Raise UserError, with the sizes that are possible, if so many ranks cannot share the model."""
-    errors = tensor_parallel_mistakes(config, tensor_parallel)
+    errors = tensor_parallel_errors(config, tensor_parallel)
     if errors:
-        possible = [n for n in range(1, config.num_attention_heads + 1) if not tensor_parallel_mistakes(config, n)]
-=======
-    """Raises one UserError if so many ranks cannot share the model, with the sizes that can."""
-    mistakes = tensor_parallel_errors(config, tensor_parallel)
-    if mistakes:
         possible = [n for n in range(1, config.num_attention_heads + 1) if not tensor_parallel_errors(config, n)]
->>>>>>> f23bac7 (Declare the bounds of model flags next to their defaults and rewrite their help)
         sizes = ", ".join(map(str, possible))
         raise UserError(f"--tp {tensor_parallel} does not fit the model; use {sizes}: {'; '.join(errors)}")
 
