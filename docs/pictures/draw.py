@@ -2,11 +2,11 @@
 
     python docs/pictures/draw.py
 
-writes the SVG files beside it. No time in them is drawn by hand: each row is a pass of `lab/cost/links.py`,
-which walks the sub-blocks by the rule of `model/stack.py`, with a clock that notes what happens. A test compares the
-files with what this program makes, byte for byte.
+writes the SVG files next to this program. All times are computed: each row is a pass of `lab/cost/links.py`, which
+walks the sub-blocks by the rule of `model/stack.py`, with a clock that records events. A test compares the files with
+the output of this program, byte for byte.
 
-Times are in units of c, the forward computation of an attention or MLP sub-block, which are taken to be alike.
+Times are in units of c, the forward computation of a sub-block; attention and MLP are assumed to cost the same.
 """
 
 import sys
@@ -40,15 +40,15 @@ FILLS = {
 LABELS = {SubBlockKind.ATTENTION: "A", SubBlockKind.MLP: "M", SubBlockKind.ATTENTION_MLP: "A+M"}
 WIDTH = 960
 LEFT, RIGHT = 250, 880
-"""Where the time axis begins and ends."""
+"""Ends of the time axis."""
 LANE, GAP = 26, 5
 FINE = 1e-9
-"""Shorter times are rounding."""
+"""Shorter times are rounding errors."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that takes from `start` to `end`."""
+    """An activity from `start` to `end`."""
 
     start: float
     end: float
@@ -56,8 +56,8 @@ class Bar:
     label: str = ""
 
 
-class NotingClock(Clock):
-    """Keeps what the rank computes, and what the wire carries, as (start, end)."""
+class RecordingClock(Clock):
+    """Records the (start, end) of computations, and of collectives on the wire."""
 
     def __init__(self, wire: WireModel) -> None:
         super().__init__(wire)
@@ -79,7 +79,7 @@ class NotingClock(Clock):
 
 @dataclass(frozen=True)
 class Row:
-    """One pass of one wiring: what it is called, and what happens in it."""
+    """One pass of one wiring."""
 
     title: str
     note: str
@@ -87,14 +87,14 @@ class Row:
     wire: list[Bar]
     end: float
     lanes: int = field(init=False)
-    """Collectives that share the wire at a time."""
+    """Most collectives on the wire at the same time."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lanes", 1 + max((lane for lane, _ in stacked(self.wire)), default=0))
 
 
 def model(residual_mode: str, layers: int, late: str | None = None, staleness: int = 1) -> ModelConfig:
-    """A model of that wiring; its sizes do not matter."""
+    """Return a model of a wiring; its sizes do not matter."""
     mistakes: list[str] = []
     flags = ModelFlags(
         residual_mode=residual_mode, num_layers=layers, ladder_layers=late, residual_staleness=staleness
@@ -105,21 +105,21 @@ def model(residual_mode: str, layers: int, late: str | None = None, staleness: i
 
 
 def named_sub_blocks(config: ModelConfig) -> Iterator[tuple[str, str, int, int]]:
-    """Of each sub-block its label, its colour, its computation in c and its staleness."""
+    """Yield the label, colour, computation in c and staleness of each sub-block."""
     for layer, sub_blocks in enumerate(config.wired_layers):
         for kind, staleness, *_ in sub_blocks:
             yield f"{LABELS[kind]}{layer}", kind.value, 1 + (kind is SubBlockKind.ATTENTION_MLP), staleness
 
 
 def forward_blocks(config: ModelConfig, reduce: float) -> list[SubBlockTime]:
-    """What the step-time model needs to know of a forward pass; `reduce` is the time of an all-reduce."""
+    """Return the step-time model's input for a forward pass; `reduce` is the time of an all-reduce."""
     return [SubBlockTime(width, reduce, staleness) for _, _, width, staleness in named_sub_blocks(config)]
 
 
 def forward_row(title: str, note: str, config: ModelConfig, reduce: float, serial: bool = True) -> Row:
-    """A forward pass."""
+    """Return the row of a forward pass."""
     names = list(named_sub_blocks(config))
-    clock = NotingClock(WireModel(serial=serial))
+    clock = RecordingClock(WireModel(serial=serial))
     end = forward_seconds(forward_blocks(config, reduce), clock.wire, clock=clock)
     bars = [Bar(*times, fill, label) for times, (label, fill, _, _) in zip(clock.computed, names, strict=True)]
     wire = [Bar(*times, "reduce", name[0]) for times, name in zip(clock.carried.values(), names, strict=True)]
@@ -127,12 +127,12 @@ def forward_row(title: str, note: str, config: ModelConfig, reduce: float, seria
 
 
 def backward_row(title: str, note: str, config: ModelConfig, reduce: float, mirrored: bool) -> Row:
-    """A backward pass: 1.4 c to the gradient of the input and 0.6 c for the weight that nothing else needs.
+    """Return the row of a backward pass: 1.4 c for the input's gradient, and 0.6 c for the weight's, which can wait.
 
-    `mirrored` is `model/backward.py`; otherwise autograd, which waits for each reduce where it was launched.
+    `mirrored` is the order of `model/backward.py`; otherwise autograd, which waits for each reduce at its launch.
     """
     names = list(named_sub_blocks(config))
-    clock = NotingClock(WireModel())
+    clock = RecordingClock(WireModel())
     blocks = [
         SubBlockTime(width, reduce, staleness, dgrad_seconds=1.4 * width, wgrad_seconds=0.6 * width)
         for _, _, width, staleness in names
@@ -152,7 +152,7 @@ def backward_row(title: str, note: str, config: ModelConfig, reduce: float, mirr
 
 
 def stacked(bars: Sequence[Bar]) -> list[tuple[int, Bar]]:
-    """Each bar with the first lane that is free for it."""
+    """Assign each bar to the first free lane."""
     free: list[float] = []
     placed = []
     for bar in bars:
@@ -163,7 +163,7 @@ def stacked(bars: Sequence[Bar]) -> list[tuple[int, Bar]]:
 
 
 def waits(row: Row) -> Iterator[Bar]:
-    """The times in which the rank computes nothing."""
+    """Yield the times in which the rank does not compute."""
     ends = [0.0, *(bar.end for bar in row.compute)]
     starts = [*(bar.start for bar in row.compute), row.end]
     for end, start in zip(ends, starts, strict=True):
@@ -199,7 +199,7 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str = GRID, width: 
 
 
 def page(title: str, height: float, body: Iterable[str], width: int = WIDTH) -> str:
-    """A whole file. White paper, so that it can be read on a dark page as well."""
+    """Return a whole file, with a white background for dark pages."""
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {number(height)}" width="{width}" '
         f'height="{number(height)}" font-family="Helvetica, Arial, sans-serif" role="img">',
@@ -221,7 +221,7 @@ def legend(y: float, entries: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def timelines(title: str, entries: Sequence[tuple[str, str]], rows: Sequence[Row]) -> str:
-    """Rows under one another on one axis, each with a lane of computation and the lanes of its wire."""
+    """Draw rows below each other on one axis, each with a lane of computation and the lanes of its wire."""
     scale = (RIGHT - LEFT) / max(row.end for row in rows)
     body = [text(24, 32, title, 16, bold=True), *legend(56, entries)]
     top = y = 78.0
@@ -252,7 +252,7 @@ def timelines(title: str, entries: Sequence[tuple[str, str]], rows: Sequence[Row
 
 
 def who_reads_what(panels: Sequence[tuple[str, ModelConfig]]) -> str:
-    """A table for each wiring: a row for each sub-block, a column for each output that it may find in the stream."""
+    """Draw a table per wiring: a row per sub-block, and a column per output that the stream can contain."""
     cell, left, top = 20, 24, 84
     title = "Which outputs a sub-block finds in the stream"
     body = [text(left, 32, title, 16, bold=True)]
@@ -277,7 +277,7 @@ def who_reads_what(panels: Sequence[tuple[str, ModelConfig]]) -> str:
 
 
 def layer_seconds(mode: str, reduce: float, serial: bool, staleness: int) -> float:
-    """Time of a layer amid many others, from stacks that differ by 12: schedules repeat in 2 or 3 sub-blocks."""
+    """Return the time of a layer in a deep stack, from two stacks that differ by 12 layers (schedules are periodic)."""
     late = "all" if mode.startswith("ladder") else None
     few, many = (
         forward_seconds(forward_blocks(model(mode, layers, late, staleness), reduce), WireModel(serial=serial))
@@ -292,11 +292,11 @@ CURVES = (
     ("parallel", "parallel", 1, "#8a8f98", ""),
     ("ladder-parallel", "ladder-parallel", 1, "#e8963c", ""),
 )
-"""Name, mode, staleness, colour and dashes of each line of the chart."""
+"""Name, mode, staleness, colour and dashes of each line in the chart."""
 
 
 def gains() -> str:
-    """Standard over each wiring, against the time of an all-reduce, on both kinds of wire."""
+    """Draw the speed-up of each wiring over the time of an all-reduce, on both kinds of wire."""
     title = "Time of the standard wiring over that of another one, forward"
     height, top, bottom = 420, 86, 356
     steps = [step / 20 for step in range(81)]
@@ -333,7 +333,7 @@ def gains() -> str:
 
 
 def pictures() -> dict[str, str]:
-    """Name of each file -> what is in it."""
+    """Map each file name to its content."""
     plain, late = model("standard", 3), model("ladder", 3)
     deep, wide, both = model("ladder", 3, "all", 2), model("parallel", 3), model("ladder-parallel", 3)
     kinds = [("attention", "attention (A)"), ("mlp", "MLP (M)"), ("attention_mlp", "both, of one norm (A+M)")]
@@ -390,7 +390,7 @@ def pictures() -> dict[str, str]:
 
 
 def main() -> None:
-    """Writes the files beside this one."""
+    """Write the files next to this program."""
     for name, content in pictures().items():
         Path(__file__).with_name(name).write_text(content, encoding="utf-8")
 

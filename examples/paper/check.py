@@ -1,10 +1,10 @@
-"""What the paper's runs are, and whether they fit, without a GPU or a network.
+"""Checks that the paper's runs are valid and fit in memory, without a GPU or a network.
 
     python examples/paper/check.py
     python examples/paper/check.py --cluster h200 -- --hosts "a b" --gpus-per-host 4 --tp 4
 
-For every size and wiring, asks train.sh for its command (what stands behind -- goes there), reads that with the
-trainer's own parser, builds the model on the meta device and counts its parameters, and plans memory and time.
+For every size and wiring, this program gets the command from train.sh (with the flags after --), parses it as the
+trainer does, counts the parameters of the model on the meta device, and estimates memory and time with the planner.
 """
 
 import shlex
@@ -25,7 +25,7 @@ from megatron_ladder.blueprint.model import ModelConfig  # noqa: E402
 from megatron_ladder.comm.mesh import ProcessMesh  # noqa: E402
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run  # noqa: E402
 from megatron_ladder.engine.deepspeed_json import deepspeed_json  # noqa: E402
-from megatron_ladder.errors import UserError, run_program  # noqa: E402
+from megatron_ladder.errors import UserError, raise_user_errors, run_program  # noqa: E402
 from megatron_ladder.flags import parse_command_line  # noqa: E402
 from megatron_ladder.lab.cost.hardware import CLUSTERS, UNCALIBRATED_RANGE, Cluster  # noqa: E402
 from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout, worst_memory  # noqa: E402
@@ -41,35 +41,35 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """Cluster. What stands after -- goes to train.sh."""
+    """Cluster. Flags after -- are passed to train.sh."""
 
     cluster: str = "h100"
-    """Figures of the GPUs and links, as plan.py's: h100 or h200."""
+    """Kind of GPUs and links, as in plan.py: h100 or h200."""
     recipe: bool = False
-    """Print the recipe with its sources, and nothing else."""
+    """Print only the recipe with its sources."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run takes, by the planner."""
+    """Memory and time of a run, by the planner."""
 
     layout: Layout
     memory_bytes: float
-    """Of the fullest GPU, with what is set aside."""
+    """Of the fullest GPU, including reserved memory."""
     step_seconds: float
     run_seconds: float
 
     @property
     def gpu_hours(self) -> float:
-        """Of the whole run."""
+        """GPU hours of the whole run."""
         return self.layout.gpus * self.run_seconds / 3600
 
 
 def dry_run(size: str, wiring: str, flags: Sequence[str]) -> tuple[int, list[str]]:
-    """Processes that train.sh would start, and the words that each would get.
+    """Return the number of processes that train.sh would start, and their command line.
 
     Raises:
-        UserError: train.sh has found a mistake.
+        UserError: train.sh reported an error.
     """
     argv = ["bash", str(SCRIPT), "--dry-run", "--size", size, "--wiring", wiring, *flags]
     done = subprocess.run(argv, capture_output=True, text=True)
@@ -81,28 +81,28 @@ def dry_run(size: str, wiring: str, flags: Sequence[str]) -> tuple[int, list[str
 
 
 def read_command(words: Sequence[str], processes: int) -> RunConfig:
-    """The run behind a command line, by all rules of the trainer that need no file.
+    """Resolve a command line, with all checks of the trainer that need no file.
 
     Raises:
-        UserError: with every mistake.
+        UserError: with one message per error.
     """
-    mistakes: list[str] = []
-    flags = parse_run(words, mistakes)
-    run = resolve_run(flags, flags.model.vocab_size or 1, processes, mistakes)
-    deepspeed_json(run, mistakes)
-    if mistakes:
-        raise UserError(*mistakes)
+    errors: list[str] = []
+    flags = parse_run(words, errors)
+    run = resolve_run(flags, flags.model.vocab_size or 1, processes, errors)
+    deepspeed_json(run, errors)
+    if errors:
+        raise UserError(*errors)
     return run
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Of the module itself, a tied matrix once."""
+    """Count the parameters of the module; a tied matrix counts once."""
     module = LanguageModel(model, ProcessMesh.single(), dtype=torch.bfloat16, device=torch.device("meta"))
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def estimate(run: RunConfig, cluster: Cluster) -> Estimate:
-    """Memory and time of a run."""
+    """Estimate memory and time of a run."""
     parallel, training = run.parallel, run.training
     layout = Layout(
         tensor=parallel.tensor_model_parallel_size,
@@ -122,14 +122,14 @@ def estimate(run: RunConfig, cluster: Cluster) -> Estimate:
         )  # fmt: skip
         return step_time(times, layout, run.global_batch_size).total
 
-    # The planner knows layers that are all alike.
+    # The planner assumes identical layers.
     late = len(run.model.ladder_layers) / run.model.num_layers
     seconds = (1 - late) * step_seconds(range(0)) + late * step_seconds(range(run.model.num_layers))
     return Estimate(layout, memory.total + RESERVED_BYTES, seconds, seconds * training.train_iters)
 
 
 def row(size: str, wiring: str, run: RunConfig, planned: Estimate) -> list[str]:
-    """Of the table, in the order of `COLUMNS`."""
+    """Return a row of the table, in the order of `COLUMNS`."""
     layout = planned.layout
     return [
         size,
@@ -147,12 +147,12 @@ def row(size: str, wiring: str, run: RunConfig, planned: Estimate) -> list[str]:
 
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """Format a table."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [heading, ["---"] * len(heading), *rows])
 
 
 def recipe_table() -> str:
-    """Every flag of the recipe with its source."""
+    """Return a table of every flag of the recipe with its source."""
     return markdown(
         ("flag", "from"),
         [(f"`{f'{setting.flag} {setting.value}'.rstrip()}`", setting.source) for setting in RECIPE],
@@ -160,7 +160,7 @@ def recipe_table() -> str:
 
 
 def check(options: CheckOptions, flags: Sequence[str]) -> Iterator[str]:
-    """Prints the table; a line for each run that cannot be or does not fit."""
+    """Print the table, and yield one message per run that is invalid or does not fit."""
     cluster = CLUSTERS[options.cluster]
     rows = []
     for size in SIZES:
@@ -169,7 +169,7 @@ def check(options: CheckOptions, flags: Sequence[str]) -> Iterator[str]:
                 processes, words = dry_run(size, wiring, flags)
                 run = read_command(words, processes)
             except UserError as error:
-                yield from (f"{size} {wiring}: {mistake}" for mistake in error.mistakes)
+                yield from (f"{size} {wiring}: {message}" for message in error.messages)
                 continue
             planned = estimate(run, cluster)
             rows.append(row(size, wiring, run, planned))
@@ -190,10 +190,10 @@ def check(options: CheckOptions, flags: Sequence[str]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Checks, and says so.
+    """Check all runs.
 
     Raises:
-        UserError: a run cannot be started, or does not fit.
+        UserError: a run is invalid or does not fit.
     """
     split = argv.index("--") if "--" in argv else len(argv)
     options: CheckOptions
@@ -203,10 +203,8 @@ def main(argv: Sequence[str]) -> None:
     if options.recipe:
         print(recipe_table())
         return
-    mistakes = list(check(options, argv[split + 1 :]))
-    if mistakes:
-        raise UserError(*mistakes)
-    print("All command lines are read by the trainer, and all runs fit.")
+    raise_user_errors(check(options, argv[split + 1 :]))
+    print("All command lines are valid, and all runs fit.")
 
 
 def entry_point() -> NoReturn:

@@ -1,11 +1,11 @@
-"""The paper's from-scratch runs (arXiv 2501.06589) and ours beside them: the one table of sizes, wirings and recipe.
+"""Sizes, wirings and recipe of the paper's from-scratch runs (arXiv 2501.06589), and of additional wirings.
 
     python examples/paper/runs.py --size 1.2b --wiring ladder
 
-prints the flags of pretrain_ladder.py for a run, a word a line; train.sh adds paths. It imports no torch.
+prints the flags of pretrain_ladder.py for a run, one word per line; train.sh adds paths. It does not import torch.
 
-The authors' files are configs/research/ladder-residual in github.com/IBM/dolomite-engine (commit d0ee186), by which
-1.2B and 3.5B were trained standard, parallel and ladder. They leave some things to the defaults of that program.
+The authors trained 1.2B and 3.5B as standard, parallel and ladder with configs/research/ladder-residual in
+github.com/IBM/dolomite-engine (commit d0ee186). These files leave some settings to the defaults of that program.
 """
 
 import sys
@@ -17,24 +17,24 @@ from typing import NamedTuple, NoReturn
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from megatron_ladder.blueprint.model import ModelConfig  # noqa: E402
-from megatron_ladder.errors import UserError, run_program  # noqa: E402
+from megatron_ladder.errors import raise_user_errors, run_program  # noqa: E402
 from megatron_ladder.flags import parse_command_line  # noqa: E402
 from megatron_ladder.lab.bench.sizes import SIZES as SHAPES  # noqa: E402
 
 PUBLISHED, DEFAULT, OURS = "authors' files", "their program's default", "ours"
 MOST_AT_ONCE = 8
-"""Samples of the largest micro-batch, as the planner's."""
+"""Samples of the largest micro-batch, as in the planner."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how it lies on GPUs of 80 GB."""
+    """A model and its micro-batch on GPUs of 80 GB."""
 
     shape: ModelConfig
     micro_batch: int
-    """Samples that a GPU computes at once, without tensor parallelism."""
+    """Samples per GPU and micro-batch, without tensor parallelism."""
     in_the_paper: tuple[str, ...]
-    """Wirings in which the paper has it."""
+    """Wirings of this model in the paper."""
 
 
 SIZES: Mapping[str, Size] = {
@@ -53,7 +53,7 @@ TINY = Size(
     2,
     (),
 )  # fmt: skip
-"""A toy, to see the scripts run; its tokens are bytes."""
+"""A toy model to try the scripts; its tokens are bytes."""
 
 WIRINGS: Mapping[str, tuple[str, ...]] = {
     "standard": ("--residual-mode", "standard"),
@@ -63,7 +63,7 @@ WIRINGS: Mapping[str, tuple[str, ...]] = {
     "staleness-2": ("--residual-mode", "ladder", "--residual-staleness", "2"),
     "hybrid": ("--residual-mode", "ladder", "--ladder-layers", "{half}"),
 }
-"""The paper's three, and ours: attention and MLP of one norm, two sub-blocks late, the upper half ladder."""
+"""The three wirings of the paper, and three more."""
 
 
 class Setting(NamedTuple):
@@ -73,9 +73,9 @@ class Setting(NamedTuple):
     value: str
     """Empty for a switch."""
     source: str
-    """Where it is from."""
+    """Origin of the value."""
     tiny: str | None = None
-    """The toy's value, if it is another."""
+    """Value for the toy model, if different."""
 
 
 RECIPE = (
@@ -105,14 +105,14 @@ RECIPE = (
     Setting("--keep-last-n-checkpoints", "2", OURS),
     Setting("--save-retain-interval", "5000", OURS),
     Setting("--async-save", "", OURS),
-    # A stream from the hub may stand still for longer than the trainer's own 120 s.
+    # A stream from the hub can stall for longer than the default of 120 s.
     Setting("--distributed-timeout-seconds-after-first-step", "600", OURS),
 )
-"""Output projections are initialised with the standard deviation over sqrt(2 x layers), as the authors' are."""
+"""Output projections are initialised with the standard deviation over sqrt(2 x layers), as in the authors' runs."""
 
 
 def training_flags(size: Size, wiring: str, tensor_parallel: int) -> list[str]:
-    """Flags of pretrain_ladder.py for a run, without those that name files and directories."""
+    """Return the flags of pretrain_ladder.py for a run, without files and directories."""
     shape = size.shape
     words = [
         "--num-layers", str(shape.num_layers),
@@ -147,21 +147,20 @@ class RunsOptions:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the flags."""
+    """Print the flags."""
     options: RunsOptions
     (options,) = parse_command_line(
         [RunsOptions], argv, program="runs.py", description="Flags of pretrain_ladder.py for a run of the paper."
     )
     sizes = {**SIZES, "tiny": TINY}
-    mistakes = [
+    errors = [
         f"--{name} {value}: expected one of {', '.join(known)}"
         for name, value, known in (("size", options.size, sizes), ("wiring", options.wiring, WIRINGS))
         if value not in known
     ]
     if options.tp < 1:
-        mistakes.append(f"--tp {options.tp}: expected 1 or more")
-    if mistakes:
-        raise UserError(*mistakes)
+        errors.append(f"--tp {options.tp}: expected 1 or more")
+    raise_user_errors(errors)
     print(*training_flags(sizes[options.size], options.wiring, options.tp), sep="\n")
 
 

@@ -1,4 +1,4 @@
-"""Copies the first documents of texts to JSON lines, which keeps them apart from a stream that has no such end.
+"""Copies the first documents of a data set to JSON lines, for example as validation data of a streamed run.
 
     python examples/paper/take_documents.py --input hf://NAME:CONFIG --documents 30000 --output held_out.jsonl
 """
@@ -13,10 +13,10 @@ from typing import NoReturn
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from megatron_ladder.data.files import write_atomically  # noqa: E402
 from megatron_ladder.data.reading.find import find_sources  # noqa: E402
 from megatron_ladder.data.reading.protocol import Reading  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
+from megatron_ladder.files import write_atomically  # noqa: E402
 from megatron_ladder.flags import parse_command_line  # noqa: E402
 
 
@@ -25,20 +25,20 @@ class TakeOptions:
     """Input and output."""
 
     input: tuple[str, ...]
-    """What to read, as preprocess_data.py's --input."""
+    """Input, as for --input of preprocess_data.py."""
     output: Path
-    """File for an object a line, with the text under the key text."""
+    """Output file with one JSON object per line; the key is text."""
     documents: int = 30000
-    """How many to take."""
+    """Number of documents to copy."""
     json_keys: tuple[str, ...] = ("text",)
-    """Key of a JSON object, or column of a table, that holds the text."""
+    """Key of a JSON object, or column of a table, that contains the text."""
 
 
 def documents(inputs: Sequence[str], keys: tuple[str, ...]) -> Iterator[str]:
-    """The texts, in order, without empty ones.
+    """Yield the texts in order, without empty ones.
 
     Raises:
-        UserError: an input that is missing, or a record without a text.
+        UserError: an input is missing, or a record has no text.
     """
     reading = Reading(keys)
     for source in find_sources(inputs, reading):
@@ -50,15 +50,16 @@ def documents(inputs: Sequence[str], keys: tuple[str, ...]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads until there are enough."""
+    """Copy the documents."""
     options: TakeOptions
     (options,) = parse_command_line(
-        [TakeOptions], argv, program="take_documents.py", description="Copies the first documents to JSON lines."
+        [TakeOptions], argv, program="take_documents.py", description="Copy the first documents to JSON lines."
     )
     taken = list(islice(documents(options.input, options.json_keys), options.documents))
     if len(taken) < options.documents:
-        raise UserError(f"--documents {options.documents}: --input holds {len(taken)}: ask for fewer, or give more")
-    write_atomically(options.output, "".join(json.dumps({"text": text}) + "\n" for text in taken).encode())
+        found = f"--input contains only {len(taken)}"
+        raise UserError(f"--documents {options.documents}: {found}: lower --documents, or add inputs")
+    write_atomically(options.output, "".join(json.dumps({"text": text}) + "\n" for text in taken))
     print(f"{options.output}: {len(taken):,} documents")
 
 

@@ -1,4 +1,4 @@
-"""How near decoding and loading come to what the machine's memory allows. Figures are printed: run with `-s`."""
+"""Speed of decoding and loading compared with the memory bandwidth. Run with `-s` to see the numbers."""
 
 import statistics
 import time
@@ -32,9 +32,9 @@ def spread(name: str, figures: list[float]) -> str:
 
 
 @pytest.mark.slow
-def test_decoding_takes_little_more_than_reading_the_weights_once() -> None:
-    """134 million parameters in fp32 on one thread. The limit is the bytes of the weights that a token needs, over the
-    rate of a product of a matrix of 1 GiB with a vector, taken before and after each round."""
+def test_decoding_is_close_to_the_memory_bandwidth() -> None:
+    """Decode with 134 million fp32 parameters on one thread. The limit is the time to read a token's weights at the
+    rate of a matrix-vector product of 1 GiB, measured before and after each round."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     config = tiny_config(
@@ -48,7 +48,7 @@ def test_decoding_takes_little_more_than_reading_the_weights_once() -> None:
     request = GenerationRequest(tuple(prompt.tolist()), NEW_TOKENS + 1, GREEDY)
 
     def limit() -> float:
-        """Seconds that reading the weights takes."""
+        """Return the seconds to read the weights."""
         begun = time.perf_counter()
         torch.mv(matrix, vector)
         return (time.perf_counter() - begun) * weights / matrix.nbytes
@@ -75,8 +75,8 @@ def test_decoding_takes_little_more_than_reading_the_weights_once() -> None:
 
 
 def read_and_load(folder: Path) -> list[tuple[float, float, float]]:
-    """On each rank, at the same time: seconds to read its half of the bytes to fresh memory, the same to memory that is
-    used again and again, and to load the model."""
+    """Return the seconds to read a rank's half of the bytes into fresh memory, to read it into reused memory, and to
+    load the model, on all ranks at the same time."""
     (file,) = folder.glob("*.safetensors")
     count = file.stat().st_size // dist.get_world_size()
 
@@ -103,8 +103,8 @@ def read_and_load(folder: Path) -> list[tuple[float, float, float]]:
 
 
 @pytest.mark.slow
-def test_loading_takes_little_more_than_reading(tmp_path: Path, gloo_pools: GlooPools) -> None:
-    """A model of 1 GiB in fp32 on two ranks, its file in the system's cache; processes and groups have started."""
+def test_loading_is_close_to_reading(tmp_path: Path, gloo_pools: GlooPools) -> None:
+    """Load 1 GiB of fp32 weights on two running ranks; the file is in the page cache."""
     config = tiny_config(
         num_layers=15, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16, num_key_value_heads=16,
         head_dim=64, vocab_size=32_000, max_position_embeddings=512,
@@ -112,7 +112,7 @@ def test_loading_takes_little_more_than_reading(tmp_path: Path, gloo_pools: Gloo
     write_hf(LanguageModel(config, ProcessMesh.single(), seed=0), tmp_path / "hf")
     rounds = gloo_pools(2).run_within(300, read_and_load, tmp_path / "hf")[0]
     fresh, again, loads = (list(column) for column in zip(*rounds, strict=True))
-    print(f"\n{spread('s to read to fresh memory', fresh)}\n{spread('s to memory that is used again', again)}")
+    print(f"\n{spread('s to read to fresh memory', fresh)}\n{spread('s to read to reused memory', again)}")
     print(spread("s to load", loads))
     ratios = [load / read for load, read in zip(loads, fresh, strict=True)]
     print(spread("loading / reading", ratios))

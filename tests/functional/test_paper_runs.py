@@ -1,4 +1,4 @@
-"""The paper's from-scratch runs: their sizes counted by hand, their command lines, and a toy from end to end."""
+"""The paper's from-scratch runs: sizes, command lines, and a toy run from end to end."""
 
 import json
 import re
@@ -29,7 +29,7 @@ SCRIPT = EXAMPLE / "train.sh"
 VOCABULARY = 49152
 PATHS = ["--streaming", "texts.jsonl", "--tokenizer-type", "ByteTokenizer", "--save", "run", "--load", "run"]
 PUBLISHED = {
-    # Layers, hidden size, width of the MLP; billions with one embedding matrix, and untied.
+    # Layers, hidden size, MLP width; billions of parameters with tied and untied embeddings.
     "1.2b": (40, 1536, 4096, 1.208, 1.284),
     "1.5b": (52, 1536, 4096, 1.548, 1.623),
     "3.5b": (40, 2304, 9216, 3.511, 3.624),
@@ -42,7 +42,7 @@ def test_sizes_are_the_published_ones(size: str) -> None:
     layers, hidden, mlp, tied, untied = PUBLISHED[size]
     matrix = VOCABULARY * hidden
     for wiring, norms in (("ladder", 2), ("parallel", 1)):
-        # Four square matrices of attention, three of the MLP, the layer's norms; the matrix of words, the last norm.
+        # Per layer: four matrices of attention, three of the MLP, the norms. Then the embedding and the last norm.
         by_hand = layers * (4 * hidden**2 + 3 * hidden * mlp + norms * hidden) + matrix + hidden
         model = read_command([*training_flags(SIZES[size], wiring, 1), *PATHS], 64).model
         assert model.tie_embeddings and count_parameters(model) == by_hand
@@ -52,7 +52,7 @@ def test_sizes_are_the_published_ones(size: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("wiring", WIRINGS)
-def test_every_run_is_read_by_the_trainer_and_fits(size: str, wiring: str) -> None:
+def test_every_run_is_valid_and_fits(size: str, wiring: str) -> None:
     for tensor_parallel in (1, 2, 4):
         run = read_command([*training_flags(SIZES[size], wiring, tensor_parallel), *PATHS], 64)
         assert (run.data_parallel_size, run.global_batch_size, run.training.seq_length) == (
@@ -108,7 +108,7 @@ def test_the_script_launches_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--wiring", "ladder", "--node-rank", "8"], "--node-rank 8: expected 0 to 7"),
     ],
 )
-def test_mistakes_are_named(words: list[str], message: str) -> None:
+def test_errors_name_the_flag(words: list[str], message: str) -> None:
     done = run_command(["bash", SCRIPT, "--dry-run", *words], timeout=30)
     assert done.returncode == 2 and message in done.stderr
 
@@ -145,7 +145,7 @@ def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
         subprocess.run(["bash", "-n", path], check=True)
 
 
-def test_the_readme_tells_the_recipe() -> None:
+def test_the_readme_contains_the_recipe() -> None:
     assert recipe_table() in (EXAMPLE / "README.md").read_text()
 
 
@@ -159,14 +159,14 @@ def test_documents_are_taken_in_order(tmp_path: Path) -> None:
     taken = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert taken == [{"text": "one"}, {"text": "two\n"}]
     short = run_command([*command, "--documents", "4"], timeout=30)
-    assert short.returncode == 2 and "--documents 4: --input holds 3" in short.stderr
+    assert short.returncode == 2 and "--documents 4: --input contains only 3" in short.stderr
     lines.write_text('{"txt": "one"}\n')
     with pytest.raises(UserError, match="text"):
         list(documents([str(lines)], ("text",)))
 
 
 @pytest.mark.slow
-def test_the_toy_runs_and_goes_on(tmp_path: Path) -> None:
+def test_the_toy_run_resumes(tmp_path: Path) -> None:
     command = ["bash", SCRIPT, "--tiny", tmp_path, "--wiring", "staleness-2"]
     first = run_command([*command, "--", "--exit-interval", "6"], timeout=200)
     assert first.returncode == 0, first.stdout + first.stderr

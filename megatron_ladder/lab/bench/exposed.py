@@ -50,7 +50,7 @@ _NESTING = 4
 """Largest nesting depth of names: a neighbour's norm and gathers run inside a sub-block."""
 
 
-class Interval(NamedTuple):
+class _Interval(NamedTuple):
     """A time interval."""
 
     start: float
@@ -86,18 +86,18 @@ class Communication:
     collectives: tuple[TracedCollective, ...]
 
 
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
+def _union(intervals: Iterable[_Interval]) -> list[_Interval]:
     """Merge intervals into disjoint ones, ascending."""
-    merged: list[Interval] = []
+    merged: list[_Interval] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1].stop:
-            merged[-1] = Interval(merged[-1].start, max(merged[-1].stop, stop))
+            merged[-1] = _Interval(merged[-1].start, max(merged[-1].stop, stop))
         else:
-            merged.append(Interval(start, stop))
+            merged.append(_Interval(start, stop))
     return merged
 
 
-def _uncovered(interval: Interval, cover: Sequence[Interval]) -> float:
+def _uncovered(interval: _Interval, cover: Sequence[_Interval]) -> float:
     """Return the length of an interval outside of `cover`, which is disjoint and ascending."""
     if interval.start >= interval.stop:
         return 0.0
@@ -147,9 +147,9 @@ class _Names:
     """Maps a time on a thread to its step and sub-block."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self.steps: list[tuple[Interval, int]] = []
-        self._sub_blocks: dict[Any, list[tuple[Interval, Owner]]] = defaultdict(list)
-        self._backward_nodes: dict[Any, list[tuple[Interval, int]]] = defaultdict(list)
+        self.steps: list[tuple[_Interval, int]] = []
+        self._sub_blocks: dict[Any, list[tuple[_Interval, Owner]]] = defaultdict(list)
+        self._backward_nodes: dict[Any, list[tuple[_Interval, int]]] = defaultdict(list)
         operators: list[tuple[Event, int]] = []
         for event in events:
             if event.get("cat") == "user_annotation":
@@ -240,7 +240,7 @@ def _of_kernels(
     found, counted_until = [], 0.0
     for event in sorted(communicating, key=lambda event: event["ts"]):
         span = _interval(event)
-        exposed = _uncovered(Interval(max(span.start, counted_until), span.stop), cover)
+        exposed = _uncovered(_Interval(max(span.start, counted_until), span.stop), cover)
         counted_until = max(counted_until, span.stop)
         launch = launches.get(event.get("args", {}).get("correlation"), event)
         iteration = names.step_at(launch["ts"])
@@ -252,11 +252,11 @@ def _of_kernels(
     return found
 
 
-def _interval(event: Event) -> Interval:
-    return Interval(float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0)))
+def _interval(event: Event) -> _Interval:
+    return _Interval(float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0)))
 
 
-def _around(moment: float, entries: Sequence[tuple[Interval, T]], nesting: int) -> T | None:
+def _around(moment: float, entries: Sequence[tuple[_Interval, T]], nesting: int) -> T | None:
     """Return the value of the innermost interval around a time.
 
     Args:

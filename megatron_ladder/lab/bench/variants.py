@@ -1,4 +1,4 @@
-"""The models that a benchmark sets side by side: one set of weights, wired and computed in several ways."""
+"""The models that a benchmark compares: one set of weights, wired and computed in several ways."""
 
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,7 @@ class Variant:
     desync_interval: int = 0
     options: StackOptions = StackOptions()
     without_reduces: bool = False
-    """Leave the reduces out: wrong results, and the least time that any interconnect allows."""
+    """Omit the reduces: wrong results, and a lower bound on the time with any interconnect."""
 
     @property
     def one_norm(self) -> bool:
@@ -33,7 +33,7 @@ class Variant:
         return WIRINGS[self.residual_mode].one_norm
 
     def config(self, model: ModelConfig, ranks: int) -> ModelConfig:
-        """`model` in this wiring, on so many tensor-parallel ranks."""
+        """Return `model` in this wiring, on a number of tensor-parallel ranks."""
         return model.in_wiring(
             self.residual_mode, staleness=self.residual_staleness, desync_interval=self.desync_interval, ranks=ranks
         )
@@ -54,17 +54,17 @@ VARIANTS: dict[str, Variant] = {
         Variant("no-comm-parallel", "parallel", without_reduces=True),
     )
 }
-"""`standard` overlaps the reduce of an input gradient with the gradient of the weight, as Megatron-LM does;
-`ladder-autograd` overlaps forward alone, its backward being what autograd makes of it; `-blocking` waits at once."""
+"""`standard` overlaps the reduce of an input's gradient with the weight's gradient, as Megatron-LM does.
+`ladder-autograd` overlaps only forward and leaves backward to autograd. `-blocking` waits at once."""
 
 
 def bound_of(variant: Variant) -> Variant:
-    """The same arithmetic without reduces."""
+    """Return the variant with the same arithmetic and without reduces."""
     return VARIANTS["no-comm-parallel" if variant.one_norm else "no-comm"]
 
 
 def find_variants(names: tuple[str, ...]) -> list[Variant]:
-    """The variants of these names; raises UserError for one that there is not."""
+    """Return the variants of these names; raises UserError for unknown ones."""
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
         raise UserError(f"--wirings {' '.join(unknown)}: expected some of {', '.join(VARIANTS)}")
@@ -80,11 +80,11 @@ def build_models(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, LanguageModel]:
-    """A model of each variant; those with the same modules share their weights.
+    """Build a model of each variant; those with the same modules share their weights.
 
     Args:
-        link: the tensor-parallel group whose reduces are timed.
-        no_comm: one whose reduces do nothing.
+        link: tensor-parallel group whose reduces are timed.
+        no_comm: group whose reduces do nothing.
     """
     models: dict[str, LanguageModel] = {}
     owners: dict[bool, LanguageModel] = {}
@@ -106,11 +106,11 @@ def build_models(
 
 
 def _share_weights(owner: LanguageModel, other: LanguageModel) -> None:
-    """Has `other` compute with the parameters of `owner`."""
+    """Make `other` compute with the parameters of `owner`."""
     shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
     weights = owner.state_dict(keep_vars=True)
     for name, weight in weights.items():
-        # A norm of a desynchronised stream has a row for each rank.
+        # Norms of per-rank streams have a row for each rank.
         if weight.shape != shapes[name]:
             weights[name] = nn.Parameter(weight.detach().view(shapes[name]))
     other.load_state_dict(weights, assign=True)

@@ -17,13 +17,13 @@ from megatron_ladder.lab.study.adapt_report import write_adaptation
 from megatron_ladder.lab.study.adaptation import CONTROL, SEED_OFFSET, Adaptation, default_upper
 from megatron_ladder.lab.study.command_line import NONE
 from megatron_ladder.lab.study.commands import folder_of, training_command
+from megatron_ladder.lab.study.data import StudyData
 from megatron_ladder.lab.study.description import Study, read_study
 from megatron_ladder.lab.study.grid import choose_learning_rates, rate_key, tuning_trials
 from megatron_ladder.lab.study.options import AdaptOptions, Request, RunOptions
 from megatron_ladder.lab.study.outcome import CHECKPOINTS, remove_checkpoints
 from megatron_ladder.lab.study.program import StudyRun, run_study
 from megatron_ladder.lab.study.scheduling import Job
-from megatron_ladder.lab.study.training_data import TrainingData
 from megatron_ladder.lab.study.trial import Trial, read_result
 from megatron_ladder.lab.study.wirings import STANDARD
 
@@ -56,7 +56,7 @@ class _AdaptRun(StudyRun):
     """One start of an adaptation."""
 
     def __init__(
-        self, argv: Sequence[str], request: Request, data: TrainingData, study: Study, received: Sequence[int]
+        self, argv: Sequence[str], request: Request, data: StudyData, study: Study, received: Sequence[int]
     ) -> None:
         super().__init__(request, data, study, received)
         assert request.adapt is not None
@@ -70,7 +70,7 @@ class _AdaptRun(StudyRun):
         """Run all missing trials, in order.
 
         Raises:
-            StudyStopped: a signal arrived.
+            _StudyStopped: a signal arrived.
             UserError: a standard model is trained, but its checkpoint is gone.
         """
         size = next(iter(self.study.sizes))

@@ -50,12 +50,12 @@ class TrialHistory:
 def read_history(folder: Path) -> TrialHistory:
     """Read the history in a trial's folder; empty if nothing was recorded."""
     try:
-        return merge_starts(read_record(folder / CHECKPOINTS))
+        return _merge_starts(read_record(folder / CHECKPOINTS))
     except FileNotFoundError:
         return TrialHistory()
 
 
-def merge_starts(events: Sequence[Mapping[str, Any]]) -> TrialHistory:
+def _merge_starts(events: Sequence[Mapping[str, Any]]) -> TrialHistory:
     """Merge the starts of a record, without steps that were lost."""
     progress: list[Mapping[str, Any]] = []
     evaluations: list[Mapping[str, Any]] = []

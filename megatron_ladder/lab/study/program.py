@@ -19,6 +19,7 @@ from megatron_ladder.lab.study.commands import (
     timing_command,
     training_command,
 )
+from megatron_ladder.lab.study.data import StudyData, describe_machine, prepare_data
 from megatron_ladder.lab.study.description import Study, load_or_create_study, write_study
 from megatron_ladder.lab.study.grid import (
     at_the_edge,
@@ -42,7 +43,6 @@ from megatron_ladder.lab.study.outcome import (
 )
 from megatron_ladder.lab.study.report import print_report_path, write_report
 from megatron_ladder.lab.study.scheduling import GridProgress, Job, Pool, TrialPosition
-from megatron_ladder.lab.study.training_data import TrainingData, describe_machine, prepare_training_data
 from megatron_ladder.lab.study.trial import Result, Trial, read_result
 from megatron_ladder.processes import received_signals
 from megatron_ladder.train.lock import SaveLock
@@ -54,14 +54,14 @@ TIMING_ATTEMPTS = 3
 """Most measurements of step times until the benchmark finds them sound."""
 
 
-class StudyStopped(Exception):
+class _StudyStopped(Exception):
     """A signal requested the end."""
 
 
 def run_study(
     request: Request,
     argv: Sequence[str],
-    start: "Callable[[Request, TrainingData, Study, Sequence[int]], StudyRun] | None" = None,
+    start: "Callable[[Request, StudyData, Study, Sequence[int]], StudyRun] | None" = None,
     report: Callable[[Path, Path], Path | None] | None = None,
 ) -> None:
     """Run the missing trials of a study, and write its report.
@@ -78,12 +78,12 @@ def run_study(
     options = request.options
     options.output_dir.mkdir(parents=True, exist_ok=True)
     with SaveLock(options.output_dir, flag="--output-dir"), received_signals() as received:
-        data = prepare_training_data(request)
+        data = prepare_data(request)
         study = load_or_create_study(options.output_dir, _describe(request, data, argv))
         run = (start or StudyRun)(request, data, study, received)
         try:
             run.run()
-        except StudyStopped:
+        except _StudyStopped:
             done, expected = len(run.progress.done), len(run.progress.expected)
             run.progress.say(
                 f"stopped: {done} of about {expected} trials are done, and the running ones were saved; the same "
@@ -100,7 +100,7 @@ def run_study(
         sys.exit(ExitCode.INTERNAL)
 
 
-def _describe(request: Request, data: TrainingData, argv: Sequence[str]) -> Study:
+def _describe(request: Request, data: StudyData, argv: Sequence[str]) -> Study:
     """Return the requested study, before any trial."""
     options = request.options
     first = Trial("tokens", options.wirings[0], options.sizes[0], 0, options.learning_rates[0], options.iterations)
@@ -138,7 +138,7 @@ class StudyRun:
         results: finished trials by name.
     """
 
-    def __init__(self, request: Request, data: TrainingData, study: Study, received: Sequence[int]) -> None:
+    def __init__(self, request: Request, data: StudyData, study: Study, received: Sequence[int]) -> None:
         self.request = request
         self.options = request.options
         self.data = data
@@ -158,7 +158,7 @@ class StudyRun:
         """Run all missing trials, in order.
 
         Raises:
-            StudyStopped: a signal arrived.
+            _StudyStopped: a signal arrived.
         """
         self._update(self.study)
         self._tune(tuning_trials(self.study))
@@ -219,7 +219,7 @@ class StudyRun:
             self.progress.update([by_name[job.name] for job in running])
 
         if not self._pool.run(jobs, on_end, on_poll):
-            raise StudyStopped
+            raise _StudyStopped
 
     def _job(self, trial: Trial) -> Job:
         folder = folder_of(self.options, trial)
@@ -293,7 +293,7 @@ class StudyRun:
             rows.unlink(missing_ok=True)
             self.progress.say(f"{job.name}: measuring with {self.options.link}")
             if not self._pool.run([job], lambda _, code: codes.append(code)):
-                raise StudyStopped
+                raise _StudyStopped
             if not rows.is_file():
                 self.failures.append(f"{job.name}: exit code {codes[-1]}: see {output}; no trials at equal time")
                 self.progress.say(f"{job.name}: failed:\n{_last_lines(output)}")

@@ -25,7 +25,7 @@ class LossVerdict(Enum):
     DIVERGED = "no verdict: a run diverged"
 
 
-def t_quantile(degrees: int) -> float:
+def _t_quantile(degrees: int) -> float:
     """Return the half width of the interval in standard errors, for so many degrees of freedom."""
     # Imported here because scipy comes with the extra [lab] and takes time to import.
     from scipy import stats
@@ -69,7 +69,7 @@ class Paired:
     @property
     def half_width(self) -> float:
         """Half the width of the interval of the mean; NaN for fewer than two pairs."""
-        return t_quantile(self.pairs - 1) * self.standard_error if self.pairs > 1 else math.nan
+        return _t_quantile(self.pairs - 1) * self.standard_error if self.pairs > 1 else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.exposed import (
     Communication,
     Event,
-    Interval,
+    _Interval,
     _uncovered,
     _union,
     communication,
@@ -151,9 +151,9 @@ def test_the_pattern_selects_communication_kernels() -> None:
 
 
 def test_intervals() -> None:
-    cover = _union([Interval(5, 7), Interval(0, 2), Interval(1, 3), Interval(3, 4)])
+    cover = _union([_Interval(5, 7), _Interval(0, 2), _Interval(1, 3), _Interval(3, 4)])
     assert cover == [(0, 4), (5, 7)]
-    assert [_uncovered(Interval(*i), cover) for i in ((0, 4), (1, 6), (4, 5), (-2, 10), (6, 6), (8, 9))] == [
+    assert [_uncovered(_Interval(*i), cover) for i in ((0, 4), (1, 6), (4, 5), (-2, 10), (6, 6), (8, 9))] == [
         0, 1, 1, 6, 0, 1,
     ]  # fmt: skip
 

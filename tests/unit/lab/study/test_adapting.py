@@ -15,11 +15,11 @@ from megatron_ladder.lab.study.adapt_report import write_adaptation
 from megatron_ladder.lab.study.adapting import _AdaptRun
 from megatron_ladder.lab.study.command_line import parse_options
 from megatron_ladder.lab.study.commands import folder_of
+from megatron_ladder.lab.study.data import StudyData
 from megatron_ladder.lab.study.description import write_study
 from megatron_ladder.lab.study.options import ReportOptions, Request
 from megatron_ladder.lab.study.outcome import write_result
 from megatron_ladder.lab.study.report import report_study
-from megatron_ladder.lab.study.training_data import TrainingData
 from megatron_ladder.lab.study.trial import Result, Trial
 from tests.unit.lab.study.standing_in import SIZE, study_of
 
@@ -34,7 +34,7 @@ class Pretended(_AdaptRun):
     """Treats its trials as done, and records their configurations."""
 
     def __init__(self, request: Request) -> None:
-        super().__init__(WORDS.split(), request, TrainingData((), ""), STUDY, [])
+        super().__init__(WORDS.split(), request, StudyData((), ""), STUDY, [])
         self.configurations: dict[Trial, RunConfig] = {}
 
     def _train(self, trials: Sequence[Trial]) -> None:

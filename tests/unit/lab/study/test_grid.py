@@ -1,4 +1,4 @@
-"""Which trials there are, in which order, and what is chosen for them."""
+"""The trials of a study, their order, and the choice of learning rates."""
 
 import math
 from dataclasses import replace
@@ -24,14 +24,14 @@ from tests.unit.lab.study.standing_in import SIZE, step_times, study_of
 CHOSEN = {f"{SIZE}/{name}": rate for name, rate in zip(study_of().wirings, (1e-3, 2e-3, 4e-3, 2e-3, 2e-3), strict=True)}
 
 
-def test_every_wiring_tries_every_learning_rate_with_a_seed_of_its_own() -> None:
+def test_every_wiring_tries_every_learning_rate_with_the_tuning_seed() -> None:
     trials = tuning_trials(study_of())
     assert len(trials) == len(set(trials)) == 5 * 3
     assert {(trial.seed, trial.iterations) for trial in trials} == {(9, 25)}
     assert tuning_trials(study_of(learning_rates=(1e-3,))) == []
 
 
-def test_seeds_are_outermost_so_that_pairs_are_whole() -> None:
+def test_seeds_are_the_outermost_loop() -> None:
     trials = token_trials(study_of(chosen=CHOSEN))
     assert [(trial.seed, trial.wiring) for trial in trials[:6]] == [
         (1, "standard"), (1, "parallel"), (1, "ladder"), (1, "hybrid"), (1, "desync-2x"), (2, "standard"),
@@ -68,7 +68,7 @@ def test_the_lowest_loss_wins_and_a_diverged_trial_never_does() -> None:
         if trial.wiring in table
     }
     chosen = choose_learning_rates(study, losses)
-    # parallel diverges always, and hybrid has not been tried.
+    # parallel always diverges, and hybrid has not been tried.
     assert chosen == {f"{SIZE}/standard": 2e-3, f"{SIZE}/ladder": 1e-3}
     assert at_the_edge(replace(study, chosen=chosen), losses) == [f"{SIZE}/ladder"]
     assert choose_learning_rates(study_of(learning_rates=(5e-3,)), {})[f"{SIZE}/hybrid"] == 5e-3
@@ -76,7 +76,7 @@ def test_the_lowest_loss_wins_and_a_diverged_trial_never_does() -> None:
 
 
 def losses_of(study: Study, **tables: dict[float, float]) -> dict[Trial, float]:
-    """Of tuning trials: wiring -> learning rate -> loss."""
+    """Map tuning trials to losses, given wiring -> learning rate -> loss."""
     return {
         Trial("tuning", wiring, SIZE, study.tuning_seed, rate, study.tuning_iterations): loss
         for wiring, table in tables.items()
@@ -84,7 +84,7 @@ def losses_of(study: Study, **tables: dict[float, float]) -> dict[Trial, float]:
     }
 
 
-def test_rates_beyond_the_best_are_tried_until_it_is_inside() -> None:
+def test_rates_beyond_the_edge_are_tried_until_the_best_is_inside() -> None:
     study = study_of(wirings=("standard", "ladder", "parallel", "hybrid"))
     losses = losses_of(
         study,
@@ -93,7 +93,7 @@ def test_rates_beyond_the_best_are_tried_until_it_is_inside() -> None:
         parallel={1e-3: 3.2, 2e-3: 3.1, 4e-3: 3.2},
         hybrid={1e-3: 3.0, 2e-3: 3.1},
     )
-    # parallel's best is inside, and hybrid's trials are not all done.
+    # The best rate of parallel is inside, and hybrid has missing trials.
     assert [(one.wiring, one.learning_rate) for one in further_trials(study, losses)] == [
         ("standard", 5e-4), ("ladder", 8e-3),
     ]  # fmt: skip
@@ -101,27 +101,27 @@ def test_rates_beyond_the_best_are_tried_until_it_is_inside() -> None:
     assert [(one.wiring, one.learning_rate) for one in further_trials(study, losses)] == [("ladder", 16e-3)]
     assert further_trials(replace(study, chosen={f"{SIZE}/ladder": 8e-3}), losses) == []
     losses |= losses_of(study, ladder={16e-3: 2.8, 32e-3: 2.7})
-    assert further_trials(study, losses) == [], "three further ones are the most"
+    assert further_trials(study, losses) == [], "at most three further rates"
     chosen = choose_learning_rates(study, losses)
     assert chosen == {f"{SIZE}/standard": 1e-3, f"{SIZE}/ladder": 32e-3, f"{SIZE}/parallel": 2e-3}
     assert at_the_edge(replace(study, chosen=chosen), losses) == [f"{SIZE}/ladder"]
 
 
-def test_nothing_is_tried_beyond_rates_that_all_diverge() -> None:
+def test_no_further_rate_is_tried_if_all_diverge() -> None:
     study = study_of(wirings=("ladder",))
     assert further_trials(study, losses_of(study, ladder=dict.fromkeys((1e-3, 2e-3, 4e-3), math.inf))) == []
     diverged = losses_of(study, ladder={1e-3: 3.0, 2e-3: math.inf, 4e-3: math.inf})
     assert [one.learning_rate for one in further_trials(study, diverged)] == [5e-4]
 
 
-def test_all_trials_are_counted_before_they_are_settled() -> None:
-    # 15 tunings, 5 wirings x 2 seeds, and of the timed ones all but standard x 2 seeds.
+def test_all_trials_are_counted_before_they_are_decided() -> None:
+    # 15 tuning trials, 5 wirings x 2 seeds, and the timed wirings except standard x 2 seeds.
     assert len(expected_trials(study_of())) == 15 + 10 + 4
-    settled = study_of(chosen=CHOSEN, step_times={SIZE: step_times(standard=1.0, parallel=1.0, ladder=1.5)})
-    assert len(expected_trials(settled)) == 15 + 10 + 2
+    decided = study_of(chosen=CHOSEN, step_times={SIZE: step_times(standard=1.0, parallel=1.0, ladder=1.5)})
+    assert len(expected_trials(decided)) == 15 + 10 + 2
 
 
-def test_names_of_trials_tell_them_apart() -> None:
+def test_names_of_trials_are_unique() -> None:
     study = study_of(chosen=CHOSEN, step_times={SIZE: step_times(standard=1.0, parallel=1.5, ladder=2.0)})
     trials = expected_trials(study)
     assert len({trial.name for trial in trials}) == len(trials)
@@ -133,7 +133,7 @@ def test_a_study_is_read_as_it_was_written(tmp_path) -> None:  # type: ignore[no
     assert read_study(tmp_path) == study
 
 
-def test_wirings_are_asked_for_as_the_trainer_has_them() -> None:
+def test_wirings_have_the_flags_of_the_trainer() -> None:
     assert find_wiring("standard", 8).flags == ("--residual-mode", "standard")
     hybrid = find_wiring("hybrid", 8).flags
     assert parse_layers(hybrid[hybrid.index("--ladder-layers") + 1], 8) == (4, 5, 6, 7)

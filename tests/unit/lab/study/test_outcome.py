@@ -1,4 +1,4 @@
-"""Records of trainings, whole and cut off, as results."""
+"""Results from complete and interrupted records."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ladder.lab.study.outcome import (
-    merge_starts,
+    _merge_starts,
     read_history,
     remove_checkpoints,
     remove_unevaluated_end,
@@ -36,17 +36,17 @@ def evaluation(iteration: int, loss: float | str) -> dict[str, Any]:
 
 CUT_OFF = [
     start(0), progress(10, 5.0), progress(20, 4.0), evaluation(20, 4.1), progress(30, 3.0), evaluation(30, 3.1),
-    # Killed; the last checkpoint is of step 25, and of step 22 the one before that was damaged.
+    # Killed; the last checkpoint has step 25. Killed again; that checkpoint is damaged, and the one before has step 22.
     start(25), {**progress(30, 2.9), "steps": 5, "seconds": 1.0}, evaluation(30, 2.8),
     start(22), {**progress(30, 2.7), "steps": 8, "seconds": 1.6}, evaluation(30, 2.6), progress(40, 2.5, 300.0),
 ]  # fmt: skip
 
 
 def test_lost_steps_are_dropped() -> None:
-    history = merge_starts([*CUT_OFF, evaluation(40, 2.4), {"event": "stop", "code": 0}])
+    history = _merge_starts([*CUT_OFF, evaluation(40, 2.4), {"event": "stop", "code": 0}])
     result = result_of(TRIAL, history, 7, 64, ("python",))
     assert result is not None
-    # Of the line of steps 21 to 30 the first two are kept, which took two tenths of its time.
+    # Two of the steps 21 to 30 are kept, with two tenths of their time.
     assert result.training == ((10, 5.0), (20, 4.0), (22, 3.0), (30, 2.7), (40, 2.5))
     assert result.seconds == pytest.approx(2 + 2 + 0.4 + 1.6 + 2)
     assert result.validation == ((20, 4.1), (30, 2.6), (40, 2.4))
@@ -56,20 +56,20 @@ def test_lost_steps_are_dropped() -> None:
 
 @pytest.mark.parametrize("events", [[], CUT_OFF, [*CUT_OFF, {"event": "stop", "code": 0, "reason": "SIGTERM"}]])
 def test_a_trial_without_its_last_evaluation_is_not_done(events: list[dict[str, Any]]) -> None:
-    assert result_of(TRIAL, merge_starts(events), 7, 64, ()) is None
+    assert result_of(TRIAL, _merge_starts(events), 7, 64, ()) is None
 
 
-def test_bad_numbers_are_an_infinite_loss_of_a_learning_rate_alone() -> None:
-    history = merge_starts([*CUT_OFF, {"event": "stop", "code": 3}])
+def test_bad_numbers_are_an_infinite_loss_only_in_tuning() -> None:
+    history = _merge_starts([*CUT_OFF, {"event": "stop", "code": 3}])
     assert result_of(TRIAL, history, 7, 64, ()) is None
     tuning = result_of(Trial("tuning", "ladder", SIZE, 1, 1e-3, 40), history, 7, 64, ())
     assert tuning is not None and tuning.final_loss == math.inf
-    again = merge_starts([*CUT_OFF, {"event": "stop", "code": 3}, start(30)])
+    again = _merge_starts([*CUT_OFF, {"event": "stop", "code": 3}, start(30)])
     assert again.code is None
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
-    history = merge_starts([*CUT_OFF, evaluation(40, "nan")])
+    history = _merge_starts([*CUT_OFF, evaluation(40, "nan")])
     result = result_of(TRIAL, history, 7, 64, ("python", "x"))
     assert result is not None and result.final_loss == math.inf
     write_result(tmp_path, result)
@@ -84,7 +84,7 @@ def save(folder: Path, iteration: int) -> None:
     (folder / "checkpoints" / "latest").write_text(path.name + "\n")
 
 
-def test_a_run_cut_off_before_its_last_evaluation_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_run_interrupted_before_its_last_evaluation_resumes_from_the_previous_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 20)
     save(tmp_path, 40)
     assert remove_unevaluated_end(tmp_path, 41) == []
@@ -94,7 +94,7 @@ def test_a_run_cut_off_before_its_last_evaluation_goes_on_from_the_checkpoint_be
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_of_a_finished_trial_the_record_stays(tmp_path: Path) -> None:
+def test_the_record_of_a_finished_trial_stays(tmp_path: Path) -> None:
     write_record(tmp_path, *CUT_OFF)
     save(tmp_path, 40)
     remove_checkpoints(tmp_path)

@@ -14,10 +14,10 @@ import pytest
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.study import program, scheduling
+from megatron_ladder.lab.study.data import StudyData
 from megatron_ladder.lab.study.description import load_or_create_study, read_study, write_study
 from megatron_ladder.lab.study.options import Request, RunOptions
 from megatron_ladder.lab.study.scheduling import GridProgress, TrialPosition
-from megatron_ladder.lab.study.training_data import TrainingData
 from megatron_ladder.lab.study.trial import Trial, read_result
 from tests.unit.lab.study.standing_in import SIZE, study_of, trainer, write_record
 
@@ -65,7 +65,7 @@ class Stand:
         self.started: list[str] = []
         self.reports: list[Path] = []
         monkeypatch.setattr(scheduling, "POLL_SECONDS", 0.01)
-        monkeypatch.setattr(program, "prepare_training_data", lambda request: TrainingData((), "words"))
+        monkeypatch.setattr(program, "prepare_data", lambda request: StudyData((), "words"))
         monkeypatch.setattr(program, "write_report", lambda folder, output: self.reports.append(output))
         monkeypatch.setattr(program, "training_command", self._command)
         self.timings: list[dict[str, float]] = [{"standard": 1.0, "ladder": 1.5}]

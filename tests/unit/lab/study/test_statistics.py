@@ -7,12 +7,12 @@ import pytest
 from megatron_ladder.lab.study.statistics import (
     LossVerdict,
     Paired,
+    _t_quantile,
     deviation,
     first_reaching,
     holm,
     mean,
     paired,
-    t_quantile,
 )
 
 
@@ -20,7 +20,7 @@ from megatron_ladder.lab.study.statistics import (
     ("degrees", "at_95"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (29, 2.045), (120, 1.980)]
 )
 def test_quantiles_match_printed_tables(degrees: int, at_95: float) -> None:
-    assert round(t_quantile(degrees), 3) == at_95
+    assert round(_t_quantile(degrees), 3) == at_95
 
 
 def test_a_paired_interval_matches_a_hand_computation() -> None:
@@ -51,7 +51,7 @@ def test_verdicts(differences: tuple[float, ...], verdict: LossVerdict) -> None:
 
 
 def test_p_agrees_with_the_interval() -> None:
-    reach = t_quantile(2) / math.sqrt(3)
+    reach = _t_quantile(2) / math.sqrt(3)
     assert Paired((reach - 1, reach, reach + 1)).p == pytest.approx(0.05, abs=1e-12)
     assert Paired((0.0, 0.0)).p == 1.0
     assert Paired((0.1, 0.1)).p == 0.0

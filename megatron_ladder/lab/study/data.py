@@ -24,7 +24,7 @@ SPLIT = "96,4,0"
 
 
 @dataclass(frozen=True)
-class TrainingData:
+class StudyData:
     """Training and validation data."""
 
     flags: tuple[str, ...]
@@ -32,7 +32,7 @@ class TrainingData:
     description: str
 
 
-def prepare_training_data(request: Request) -> TrainingData:
+def prepare_data(request: Request) -> StudyData:
     """Build the default corpus in the study's folder, unless data is given after --.
 
     Raises:
@@ -41,7 +41,7 @@ def prepare_training_data(request: Request) -> TrainingData:
     data = read_training_flags(request.training_flags, []).data
     if any(getattr(data, name) for name in DATA_FIELDS):
         named = [str(word) for name in DATA_FIELDS for word in _words(getattr(data, name))]
-        return TrainingData((), f"{' '.join(named)}{_tokens([*data.data_path, *data.train_data_path])}")
+        return StudyData((), f"{' '.join(named)}{_tokens([*data.data_path, *data.train_data_path])}")
     folder = request.options.output_dir / DATA_NAME
     vocabularies = {find_size(size).vocab_size for size in request.options.sizes}
     if len(vocabularies) > 1:
@@ -55,7 +55,7 @@ def prepare_training_data(request: Request) -> TrainingData:
     flags = ("--data-path", str(sources), "--split", SPLIT)
     tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "tokenizer.model"))
     about = f"the sources of Python {platform.python_version()}'s standard library, the last of them held out"
-    return TrainingData((*flags, *tokenizer), f"{about} (--split {SPLIT}){_tokens([sources])}")
+    return StudyData((*flags, *tokenizer), f"{about} (--split {SPLIT}){_tokens([sources])}")
 
 
 def _words(value: object) -> Sequence[object]:
