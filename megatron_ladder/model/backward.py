@@ -93,10 +93,7 @@ def _first_reads(stalenesses: Sequence[int], pending_in: int) -> list[int]:
     number of sub-blocks for an output that no read of the range includes.
     """
     count = len(stalenesses)
-    added_before, added = [], 0
-    for index, staleness in enumerate(stalenesses):
-        added = max(added, pending_in + index - staleness)
-        added_before.append(added)
+    added_before = [pending_in + index - staleness for index, staleness in enumerate(stalenesses)]
     return [
         next((index for index, added in enumerate(added_before) if added > output), count)
         for output in range(pending_in + count)

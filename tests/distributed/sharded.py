@@ -1,4 +1,4 @@
-"""Cases' common ground: a model from full weights on this rank, and gradients back in canonical names."""
+"""Shared helpers: a rank's model from full weights, and gradients by canonical name."""
 
 import functools
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
 
 Pieces = list[tuple[str, tuple[int, ...], Tensor]]
-"""Canonical name, offset and values of what one rank holds."""
+"""Canonical name, offset and values of each slice that one rank holds."""
 
 PADDING = 1e3
-"""Fills rows beyond the vocabulary, which must have no part in anything."""
+"""Value of the rows beyond the vocabulary, which must not affect any result."""
 
 
 @functools.cache
 def mesh_of(tensor_parallel: int, kv_replicas: int = 1, pipeline_parallel: int = 1) -> ProcessMesh:
-    """One mesh per shape and process: making groups is slow."""
+    """Return one mesh per shape and process, because creating groups is slow."""
     return ProcessMesh.build(tensor_parallel, pipeline_parallel, kv_replicas)
 
 
 def small_model(**changes: Any) -> ModelConfig:
-    """A few layers with grouped queries and an odd vocabulary."""
+    """Return a model of few layers with grouped queries and a vocabulary size that needs padding."""
     sizes: dict[str, Any] = {
         "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 101, "max_position_embeddings": 64,
@@ -70,7 +70,7 @@ def fill_slices(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def gradient_pieces(model: LanguageModel) -> Pieces:
-    """Every gradient that this rank holds, also of what other ranks hold as well."""
+    """Return every gradient that this rank holds, including replicated ones."""
     pieces: Pieces = []
     for parameter, sections in parameter_sections(model):
         assert parameter.grad is not None
@@ -79,7 +79,7 @@ def gradient_pieces(model: LanguageModel) -> Pieces:
 
 
 def assert_pieces(ranks: list[Pieces], expected: Mapping[str, Tensor], tolerance: float) -> None:
-    """Every rank's pieces equal the reference (max|a-b| / max|b| per tensor), and together they cover all of it."""
+    """Assert that the pieces equal the reference (max|a-b| / max|b| per tensor) and together cover it."""
     covered = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     for rank, pieces in enumerate(ranks):
         for name, offset, values in pieces:
@@ -88,4 +88,4 @@ def assert_pieces(ranks: list[Pieces], expected: Mapping[str, Tensor], tolerance
             assert error <= tolerance * size, f"rank {rank}: {name}: {error:.1e} above {tolerance:.0e} x {size:.1e}"
             covered[name][box] = 1
     for name, mask in covered.items():
-        assert mask.all(), f"{name}: no rank holds some of its elements"
+        assert mask.all(), f"{name}: some elements are on no rank"

@@ -1,4 +1,4 @@
-"""Compiled sub-blocks: the gradients of uncompiled ones, and launches and waits in the same order."""
+"""Compiled operations yield the same gradients and the same order of launches and waits."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,13 +16,13 @@ from tests.distributed.sharded import small_model
 from tests.distributed.test_stack import HYBRID, LADDER, PARALLEL, recorded_model
 
 BACKEND = "aot_eager"
-"""Traces forward and backward as inductor does, and needs no compiler."""
+"""Traces forward and backward as inductor does, without a C++ compiler."""
 
 
 def gradients_and_events(
     config: ModelConfig, options: StackOptions, sequence_parallel: bool, compiled: bool
 ) -> tuple[list[Tensor], list[str]]:
-    """On each rank: loss and all gradients, and launches and waits, of a forward and backward pass."""
+    """Return loss, all gradients, launches and waits of a forward and backward pass."""
     if compiled:
         torch.compiler.reset()
         counters.clear()
@@ -32,7 +32,7 @@ def gradients_and_events(
     loss = model(tokens, tokens)
     loss.backward()
     if compiled:
-        # At most one of each function for each kind of arguments, whatever the number of layers.
+        # One graph per function and kind of arguments, independent of the number of layers.
         assert 2 < counters["stats"]["unique_graphs"] <= 12, counters["stats"]
         assert not counters["graph_break"]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -55,7 +55,7 @@ def gradients_and_events(
         "standard-autograd",
     ],
 )
-def test_compiled_sub_blocks_change_neither_gradients_nor_order(
+def test_compilation_keeps_gradients_and_order(
     gloo_pools: GlooPools, wiring: dict[str, Any], options: StackOptions, sequence_parallel: bool
 ) -> None:
     config = small_model(num_layers=3, **wiring)

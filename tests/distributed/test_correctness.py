@@ -1,4 +1,4 @@
-"""Loss and full gradients of every wiring, layout and way of computing, against a plain single-process model."""
+"""Loss and full gradients for every wiring, layout and stack option, compared with a plain single-process model."""
 
 import itertools
 from typing import Any
@@ -35,8 +35,9 @@ MORE_WIRINGS: dict[str, dict[str, Any]] = {
     "ladder-parallel-2": {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2), "residual_staleness": 2},
 }
 
+
 def desync(tensor_parallel: int, interval: int) -> dict[str, Any]:
-    """Desync residual, whose layout is part of the model."""
+    """Return the desync wiring, whose tensor-parallel size is part of the model."""
     return {"residual_mode": "desync", "desync_interval": interval, "desync_tp": tensor_parallel}
 
 
@@ -50,7 +51,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 class AtTheBeginning(_InlineQueue):
-    """Runs chains when CUDA would launch them."""
+    """Runs chains when the CUDA queue would launch them."""
 
     runs_midway = False
 
@@ -59,7 +60,7 @@ def run_case(
     config: ModelConfig, weights: Weights, tensor_parallel: int, options: StackOptions,
     tokens: Tensor, labels: Tensor, mask: Tensor, sequence_parallel: bool, side_queue: SideQueue | None,
 ) -> tuple[float, Pieces]:  # fmt: skip
-    """On each rank: the loss a masked token, and every gradient that this rank holds."""
+    """Return the loss per unmasked token, and every gradient that this rank holds."""
     model = build(config, weights, tensor_parallel, options, sequence_parallel)
     model.stack.side_queue = side_queue or model.stack.side_queue
     loss = model(tokens, labels, mask) / mask.sum()
@@ -144,7 +145,7 @@ def test_sequence_parallel(
 @pytest.mark.parametrize("interval", [2, 4])
 @pytest.mark.parametrize("tensor_parallel", [2, 4])
 def test_desync(gloo_pools: GlooPools, tensor_parallel: int, interval: int, overlap: bool, recompute: int) -> None:
-    # Of ten sub-blocks, the last interval of four is a short one.
+    # With ten sub-blocks, the last interval of four is shorter.
     config = small_model(num_layers=5, **desync(tensor_parallel, interval))
     check(gloo_pools, tensor_parallel, config, StackOptions(overlap, recompute), torch.float64)
 
@@ -168,10 +169,10 @@ def test_features(gloo_pools: GlooPools, tensor_parallel: int, wiring: str, feat
 @pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("mirrored", [True, False], ids=["overlap", "forward-overlap"])
 @pytest.mark.parametrize("wiring", ["ladder", "hybrid", "staleness-2", "ladder-parallel-2", "ladder-attention"])
-def test_a_sharded_stream_read_when_the_sub_block_before_begins(
+def test_side_queue_that_starts_with_the_sub_block(
     gloo_pools: GlooPools, wiring: str, mirrored: bool, recompute: int
 ) -> None:
-    """The order of a stream beside the one that computes."""
+    """The order on CUDA, where the side queue is a second stream."""
     config = small_model(**(WIRINGS | MORE_WIRINGS)[wiring])
     options = StackOptions(recompute_layers=recompute, mirrored_backward=mirrored)
     check(gloo_pools, 2, config, options, torch.float64, sequence_parallel=True, side_queue=AtTheBeginning())
@@ -192,7 +193,7 @@ def test_sequence_parallel_features(
 
 
 def initial_pieces(config: ModelConfig, tensor_parallel: int) -> Pieces:
-    """On each rank: its slices of the initial weights."""
+    """Return this rank's slices of the initial weights."""
     mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
     model = LanguageModel(config, mesh, seed=7)
     for matrix in (model.embedding, model.lm_head):
@@ -219,7 +220,7 @@ def test_initial_model_does_not_depend_on_the_layout(gloo_pools: GlooPools, wiri
 
 
 @pytest.mark.parametrize("tensor_parallel", [2, 4])
-def test_initial_desync_model_is_the_standard_one_with_more_norms(gloo_pools: GlooPools, tensor_parallel: int) -> None:
+def test_initial_desync_model_is_standard_with_more_norms(gloo_pools: GlooPools, tensor_parallel: int) -> None:
     (whole,) = gloo_pools(1).run(initial_pieces, small_model(), 1)
     full = {name: values for name, _, values in whole}
     for layer, kind in ((0, "mlp"), (1, "attention"), (1, "mlp"), (2, "mlp"), (3, "attention"), (3, "mlp")):

@@ -1,4 +1,4 @@
-"""Documents that do not see one another, and who reads batches: whole steps against a plain model."""
+"""Documents that do not attend to each other, and ranks that read batches: steps compared with a plain model."""
 
 import dataclasses
 
@@ -27,15 +27,15 @@ ALL = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 
 
 class Numbers:
-    """Samples that follow from their numbers, and how many were asked for."""
+    """Samples computed from their numbers; counts the requested ones."""
 
     name, seq_length = "numbers", LENGTH
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.requested = 0
 
     def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
-        self.asked += len(numbers)
+        self.requested += len(numbers)
         rows = [np.random.default_rng(number).integers(0, 101, LENGTH + 1) for number in numbers.tolist()]
         tokens = np.stack(rows)
         tokens[tokens % 4 == 0] = EOD
@@ -43,7 +43,7 @@ class Numbers:
 
 
 def train(argv: list[str], weights: Weights) -> tuple[list[tuple[float, float]], Pieces, bool, float]:
-    """On each rank: loss and gradient norm of every step, final weights, whether it read, the loss of an evaluation."""
+    """Return loss and gradient norm of every step, final weights, whether this rank read, and an evaluation loss."""
     trainer = dataclasses.replace(build_trainer_here(argv, weights), eod_id=EOD)
     source, history = Numbers(), []
     batches = sample_batches(trainer, source, consumed_samples=0)
@@ -54,7 +54,7 @@ def train(argv: list[str], weights: Weights) -> tuple[list[tuple[float, float]],
     batches.close()
     assert batches.consumed_samples == STEPS * BATCH
     pieces = weight_pieces(trainer)
-    return history, pieces, source.asked > 0, evaluate(trainer, sample_batches(trainer, Numbers(), 0), 1)
+    return history, pieces, source.requested > 0, evaluate(trainer, sample_batches(trainer, Numbers(), 0), 1)
 
 
 def expected_batches(flags: str) -> list[list[MicroBatch]]:
@@ -87,7 +87,7 @@ def expected_batches(flags: str) -> list[list[MicroBatch]]:
         (4, "--pipeline-model-parallel-size 4 --num-layers 5", "--eod-mask-loss", [0, 3]),
     ],
 )
-def test_steps_equal_a_plain_model(
+def test_steps_equal_those_of_a_plain_model(
     gloo_pools: GlooPools, world: int, layout: str, flags: str, readers: list[int]
 ) -> None:
     argv = [*RECIPE, *flags.split(), *layout.split()]
@@ -109,20 +109,21 @@ def test_steps_equal_a_plain_model(
     assert len({loss for *_, loss in results}) == 1
 
 
-def reads_a_mistake(argv: list[str]) -> str:
-    """On each rank: what is said when the rank that reads meets an id that the model lacks."""
-    class Wrong(Numbers):
+def read_invalid_tokens(argv: list[str]) -> str:
+    """Return the error after the reading rank has found a token id that the model lacks."""
+
+    class Invalid(Numbers):
         def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
             return SampleRows(super().samples(numbers).tokens + 100, None)
 
     trainer = dataclasses.replace(build_trainer_here(argv), eod_id=EOD)
     try:
-        next(sample_batches(trainer, Wrong(), 0))
+        next(sample_batches(trainer, Invalid(), 0))
     except UserError as error:
         return str(error)
-    return "nothing"
+    return "no error"
 
 
-def test_all_ranks_of_a_stage_end_with_what_the_reader_met(gloo_pools: GlooPools) -> None:
-    said = gloo_pools(2).run(reads_a_mistake, [*RECIPE, "--tensor-model-parallel-size", "2"])
-    assert said[0] == said[1] and "numbers: holds token id" in said[0]
+def test_all_ranks_of_a_stage_get_the_readers_error(gloo_pools: GlooPools) -> None:
+    errors = gloo_pools(2).run(read_invalid_tokens, [*RECIPE, "--tensor-model-parallel-size", "2"])
+    assert errors[0] == errors[1] and "numbers: holds token id" in errors[0]

@@ -21,7 +21,7 @@ def whole_matrices() -> dict[str, Tensor]:
 
 
 def run_layers() -> dict[str, Tensor]:
-    """On each rank: the output of a column- and a row-parallel layer, and gradients."""
+    """Return the output of a column-parallel and a row-parallel layer, and gradients."""
     mesh, whole = mesh_of(2), whole_matrices()
     up_matrix = Matrix(TensorSpec("up.weight", (8, 6), 0), TensorSpec("up.bias", (8,), 0))
     down_matrix = Matrix(TensorSpec("down.weight", (5, 8), 1), TensorSpec("down.bias", (5,)))
@@ -42,7 +42,7 @@ def run_layers() -> dict[str, Tensor]:
     return {"output": output.detach(), "x": x.grad, "bias": down.bias.grad}
 
 
-def test_two_ranks_compute_what_one_does(gloo_pools: GlooPools) -> None:
+def test_two_ranks_equal_one(gloo_pools: GlooPools) -> None:
     whole = {name: tensor.requires_grad_() for name, tensor in whole_matrices().items()}
     x = torch.linspace(-1, 1, 18, dtype=DOUBLE).view(3, 1, 6).requires_grad_()
     inner = F.linear(x, whole["up.weight"], whole["up.bias"]).tanh()

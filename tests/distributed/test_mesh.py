@@ -1,4 +1,4 @@
-"""The process mesh: who is in which group, and how long a group waits."""
+"""The process mesh: the ranks of each group, and the timeouts of groups."""
 
 import time
 from datetime import timedelta
@@ -11,7 +11,7 @@ from tests.distributed.pool import GlooPools
 
 
 def members() -> dict[str, tuple[int, ...]]:
-    """On each rank: the ranks of its groups, in a mesh of two tensor-parallel ranks in each of two stages."""
+    """Return the ranks of this rank's groups, in a mesh of two stages of two tensor-parallel ranks."""
     mesh = ProcessMesh.build(2, 2)
     names = ("world", "tensor", "data", "pipeline", "model")
     return {name: getattr(mesh, name).ranks for name in names}
@@ -29,7 +29,7 @@ def test_neighbours_are_tensor_parallel(gloo_pools: GlooPools) -> None:
 
 
 def waits_for_a_late_peer() -> float | None:
-    """On rank 0: seconds until a reduce with a peer that does not come is an error."""
+    """Return, on rank 0, the seconds until a reduce with a missing peer raises an error."""
     mesh = ProcessMesh.build(2, timeout=timedelta(seconds=1))
     if dist.get_rank() == 1:
         time.sleep(4)
@@ -42,6 +42,6 @@ def waits_for_a_late_peer() -> float | None:
     return None
 
 
-def test_every_group_has_the_runs_timeout(gloo_pools: GlooPools) -> None:
+def test_timeout_applies_to_the_tensor_group(gloo_pools: GlooPools) -> None:
     waited, _ = gloo_pools(2).run(waits_for_a_late_peer)
     assert waited is not None and 0.9 <= waited < 4

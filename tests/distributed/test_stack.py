@@ -1,4 +1,4 @@
-"""What the stack promises besides right numbers: which collective flies under which sub-block, and ranges."""
+"""The order of launches, waits and computations in the stack, and ranges of layers that are chained."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,8 +32,8 @@ DESYNC_4 = DESYNC_2 | {"desync_interval": 4}
 
 
 class RecordingGroup(CommGroup):
-    """A group that notes when a reduce, or reduce-scatter, is started (`L3`: that of sub-block 3) and waited for
-    (`W3`), and all-gathers likewise (`G3`, `H3`)."""
+    """A group that records launch (`L3`: of sub-block 3) and wait (`W3`) of each reduce or reduce-scatter, and those of
+    all-gathers (`G3`, `H3`)."""
 
     def __init__(self, group: CommGroup) -> None:
         super().__init__(group.ranks, group.rank, group.process_group)
@@ -88,7 +88,7 @@ def recorded_model(
 
 
 def forward_events(config: ModelConfig, options: StackOptions, training: bool) -> str:
-    """On each rank: launches, waits and computations (`B3`: sub-block 3 begins) of the stack's forward pass."""
+    """Return the launches, waits and computations (`B3`: sub-block 3 starts) of the stack's forward pass."""
     model, group = recorded_model(config, options)
     for number, step in enumerate(model.stack.sub_blocks()):
         step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
@@ -127,8 +127,7 @@ def test_forward_keeps_reduces_in_flight(
 
 
 def backward_events(config: ModelConfig, options: StackOptions) -> str:
-    """On each rank: launches and waits of the reduces of input gradients, numbered by their sub-blocks, and
-    computations (`B3`: sub-block 3 is computed again)."""
+    """Return launches and waits of the reduces of input gradients, numbered by sub-block, and recomputations (`B3`)."""
     model, group = recorded_model(config, options)
     steps = model.stack.sub_blocks()
     tokens = torch.arange(24).view(2, 12)
@@ -139,7 +138,7 @@ def backward_events(config: ModelConfig, options: StackOptions) -> str:
     group.events.clear()
     output.sum().backward()
     partial_gradients = int(config.qk_layernorm)
-    assert group.blocking == partial_gradients, "a reduce was waited for where it arose"
+    assert group.blocking == partial_gradients, "a reduce was waited for at once"
     last = 2 * len(steps) - 1
     return " ".join(e if e[0] == "B" else f"{e[0]}{last - int(e[1:])}" for e in group.events)
 
@@ -166,7 +165,7 @@ RECOMPUTED_BACKWARD = "B5 L5 B4 L4 B3 W5 L3 B2 W4 L2 B1 W3 L1 B0 W2 L0 W1 W0"
         "staleness-2", "ladder-attention",
     ],
 )
-def test_backward_is_the_mirror(
+def test_backward_mirrors_the_forward_order(
     gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int, expected: str
 ) -> None:
     config = small_model(num_layers=3, **wiring)
@@ -177,7 +176,7 @@ def test_backward_is_the_mirror(
 def sharded_forward_events(
     config: ModelConfig, options: StackOptions, training: bool, side_queue: SideQueue | None = None
 ) -> str:
-    """On each rank: as `forward_events`, of a sharded stream; `B3`: sub-block 3's first product."""
+    """Return `forward_events` for a sharded stream; `B3`: sub-block 3's first product."""
     model, group = recorded_model(config, options, sequence_parallel=True)
     model.stack.side_queue = side_queue or model.stack.side_queue
     for number, step in enumerate(model.stack.sub_blocks()):
@@ -194,7 +193,7 @@ def sharded_forward_events(
     ("wiring", "expected"),
     [
         ({}, "G0 H0 B0 L0 W0 G1 H1 B1 L1 W1 G2 H2 B2 L2 W2 G3 H3 B3 L3 W3 G4 H4 B4 L4 W4 G5 H5 B5 L5 W5"),
-        # Under sub-block 2: the end of reduce 1, add, norm, and the gather for sub-block 3.
+        # Under sub-block 2: the wait for reduce 1, add, norm, and the gather for sub-block 3.
         (LADDER, "G0 H0 B0 G1 L0 H1 B1 W0 G2 L1 H2 B2 W1 G3 L2 H3 B3 W2 G4 L3 H4 B4 W3 G5 L4 H5 B5 L5 W4 W5"),
         (HYBRID, "G0 H0 B0 L0 W0 G1 H1 B1 G2 L1 H2 B2 W1 G3 L2 H3 B3 L3 W2 W3 G4 H4 B4 L4 W4 G5 H5 B5 L5 W5"),
         (LADDER_PARALLEL, "G0 H0 B0 G1 L0 H1 B1 W0 G2 L1 H2 B2 L2 W1 W2"),
@@ -202,7 +201,7 @@ def sharded_forward_events(
     ],
     ids=["standard", "ladder", "hybrid", "ladder-parallel", "staleness-2"],
 )
-def test_a_sharded_stream_is_read_under_the_sub_block_before(
+def test_sharded_stream_is_read_under_the_previous_sub_block(
     gloo_pools: GlooPools, wiring: dict[str, Any], expected: str, training: bool, recompute: int
 ) -> None:
     config = small_model(num_layers=3, **wiring)
@@ -211,31 +210,31 @@ def test_a_sharded_stream_is_read_under_the_sub_block_before(
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_beside_a_sub_block_a_sharded_stream_is_read_from_its_beginning(gloo_pools: GlooPools, training: bool) -> None:
+def test_side_queue_that_starts_with_the_sub_block(gloo_pools: GlooPools, training: bool) -> None:
     config = small_model(num_layers=3, **LADDER_PARALLEL)
-    # Before sub-block 1 begins: the end of reduce 0, and the gather for sub-block 2.
+    # Before sub-block 1 starts: the wait for reduce 0, and the gather for sub-block 2.
     expected = "G0 G1 H0 B0 L0 W0 G2 H1 B1 L1 H2 B2 L2 W1 W2"
     found = gloo_pools(2).run(sharded_forward_events, config, StackOptions(), training, AtTheBeginning())
     assert found == [expected, expected]
 
 
 def sharded_backward_events(config: ModelConfig, options: StackOptions) -> str:
-    """On each rank: reduces (`L3`, `W3`), gathers of output gradients (`G3`, `H3`) and of inputs (`X3`, `Y3`), numbered
-    by their sub-blocks."""
+    """Return reduces (`L3`, `W3`), gathers of output gradients (`G3`, `H3`) and of inputs (`X3`, `Y3`), numbered by
+    sub-block."""
     model, group = recorded_model(config, options, sequence_parallel=True)
     state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=True)
     output = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
     reduces, gathers = group.started, group.gathers
     group.events.clear()
     output.sum().backward()
-    assert group.blocking == 1, "the norms' gradients are summed by one reduce"
+    assert group.blocking == 1, "the norms' gradients need one reduce"
     last = len(model.stack.sub_blocks()) - 1
 
     def named(event: str) -> str:
         kind, number = event[0], int(event[1:])
         if kind in "LW":
             return f"{kind}{last - (number - reduces)}"
-        # Of each sub-block, the input is asked for before the gradient.
+        # The input of a sub-block is gathered before its gradient.
         index, is_gradient = divmod(number - gathers, 2)
         return f"{kind if is_gradient else {'G': 'X', 'H': 'Y'}[kind]}{last - index}"
 
@@ -246,13 +245,13 @@ def sharded_backward_events(config: ModelConfig, options: StackOptions) -> str:
     ("wiring", "recompute", "expected"),
     [
         (PARALLEL, 0, "X2 G2 H2 X1 L2 Y2 W2 G1 H1 X0 L1 Y1 W1 G0 H0 L0 Y0 W0"),
-        # Under the backward of sub-block 1: the input of 0, the end of reduce 2, norm, add, and the gather for 0.
+        # Under the backward of sub-block 1: the input of 0, the wait for reduce 2, norm, add, and the gather for 0.
         (LADDER_PARALLEL, 0, "X2 G2 H2 X1 G1 L2 Y2 H1 X0 W2 G0 L1 Y1 H0 L0 Y0 W1 W0"),
         (LADDER_PARALLEL, 3, "X2 Y2 G2 H2 X1 G1 L2 Y1 H1 X0 W2 G0 L1 Y0 H0 L0 W1 W0"),
     ],
     ids=["parallel", "ladder-parallel", "ladder-parallel-recomputed"],
 )
-def test_backward_of_a_sharded_stream_is_the_mirror(
+def test_backward_of_a_sharded_stream_mirrors_the_forward_order(
     gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int, expected: str
 ) -> None:
     config = small_model(num_layers=3, **wiring)
@@ -261,7 +260,7 @@ def test_backward_of_a_sharded_stream_is_the_mirror(
 
 
 def weight_gradient_events(config: ModelConfig) -> list[str]:
-    """On each rank: whether the reduce of an input gradient is started before the gradient of the weight is there."""
+    """Return launches and waits of the reduces of input gradients, and the arrivals of weight gradients (`G3`)."""
     model, group = recorded_model(config, StackOptions())
     for number, step in enumerate(model.stack.sub_blocks()):
         assert isinstance(step.body, nn.Module)
@@ -276,8 +275,8 @@ def weight_gradient_events(config: ModelConfig) -> list[str]:
     return group.events
 
 
-def test_standard_hides_the_reduce_under_the_gradient_of_its_weight(gloo_pools: GlooPools) -> None:
-    """Megatron's overlap: the rival that ladder is measured against."""
+def test_standard_overlaps_the_reduce_with_the_weight_gradient(gloo_pools: GlooPools) -> None:
+    """Megatron's overlap, the baseline for ladder."""
     expected = "L4 G3 W4 L5 G2 W5 L6 G1 W6 L7 G0 W7".split()
     assert gloo_pools(2).run(weight_gradient_events, small_model(num_layers=2)) == [expected, expected]
 
@@ -285,21 +284,21 @@ def test_standard_hides_the_reduce_under_the_gradient_of_its_weight(gloo_pools: 
 def test_first_reads() -> None:
     assert _first_reads([0, 0, 0], 0) == [1, 2, 3]
     assert _first_reads([1, 1, 1, 1], 0) == [2, 3, 4, 4]
-    # Two sub-blocks of a ladder range that one output enters: its first sub-block reads without it.
+    # One output enters a ladder range of two sub-blocks; the first sub-block reads without it.
     assert _first_reads([1, 1], 1) == [1, 2, 2]
     assert _first_reads([2, 2, 2, 2], 0) == [3, 4, 4, 4]
-    # Standard after ladder takes everything in first.
+    # Standard after ladder first drains all outputs.
     assert _first_reads([1, 1, 0, 0], 0) == [2, 2, 3, 4]
 
 
-def test_without_overlap_every_reduce_is_waited_for_at_once(gloo_pools: GlooPools) -> None:
+def test_no_overlap_waits_at_once(gloo_pools: GlooPools) -> None:
     config = small_model(num_layers=3, **LADDER)
     expected = " ".join(f"B{i} L{i} W{i}" for i in range(6))
     assert gloo_pools(2).run(forward_events, config, StackOptions(tp_overlap=False), True) == [expected, expected]
 
 
 def collectives_and_computations(config: ModelConfig, options: StackOptions) -> tuple[int, int]:
-    """On each rank: collectives, and sub-blocks computed, in a forward and backward pass."""
+    """Return the number of collectives and of computed sub-blocks in a forward and backward pass."""
     model, group = recorded_model(config, options)
     computed: list[int] = []
     for step in model.stack.sub_blocks():
@@ -310,7 +309,7 @@ def collectives_and_computations(config: ModelConfig, options: StackOptions) -> 
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_sub_blocks_are_computed_again_and_no_collective_runs_twice(gloo_pools: GlooPools, overlap: bool) -> None:
+def test_recomputation_repeats_sub_blocks_but_no_collective(gloo_pools: GlooPools, overlap: bool) -> None:
     config = small_model(num_layers=3, **LADDER)
     found = [
         gloo_pools(2).run(collectives_and_computations, config, StackOptions(overlap, recomputed))[0]
@@ -321,7 +320,7 @@ def test_sub_blocks_are_computed_again_and_no_collective_runs_twice(gloo_pools: 
 
 
 def desync_reduces(config: ModelConfig, options: StackOptions) -> tuple[int, int]:
-    """On each rank: reduces of the stack's forward pass, and of its backward pass."""
+    """Return the number of reduces in the stack's forward and backward pass."""
     model, group = recorded_model(config, options)
     state = torch.randn(1, 12, 2, config.hidden_size, requires_grad=True)
     output = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
@@ -332,17 +331,17 @@ def desync_reduces(config: ModelConfig, options: StackOptions) -> tuple[int, int
 
 @pytest.mark.parametrize("recompute", [0, 4])
 @pytest.mark.parametrize(("wiring", "intervals"), [(DESYNC_2, 5), (DESYNC_4, 3)])
-def test_desync_reduces_once_an_interval(
+def test_desync_reduces_once_per_interval(
     gloo_pools: GlooPools, wiring: dict[str, Any], intervals: int, recompute: int
 ) -> None:
-    """Also backward: the stream's gradient and that of the norm which reads it go together."""
+    """In backward, the gradients of the stream and of the norm that reads it share one reduce."""
     config = small_model(num_layers=5, **wiring)
     options = StackOptions(recompute_layers=recompute)
     assert gloo_pools(2).run(desync_reduces, config, options) == [(intervals, intervals)] * 2
 
 
 def chained_ranges(config: ModelConfig, cut: int, sequence_parallel: bool = False) -> tuple[float, float]:
-    """On each rank: the largest difference of output and of input gradient, two ranges against the whole."""
+    """Return the largest differences of output and of input gradient between two chained ranges and the whole."""
     mesh = mesh_of(2) if torch.distributed.get_world_size() > 1 else ProcessMesh.single()
     mesh = replace(mesh, sequence_parallel=sequence_parallel)
     positions = 12 // mesh.stream.shards
@@ -363,7 +362,7 @@ def chained_ranges(config: ModelConfig, cut: int, sequence_parallel: bool = Fals
     (whole * weight).sum().backward()
     crossing = parts[0](cut_input, context)
     assert crossing.shape[0] == 1 + mesh.stream.shards * pending_before(config.wired_layers, cut)
-    # What crosses between processes is a new leaf there, and its gradient comes back.
+    # The receiving process has a new leaf, whose gradient is sent back.
     received = crossing.detach().clone().requires_grad_()
     chained = parts[1](received, context)
     (chained * weight).sum().backward()
@@ -379,7 +378,7 @@ def chained_ranges(config: ModelConfig, cut: int, sequence_parallel: bool = Fals
     [{}, LADDER, HYBRID, PARALLEL, LADDER_PARALLEL, STALENESS_2, LADDER_ATTENTION],
     ids=["standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2", "ladder-attention"],
 )
-def test_ranges_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any], world: int) -> None:
+def test_chained_ranges_equal_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any], world: int) -> None:
     config = small_model(num_layers=3, **wiring)
     for cut in (1, 2):
         for output, gradient in gloo_pools(world).run(chained_ranges, config, cut):
@@ -390,7 +389,7 @@ def test_ranges_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, A
     "wiring", [{}, LADDER, HYBRID, LADDER_PARALLEL, STALENESS_2, LADDER_ATTENTION],
     ids=["standard", "ladder", "hybrid", "ladder-parallel", "staleness-2", "ladder-attention"],
 )  # fmt: skip
-def test_ranges_of_a_sharded_stream_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
+def test_chained_ranges_of_a_sharded_stream_equal_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
     config = small_model(num_layers=3, **wiring)
     for cut in (1, 2):
         for output, gradient in gloo_pools(2).run(chained_ranges, config, cut, True):
@@ -398,8 +397,8 @@ def test_ranges_of_a_sharded_stream_chained_are_the_whole(gloo_pools: GlooPools,
 
 
 @pytest.mark.parametrize("wiring", [DESYNC_2, DESYNC_4], ids=["desync-2", "desync-4"])
-def test_desync_ranges_chained_are_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
-    """In desync-4, each rank's own stream crosses at 1, and one for all at 2."""
+def test_chained_desync_ranges_equal_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
+    """In desync-4, per-rank streams cross at layer 1 and a shared stream at layer 2."""
     config = small_model(num_layers=3, **wiring)
     for cut in (1, 2):
         for output, gradient in gloo_pools(2).run(chained_ranges, config, cut):
@@ -410,5 +409,5 @@ def test_a_ladder_boundary_carries_one_pending_output() -> None:
     wired = small_model(num_layers=4, residual_mode="ladder", ladder_layers=(1, 2)).wired_layers
     assert [pending_before(wired, layer) for layer in range(5)] == [0, 1, 1, 0, 0]
     two_late = small_model(num_layers=4, residual_mode="ladder", ladder_layers=(1, 2), residual_staleness=2)
-    # What the standard layer before it has drained cannot be missing again.
+    # Outputs that the preceding standard layer has drained cannot be missing again.
     assert [pending_before(two_late.wired_layers, layer) for layer in range(5)] == [0, 1, 2, 0, 0]

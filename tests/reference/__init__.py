@@ -1,4 +1,4 @@
-"""An independent model and optimizer in plain arithmetic; what the package computes is held against them."""
+"""An independent model and optimizer in plain arithmetic, which tests compare the package with."""
 
 from tests.reference.adamw import MicroBatch, reference_training
 from tests.reference.model import (

@@ -1,4 +1,4 @@
-"""Training of the reference model: AdamW with clipping by the global norm, in arithmetic of its own."""
+"""Training of the reference model: AdamW with clipping by the global norm, in independent arithmetic."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.reference.model import ReferenceConfig, Sight, Weights, reference_gradients
 
 MicroBatch = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Sight]
-"""Token ids, labels and loss mask, each [b, s]; and what tokens see, if not all before them."""
+"""Token ids, labels and loss mask, each [b, s]; and optionally the visible tokens."""
 
 
 def reference_training(
@@ -26,13 +26,13 @@ def reference_training(
     """Train over `batches`, one optimizer step for each.
 
     AdamW is algorithm 2 of Loshchilov and Hutter (arXiv 1711.05101), with weight decay multiplied by the
-    learning rate. All is kept in the dtype of the weights.
+    learning rate. Everything is kept in the dtype of the weights.
 
     Args:
         batches: the global batch of each step as micro-batches, those of all data-parallel ranks included. The
             loss is divided by the number of unmasked targets of the whole global batch.
-        learning_rate: of an iteration, the first of which is 1.
-        clip: largest global norm of the gradient, to which a larger one is scaled; 0 leaves it as it is.
+        learning_rate: of an iteration, counted from 1.
+        clip: maximum of the gradient's global norm; 0 disables clipping.
         no_decay: whether the weight of this name is exempt from weight decay.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Desync residual in one process: every tensor-parallel rank is simulated with its slices and its own stream."""
+"""Desync residual in one process: simulates every tensor-parallel rank with its slices and a separate stream."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,12 +11,12 @@ SubBlock = Callable[[Tensor], Tensor]
 
 
 def is_reduced(config: Any, sub_block: int) -> bool:
-    """Whether the ranks' streams are summed after this sub-block of the model; -1 is the embedding."""
+    """Return whether the ranks' streams are summed after this sub-block of the model; -1 is the embedding."""
     return (sub_block + 1) % config.desync_interval == 0 or sub_block + 1 == 2 * config.num_layers
 
 
 def rank_weights(weights: Mapping[str, Tensor], config: Any, rank: int) -> dict[str, Tensor]:
-    """The layers' weights as this rank has them, for sub-blocks with its heads alone."""
+    """Return this rank's slices of the layers' weights, for sub-blocks with its heads only."""
     d, ranks = config.head_dim, config.desync_tp
     heads = range(rank * config.num_attention_heads // ranks, (rank + 1) * config.num_attention_heads // ranks)
     group = config.num_attention_heads // config.num_key_value_heads
@@ -42,7 +42,7 @@ def rank_weights(weights: Mapping[str, Tensor], config: Any, rank: int) -> dict[
 
 
 def desync_stream(config: Any, stream: Tensor, ranks: Sequence[Sequence[SubBlock]]) -> Tensor:
-    """The stream after the last layer; `ranks` are the sub-blocks of each rank, those of all layers in order."""
+    """Return the stream after the last layer; `ranks` has the sub-blocks of all layers for each rank."""
     streams = [stream] * len(ranks)
     for index, sub_blocks in enumerate(zip(*ranks, strict=True)):
         partial = [sub_block(own) for sub_block, own in zip(sub_blocks, streams, strict=True)]

@@ -1,4 +1,4 @@
-"""Megatron's `_get_ltor_masks_and_position_ids`, said again token by token. Shares no code with the package."""
+"""Megatron's `_get_ltor_masks_and_position_ids`, restated token by token. Shares no code with the package."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from tests.reference.model import Sight
 
 
 def sight_of(begins: Sequence[Sequence[bool]], reset_positions: bool, reset_mask: bool) -> Sight:
-    """What tokens see when documents begin where `begins` [b][s] says, and at the beginning of a row."""
+    """Return the visible tokens if documents begin at `begins` [b][s] and at the start of each row."""
     positions, visible = [], []
     for row in begins:
         document, count = 0, 0
@@ -32,10 +32,10 @@ def sight_of(begins: Sequence[Sequence[bool]], reset_positions: bool, reset_mask
 
 
 def begins_after(tokens: Tensor, eod_id: int) -> list[list[bool]]:
-    """Where a document begins in rows [b, s]: after each end-of-document token, which belongs to its document."""
+    """Return where documents begin in rows [b, s]: after each end-of-document token."""
     return [[False, *(token == eod_id for token in row[:-1])] for row in tokens.tolist()]
 
 
 def loss_mask_of(tokens: Tensor, eod_id: int) -> Tensor:
-    """--eod-mask-loss, [b, s]: zero where an end-of-document token is read, so what follows it is not learnt."""
+    """Return the mask [b, s] of --eod-mask-loss: 0 where the input is an end-of-document token."""
     return torch.tensor([[0.0 if token == eod_id else 1.0 for token in row] for row in tokens.tolist()])

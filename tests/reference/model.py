@@ -1,4 +1,4 @@
-"""The model in one process and plain arithmetic, to hold the package against. Shares no code with it.
+"""The model in one process and plain arithmetic, for comparison with the package. Shares no code with it.
 
 Layouts: token ids [b, s], stream [b, s, h], heads [b, s, heads, d], logits [b, s, V]. Everything is computed in
 the dtype of the weights, float32 or float64; only rotary angles, cosines and sines are always computed in
@@ -20,7 +20,7 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """What the arithmetic needs to know of a model; names as in the package's model configuration."""
+    """The sizes and options of a model, with the names of the package's model configuration."""
 
     num_layers: int
     hidden_size: int
@@ -45,30 +45,30 @@ class ReferenceConfig:
     ladder_layers: tuple[int, ...] = ()
     """Layers that read the stream late."""
     residual_staleness: int = 1
-    """By how many sub-blocks they do."""
+    """How many sub-blocks late."""
     desync_interval: int = 0
     """Sub-blocks between two sums of the ranks' streams; 0 without desync."""
     desync_tp: int | None = None
-    """Ranks that have a stream of their own."""
+    """Number of ranks with separate streams."""
 
     @classmethod
     def like(cls, config: Any) -> "ReferenceConfig":
-        """The same model described by another object with attributes of these names."""
+        """Copy the fields of another object with attributes of these names."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
     @property
     def one_norm(self) -> bool:
-        """Whether attention and MLP of a layer read the same norm of the same stream."""
+        """Whether attention and MLP of a layer share one norm of one stream."""
         return self.residual_mode in ("parallel", "ladder-parallel")
 
     def staleness(self, layer: int, place: int) -> int:
-        """How late a sub-block of a layer reads the stream: attention is at place 0, the MLP at 1."""
+        """Return how late a sub-block of a layer reads the stream: attention is at place 0, the MLP at 1."""
         if layer not in self.ladder_layers or (self.residual_mode == "ladder-attention" and place == 1):
             return 0
         return self.residual_staleness
 
     def norm_shape(self, sub_block: int) -> tuple[int, ...]:
-        """Of the norm's weight: one for each rank where the stream before is each rank's own."""
+        """Return the shape of a norm's weight: one row per rank where the ranks have separate streams."""
         if self.residual_mode != "desync" or is_reduced(self, sub_block - 1):
             return (self.hidden_size,)
         assert self.desync_tp is not None
@@ -76,7 +76,7 @@ class ReferenceConfig:
 
 
 def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical name and full shape of every weight, in the order of the model."""
+    """Return canonical name and full shape of every weight, in the order of the model."""
     h, ffn, d = config.hidden_size, config.ffn_hidden_size, config.head_dim
     query, key_value = config.num_attention_heads * d, config.num_key_value_heads * d
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, h)}
@@ -108,7 +108,7 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
 
 
 def make_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Random full weights; norms are not one and biases not zero. One seed gives the same in either dtype."""
+    """Return random full weights; norms are not one, biases not zero. A seed yields equal values in both dtypes."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in weight_shapes(config).items():
@@ -125,10 +125,10 @@ def make_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype = torch.
 
 @dataclass(frozen=True)
 class Sight:
-    """Where tokens stand and what they see, if not all before them in their row."""
+    """Positions and visible tokens, where a token does not see all earlier ones of its row."""
 
     positions: Tensor
-    """[b, s], each token's"""
+    """[b, s], the position of each token"""
     visible: Tensor
     """[b, s, s] bool: whether the query (second axis) sees the key (third)"""
 
@@ -136,7 +136,7 @@ class Sight:
 def reference_logits(
     weights: Weights, config: ReferenceConfig, tokens: Tensor, sight: Sight | None = None
 ) -> Tensor:
-    """Logits [b, s, V] of token ids [b, s].
+    """Return the logits [b, s, V] of token ids [b, s].
 
     Raises:
         ValueError: names, shapes or dtypes of the weights are not this model's.
@@ -183,7 +183,7 @@ def reference_loss(
     total_tokens: float | None = None,
     sight: Sight | None = None,
 ) -> Tensor:
-    """Sum of the cross entropy over unmasked targets, divided by `total_tokens`; a scalar.
+    """Return the cross entropy summed over unmasked targets, divided by `total_tokens`; a scalar.
 
     Args:
         tokens, labels: ids [b, s]; `labels[b, t]` is the target at position t (shifted by the caller).
@@ -206,7 +206,7 @@ def reference_gradients(
     total_tokens: float | None = None,
     sight: Sight | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`reference_loss` and its gradient in every weight, by autograd over the arithmetic above."""
+    """Return `reference_loss` and its gradient for every weight, by autograd over the arithmetic above."""
     leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     loss = reference_loss(leaves, config, tokens, labels, loss_mask, total_tokens, sight)
     gradients = torch.autograd.grad(loss, list(leaves.values()))
@@ -214,7 +214,7 @@ def reference_gradients(
 
 
 def greedy_continuation(weights: Weights, config: ReferenceConfig, prompt_ids: Sequence[int], n: int) -> list[int]:
-    """The n ids that follow the prompt when each is the most likely one; no cache, all is computed anew."""
+    """Return the n most likely next ids, one after another, without a cache."""
     ids = list(prompt_ids)
     with torch.no_grad():
         for _ in range(n):
@@ -223,11 +223,11 @@ def greedy_continuation(weights: Weights, config: ReferenceConfig, prompt_ids: S
 
 
 def inverse_frequencies(config: ReferenceConfig) -> list[float]:
-    """Radians per position of each of the d/2 rotated pairs.
+    """Return the radians per position of each of the d/2 rotated pairs.
 
     none: base^(-2i/d) (Su et al., arXiv 2104.09864). linear: positions divided by the factor (Chen et al., arXiv
     2306.15595). llama3: as published with Llama 3.1: wavelengths above L/low are stretched by the factor, those
-    below L/high are left, and between the two the frequency is blended linearly in L/wavelength.
+    below L/high are kept, and between the two the frequency is interpolated linearly in L/wavelength.
     """
     plain = [config.rotary_base ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
     factor, low, high = config.rope_scaling_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
@@ -248,7 +248,7 @@ def inverse_frequencies(config: ReferenceConfig) -> list[float]:
 def _sub_blocks(
     weights: Weights, prefix: str, config: ReferenceConfig, sight: Sight | None
 ) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """h_i of a layer: norm, then attention or MLP or the sum of both; the residual is left to the wiring."""
+    """Return the sub-blocks h_i of a layer: norm, then attention or MLP or the sum of both, without the residual."""
 
     def attention(stream: Tensor) -> Tensor:
         normed = _rms_norm(stream, weights[f"{prefix}.attention_norm.weight"], config.norm_epsilon)
@@ -292,8 +292,8 @@ def _attention(
         query = _rms_norm(query, weights[f"{prefix}.q_norm.weight"], config.norm_epsilon)
         key = _rms_norm(key, weights[f"{prefix}.k_norm.weight"], config.norm_epsilon)
     position = torch.arange(length)
-    turned_by = position if sight is None else sight.positions
-    query, key = _rotate(query, config, turned_by), _rotate(key, config, turned_by)
+    rotary_positions = position if sight is None else sight.positions
+    query, key = _rotate(query, config, rotary_positions), _rotate(key, config, rotary_positions)
 
     kv_head_of_query_head = [head // (heads // kv_heads) for head in range(heads)]
     key, value = key[:, :, kv_head_of_query_head], value[:, :, kv_head_of_query_head]
@@ -306,7 +306,7 @@ def _attention(
 
 
 def _rotate(x: Tensor, config: ReferenceConfig, position: Tensor) -> Tensor:
-    """Turn the pair (i, i + d/2) of every head at position t, [s] or [b, s], by t times the i-th frequency."""
+    """Rotate the pair (i, i + d/2) of every head at position t, [s] or [b, s], by t times the i-th frequency."""
     angle = position.double()[..., None] * torch.tensor(inverse_frequencies(config), dtype=torch.float64)
     cos, sin = (table[..., None, :].to(x.dtype) for table in (torch.cos(angle), torch.sin(angle)))
     first, second = x.chunk(2, dim=-1)

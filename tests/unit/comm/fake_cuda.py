@@ -1,7 +1,7 @@
-"""Streams and events of CUDA with a clock each, in place of a device: what would run when, and nothing runs.
+"""Fake CUDA streams and events with simulated clocks.
 
-Work is put on streams in the order in which the host launches it, and depends on earlier work alone, so its times are
-known at once: a stream's `now` is when it will be done with all that it has been given. In seconds.
+Work is put on streams in the order in which the host launches it, and depends on earlier work only, so its times are
+known at once: `now` is the time in seconds at which a stream will have finished its work.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class Stream:
 
 
 class Device:
-    """Stands for `torch.cuda`; `streams[0]` computes."""
+    """A stand-in for `torch.cuda`; `streams[0]` computes."""
 
     def __init__(self) -> None:
         self.streams = [Stream()]
@@ -69,7 +69,7 @@ class Device:
 
 
 class Kernels:
-    """Of an emulated link, in Python: what the real ones promise."""
+    """The kernels of an emulated link, in Python."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -85,7 +85,7 @@ class Kernels:
         self, launched: Tensor, ends: Tensor, slot: int, before: int, scratch: Tensor, num_bytes: int, wire_ns: int,
         *, serial: bool, sms: int,
     ) -> None:  # fmt: skip
-        assert self.device.current.now >= self.stamped[slot], "the stamp may not have been made yet"
+        assert self.device.current.now >= self.stamped[slot], "the stamp might not exist yet"
         begin = int(launched[slot])
         if serial:
             begin = max(begin, int(ends[before]))
@@ -95,7 +95,7 @@ class Kernels:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Puts a fake in the place of torch's."""
+    """Replace torch's streams and events."""
     fake = Device()
     monkeypatch.setattr(torch.cuda, "Stream", fake.new_stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)

@@ -1,4 +1,4 @@
-"""What CUDA's groups are made of: NCCL's options, the environment's queues, and shared memory. No GPU takes part."""
+"""CUDA groups: NCCL options, hardware queues and shared memory, tested without a GPU."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class FakeOptions:
-    """Has what torch's options have, which are not in builds for the CPU."""
+    """The attributes of torch's NCCL options, which CPU builds lack."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -38,7 +38,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nccl")
-def test_overlapped_collectives_go_first_and_are_bounded() -> None:
+def test_overlapped_collectives_have_priority_and_a_limit() -> None:
     minute = timedelta(minutes=1)
     options = overlapped_group_options("nccl", 16, minute)
     assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (True, 16, minute)
@@ -48,7 +48,7 @@ def test_overlapped_collectives_go_first_and_are_bounded() -> None:
 
 
 @pytest.mark.usefixtures("nccl")
-def test_of_all_groups_the_tensor_parallel_ones_have_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tensor_parallel_groups_have_options(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[tuple[int, ...], Any]] = []
 
     def new_group(ranks: list[int], timeout: timedelta | None = None, pg_options: Any = None, **_: Any) -> object:
@@ -62,39 +62,39 @@ def test_of_all_groups_the_tensor_parallel_ones_have_options(monkeypatch: pytest
     mesh = ProcessMesh.build(2, 2, tp_comm_max_ctas=8)
     with_options = {ranks: options for ranks, options in made if options is not None}
     assert list(with_options) == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert len({id(options) for options in with_options.values()}) == 4, "torch writes into a group's options"
+    assert len({id(options) for options in with_options.values()}) == 4, "torch writes to a group's options"
     assert {options.config.max_ctas for options in with_options.values()} == {8}
     groups = [mesh.tensor, mesh.data, mesh.pipeline, mesh.model]
     assert [group.ranks for group in groups] == [(4, 5), (5, 7), (1, 5), (0, 1, 4, 5)]
-    assert len({id(group.process_group) for group in groups}) == 4, "a communicator each"
+    assert len({id(group.process_group) for group in groups}) == 4, "separate communicators"
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "expected"),
     [
         ({}, "not set, so CUDA has 8 queues: a reduce is launched before the product that hides it, but"),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "=8: a reduce is launched before"),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "--residual-staleness 2"),
     ],
 )
-def test_the_number_of_queues_is_explained(environment: dict[str, str], said: str) -> None:
-    assert said in explain_connections(environment)
+def test_the_number_of_queues_is_explained(environment: dict[str, str], expected: str) -> None:
+    assert expected in explain_connections(environment)
 
 
 @pytest.mark.parametrize("text", ["0", "33", "-1", "many", "", "1.0"])
-def test_numbers_of_queues_that_cuda_has_not(text: str) -> None:
+def test_invalid_numbers_of_queues(text: str) -> None:
     with pytest.raises(UserError, match="expected 1 to 32"):
         explain_connections({"CUDA_DEVICE_MAX_CONNECTIONS": text})
 
 
-def test_queues_are_looked_at_before_cuda_starts(
+def test_queues_are_checked_before_cuda_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"start {device}"))
     monkeypatch.setattr(launch.dist, "init_process_group", lambda backend, **_: done.append(backend))
-    # There are no other ranks to meet.
+    # There are no other ranks.
     monkeypatch.setattr(launch, "find_host", lambda: Host("node", "127.0.0.1"))
     monkeypatch.setattr(launch, "open_store", lambda *_: None)
     monkeypatch.setattr(launch, "agree", lambda store, rank, world_size, report, timeout: [report.host] * world_size)
@@ -108,11 +108,11 @@ def test_queues_are_looked_at_before_cuda_starts(
     start_process_group(RankInfo(0, 2, 0), 1.0)
     assert done == ["start cuda:0", "nccl"] and "CUDA_DEVICE_MAX_CONNECTIONS=1:" in capsys.readouterr().err
     start_process_group(RankInfo(1, 2, 1), 1.0)
-    assert capsys.readouterr().err == "", "one rank says it"
+    assert capsys.readouterr().err == "", "one rank prints it"
 
 
 class Torch:
-    """What torch does for a one-shot reduce; the sum is that of two ranks with equal values."""
+    """Fakes torch's one-shot reduce over two ranks with equal values."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = fake_cuda.install(monkeypatch)
@@ -129,7 +129,7 @@ class Torch:
 
     def reduce(self, shared: torch.Tensor, op: str, name: str, out: torch.Tensor) -> None:
         assert (op, name) == ("sum", "tensor") and shared.data_ptr() != out.data_ptr()
-        assert self.device.current is not self.device.compute, "the side stream's work"
+        assert self.device.current is not self.device.compute, "runs on the side stream"
         out.copy_(2 * shared)
         self.one_shot.append(out.numel())
         self.device.current.now += 5e-6
@@ -164,7 +164,7 @@ def test_small_sums_are_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["large", "another dtype", "nothing", "not aligned"],
 )
-def test_other_sums_are_nccls(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor) -> None:
+def test_other_sums_use_nccl(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor) -> None:
     fake = Torch(monkeypatch)
     group = make_group(fake)
     group.start_all_reduce(tensor)
@@ -180,7 +180,7 @@ def test_the_largest_one_shot_sum_and_other_operators(monkeypatch: pytest.Monkey
     assert fake.one_shot == [MOST_BYTES // 2] and len(fake.by_nccl) == 1
 
 
-def test_where_one_shot_sums_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_shot_sums_need_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="found a CPU: use --tp-all-reduce nccl"):
         check_peers(2, CPU)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

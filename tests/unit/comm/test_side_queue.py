@@ -1,4 +1,4 @@
-"""Chains beside the computation: which stream waits for which, and what is held for them."""
+"""Chains alongside the computation: which stream waits for which, and the tensors that are held."""
 
 import weakref
 
@@ -9,7 +9,7 @@ from megatron_ladder.comm.side_queue import _CudaSideQueue, _InlineQueue, create
 from tests.unit.comm import fake_cuda
 
 
-def test_a_chain_runs_behind_what_was_computed_and_beside_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chain_runs_after_earlier_work_and_alongside_later_work(monkeypatch: pytest.MonkeyPatch) -> None:
     device = fake_cuda.install(monkeypatch)
     queue = create_side_queue(torch.device("cuda"))
     assert isinstance(queue, _CudaSideQueue) and not queue.runs_midway
@@ -17,7 +17,7 @@ def test_a_chain_runs_behind_what_was_computed_and_beside_what_follows(monkeypat
 
     def chain() -> str:
         assert device.current is not device.compute
-        assert device.current.now == 5.0, "what it reads may not be there yet"
+        assert device.current.now == 5.0, "its inputs might not be ready"
         device.current.now += 3.0
         return "read"
 
@@ -28,7 +28,7 @@ def test_a_chain_runs_behind_what_was_computed_and_beside_what_follows(monkeypat
     assert device.compute.now == 8.0
 
 
-def test_the_computation_that_takes_longer_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_computation_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     device = fake_cuda.install(monkeypatch)
     queue = create_side_queue(torch.device("cuda"))
     queue.run(lambda: None, uses=())
@@ -37,7 +37,7 @@ def test_the_computation_that_takes_longer_waits_for_nothing(monkeypatch: pytest
     assert device.compute.now == 2.0
 
 
-def test_what_a_chain_uses_is_held_until_both_streams_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_are_held_until_the_streams_join(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda.install(monkeypatch)
     queue = create_side_queue(torch.device("cuda"))
     used = torch.ones(3)
@@ -49,7 +49,7 @@ def test_what_a_chain_uses_is_held_until_both_streams_have_met(monkeypatch: pyte
     assert alive() is None
 
 
-def test_on_a_cpu_a_chain_takes_its_turn_runs_midway() -> None:
+def test_cpu_runs_chains_inline_midway() -> None:
     queue = create_side_queue(torch.device("cpu"))
     assert isinstance(queue, _InlineQueue) and queue.runs_midway
     assert queue.run(lambda: 3, uses=()) == 3

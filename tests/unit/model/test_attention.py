@@ -1,4 +1,4 @@
-"""Attention of one query over a cache, against torch's own over repeated heads."""
+"""Attention of one query over a cache, compared with torch's own over repeated heads."""
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ from megatron_ladder.model.operations import attend
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 1), (3, 3)])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("masked", [True, False])
-def test_heads_that_share_keys(heads: int, kv_heads: int, queries: int, masked: bool) -> None:
+def test_grouped_queries(heads: int, kv_heads: int, queries: int, masked: bool) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, queries, heads, 8).transpose(1, 2)
-    # The beginning of a longer cache, as a batch of slots hands it over.
+    # The beginning of a longer cache, as a batch of slots passes it.
     k, v = (torch.randn(2, kv_heads, 9, 8)[:, :, :5] for _ in "kv")
     seen = torch.arange(5) <= torch.tensor([[2], [4]])
     mask = seen[:, None, None, :] if masked else None

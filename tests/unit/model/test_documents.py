@@ -1,4 +1,4 @@
-"""Attention within documents against a softmax under an explicit mask."""
+"""Attention within documents, compared with a softmax under an explicit mask."""
 
 import math
 
@@ -21,7 +21,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """With a mask [b, s, s] that is written out."""
+    """Attend with an explicit mask [b, s, s]."""
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     number = [sum(place >= bound for bound in BOUNDS.tolist()) for place in range(BATCH * LENGTH)]
     hidden = torch.tensor(
@@ -41,7 +41,7 @@ def as_documented(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
     *, window_size: tuple[int, int], enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """torch.nn.attention.varlen.varlen_attn, which CPUs have not, from its documentation."""
+    """torch.nn.attention.varlen.varlen_attn, which CPUs lack, implemented from its documentation."""
     assert window_size == (-1, 0) and enable_gqa and torch.equal(cu_seq_q, cu_seq_k)
     assert cu_seq_q.dtype == torch.int32 and max_q == max_k == int(cu_seq_q.diff().max())
     assert query.shape == (BATCH * LENGTH, HEADS, WIDTH)
@@ -57,7 +57,7 @@ def as_documented(
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one after the other", "packed"])
-def test_a_token_sees_its_document_alone(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_attend_within_their_document(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", as_documented)
     kernel = _flash_attention if packed else None
     results = []
@@ -73,14 +73,14 @@ def test_a_token_sees_its_document_alone(packed: bool, monkeypatch: pytest.Monke
         assert torch.allclose(computed, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_document_never_goes_beyond_a_row() -> None:
+def test_documents_end_with_their_row() -> None:
     bounds = torch.tensor([0, 10, 18], dtype=torch.int32)
     with pytest.raises(AssertionError, match="documents end where rows end"):
         document_attention(*inputs(), DocumentBounds.of(bounds, torch.device("cpu")))
 
 
-def test_half_precision_on_cuda_takes_the_packed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: tensors that only say that they are on one."""
+def test_half_precision_on_cuda_uses_the_packed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: tensors that only claim to be on one."""
 
     class OnCuda(Tensor):
         is_cuda = True

@@ -1,4 +1,4 @@
-"""The standard wiring against transformers' own Llama, Qwen2 and Qwen3."""
+"""The standard wiring compared with transformers' Llama, Qwen2 and Qwen3."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ OURS_LLAMA3 = {
 
 
 def canonical(name: str) -> str:
-    """transformers' name of a canonical tensor."""
+    """Return transformers' name of a canonical tensor."""
     for ours, theirs in (
         ("embedding.", "model.embed_tokens."), ("final_norm.", "model.norm."), ("layers.", "model.layers."),
         (".attention_norm.", ".input_layernorm."), (".mlp_norm.", ".post_attention_layernorm."),
@@ -37,7 +37,7 @@ def canonical(name: str) -> str:
 
 
 def ours(theirs: torch.nn.Module, **changes: Any) -> LanguageModel:
-    """Our model of the same weights."""
+    """Return our model with the same weights."""
     config = ModelConfig(
         num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_key_value_heads=2,
         head_dim=changes.pop("head_dim", 16), vocab_size=103, max_position_embeddings=256, **changes,
@@ -70,7 +70,7 @@ def ours(theirs: torch.nn.Module, **changes: Any) -> LanguageModel:
     ],
     ids=["llama", "llama3-rope", "llama-biases-tied", "qwen2", "qwen3"],
 )
-def test_logits_are_those_of_transformers(theirs: Any, changes: dict[str, Any]) -> None:
+def test_logits_equal_those_of_transformers(theirs: Any, changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
     reference = theirs().eval()
     with torch.no_grad():

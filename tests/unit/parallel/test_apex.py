@@ -1,4 +1,4 @@
-"""apex is known by what it has, not by its name."""
+"""NVIDIA's apex is recognised by its contents, not by its name."""
 
 import sys
 from types import ModuleType
@@ -17,18 +17,18 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def unrelated_apex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package apex of the Python index: it imports, and has nothing of NVIDIA's."""
+    """Installs a stand-in for the unrelated PyPI package apex: it imports, but lacks NVIDIA's modules."""
     for name in ("apex", "apex.optimizers", "apex.normalization", "apex.normalization.fused_layer_norm"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
 
-def test_a_missing_apex_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_apex_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", None)
     found, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", CUDA)
     assert found is None and "not installed" in reason and "unrelated" in reason
 
 
-def test_the_unrelated_package_is_told(unrelated_apex: None) -> None:
+def test_unrelated_package_is_reported(unrelated_apex: None) -> None:
     found, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", CUDA)
     assert found is None and "it is not NVIDIA's" in reason
     with pytest.raises(UserError, match="--norm-implementation apex: .* not NVIDIA's.*use --norm-implementation torch"):
@@ -41,7 +41,7 @@ def test_nvidias_package_is_used(unrelated_apex: None, monkeypatch: pytest.Monke
     calls: list[tuple[object, ...]] = []
     module = sys.modules["apex.normalization.fused_layer_norm"]
     monkeypatch.setattr(module, "fused_rms_norm_affine", lambda *given: calls.append(given) or given[0], raising=False)
-    # It imports without its kernels too.
+    # apex without compiled kernels still imports.
     operations, description = select_operations("auto", False, CUDA)
     assert operations == Operations() and "fused_layer_norm_cuda" in description and "--cuda_ext" in description
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", ModuleType("fused_layer_norm_cuda"))

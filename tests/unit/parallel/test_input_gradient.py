@@ -1,4 +1,4 @@
-"""The sum of an input's gradient starts before the weight's gradient is computed; partial gradients arrive whole."""
+"""The sum of an input's gradient starts before the weight's gradient; partial gradients arrive complete."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron_ladder.parallel.partial_gradients import PartialGradients, Partial
 
 
 class DoublingGroup(CommGroup):
-    """Two ranks that hold the same numbers, so a sum over them doubles; notes when it is started and waited for."""
+    """Two ranks that hold the same numbers, so a sum doubles them; records launches and waits."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__([0, 1], 0, None)
@@ -39,7 +39,7 @@ class DoublingGroup(CommGroup):
 
 
 class Products(TorchDispatchMode):
-    """Notes matrix products."""
+    """Records matrix products."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_the_sum_starts_between_the_two_products() -> None:
     torch.testing.assert_close((weight.grad, bias.grad), (own_weight.grad, own_bias.grad), rtol=1e-12, atol=1e-14)
 
 
-def test_an_input_that_is_not_kept_is_taken_from_the_walker() -> None:
+def test_input_that_is_not_kept_comes_from_the_walk() -> None:
     group = DoublingGroup([])
     input_gradient = InputGradient(ReplicatedStream(group), PartialGradients(PartialSums(group)), keeps_input=False)
     x, weight = torch.randn(3, 2, 4), torch.randn(5, 4, requires_grad=True)
@@ -84,7 +84,7 @@ def test_an_input_that_is_not_kept_is_taken_from_the_walker() -> None:
     torch.testing.assert_close(weight.grad, again.sum((0, 1)).expand(5, 4))
 
 
-def test_partial_gradients_arrive_once_and_whole() -> None:
+def test_partial_gradients_arrive_once_and_complete() -> None:
     events: list[str] = []
     partial_gradients = PartialGradients(PartialSums(DoublingGroup(events)))
     scale, unused = (torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Which elements of a local parameter are which elements of canonical tensors."""
+"""The mapping between elements of local parameters and of canonical tensors."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_sections_know_their_boxes() -> None:
     assert K.view(parameter).tolist() == [[12, 13, 14]]
 
 
-def test_a_run_is_split_at_the_borders_of_sections() -> None:
+def test_run_is_split_at_section_borders() -> None:
     # A [6, 3] parameter: four rows of q, one of k, one of padding.
     assert list(split_interval([Q, K], (6, 3), 0, 18)) == [SectionInterval(Q, 0, 0, 12), SectionInterval(K, 0, 12, 3)]
     assert list(split_interval([Q, K], (6, 3), 10, 4)) == [SectionInterval(Q, 10, 0, 2), SectionInterval(K, 0, 2, 2)]
