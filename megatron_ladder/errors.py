@@ -80,6 +80,12 @@ class ErrorCollector:
         raise_user_errors(self.messages)
 
 
+def limited(messages: Sequence[str], limit: int = 20) -> list[str]:
+    """Return the first messages, and the number of others."""
+    others = len(messages) - limit
+    return [*messages[:limit], *([f"and {others} more errors"] if others > 0 else [])]
+
+
 def raise_user_errors(messages: Iterable[str]) -> None:
     """Raise a UserError with the messages if there are any."""
     if found := list(messages):

@@ -1,1 +1,1 @@
-"""What is on disk of a training run, and how it gets there: see `format`."""
+"""Training checkpoints on disk; `format` describes the files."""

@@ -1,8 +1,8 @@
 """Boxes: rectangular parts of a tensor, and the flat intervals that optimizer partitions cut out of them.
 
-A rank holds a box of a canonical tensor (its tensor-parallel slice), flattened row by row. ZeRO hands it an
-interval of those elements, cut wherever the partition ends. `cut_interval` turns the interval into the few
-boxes that cover it, so that nothing on disk knows of partitions; a reader cuts its own interval the same way.
+A rank holds a box of a canonical tensor (its tensor-parallel slice), flattened in row-major order. ZeRO assigns it an
+interval of those elements that may begin and end anywhere. `cut_span` covers the interval with a few boxes, so that
+files on disk do not depend on partitions; a reader cuts its own interval the same way.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_DIMENSIONS = 8
-"""A box of n dimensions has 2**n corners, each of which the tiling test visits."""
+"""The tiling test visits the 2**n corners of each n-dimensional box."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +27,26 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.extent)
 
-    def lies_in(self, shape: Sequence[int]) -> bool:
-        """Whether this is a box of a tensor of that shape, with at least one element."""
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether this is a non-empty box of a tensor of that shape."""
         return len(self.offset) == len(self.extent) == len(shape) and all(
             offset >= 0 and extent >= 1 and offset + extent <= size
             for offset, extent, size in zip(self.offset, self.extent, shape, strict=True)
         )
 
     def shifted(self, origin: Sequence[int]) -> "Box":
-        """The same extent with `origin` added to its offset."""
+        """Return the box with `origin` added to its offset."""
         return Box(tuple(a + b for a, b in zip(self.offset, origin, strict=True)), self.extent)
 
     def within(self, outer: "Box") -> "Box":
-        """The same elements with offsets counted from the corner of `outer`."""
+        """Return the same elements with offsets relative to the corner of `outer`."""
         return self.shifted([-offset for offset in outer.offset])
 
     def slices(self) -> tuple[slice, ...]:
-        """The index that picks this box out of a tensor."""
+        """Return the index that selects this box in a tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.offset, self.extent, strict=True))
 
     def __str__(self) -> str:
@@ -55,61 +55,57 @@ class Box:
 
 
 class IntervalPiece(NamedTuple):
-    """A box and where its elements, row by row, begin in the interval that it was cut from."""
+    """A box, and the position of its first element in the interval that it was cut from."""
 
     box: Box
     begin: int
 
 
-def cut_interval(extent: Sequence[int], start: int, length: int) -> list[IntervalPiece]:
-    """The fewest boxes that cover elements `start` to `start + length` of a flattened tensor of that extent.
+def cut_span(held: Box, start: int, length: int) -> list[IntervalPiece]:
+    """Return the fewest boxes that cover elements `start` to `start + length` of the flattened box `held`.
 
-    In two dimensions there are at most three: the rest of a row, whole rows, the beginning of a row. The
-    pieces come in the interval's order, and each is contiguous in it.
+    Offsets are relative to the canonical tensor. In two dimensions there are at most three boxes: the rest of a row,
+    whole rows, the beginning of a row. The pieces are in the order of the interval and contiguous in it.
 
     Raises:
-        ValueError: the interval is empty or does not lie in the tensor.
+        ValueError: the interval is empty or not inside the box.
     """
-    if start < 0 or length < 1 or start + length > math.prod(extent):
-        raise ValueError(f"elements {start}:{start + length} do not lie in a tensor of extent {list(extent)}")
+    if start < 0 or length < 1 or start + length > held.numel:
+        raise ValueError(f"elements {start}:{start + length} are not inside a box of extent {list(held.extent)}")
+    return [IntervalPiece(piece.box.shifted(held.offset), piece.begin) for piece in _cut(held.extent, start, length)]
+
+
+def _cut(extent: Sequence[int], start: int, length: int) -> list[IntervalPiece]:
     if len(extent) == 1:
         return [IntervalPiece(Box((start,), (length,)), 0)]
     row = math.prod(extent[1:])
     first, head = divmod(start, row)
     end, tail = divmod(start + length, row)
     if first == end:
-        return _in_row(extent, first, head, length, begin=0)
+        return _cut_row(extent, first, head, length, begin=0)
     pieces: list[IntervalPiece] = []
     begin = 0
     if head:
-        pieces += _in_row(extent, first, head, row - head, begin)
+        pieces += _cut_row(extent, first, head, row - head, begin)
         first, begin = first + 1, row - head
     if first < end:
         whole_rows = Box((first, *(0 for _ in extent[1:])), (end - first, *extent[1:]))
         pieces.append(IntervalPiece(whole_rows, begin))
         begin += whole_rows.numel
     if tail:
-        pieces += _in_row(extent, end, 0, tail, begin)
+        pieces += _cut_row(extent, end, 0, tail, begin)
     return pieces
 
 
-def _in_row(extent: Sequence[int], row: int, start: int, length: int, begin: int) -> list[IntervalPiece]:
+def _cut_row(extent: Sequence[int], row: int, start: int, length: int, begin: int) -> list[IntervalPiece]:
     return [
         IntervalPiece(Box((row, *piece.box.offset), (1, *piece.box.extent)), begin + piece.begin)
-        for piece in cut_interval(extent[1:], start, length)
-    ]
-
-
-def cut_span(held: Box, start: int, length: int) -> list[IntervalPiece]:
-    """`cut_interval` of the flattened box `held`; the pieces' offsets count in the canonical tensor."""
-    return [
-        IntervalPiece(piece.box.shifted(held.offset), piece.begin)
-        for piece in cut_interval(held.extent, start, length)
+        for piece in _cut(extent[1:], start, length)
     ]
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """The elements that both boxes hold; None if there are none."""
+    """Return the elements that both boxes hold; None if there are none."""
     low = [max(x, y) for x, y in zip(a.offset, b.offset, strict=True)]
     high = [min(x + n, y + m) for x, n, y, m in zip(a.offset, a.extent, b.offset, b.extent, strict=True)]
     if any(end <= begin for begin, end in zip(low, high, strict=True)):
@@ -118,14 +114,14 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def row_major_strides(extent: Sequence[int]) -> tuple[int, ...]:
-    """Elements between neighbours along each dimension of a contiguous tensor."""
+    """Return the strides, in elements, of a contiguous tensor."""
     return tuple(math.prod(extent[dimension + 1 :]) for dimension in range(len(extent)))
 
 
 def flat_range(extent: Sequence[int], inner: Box) -> tuple[int, int]:
-    """First element of `inner`, and one past its last, in a flattened tensor of that extent.
+    """Return the first element of `inner`, and one past its last, in a flattened tensor of that extent.
 
-    The range holds other elements too unless its length is `inner.numel`.
+    The range contains other elements too unless its length is `inner.numel`.
     """
     strides = row_major_strides(extent)
     first = sum(offset * stride for offset, stride in zip(inner.offset, strides, strict=True))
@@ -136,20 +132,20 @@ def flat_range(extent: Sequence[int], inner: Box) -> tuple[int, int]:
 def first_untiled(
     shape: Sequence[int], offsets: NDArray[np.int64], extents: NDArray[np.int64]
 ) -> tuple[tuple[int, ...], bool] | None:
-    """Where boxes fail to tile a tensor: the first element that is not held exactly once, None if all are.
+    """Return the first element of a tensor that is not in exactly one box; None if the boxes tile the tensor.
 
-    A sum of boxes is determined by its mixed difference, which is +1 or -1 at each corner of each box. So the
-    boxes tile the tensor exactly when the signed corners of all of them cancel to the tensor's own corners;
-    sorting them takes n log n for n boxes. At the least corner that does not cancel, what is left over is the
-    number of boxes there beyond one.
+    A set of boxes, with multiplicity, is determined by its mixed difference: +1 or -1 at each corner of each box. So
+    the boxes tile the tensor exactly if their signed corners cancel to the corners of the tensor itself; sorting them
+    takes n log n steps for n boxes. At the smallest corner that does not cancel, the remainder is the number of boxes
+    there minus one.
 
     Args:
-        shape: of the tensor.
-        offsets: [boxes, dimensions]; all boxes lie in the tensor.
+        shape: shape of the tensor.
+        offsets: [boxes, dimensions]; all boxes are inside the tensor.
         extents: [boxes, dimensions].
 
     Returns:
-        The element's index and whether it is held more than once (else it is held by no box), or None.
+        The index of the element, and whether several boxes hold it (otherwise none does).
     """
     dimensions = len(shape)
     offsets = np.concatenate([offsets, np.zeros((1, dimensions), np.int64)])

@@ -1,7 +1,7 @@
-"""Checksums of files, written as "algorithm:digits".
+"""File checksums, written as "algorithm:digits".
 
-XXH3-128 finds damage at the speed of memory. SHA-256, ten times slower, is for those who keep a list of their files
-elsewhere; a checkpoint is not made trustworthy by checksums that lie in it, but by having no code in it.
+XXH3-128 detects damage at memory speed. SHA-256 is about ten times slower and serves users who keep a list of hashes
+elsewhere. A checksum inside a checkpoint does not make the checkpoint trustworthy; containing no code does.
 """
 
 import hashlib
@@ -13,43 +13,43 @@ from typing import Protocol
 import xxhash
 
 CHUNK_BYTES = 1 << 24
-"""Bytes copied from a device at a time: the only memory that saving takes."""
+"""Bytes copied from a device at a time: the only extra memory that a save takes."""
 PIECE_BYTES = 1 << 19
-"""Bytes hashed and written, or read and hashed, at a time: few enough to lie in a core's cache for the second."""
+"""Bytes read or written, and hashed, at a time: few enough to be hashed from a core's cache."""
 DEFAULT_CHECKSUM = "xxh3_128"
 
 
-class Digest(Protocol):
-    """What hashlib and xxhash have in common."""
+class _Digest(Protocol):
+    """The common interface of hashlib's and xxhash's digests."""
 
     def update(self, data: bytes | memoryview, /) -> None:
-        """Takes in more bytes."""
+        """Hash more bytes."""
 
     def hexdigest(self) -> str:
-        """Of all bytes so far."""
+        """Return the hash of all bytes so far."""
 
 
-CHECKSUMS: Mapping[str, Callable[[], Digest]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+CHECKSUMS: Mapping[str, Callable[[], _Digest]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
 """The algorithms that a manifest may name."""
 
 
 def checksum_of(data: bytes, algorithm: str = DEFAULT_CHECKSUM) -> str:
-    """The checksum of bytes in memory, in the form in which manifests hold it."""
+    """Return the checksum of bytes in memory."""
     digest = CHECKSUMS[algorithm]()
     digest.update(data)
     return f"{algorithm}:{digest.hexdigest()}"
 
 
 def algorithm_of(checksum: str) -> str:
-    """What a checksum was computed with; raises ValueError if that is not known here."""
+    """Return the algorithm of a checksum; raise ValueError if it is unknown."""
     algorithm = checksum.partition(":")[0]
     if algorithm not in CHECKSUMS:
-        raise ValueError(f"the checksum {checksum!r} is of no known kind: {', '.join(CHECKSUMS)}")
+        raise ValueError(f"unknown checksum {checksum!r}: expected one of {', '.join(CHECKSUMS)}")
     return algorithm
 
 
 def file_checksum(path: Path, report_bytes: Callable[[int], None], algorithm: str = DEFAULT_CHECKSUM) -> str:
-    """Reads a file and returns its checksum; tells `report_bytes` how many bytes each piece had."""
+    """Read a file and return its checksum; `report_bytes` receives the size of each piece."""
     digest = CHECKSUMS[algorithm]()
     with open(path, "rb", buffering=0) as file:
         buffer = memoryview(bytearray(min(PIECE_BYTES, max(1, os.fstat(file.fileno()).st_size))))
@@ -57,3 +57,16 @@ def file_checksum(path: Path, report_bytes: Callable[[int], None], algorithm: st
             digest.update(buffer[:count])
             report_bytes(count)
     return f"{algorithm}:{digest.hexdigest()}"
+
+
+def file_error(path: Path, expected: str, report_bytes: Callable[[int], None]) -> str | None:
+    """Return an error message if a file cannot be read or does not have the checksum that its manifest records."""
+    try:
+        return mismatch(path, expected, file_checksum(path, report_bytes, algorithm_of(expected)))
+    except OSError as error:
+        return f"{path}: cannot be read: {error.strerror}"
+
+
+def mismatch(path: Path, expected: str, found: str) -> str | None:
+    """Return an error message if two checksums of a file differ."""
+    return None if found == expected else f"{path}: damaged: the manifest records {expected}, the contents have {found}"

@@ -1,35 +1,30 @@
 """A checkpoint on disk, written by many ranks and read by any number of others, in any layout.
 
-    SAVE/iter_0000100/manifest.json                      what there is (see `manifest`)
-    SAVE/iter_0000100/weights_rank_00000.safetensors     boxes of the weights that rank 0 wrote
-    SAVE/iter_0000100/optimizer_rank_00000.safetensors   boxes of master weights and moments
+    SAVE/iter_0000100/manifest.json                      contents of the directory (see `manifest`)
+    SAVE/iter_0000100/weights_rank_00000.safetensors     boxes of fp32 master weights that rank 0 wrote
+    SAVE/iter_0000100/optimizer_rank_00000.safetensors   boxes of moments
     SAVE/iter_0000100/rng_rank_00000.safetensors         states of random number generators
-    SAVE/iter_0000100/tokenizer.json                     whatever belongs to the model
+    SAVE/iter_0000100/tokenizer.json                     files that belong to the model
 
-The unit is a box, a rectangular part of a canonical tensor: its name and kind, the tensor's shape, the box's
-offset and extent. Tensors' names know no layout, and neither do the boxes: a reader takes the elements it
-needs out of whichever boxes hold them. There is no pickle. Needs no process group, and torch only where tensors are
-read and written.
+The unit is a box, a rectangular part of a canonical tensor. A box has a name and a kind, the shape of the tensor, an
+offset and an extent. Neither names nor boxes depend on a layout: a reader takes the elements that it needs from the
+boxes that hold them. There is no pickle. This module needs no process group, and imports torch only to read tensors.
 """
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from megatron_ladder.checkpoint.boxes import Box, cut_span, flat_range, intersection, row_major_strides
-from megatron_ladder.checkpoint.checksum import algorithm_of, file_checksum
-from megatron_ladder.checkpoint.header import BY_NAME, BY_STORED_NAME, FilePlace, element_name, read_header
-from megatron_ladder.checkpoint.manifest import (
-    StoredTensor,
-    TensorTable,
-    decode_manifest,
-)
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.checkpoint.boxes import Box, cut_span, intersection
+from megatron_ladder.checkpoint.checksum import file_error
+from megatron_ladder.checkpoint.manifest import StoredTensor, TensorTable, decode_manifest
 from megatron_ladder.checkpoint.publish import (
     LATEST_NAME,
     MANIFEST_NAME,
@@ -38,36 +33,41 @@ from megatron_ladder.checkpoint.publish import (
     publishing_order,
     read_latest,
 )
-from megatron_ladder.errors import UserError
+from megatron_ladder.checkpoint.tensor_file import (
+    BY_NAME,
+    BY_STORED_NAME,
+    TensorPosition,
+    element_name,
+    read_header,
+    read_part,
+)
+from megatron_ladder.errors import UserError, limited, raise_user_errors
+from megatron_ladder.progress import ProgressBar
 
 if TYPE_CHECKING:
-    # What only looks at checkpoints starts without torch, which takes seconds to import.
+    # Programs that only look at checkpoints start without torch, whose import takes seconds.
     import torch
 
-Progress = Callable[[int, int], None]
-"""Told of bytes done and bytes in all."""
+GENERATION_CONFIG = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+CARRIED = (
+    *TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", CHAT_TEMPLATE, GENERATION_CONFIG,
+)  # fmt: skip
+"""Files of a Hugging Face directory that travel with the model through import, training and export; none holds code."""
 
 _VERIFYING_THREADS = 8
-_MISTAKES_NAMED = 20
-_CONVERTIBLE_KINDS = ("weight", "master")
-"""Optimizer moments and generator states must come back as they went; weights may be cast on reading."""
-
-
-class TensorInfo(NamedTuple):
-    """What a stored tensor is."""
-
-    global_shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Checkpoint:
-    """A whole checkpoint, open for reading. Opening reads the manifest; data files are opened when needed."""
+    """A complete checkpoint, open for reading. Opening reads the manifest; data files are opened when needed."""
 
     directory: Path
     manifest: dict[str, Any]
-    """As described in `manifest`, without `tensors`."""
+    """The manifest without `tensors`."""
     warnings: tuple[str, ...]
-    """What the user should be told about how this checkpoint was found."""
+    """Problems of newer checkpoints that were passed over."""
 
     def __init__(
         self, directory: Path, manifest: dict[str, Any], table: TensorTable, warnings: tuple[str, ...] = ()
@@ -76,227 +76,211 @@ class Checkpoint:
         self.manifest = manifest
         self.warnings = warnings
         self._table = table
-        self._headers: dict[str, dict[str, FilePlace]] = {}
+        self._headers: dict[str, dict[str, TensorPosition]] = {}
 
     @staticmethod
     def open(path: Path) -> Checkpoint:
-        """Opens a checkpoint's directory, or the checkpoint in use of a directory of checkpoints.
+        """Open a checkpoint, or the current one of a directory of checkpoints.
 
         Raises:
-            UserError: there is none, or none that is whole.
+            UserError: there is none, or none is complete.
         """
         found = find_checkpoint(path)
         if found is None:
-            raise UserError(f"{path}: there is no checkpoint here")
+            raise UserError(f"{path}: no checkpoint found")
         return found
 
     @property
     def iteration(self) -> int:
-        """Optimizer steps done."""
+        """Return the number of completed optimizer steps."""
         return int(self.manifest["iteration"])
 
     @property
     def consumed_samples(self) -> int:
-        """Training samples seen."""
+        """Return the number of training samples seen."""
         return int(self.manifest["consumed_samples"])
 
-    def tensors(self, kind: str) -> dict[str, TensorInfo]:
-        """Name -> shape and dtype of all stored tensors of a kind."""
-        import torch
+    def model(self) -> ModelConfig:
+        """Return sizes and wiring of the stored model; raise UserError if they are invalid."""
+        return ModelConfig.from_dict(self.manifest["model"], source=str(self.directory / MANIFEST_NAME))
 
-        table = self._table[kind]
-        return {name: TensorInfo(stored.global_shape, getattr(torch, stored.dtype)) for name, stored in table.items()}
+    def stored(self, kind: str) -> Mapping[str, StoredTensor]:
+        """Return all stored tensors of a kind by name."""
+        return self._table[kind]
+
+    def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: torch.Tensor) -> None:
+        """Fill `out` with a box of a weight, converted to its dtype; raise as `read`."""
+        self.read(name, "weight", offset, extent, out)
 
     def read(
         self, name: str, kind: str, offset: Sequence[int], extent: Sequence[int], out: torch.Tensor
     ) -> None:
-        """Fills `out` with a box of a stored tensor, reading no other bytes than that box's.
+        """Fill `out` with a box of a stored tensor, reading only the bytes around that box.
 
         Args:
-            out: [*extent], on any device, contiguous or not. Weights and master weights are converted to its
-                dtype if that differs; other kinds are not.
+            out: [*extent], on any device, contiguous or not. Only weights are converted to its dtype.
 
         Raises:
-            UserError: the tensor is not stored, or is too small or of another dtype, or its file is damaged.
-            ValueError: `out` has another shape than the extent.
+            UserError: the tensor is not stored, is too small or has another dtype, or its file is damaged.
+            ValueError: the shape of `out` is not `extent`.
         """
         wanted = Box(tuple(offset), tuple(extent))
         if tuple(out.shape) != wanted.extent:
             raise ValueError(f"{name}: {wanted} cannot be read into a tensor of shape {list(out.shape)}")
         stored = self._stored(name, kind)
-        if not wanted.lies_in(stored.global_shape):
-            raise self._other_model(
-                f"{kind} of {name} has the shape {list(stored.global_shape)}", str(wanted)
-            )
-        if element_name(out.dtype) != stored.dtype and kind not in _CONVERTIBLE_KINDS:
+        if not wanted.fits(stored.global_shape):
+            raise self._another_model(f"{kind} of {name} has the shape {list(stored.global_shape)}", str(wanted))
+        if element_name(out.dtype) != stored.dtype and kind != "weight":
             raise UserError(
-                f"{self.directory}: {kind} of {name} is stored as {stored.dtype}, and "
-                f"{element_name(out.dtype)} is asked for: it cannot be converted without loss"
+                f"{self.directory}: {kind} of {name} is stored as {stored.dtype}, expected {element_name(out.dtype)}"
             )
         target = out.detach()
         for index in stored.overlapping(wanted):
             box = stored.box(index)
             shared = intersection(box, wanted)
             if shared is not None:
-                place = self.place(stored, index)
-                path = self.directory / stored.files[index]
+                begin, path = self.position(stored, index).begin, self.directory / stored.files[index]
                 part = target[shared.within(wanted).slices()]
-                _read_part(path, place, stored.dtype, shared.within(box), part)
+                read_part(path, begin, box.extent, shared.within(box), stored.dtype, part)
 
     def read_span(
-        self,
-        name: str,
-        kind: str,
-        global_shape: Sequence[int],
-        box_offset: Sequence[int],
-        box_extent: Sequence[int],
-        start: int,
-        out_flat: torch.Tensor,
+        self, name: str, kind: str, global_shape: Sequence[int], held: Box, start: int, out_flat: torch.Tensor
     ) -> None:
-        """Fills `out_flat` with an interval of a flattened box; the inverse of `writer.CheckpointWriter.add_span`.
+        """Fill `out_flat` with an interval of a flattened box; the inverse of `saving.CheckpointWriter.add_span`.
 
         Args:
+            held: the box of the canonical tensor.
+            start: first element of the interval in the flattened box.
             out_flat: [elements of the interval].
 
         Raises:
-            UserError: as for `read`, or the stored tensor has another shape than `global_shape`.
+            UserError: as for `read`, or the shape of the stored tensor is not `global_shape`.
         """
         stored = self._stored(name, kind)
         if stored.global_shape != tuple(global_shape):
             found = f"{kind} of {name} has the shape {list(stored.global_shape)}"
-            raise self._other_model(found, f"a part of {list(global_shape)}")
-        for box, begin in cut_span(Box(tuple(box_offset), tuple(box_extent)), start, out_flat.numel()):
+            raise self._another_model(found, f"{list(global_shape)}")
+        for box, begin in cut_span(held, start, out_flat.numel()):
             piece = out_flat[begin : begin + box.numel].view(box.extent)
             self.read(name, kind, box.offset, box.extent, piece)
 
-    def verify(self, progress: Progress | None = None, rank: int = 0, ranks: int = 1) -> None:
-        """Reads files, in parallel, and compares checksums and headers with the manifest.
+    def verify(self, progress: str | None = None, rank: int = 0, ranks: int = 1) -> None:
+        """Read files in parallel, and compare checksums and headers with the manifest.
 
         Args:
-            progress: called from several threads, one at a time.
-            rank, ranks: which share of the files, of how many; together the shares are all files. A rank's is what
-                the rank of that number has written, and so what it reads again if the layout is the same.
+            progress: description of the progress bar; no bar if None.
+            rank, ranks: verify share `rank` of `ranks` shares of the files: those that the rank of that number wrote,
+                which it reads again if the layout is the same.
 
         Raises:
-            UserError: a line for each damaged file: what was expected and what was found.
+            UserError: files are damaged; one line per file.
         """
         records = [record for record in self.manifest["files"] if _writer_of(record["name"]) % ranks == rank]
-        total, done, lock = sum(record["size"] for record in records), 0, threading.Lock()
+        lock = threading.Lock()
+        with contextlib.ExitStack() as stack:
+            bar = None
+            if progress is not None:
+                bar = stack.enter_context(ProgressBar(progress, sum(record["size"] for record in records)))
 
-        def report(count: int) -> None:
-            nonlocal done
-            with lock:
-                done += count
-                if progress is not None:
-                    progress(done, total)
+            def report(count: int) -> None:
+                if bar is not None:
+                    with lock:
+                        bar.advance(count)
 
-        def fault(record: dict[str, Any]) -> str | None:
-            path = self.directory / record["name"]
-            try:
-                found = file_checksum(path, report, algorithm_of(record["checksum"]))
-            except OSError as error:
-                return f"{path}: cannot be read: {error.strerror}"
-            expected = record["checksum"]
-            if found == expected:
-                return None
-            return f"{path}: damaged: the manifest has the checksum {expected}, and its contents have {found}"
+            def check(record: dict[str, Any]) -> str | None:
+                return file_error(self.directory / record["name"], record["checksum"], report)
 
-        with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:
-            faults = [line for line in threads.map(fault, records) if line is not None]
-        _raise_mistakes(faults)
-        own = {record["name"] for record in records}
+            threads = stack.enter_context(ThreadPoolExecutor(_VERIFYING_THREADS))
+            raise_user_errors(limited([error for error in threads.map(check, records) if error is not None]))
+        names = {record["name"] for record in records}
         for tensors in self._table.values():
             for stored in tensors.values():
                 for index, file in enumerate(stored.files):
-                    if file in own:
-                        self.place(stored, index)
+                    if file in names:
+                        self.position(stored, index)
 
-    def _stored(self, name: str, kind: str) -> StoredTensor:
-        if name not in self._table[kind]:
-            raise self._other_model(f"there is {kind} of {len(self._table[kind])} tensors", name)
-        return self._table[kind][name]
+    def position(self, stored: StoredTensor, index: int) -> TensorPosition:
+        """Return the position of a box in its file.
 
-    def _other_model(self, found: str, wanted: str) -> UserError:
-        return UserError(f"{self.directory}: {found}, and {wanted} is asked for: it is of another model")
-
-    def stored(self, kind: str) -> dict[str, StoredTensor]:
-        """Name -> boxes of all stored tensors of a kind."""
-        return dict(self._table[kind])
-
-    def place(self, stored: StoredTensor, index: int) -> FilePlace:
-        """Where a box lies, once its file's header agrees with the manifest; raises UserError if it does not."""
+        Raises:
+            UserError: the header of the file does not agree with the manifest.
+        """
         file, key = stored.files[index], stored.keys[index]
         path = self.directory / file
         if file not in self._headers:
             self._headers[file] = read_header(path)
-        place = self._headers[file].get(key)
-        if place is None:
-            raise UserError(f"{path}: there is no tensor {key!r}, which the manifest lists")
+        position = self._headers[file].get(key)
+        if position is None:
+            raise UserError(f"{path}: has no tensor {key!r}, which the manifest lists")
         box = stored.box(index)
-        if place.shape != box.extent or BY_STORED_NAME.get(place.dtype) != BY_NAME[stored.dtype]:
+        if position.shape != box.extent or BY_STORED_NAME.get(position.dtype) != BY_NAME[stored.dtype]:
             raise UserError(
-                f"{path}: {key!r} is {place.dtype} of shape {list(place.shape)}, and the manifest lists "
+                f"{path}: {key!r} is {position.dtype} of shape {list(position.shape)}, and the manifest lists "
                 f"{stored.dtype} of shape {list(box.extent)}"
             )
-        return place
+        return position
+
+    def _stored(self, name: str, kind: str) -> StoredTensor:
+        if name not in self._table[kind]:
+            raise self._another_model(f"holds {kind} of {len(self._table[kind])} tensors", name)
+        return self._table[kind][name]
+
+    def _another_model(self, found: str, expected: str) -> UserError:
+        return UserError(f"{self.directory}: {found}, expected {expected}: the checkpoint belongs to another model")
 
 
-def find_checkpoint(
-    save: Path, *, verify: bool = False, progress: Progress | None = None
-) -> Checkpoint | None:
-    """The checkpoint to go on from in a directory of checkpoints, or a checkpoint's own directory opened.
+def find_checkpoint(save: Path) -> Checkpoint | None:
+    """Open the current checkpoint of a directory of checkpoints, or one checkpoint.
 
-    It is the one that `latest` names. If that is not whole, the newest whole one before it is taken, or else
-    the newest of all; `Checkpoint.warnings` then says so.
+    The current checkpoint is the one that `latest` names. If it is not complete, open the newest complete one before
+    it, or else the newest of all, and record why in `Checkpoint.warnings`. Checksums of data files are not compared.
 
     Args:
         save: the directory of a run's checkpoints, or one checkpoint in it.
-        verify: whether checksums must agree for a checkpoint to count as whole.
-        progress: of verifying.
 
     Returns:
         None if the directory does not exist or holds no checkpoints.
 
     Raises:
-        UserError: there are checkpoints, and none is whole; each is named, and why.
+        UserError: there are checkpoints, but none is complete; one line per checkpoint.
     """
     if (save / MANIFEST_NAME).is_file() or (is_published_name(save.name) and save.exists()):
-        return _open_whole(save, verify, progress)
+        return _open_complete(save)
     if save.exists() and not save.is_dir():
-        raise UserError(f"{save}: is a file, not a directory of checkpoints")
-    candidates, faults = checkpoint_candidates(save)
-    if not candidates and not faults:
+        raise UserError(f"{save}: is a file, expected a directory of checkpoints")
+    candidates, errors = checkpoint_candidates(save)
+    if not candidates and not errors:
         return None
     for name in candidates:
         try:
-            found = _open_whole(save / name, verify, progress)
+            found = _open_complete(save / name)
         except UserError as error:
-            faults.extend(error.mistakes)
+            errors.extend(error.mistakes)
             continue
-        if faults:
-            found.warnings = (*faults, f"{save / name}: is used instead")
+        if errors:
+            found.warnings = (*errors, f"{save / name}: is used instead")
         return found
-    raise UserError(f"{save}: none of its {len(candidates)} checkpoints is whole", *faults)
+    raise UserError(f"{save}: none of its {len(candidates)} checkpoints is complete", *errors)
 
 
 def checkpoint_candidates(save: Path) -> tuple[list[str], list[str]]:
-    """Names of the checkpoints in a directory in the order in which they are to be tried, and what is wrong with it.
+    """Return the names of the checkpoints in a directory in the order to try them, and errors of the directory.
 
-    The one that `latest` names comes first, then those before it, the newest first, then those after it.
+    The one that `latest` names comes first, then older ones, the newest first, then newer ones.
     """
     latest, names = read_latest(save), published_checkpoints(save)
     candidates = names[::-1]
     if latest is None:
         return candidates, [f"{save / LATEST_NAME}: is missing"] if names else []
-    faults = []
+    errors = []
     if latest not in names:
-        faults.append(f"{save / LATEST_NAME}: names {latest or 'no checkpoint'!r}, which is not there")
+        errors.append(f"{save / LATEST_NAME}: names {latest or 'no checkpoint'!r}, which does not exist")
     if latest:
         candidates.sort(key=lambda name: publishing_order(name) > publishing_order(latest))
-    return candidates, faults
+    return candidates, errors
 
 
-def _open_whole(directory: Path, verify: bool, progress: Progress | None) -> Checkpoint:
+def _open_complete(directory: Path) -> Checkpoint:
     path = directory / MANIFEST_NAME
     try:
         manifest, table = decode_manifest(path.read_bytes())
@@ -304,64 +288,24 @@ def _open_whole(directory: Path, verify: bool, progress: Progress | None) -> Che
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    faults = [_file_fault(directory, record) for record in manifest["files"]]
-    _raise_mistakes([line for line in faults if line is not None])
-    checkpoint = Checkpoint(directory, manifest, table)
-    if verify:
-        checkpoint.verify(progress)
-    return checkpoint
+    errors = [_size_error(directory, record) for record in manifest["files"]]
+    raise_user_errors(limited([error for error in errors if error is not None]))
+    return Checkpoint(directory, manifest, table)
 
 
 def _writer_of(name: str) -> int:
-    """The rank that wrote a file, as its name tells."""
+    """Return the rank that wrote a file, from the file name."""
     match = re.search(r"_rank_(\d{5,9})\.", name)
     return 0 if match is None else int(match[1])
 
 
-def _file_fault(directory: Path, record: dict[str, Any]) -> str | None:
+def _size_error(directory: Path, record: dict[str, Any]) -> str | None:
     path = directory / record["name"]
     if path.resolve().parent != directory.resolve():
-        return f"{path}: is a link that leads out of the checkpoint's directory"
+        return f"{path}: is a link out of the directory of the checkpoint"
     if not path.is_file():
         return f"{path}: is missing, or not a file"
     size = path.stat().st_size
     if size != record["size"]:
-        return f"{path}: cut off or changed: the manifest has {record['size']} bytes, and it has {size}"
+        return f"{path}: truncated or changed: the manifest records {record['size']} bytes, the file has {size}"
     return None
-
-
-def _raise_mistakes(mistakes: list[str]) -> None:
-    if len(mistakes) > _MISTAKES_NAMED:
-        mistakes = [*mistakes[:_MISTAKES_NAMED], f"and {len(mistakes) - _MISTAKES_NAMED} files more"]
-    if mistakes:
-        raise UserError(*mistakes)
-
-
-def _read_part(path: Path, place: FilePlace, dtype_name: str, part: Box, out: torch.Tensor) -> None:
-    """Reads the box `part` of the tensor at `place` into `out`, which has its extent."""
-    import torch
-
-    from megatron_ladder.checkpoint.tensor_file import bytes_of
-
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    first, end = flat_range(place.shape, part)
-    begin = place.begin + first * dtype.itemsize
-    plain = out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu"
-    try:
-        with open(path, "rb", buffering=0) as file:
-            if plain and end - first == part.numel:
-                file.seek(begin)
-                remaining = bytes_of(out)
-                while count := file.readinto(remaining):
-                    remaining = remaining[count:]
-                if remaining:
-                    raise UserError(f"{path}: ends {len(remaining)} bytes before the end of a tensor in it")
-                return
-            page = begin - begin % mmap.ALLOCATIONGRANULARITY
-            length = place.begin + end * dtype.itemsize - page
-            # A private copy-on-write mapping, since torch warns of read-only memory; nothing writes to it.
-            mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    flat = torch.frombuffer(mapped, dtype=dtype, count=end - first, offset=begin - page)
-    out.copy_(flat.as_strided(part.extent, row_major_strides(place.shape)))

@@ -1,15 +1,47 @@
-"""Which checkpoint a run goes on from: the newest that is whole, which only reading all of it tells."""
+"""Loading: weights into a model of any layout, and the newest undamaged checkpoint into a training run.
 
-from collections.abc import Callable
+Each rank reads the runs of parameters that its optimizer updates; nothing is gathered. Kind `weight` is the fp32
+master, and a bf16 weight is exactly its rounded value.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
-from megatron_ladder.checkpoint.format import Checkpoint, Progress, checkpoint_candidates
-from megatron_ladder.checkpoint.optimizer_state import OptimizerState
+import torch
+from torch import Tensor, nn
+
+from megatron_ladder.checkpoint.boxes import Box
+from megatron_ladder.checkpoint.format import Checkpoint, checkpoint_candidates
+from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, is_published_name
-from megatron_ladder.checkpoint.training_state import load_training_state
+from megatron_ladder.checkpoint.saving import generator_states
 from megatron_ladder.comm.agreement import name_ranks
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import UserError
+from megatron_ladder.parallel.layout import has_padding, parameter_sections, split_interval
+
+
+class WeightSource(Protocol):
+    """Weights on disk by canonical name: a training checkpoint or a Hugging Face directory."""
+
+    def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: Tensor) -> None:
+        """Fill `out` [*extent] with a box of a weight; raise UserError if it cannot be read."""
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, source: WeightSource) -> None:
+    """Fill this rank's parameters, reading only the bytes of their slices; padding becomes zero.
+
+    Raises:
+        UserError: a weight is missing, has another shape, or cannot be read.
+    """
+    for parameter, sections in parameter_sections(model):
+        if has_padding(parameter, sections):
+            parameter.zero_()
+        for section in sections:
+            source.read_weight(section.name, section.offset, section.extent, section.view(parameter).detach())
 
 
 def load_newest(
@@ -20,77 +52,75 @@ def load_newest(
     *,
     optimizer: bool = True,
     generators: bool = True,
-    progress: Progress | None = None,
+    progress: str | None = None,
 ) -> tuple[Checkpoint, list[str]]:
-    """Loads the checkpoint that `latest` names, or the newest one before it whose every file is as it was written.
+    """Load the checkpoint that `latest` names, or the newest undamaged one before it; a collective over `world`.
 
-    All ranks call it; each verifies its share of the files while it reads what it needs.
+    Each rank verifies its share of the files while it reads the data that it needs.
 
     Args:
-        load: a directory of checkpoints, or one checkpoint, which then is the only one tried.
-        refuse: what else speaks against a checkpoint that is whole; every rank must find the same.
-        optimizer, generators: as for `load_training_state`.
-        progress: of verifying this rank's share.
+        load: a directory of checkpoints, or one checkpoint, which then is the only candidate.
+        refuse: returns other reasons not to load an undamaged checkpoint; the same on every rank.
+        optimizer: read moments and the number of steps; without them the optimizer starts from scratch.
+        generators: restore the random generators.
+        progress: description of the progress bar of verifying this rank's share; no bar if None.
 
     Returns:
-        The checkpoint, and a line for everything that was wrong with those tried before it.
+        The checkpoint, and the errors of the candidates tried before it.
 
     Raises:
-        UserError: none can be loaded; each is named, and why.
+        UserError: no checkpoint can be loaded; one line per error. The engine may be partly overwritten.
     """
-    candidates, faults = _candidates(load) if world.rank == 0 else ([], [])
+    candidates, errors = _candidates(load) if world.rank == 0 else ([], [])
     while True:
-        directory = world.broadcast_object(_next_whole(candidates, faults) if world.rank == 0 else None)
-        faults = world.broadcast_object(faults)
+        directory = world.broadcast_object(_next_complete(candidates, errors) if world.rank == 0 else None)
+        errors = world.broadcast_object(errors)
         if directory is None:
-            raise UserError(f"{load}: there is no checkpoint that can be loaded", *faults)
+            raise UserError(f"{load}: no checkpoint can be loaded", *errors)
         try:
-            checkpoint = _open_alike(Path(directory), world, refuse)
-            load_training_state(
-                checkpoint, state, world, optimizer=optimizer, generators=generators, verify=True, progress=progress
-            )
+            checkpoint = _open_on_all(Path(directory), world, refuse)
+            _load_state(checkpoint, state, world, optimizer, generators, progress)
         except UserError as error:
-            faults = [*faults, *error.mistakes]
+            errors = [*errors, *error.mistakes]
             continue
-        return checkpoint, faults
+        return checkpoint, errors
 
 
 def _candidates(load: Path) -> tuple[list[Path], list[str]]:
     if (load / MANIFEST_NAME).is_file() or is_published_name(load.name):
         return [load], []
-    names, faults = checkpoint_candidates(load)
-    return [load / name for name in names], faults
+    names, errors = checkpoint_candidates(load)
+    return [load / name for name in names], errors
 
 
-def _next_whole(candidates: list[Path], faults: list[str]) -> str | None:
-    """Takes the next candidate that can be opened, noting what is wrong with those before it."""
+def _next_complete(candidates: list[Path], errors: list[str]) -> str | None:
+    """Remove and return the next candidate that can be opened; append the errors of those before it."""
     while candidates:
         directory = candidates.pop(0)
         try:
             _open(directory)
         except UserError as error:
-            faults += error.mistakes
+            errors += error.mistakes
         else:
             return str(directory)
     return None
 
 
-def _open_alike(directory: Path, world: CommGroup, refuse: Callable[[Checkpoint], list[str]]) -> Checkpoint:
-    """Raises UserError on every rank if any of them cannot open it, as on a host that does not see the directory."""
-    checkpoint, mistakes = None, list[str]()
+def _open_on_all(directory: Path, world: CommGroup, refuse: Callable[[Checkpoint], list[str]]) -> Checkpoint:
+    """Open a checkpoint; raise UserError on every rank if any rank cannot, for example on a host without the disk."""
+    checkpoint, errors = None, list[str]()
     try:
         checkpoint = _open(directory)
-        mistakes += refuse(checkpoint)
+        errors += refuse(checkpoint)
     except UserError as error:
-        mistakes += error.mistakes
-    told: dict[str, list[int]] = {}
-    for rank, lines in enumerate(world.gather_objects(mistakes)):
+        errors += error.mistakes
+    reporting: dict[str, list[int]] = {}
+    for rank, lines in enumerate(world.gather_objects(errors)):
         for line in lines:
-            told.setdefault(line, []).append(rank)
-    everywhere = [
-        line if len(ranks) == world.size else f"{line} (as {name_ranks(ranks)} found)" for line, ranks in told.items()
-    ]
-    everywhere = world.broadcast_object(everywhere)
+            reporting.setdefault(line, []).append(rank)
+    everywhere = world.broadcast_object(
+        [line if len(ranks) == world.size else f"{line} (on {name_ranks(ranks)})" for line, ranks in reporting.items()]
+    )
     if everywhere or checkpoint is None:
         raise UserError(*everywhere)
     return checkpoint
@@ -101,3 +131,69 @@ def _open(directory: Path) -> Checkpoint:
         return Checkpoint.open(directory)
     except OSError as error:
         raise UserError(f"{error.filename or directory}: cannot be read: {error.strerror or error}") from None
+
+
+def _load_state(
+    checkpoint: Checkpoint,
+    state: OptimizerState,
+    world: CommGroup,
+    optimizer: bool,
+    generators: bool,
+    progress: str | None,
+) -> None:
+    """Read masters, moments, weights and generators; raise UserError on every rank if any rank finds an error."""
+    with ThreadPoolExecutor(1) as thread:
+        verified = thread.submit(checkpoint.verify, progress, world.rank, world.size)
+        errors: list[str] = []
+        read_generators: dict[str, Tensor] = {}
+        try:
+            _read_optimizer(checkpoint, state, optimizer)
+            # Restored only when all ranks have succeeded.
+            if generators:
+                read_generators = _read_generators(checkpoint, world.rank)
+        except UserError as error:
+            errors += error.mistakes
+        try:
+            verified.result()
+        except UserError as error:
+            errors += error.mistakes
+    # Every rank that reads a damaged file may report it.
+    everywhere = list(dict.fromkeys(line for lines in world.gather_objects(errors) for line in lines))
+    everywhere = world.broadcast_object(everywhere)
+    if everywhere:
+        raise UserError(*everywhere)
+    if optimizer:
+        stored = checkpoint.manifest["optimizer"]
+        state.set_steps_taken(int(stored["steps_taken"]))
+        state.set_loss_scaler(stored.get("loss_scaler", {}))
+    state.copy_masters_to_weights()
+    for name, generator_state in read_generators.items():
+        if name.endswith(".cuda"):
+            torch.cuda.set_rng_state(generator_state)
+        else:
+            torch.set_rng_state(generator_state)
+
+
+@torch.no_grad()
+def _read_optimizer(checkpoint: Checkpoint, state: OptimizerState, moments: bool) -> None:
+    for span in state.spans():
+        targets = {"weight": span.master}
+        if moments:
+            targets |= {which: state.moment(span, which) for which in MOMENTS}
+        for part in split_interval(span.sections, span.shape, span.start, span.length):
+            section = part.section
+            held = Box(section.offset, section.extent)
+            for kind, target in targets.items():
+                out = target.narrow(0, part.begin, part.length)
+                checkpoint.read_span(section.name, kind, section.global_shape, held, part.start, out)
+
+
+def _read_generators(checkpoint: Checkpoint, rank: int) -> dict[str, Tensor]:
+    """Return this rank's stored states; a rank that did not exist at the save keeps its fresh generators."""
+    stored = checkpoint.stored("rng")
+    found = {}
+    for name, now in generator_states(rank).items():
+        if name in stored and stored[name].global_shape == tuple(now.shape):
+            checkpoint.read(name, "rng", (0,), tuple(now.shape), out=now)
+            found[name] = now
+    return found

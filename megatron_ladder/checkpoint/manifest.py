@@ -1,22 +1,22 @@
-"""The manifest of a checkpoint: what it says, how it is put together from the ranks' parts, and its reading.
+"""The manifest of a checkpoint: its contents, how the parts of the ranks are merged, and how it is read.
 
-`manifest.json` is one JSON object, a line for each key and for each tensor:
+`manifest.json` is one JSON object, with one line per key and per tensor:
 
     format             "megatron_ladder checkpoint"
     schema_version     1
-    iteration          optimizer steps done
+    iteration          completed optimizer steps
     consumed_samples   training samples seen
-    model              the model's sizes and wiring (`ModelConfig.to_dict`)
-    ...                whatever else the writer's header holds: training, optimizer (its step and
-                       hyper-parameters), schedule, rng (names of its tensors), tokenizer or null, the
-                       writer's layout and package versions; the last two for information only
-    files              [{"name", "size", "checksum"}], names without a directory; the tokenizer's too
+    model              sizes and wiring of the model (`ModelConfig.to_dict`)
+    ...                other keys of the writer's header: training, optimizer (step and hyper-parameters), schedule,
+                       rng (names of its tensors), tokenizer or null, layout and package versions of the writer; the
+                       last two for information only
+    files              [{"name", "size", "checksum"}], names without a directory; the tokenizer's files too
     tensors            [{"name", "kind", "global_shape", "dtype", "boxes"}]
                        boxes: [{"offset", "extent", "file", "key"}]
-    manifest_checksum  of all bytes before the comma that precedes this line
+    manifest_checksum  checksum of all bytes before the comma that precedes this line
 
-The boxes of a tensor tile it: every element lies in exactly one. Nothing in the manifest depends on how the
-tensors were distributed over ranks.
+The boxes of a tensor tile it: every element is in exactly one box. Apart from the boxes, nothing in the manifest
+depends on how the tensors were distributed over ranks.
 """
 
 import json
@@ -33,25 +33,25 @@ from numpy.typing import NDArray
 
 from megatron_ladder.checkpoint.boxes import MAX_DIMENSIONS, Box, first_untiled
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, algorithm_of, checksum_of
-from megatron_ladder.checkpoint.header import BY_NAME, parse_json
+from megatron_ladder.checkpoint.tensor_file import BY_NAME, parse_json
 
 FORMAT_NAME = "megatron_ladder checkpoint"
 SCHEMA_VERSION = 1
 KINDS: dict[str, str] = {
     "weight": "weights",
-    "master": "optimizer",
     "exp_avg": "optimizer",
     "exp_avg_sq": "optimizer",
     "rng": "rng",
 }
-"""What a tensor is to training -> the sort of file that holds it. Inference opens weights only."""
-_OWN_KEYS = ("format", "schema_version", "files", "tensors", "manifest_checksum")
+"""Kind of tensor -> name of the files that hold it. A weight is stored as its fp32 master. Inference reads weights
+only."""
+_RESERVED_KEYS = ("format", "schema_version", "files", "tensors", "manifest_checksum")
 _CHECKSUM_LINE = re.compile(rb',\n "manifest_checksum": "([0-9a-z_]+:[0-9a-f]+)"\n}\n\Z')
 _CHECKSUM_LINE_BYTES = 128
 
 
 class FileRecord(TypedDict):
-    """A data file: its name in the checkpoint's directory, bytes, and checksum as "algorithm:digits"."""
+    """A file of the checkpoint: its name, its size in bytes, and its checksum as "algorithm:digits"."""
 
     name: str
     size: int
@@ -59,7 +59,7 @@ class FileRecord(TypedDict):
 
 
 class BoxRecord(TypedDict):
-    """A stored box: part of which tensor, and under which key of which file."""
+    """A stored box of a tensor, and the file and key that hold it."""
 
     name: str
     kind: str
@@ -72,7 +72,7 @@ class BoxRecord(TypedDict):
 
 
 class FileIndex(TypedDict):
-    """What one rank wrote; JSON-able."""
+    """The files that one rank wrote and the boxes in them; JSON-serialisable."""
 
     files: list[FileRecord]
     boxes: list[BoxRecord]
@@ -80,13 +80,13 @@ class FileIndex(TypedDict):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A canonical tensor on disk: the boxes that tile it, and where each lies."""
+    """A canonical tensor on disk: the boxes that tile it, and the file and key of each."""
 
     name: str
     kind: str
     global_shape: tuple[int, ...]
     dtype: str
-    """Name of the element type, `bfloat16`."""
+    """The name of the element type in torch, such as `bfloat16`."""
     offsets: NDArray[np.int64]
     """[boxes, dimensions]"""
     extents: NDArray[np.int64]
@@ -95,11 +95,11 @@ class StoredTensor:
     keys: list[str]
 
     def box(self, index: int) -> Box:
-        """One of the boxes."""
+        """Return one of the boxes."""
         return Box(tuple(self.offsets[index].tolist()), tuple(self.extents[index].tolist()))
 
     def overlapping(self, wanted: Box) -> list[int]:
-        """Indices of the boxes that share elements with `wanted`."""
+        """Return the indices of the boxes that share elements with `wanted`."""
         low = np.array(wanted.offset, np.int64)
         high = low + np.array(wanted.extent, np.int64)
         shared = (self.offsets < high) & (self.offsets + self.extents > low)
@@ -111,19 +111,19 @@ TensorTable = dict[str, dict[str, StoredTensor]]
 
 
 def merge_manifest(header: Mapping[str, Any], indices: Sequence[FileIndex]) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files were described by each rank that wrote some.
+    """Merge the indices of all ranks into the manifest of their checkpoint.
 
     Args:
-        header: `iteration`, `consumed_samples`, `model` and what else is to be kept; JSON-able.
-        indices: of all ranks, in any order.
+        header: `iteration`, `consumed_samples`, `model` and any other JSON-serialisable keys.
+        indices: one per rank, in any order.
 
     Raises:
-        ValueError: the boxes of a tensor leave a hole, overlap, or disagree about its shape or dtype; a file
-            was written twice; the header lacks a key or has one that is not its own. A fault of the writer.
+        ValueError: a bug of the writer: the boxes of a tensor leave a hole, overlap, or disagree about its shape or
+            dtype; a file was written twice; the header lacks a key or has a reserved one.
     """
-    taken = [key for key in _OWN_KEYS if key in header]
-    if taken:
-        raise ValueError(f"the manifest's header must not hold {', '.join(taken)}")
+    reserved = [key for key in _RESERVED_KEYS if key in header]
+    if reserved:
+        raise ValueError(f"the header of a manifest must not have the keys {', '.join(reserved)}")
     tensors: dict[tuple[str, str], dict[str, Any]] = {}
     for index in indices:
         for box in index["boxes"]:
@@ -141,15 +141,15 @@ def merge_manifest(header: Mapping[str, Any], indices: Sequence[FileIndex]) -> d
         "files": sorted((file for index in indices for file in index["files"]), key=itemgetter("name")),
         "tensors": [tensors[identity] for identity in sorted(tensors)],
     }
-    check_manifest(manifest)
+    _check_manifest(manifest)
     return manifest
 
 
 def encode_manifest(manifest: Mapping[str, Any], algorithm: str = DEFAULT_CHECKSUM) -> bytes:
-    """The bytes of `manifest.json`, its checksum included.
+    """Return the bytes of `manifest.json`, including its checksum.
 
     Raises:
-        ValueError, TypeError: something in the manifest is not JSON.
+        ValueError, TypeError: a value in the manifest is not JSON-serialisable.
     """
     lines = []
     for key, value in manifest.items():
@@ -163,42 +163,42 @@ def encode_manifest(manifest: Mapping[str, Any], algorithm: str = DEFAULT_CHECKS
 
 
 def decode_manifest(data: bytes) -> tuple[dict[str, Any], TensorTable]:
-    """Reads `manifest.json` with distrust: whole, unaltered, of this format, and consistent in itself.
+    """Parse `manifest.json` without trusting it: check that it is complete, unaltered, known and consistent.
 
     Returns:
-        The manifest without `tensors` and its checksum, and the tensors as a table.
+        The manifest without `tensors` and its checksum, and the table of tensors.
 
     Raises:
-        ValueError: says what is wrong.
+        ValueError: the manifest is invalid.
     """
     line = _CHECKSUM_LINE.search(data, max(0, len(data) - _CHECKSUM_LINE_BYTES))
     if line is None:
-        raise ValueError("it does not end with its own checksum: it is cut off, or no checkpoint's manifest")
+        raise ValueError("does not end with its checksum: it is truncated, or not the manifest of a checkpoint")
     expected = line[1].decode()
     found = checksum_of(data[: line.start()], algorithm_of(expected))
     if found != expected:
-        raise ValueError(f"its contents have the checksum {found}, and it says {expected}")
+        raise ValueError(f"damaged: its last line records {expected}, its contents have {found}")
     manifest = parse_json(data.decode())
-    table = check_manifest(manifest)
+    table = _check_manifest(manifest)
     del manifest["tensors"], manifest["manifest_checksum"]
     return manifest, table
 
 
-def check_manifest(manifest: Any) -> TensorTable:
-    """Checks everything that can be checked without the data files, and returns the tensors.
+def _check_manifest(manifest: Any) -> TensorTable:
+    """Check everything that can be checked without the data files, and return the tensors.
 
     Raises:
-        ValueError: a key is missing or of the wrong kind, or a tensor is not tiled by its boxes.
+        ValueError: a key is missing or has the wrong type, or a tensor is not tiled by its boxes.
     """
     _expect(manifest, "the manifest", "format", str)
     if manifest["format"] != FORMAT_NAME:
-        raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT_NAME!r}")
+        raise ValueError(f"format is {manifest['format']!r}, expected {FORMAT_NAME!r}")
     version = _expect(manifest, "the manifest", "schema_version", int)
     if version != SCHEMA_VERSION:
-        raise ValueError(f"its schema version is {version}, and this program reads {SCHEMA_VERSION}")
+        raise ValueError(f"schema_version is {version}, and this program reads {SCHEMA_VERSION}")
     for key in ("iteration", "consumed_samples"):
         if _expect(manifest, "the manifest", key, int) < 0:
-            raise ValueError(f"{key} is {manifest[key]}")
+            raise ValueError(f"{key} is {manifest[key]}, expected 0 or more")
     _expect(manifest, "the manifest", "model", dict)
     sizes = _file_sizes(_expect(manifest, "the manifest", "files", list))
     total_bytes = sum(sizes.values())
@@ -212,7 +212,7 @@ def check_manifest(manifest: Any) -> TensorTable:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a file's name stays in the directory that it is joined to, and is not hidden."""
+    """Return whether a file name stays inside the directory that it is joined to, and is not hidden."""
     return re.fullmatch(r"[^./\\\0][^/\\\0]*", name) is not None
 
 
@@ -220,7 +220,7 @@ def _expect(record: Any, where: str, key: str, kind: type) -> Any:
     if not isinstance(record, dict) or key not in record:
         raise ValueError(f"{where} has no {key}")
     if type(record[key]) is not kind:
-        raise ValueError(f"{key} of {where} is not of the kind {kind.__name__}")
+        raise ValueError(f"{key} of {where} is not of type {kind.__name__}")
     return record[key]
 
 
@@ -229,7 +229,7 @@ def _file_sizes(records: list[Any]) -> dict[str, int]:
     for record in records:
         name = _expect(record, "an entry of files", "name", str)
         if not is_plain_name(name):
-            raise ValueError(f"the file name {name!r} is not a plain name")
+            raise ValueError(f"the file name {name!r} is not a plain file name")
         if name in sizes:
             raise ValueError(f"the file {name} is listed twice")
         algorithm_of(_expect(record, name, "checksum", str))
@@ -240,25 +240,25 @@ def _file_sizes(records: list[Any]) -> dict[str, int]:
 def _stored_tensor(record: Any, files: Collection[str], total_bytes: int) -> StoredTensor:
     name, kind, dtype_name = (_expect(record, "a tensor", key, str) for key in ("name", "kind", "dtype"))
     if kind not in KINDS or dtype_name not in BY_NAME:
-        raise ValueError(f"{name}: kind {kind!r} or dtype {dtype_name!r} is not known")
+        raise ValueError(f"{name}: unknown kind {kind!r} or dtype {dtype_name!r}")
     what = f"{kind} of {name}"
     shape = _expect(record, what, "global_shape", list)
     if not 1 <= len(shape) <= MAX_DIMENSIONS or not all(type(size) is int and size > 0 for size in shape):
-        raise ValueError(f"{what}: global_shape {shape} is not that of a tensor")
+        raise ValueError(f"{what}: invalid global_shape {shape}")
     if math.prod(shape) * BY_NAME[dtype_name].size > total_bytes:
-        raise ValueError(f"{what}: a tensor of shape {shape} does not fit into the files")
+        raise ValueError(f"{what}: a tensor of shape {shape} does not fit in the files")
     boxes = _expect(record, what, "boxes", list)
     for box in boxes:
         if _expect(box, f"a box of {what}", "file", str) not in files:
-            raise ValueError(f"{what}: its file {box['file']!r} is not listed under files")
+            raise ValueError(f"{what}: the file {box['file']!r} is not listed under files")
         _expect(box, f"a box of {what}", "key", str)
     offsets, extents = (_coordinates(boxes, key, what, len(shape)) for key in ("offset", "extent"))
     limits = np.array(shape, np.int64)
     if np.any((offsets < 0) | (extents < 1) | (extents > limits) | (offsets > limits - extents)):
-        raise ValueError(f"{what}: a box does not lie in the tensor of shape {shape}")
-    fault = first_untiled(shape, offsets, extents)
-    if fault is not None:
-        index, repeated = fault
+        raise ValueError(f"{what}: a box is not inside the tensor of shape {shape}")
+    untiled = first_untiled(shape, offsets, extents)
+    if untiled is not None:
+        index, repeated = untiled
         held = "more than one box holds" if repeated else "no box holds"
         raise ValueError(f"{what} of shape {shape}: {held} the element {list(index)}")
     box_files, box_keys = [sys.intern(box["file"]) for box in boxes], [box["key"] for box in boxes]

@@ -1,7 +1,7 @@
-"""Which checkpoints are kept, and how the others go.
+"""Removal of old checkpoints.
 
-A checkpoint that is to go is renamed first, to the name of a save that died, and then removed: whoever is killed in
-between leaves what the next save cleans up, and never a checkpoint with files missing.
+A checkpoint is renamed to a temporary name before its files are removed. If the process is killed in between, the next
+save removes the rest, and no published checkpoint ever lacks files.
 """
 
 import os
@@ -21,29 +21,29 @@ from megatron_ladder.checkpoint.publish import (
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept besides the newest checkpoint; everything if neither number is given."""
+    """Which checkpoints are kept besides the newest; all of them if neither number is given."""
 
     keep_last: int | None = None
-    """So many of the newest."""
+    """Keep this many of the newest."""
     interval: int | None = None
-    """Those of iterations that are multiples of it."""
+    """Keep iterations that are multiples of this."""
     protected: Path | None = None
-    """One that is kept whatever its number: the one that the run was loaded from."""
+    """Always keep this one: the checkpoint from which the run was loaded."""
 
     def to_remove(self, save: Path) -> list[str]:
-        """Names of the checkpoints in a directory that are to go: those whose iteration was saved again, as when they
-        were found damaged, which count as none of those that are kept; then the others, the oldest first.
+        """Return the names of the checkpoints to remove.
 
-        Checkpoints beyond the one that `latest` names are left alone: they are of a run that went further before
-        someone went back, and that is not for us to undo.
+        First come those whose iteration was saved again, for example because they were damaged; they do not count
+        towards `keep_last`. Then come the others, oldest first. Checkpoints newer than the one that `latest` names are
+        never removed: a user went back to an earlier iteration and may still want them.
         """
         latest = read_latest(save)
         if (self.keep_last is None and self.interval is None) or not latest:
             return []
-        passed = [n for n in published_checkpoints(save) if publishing_order(n) <= publishing_order(latest)]
+        candidates = [n for n in published_checkpoints(save) if publishing_order(n) <= publishing_order(latest)]
         # In publishing order, so the last of an iteration is its highest repetition.
-        newest = list({publishing_order(name)[0]: name for name in passed}.values())
-        superseded = [name for name in passed if name not in newest]
+        newest = list({publishing_order(name)[0]: name for name in candidates}.values())
+        superseded = [name for name in candidates if name not in newest]
         old = [
             name
             for name in newest[: -(self.keep_last or 1)]
@@ -57,29 +57,29 @@ class Retention:
 
 
 class Removal(NamedTuple):
-    """What became of the checkpoints that were to go."""
+    """The result of removing old checkpoints."""
 
     names: tuple[str, ...]
-    """Those that are checkpoints no longer."""
+    """Checkpoints that were removed."""
     notes: tuple[str, ...]
-    """A line for each that stays, or of which files stay."""
+    """One line for each checkpoint that could not be removed, or not completely."""
 
 
 def remove_old_checkpoints(save: Path, retention: Retention) -> Removal:
-    """Removes what is not to be kept; one rank calls it, after publishing. One that cannot go keeps no other."""
+    """Remove old checkpoints; one rank calls it after publishing. A failure does not prevent other removals."""
     names, notes = [], []
     for name in retention.to_remove(save):
         doomed = temporary_directory(save, publishing_order(name)[0], secrets.token_hex(8))
         try:
             os.rename(save / name, doomed)
         except OSError as error:
-            notes.append(f"{save / name}: is to go and cannot be renamed: {error.strerror or error}")
+            notes.append(f"{save / name}: old checkpoint, cannot be renamed: {error.strerror or error}")
             continue
         names.append(name)
         try:
             shutil.rmtree(doomed)
         except OSError as error:
-            notes.append(f"{doomed}: was {name}, and cannot be removed: {error.strerror or error}")
+            notes.append(f"{doomed}: formerly {name}, cannot be removed: {error.strerror or error}")
     return Removal(tuple(names), tuple(notes))
 
 

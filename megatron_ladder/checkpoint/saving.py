@@ -1,11 +1,11 @@
-"""One save of a training run's state, in two parts: what needs all ranks and the state, and what needs neither.
+"""One save of a training run's state, in two parts: `begin` needs all ranks and the state, `write` needs neither.
 
-    begin   every rank notes what it will write, or copies it to host memory; rank 0 looks for room and makes a
+    begin   every rank records what it will write, or copies it to host memory; rank 0 checks for room and creates a
             directory. Collectives run here.
-    write   every rank writes its files, then rank 0 has the others' indices gathered and publishes. The caller says
-            how they are gathered: by a collective, or through files when this runs beside training.
+    write   every rank writes its files; rank 0 gathers the indices of all ranks and publishes. The caller chooses how
+            they are gathered: by a collective, or through files when this runs alongside training.
 
-A save that fails removes what it wrote, leaves all earlier checkpoints as they were, and says why in one sentence.
+A save that fails removes what it wrote, leaves all earlier checkpoints unchanged, and reports one reason.
 """
 
 import os
@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_ladder.checkpoint.async_save import HostMemory
+from megatron_ladder.checkpoint.boxes import Box, cut_span
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, file_checksum
-from megatron_ladder.checkpoint.host_memory import HostMemory
-from megatron_ladder.checkpoint.manifest import FileIndex, FileRecord, merge_manifest
+from megatron_ladder.checkpoint.manifest import KINDS, BoxRecord, FileIndex, FileRecord, merge_manifest
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
 from megatron_ladder.checkpoint.publish import (
     create_temporary_directory,
@@ -30,49 +31,145 @@ from megatron_ladder.checkpoint.publish import (
     write_manifest,
 )
 from megatron_ladder.checkpoint.retention import Retention, remove_old_checkpoints
-from megatron_ladder.checkpoint.writer import CheckpointWriter
+from megatron_ladder.checkpoint.tensor_file import BY_NAME, element_name, write_tensor_file
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.parallel.layout import split_interval
 
-ROOM_FOR_THE_REST = 1 << 20
-"""Bytes besides tensors that a save needs at least: manifest, headers, tokenizer, the file system's own."""
+_OTHER_BYTES = 1 << 20
+"""Room that a save needs besides its tensors: manifest, headers, tokenizer, overhead of the file system."""
 
 Gather = Callable[[Any], list[Any]]
-"""Takes a rank's JSON-able value, and returns those of all ranks on rank 0."""
+"""Receives the JSON value of a rank, and returns those of all ranks on rank 0."""
 
 
 class SaveError(Exception):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
+
+
+class CheckpointWriter:
+    """Writes the boxes that one rank holds.
+
+    `add` and `add_span` only record the tensors, which must not change until `finish` has written them: a save holds
+    no second copy of the state.
+    """
+
+    def __init__(self, directory: Path, rank: int, algorithm: str = DEFAULT_CHECKSUM) -> None:
+        """
+        Args:
+            directory: exists, and is not yet published.
+            rank: part of the file names.
+            algorithm: algorithm of the checksums.
+        """
+        self._directory = directory
+        self._rank = rank
+        self._algorithm = algorithm
+        self._tensors: dict[str, list[tuple[str, Tensor]]] = {}
+        self._boxes: list[BoxRecord] = []
+
+    def add(self, name: str, kind: str, global_shape: Sequence[int], offset: Sequence[int], tensor: Tensor) -> None:
+        """Record one box of a canonical tensor.
+
+        Args:
+            name: name of the canonical tensor.
+            kind: one of `KINDS`.
+            global_shape: shape of the canonical tensor; one to eight dimensions.
+            offset: offset of the box in the canonical tensor.
+            tensor: the elements of the box; its shape is the extent. Contiguous, on any device; one of the element
+                types of `tensor_file`.
+
+        Raises:
+            ValueError: the box is not inside the tensor, or its kind, dtype or memory layout is not supported.
+        """
+        box = Box(tuple(offset), tuple(tensor.shape))
+        if kind not in KINDS or element_name(tensor.dtype) not in BY_NAME:
+            raise ValueError(f"{name}: kind {kind!r} or dtype {tensor.dtype} cannot be stored in a checkpoint")
+        if not box.fits(global_shape) or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: {list(tensor.shape)} elements at {list(offset)} are not contiguous, or not a box of a tensor "
+                f"of shape {list(global_shape)}"
+            )
+        files = KINDS[kind]
+        key = f"{kind}:{name}@{','.join(map(str, offset))}"
+        self._tensors.setdefault(files, []).append((key, tensor))
+        self._boxes.append(
+            {
+                "name": name,
+                "kind": kind,
+                "global_shape": list(global_shape),
+                "offset": list(box.offset),
+                "extent": list(box.extent),
+                "dtype": element_name(tensor.dtype),
+                "file": self._file_name(files),
+                "key": key,
+            }
+        )
+
+    def add_span(
+        self, name: str, kind: str, global_shape: Sequence[int], held: Box, start: int, flat_tensor: Tensor
+    ) -> None:
+        """Record an interval of a flattened box.
+
+        Args:
+            held: the box of the canonical tensor (a rank's slice).
+            start: first element of the interval in the flattened box.
+            flat_tensor: [elements of the interval], contiguous.
+
+        Raises:
+            ValueError: as for `add`, or the interval is not inside the box.
+        """
+        for box, begin in cut_span(held, start, flat_tensor.numel()):
+            piece = flat_tensor[begin : begin + box.numel].view(box.extent)
+            self.add(name, kind, global_shape, box.offset, piece)
+
+    def finish(self) -> FileIndex:
+        """Write and fsync the files, and return their index for `merge_manifest`.
+
+        Raises:
+            FileExistsError: this rank has written here before.
+        """
+        index: FileIndex = {"files": [], "boxes": self._boxes}
+        for files, tensors in self._tensors.items():
+            name = self._file_name(files)
+            size, checksum = write_tensor_file(self._directory / name, tensors, self._algorithm)
+            index["files"].append({"name": name, "size": size, "checksum": checksum})
+        return index
+
+    def discard(self) -> None:
+        """Remove the written files."""
+        for files in self._tensors:
+            (self._directory / self._file_name(files)).unlink(missing_ok=True)
+
+    def _file_name(self, files: str) -> str:
+        return f"{files}_rank_{self._rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a save is made."""
+    """Options of a save."""
 
     checksum: str = DEFAULT_CHECKSUM
-    """Algorithm."""
+    """Algorithm of the checksums."""
     retention: Retention = field(default_factory=Retention)
-    """What goes once it is published."""
+    """Which older checkpoints stay after it is published."""
     host: HostMemory | None = None
-    """Where the state is copied to, so that training may go on while it is written; None writes it from where it
-    lies."""
+    """Where the state is copied, so that training may continue while it is written; None writes it in place."""
 
 
 class SaveOutcome(NamedTuple):
-    """What became of a save, on rank 0."""
+    """The result of a save, on rank 0."""
 
     directory: str
-    """The published checkpoint; empty if there is none."""
+    """The published checkpoint; empty if the save failed."""
     error: str | None
-    """Why there is none."""
+    """Why the save failed."""
     removed: tuple[str, ...] = ()
-    """Checkpoints that were removed after it."""
+    """Older checkpoints that were removed."""
     notes: tuple[str, ...] = ()
-    """A line for everything that could not be removed, which costs room alone."""
+    """One line for each thing that could not be removed; harmless except for the disk space."""
 
 
 class MasterPair(NamedTuple):
-    """A weight that the model computes with, and the master that it must be the rounded value of."""
+    """A weight that the model computes with, and the master that must round to it."""
 
     name: str
     master: Tensor
@@ -114,34 +211,39 @@ class TrainingSave:
         add_files: Callable[[Path], None],
         options: SaveOptions,
     ) -> "TrainingSave":
-        """Notes or copies the state, and makes room for it; every rank must call it.
+        """Record or copy the state, and make room for it; a collective over `world`.
 
         Without `options.host` the state must not change until `write` has returned.
 
+        Args:
+            save: the directory of the run's checkpoints.
+            header: keys of the manifest besides tensors; see `manifest`.
+            add_files: receives, on rank 0, the directory before it is published, to add the tokenizer's files.
+
         Raises:
-            SaveError: on every rank: there is no room, or no directory can be made.
+            SaveError: on every rank: there is no room, or no directory can be created.
         """
         spans = [span for span in state.spans() if span.owned]
         values = [[span.master, *(state.moment(span, which) for which in MOMENTS)] for span in spans]
         own_bytes = sum(value.nbytes for row in values for value in row)
         iteration = int(header["iteration"])
         sizes = world.gather_objects(own_bytes)
-        answer = world.broadcast_object(_make_room(save, iteration, sum(sizes)) if world.rank == 0 else None)
-        if answer.error is not None:
-            raise SaveError(answer.error)
-        directory = temporary_directory(save, iteration, answer.token)
+        room = world.broadcast_object(_make_room(save, iteration, sum(sizes)) if world.rank == 0 else None)
+        if room.error is not None:
+            raise SaveError(room.error)
+        directory = temporary_directory(save, iteration, room.token)
         writer = CheckpointWriter(directory, world.rank, options.checksum)
-        pairs = _note_state(writer, spans, values, options.host)
+        pairs = _record_state(writer, spans, values, options.host)
         for name, generator_state in generator_states(world.rank).items():
             writer.add(name, "rng", tuple(generator_state.shape), (0,), generator_state)
         whole = {**header, "optimizer": {"steps_taken": state.steps_taken(), "loss_scaler": state.loss_scaler()}}
-        return TrainingSave(save, directory, whole, writer, pairs, answer, add_files, options)
+        return TrainingSave(save, directory, whole, writer, pairs, room, add_files, options)
 
     def write(self, gather: Gather) -> SaveOutcome | None:
-        """Writes this rank's files; on rank 0 waits for the others and publishes.
+        """Write this rank's files; on rank 0 wait for the other ranks and publish. Returns None on other ranks.
 
         Raises:
-            RuntimeError: on rank 0: a weight is not the rounded master, on some rank.
+            RuntimeError: on rank 0: on some rank, a master does not round to its weight.
         """
         try:
             parts = gather(self._write_own())
@@ -159,25 +261,24 @@ class TrainingSave:
         try:
             published = self._publish([part["index"] for part in parts])
         except OSError as error:
-            return self._give_up(_sentence(error, self.directory))
+            return self._give_up(_reason(error, self.directory))
         try:
             removed = remove_old_checkpoints(self._save, self._options.retention)
         except OSError as error:
-            # Which of them are to go cannot be told.
-            notes = (*self._notes, f"old checkpoints stay: {_sentence(error, self._save)}")
+            notes = (*self._notes, f"old checkpoints are not removed: {_reason(error, self._save)}")
             return SaveOutcome(str(published), None, (), notes)
         return SaveOutcome(str(published), None, removed.names, self._notes + removed.notes)
 
     def _write_own(self) -> dict[str, Any]:
-        """This rank's part of the outcome."""
+        """Write this rank's files, and return their index or why there is none."""
         for name, master, weight in self._pairs:
             if not torch.equal(master.to(weight.device, weight.dtype), weight):
-                return {"fault": f"the fp32 master of {name} is not the model's weight"}
+                return {"fault": f"the fp32 master of {name} does not round to the model's weight"}
         try:
             return {"index": self._writer.finish()}
         except OSError as error:
             self._writer.discard()
-            return {"error": _sentence(error, self.directory)}
+            return {"error": _reason(error, self.directory)}
 
     def _publish(self, indices: list[FileIndex]) -> Path:
         self._add_files(self.directory)
@@ -199,28 +300,28 @@ class _Room(NamedTuple):
 
 
 def _make_room(save: Path, iteration: int, total_bytes: int) -> _Room:
-    """Makes the directory of a save, if the file system has room for what all ranks will write."""
+    """Create the directory of a save if the file system has room for the files of all ranks."""
     token = secrets.token_hex(8)
-    needed = total_bytes + ROOM_FOR_THE_REST
+    needed = total_bytes + _OTHER_BYTES
     notes: list[str] = []
     try:
         directory = create_temporary_directory(save, iteration, token, notes.append)
         found = os.statvfs(save)
         free = found.f_bavail * found.f_frsize
-        # Some network file systems do not say how large they are.
+        # Some network file systems do not report their size.
         if found.f_blocks and free < needed:
             directory.rmdir()
             return _Room("", total_bytes, f"a checkpoint needs {_size(needed)}, and {_size(free)} are free in {save}")
     except OSError as error:
-        return _Room("", total_bytes, _sentence(error, save))
+        return _Room("", total_bytes, _reason(error, save))
     return _Room(token, total_bytes, None, tuple(notes))
 
 
-def _note_state(
+def _record_state(
     writer: CheckpointWriter, spans: Sequence[Span], values: Sequence[Sequence[Tensor]], host: HostMemory | None
 ) -> list[MasterPair]:
-    """Gives the writer every run of every parameter; returns what is to be compared before it is written."""
-    # In fp32 without ZeRO they are one tensor.
+    """Add every span to the writer; return the pairs to compare before they are written."""
+    # In fp32 without ZeRO, weight and master are one tensor.
     compared = [span for span in spans if span.weight.data_ptr() != span.master.data_ptr()]
     flat = [value for row in values for value in row]
     weights = [span.weight for span in compared]
@@ -229,24 +330,25 @@ def _note_state(
         flat, weights = copies[: len(flat)], copies[len(flat) :]
     kinds = ("weight", *MOMENTS)
     pairs = []
-    kept = iter(flat)
-    of_weight = {id(span): weight for span, weight in zip(compared, weights, strict=True)}
+    remaining = iter(flat)
+    weight_of = {id(span): weight for span, weight in zip(compared, weights, strict=True)}
     for span in spans:
-        row = {kind: next(kept) for kind in kinds}
-        if id(span) in of_weight:
+        row = {kind: next(remaining) for kind in kinds}
+        if id(span) in weight_of:
             name = span.sections[0].name if span.sections else "a parameter that is not saved"
-            pairs.append(MasterPair(name, row["weight"], of_weight[id(span)]))
+            pairs.append(MasterPair(name, row["weight"], weight_of[id(span)]))
         for part in split_interval(span.sections, span.shape, span.start, span.length):
-            box = part.section
-            if box.counted:
+            section = part.section
+            if section.counted:
+                held = Box(section.offset, section.extent)
                 for kind, value in row.items():
                     piece = value.narrow(0, part.begin, part.length)
-                    writer.add_span(box.name, kind, box.global_shape, box.offset, box.extent, part.start, piece)
+                    writer.add_span(section.name, kind, section.global_shape, held, part.start, piece)
     return pairs
 
 
 def generator_states(rank: int) -> dict[str, Tensor]:
-    """States of torch's generators. Nothing here draws from them in a step; a user's own model may."""
+    """Return the states of torch's generators. Training steps do not draw from them; a user's own model may."""
     states = {f"rng.rank_{rank:05d}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng.rank_{rank:05d}.cuda"] = torch.cuda.get_rng_state()
@@ -254,7 +356,7 @@ def generator_states(rank: int) -> dict[str, Tensor]:
 
 
 def _other_files(directory: Path, written: set[str], algorithm: str) -> list[FileRecord]:
-    """Records of files that are not a rank's, such as a tokenizer's, which are fsynced here."""
+    """Fsync the files that no rank's writer wrote, such as the tokenizer's, and return their records."""
     records: list[FileRecord] = []
     for path in sorted(directory.iterdir()):
         if path.name not in written:
@@ -268,7 +370,7 @@ def _other_files(directory: Path, written: set[str], algorithm: str) -> list[Fil
     return records
 
 
-def _sentence(error: OSError, path: Path) -> str:
+def _reason(error: OSError, path: Path) -> str:
     return f"{error.filename or path}: {error.strerror or error}"
 
 

@@ -1,58 +1,130 @@
-"""Data files: safetensors written in one pass with their checksum. Their layout stands in `header`."""
+"""Safetensors files: written in one pass with their checksum, and read without trust.
+
+Layout (https://github.com/huggingface/safetensors): u64 little-endian length n of the header; n bytes of JSON,
+key -> {"dtype", "shape", "data_offsets": [begin, end]}, padded with blanks; the data without holes, to which the
+offsets are relative.
+
+The safetensors library is not used here: it serialises only from memory, without a checksum of the written bytes, it
+does not return byte positions, and it accepts duplicate keys. Headers are read without importing torch.
+"""
+
+from __future__ import annotations
 
 import json
+import math
+import mmap
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-import torch
-
+from megatron_ladder.checkpoint.boxes import Box, flat_range, row_major_strides
 from megatron_ladder.checkpoint.checksum import CHECKSUMS, CHUNK_BYTES, DEFAULT_CHECKSUM, PIECE_BYTES
-from megatron_ladder.checkpoint.header import ELEMENT_TYPES, LENGTH_BYTES, MAX_HEADER_BYTES
+from megatron_ladder.errors import UserError
 
-DTYPES: dict[str, torch.dtype] = {element.stored_name: getattr(torch, element.name) for element in ELEMENT_TYPES}
-"""Safetensors' names of the element types that a checkpoint may hold."""
+if TYPE_CHECKING:
+    import torch
 
-_SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+class ElementType(NamedTuple):
+    """An element type that a checkpoint may hold."""
+
+    name: str
+    """The name in torch and in manifests."""
+    stored_name: str
+    """The name in safetensors."""
+    size: int
+    """Bytes."""
+
+
+_ELEMENT_TYPES = (
+    ElementType("float32", "F32", 4),
+    ElementType("bfloat16", "BF16", 2),
+    ElementType("float16", "F16", 2),
+    ElementType("float64", "F64", 8),
+    ElementType("uint8", "U8", 1),
+    ElementType("int64", "I64", 8),
+)
+BY_NAME: dict[str, ElementType] = {element.name: element for element in _ELEMENT_TYPES}
+BY_STORED_NAME: dict[str, ElementType] = {element.stored_name: element for element in _ELEMENT_TYPES}
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+
+
+def element_name(dtype: object) -> str:
+    """Return the name of a torch.dtype in manifests."""
+    return str(dtype).removeprefix("torch.")
+
+
+class TensorPosition(NamedTuple):
+    """A tensor in a file: its type, shape and bytes."""
+
+    dtype: str
+    """The name in safetensors."""
+    shape: tuple[int, ...]
+    begin: int
+    """First byte, counted from the beginning of the file."""
+    end: int
+    """One past the last byte."""
+
+
+class FileLayout:
+    """The header of a file that is to be written, tensor after tensor."""
+
+    def __init__(self) -> None:
+        self.data_bytes = 0
+        self.entries: dict[str, Any] = {}
+        """key -> dtype, shape, data_offsets."""
+
+    def add(self, key: str, dtype: str, shape: Sequence[int]) -> None:
+        """Append a tensor; `dtype` is the name in torch."""
+        begin = self.data_bytes
+        self.data_bytes += math.prod(shape) * BY_NAME[dtype].size
+        stored_name = BY_NAME[dtype].stored_name
+        self.entries[key] = {"dtype": stored_name, "shape": list(shape), "data_offsets": [begin, self.data_bytes]}
+
+    def header(self) -> bytes:
+        """Return the bytes before the data.
+
+        Raises:
+            ValueError: the header is longer than readers accept.
+        """
+        text = json.dumps({"__metadata__": {"format": "pt"}, **self.entries}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > _MAX_HEADER_BYTES:
+            raise ValueError(f"{len(self.entries)} tensors need a header of {len(text)} bytes, over the limit")
+        return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def write_tensor_file(
     path: Path, tensors: Sequence[tuple[str, torch.Tensor]], algorithm: str = DEFAULT_CHECKSUM
 ) -> tuple[int, str]:
-    """Writes and fsyncs a new safetensors file.
+    """Write and fsync a new safetensors file.
 
     Args:
-        tensors: keys and contiguous tensors, on any device. Wider element types are put first, so that every
+        tensors: keys and contiguous tensors, on any device. Wider element types are written first, so that every
             tensor is aligned.
-        algorithm: of the checksum.
+        algorithm: algorithm of the checksum.
 
     Returns:
-        Bytes in the file, and its checksum, taken of the bytes on their way to the file.
+        The size of the file in bytes, and the checksum of the bytes on their way to the file.
 
     Raises:
-        FileExistsError: there is such a file.
-        ValueError: the header would be longer than any reader accepts.
+        FileExistsError: the file exists.
+        ValueError: the header would be longer than readers accept.
     """
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    layout = FileLayout()
     for key, tensor in ordered:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[key] = {
-            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(f"{path}: {len(ordered)} tensors need a header of {len(text)} bytes")
+        layout.add(key, element_name(tensor.dtype), tensor.shape)
+    header = layout.header()
     digest = CHECKSUMS[algorithm]()
     with open(path, "xb") as file:
-        for head in (len(text).to_bytes(LENGTH_BYTES, "little"), text):
-            digest.update(head)
-            file.write(head)
+        digest.update(header)
+        file.write(header)
         for _, tensor in ordered:
             for chunk in _chunks(tensor):
                 for begin in range(0, len(chunk), PIECE_BYTES):
@@ -61,17 +133,139 @@ def write_tensor_file(
                     file.write(piece)
         file.flush()
         os.fsync(file.fileno())
-    return LENGTH_BYTES + len(text) + end, f"{algorithm}:{digest.hexdigest()}"
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    return len(header) + layout.data_bytes, f"{algorithm}:{digest.hexdigest()}"
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in host memory, without a copy of all of them."""
+    """Yield the bytes of a tensor in host memory, without copying all of them at once."""
     flat = tensor.detach().view(-1)
     elements = CHUNK_BYTES // tensor.element_size()
     for begin in range(0, flat.numel(), elements):
-        yield bytes_of(flat[begin : begin + elements].cpu())
+        yield _memory(flat[begin : begin + elements].cpu())
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    import torch
+
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON strictly: two readers must not see different values.
+
+    Raises:
+        ValueError: the text is not JSON, is nested too deeply, or has duplicate keys, NaN or Infinity.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r} occurs more than once")
+    return found
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+def read_header(path: Path) -> dict[str, TensorPosition]:
+    """Return the position of each tensor in a safetensors file.
+
+    Raises:
+        UserError: the file is not a complete safetensors file.
+    """
+    try:
+        with open(path, "rb") as file:
+            return _parse_header(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a complete safetensors file: {error}") from None
+
+
+def _parse_header(file: BinaryIO) -> dict[str, TensorPosition]:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+        raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
+    header = parse_json(file.read(length).decode())
+    if not isinstance(header, dict):
+        raise ValueError("the header is not an object")
+    expected = data_begin = _LENGTH_BYTES + length
+    found = {key: _position(key, value, data_begin) for key, value in header.items() if key != "__metadata__"}
+    for key, position in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if position.begin != expected:
+            raise ValueError(f"{key!r} begins at byte {position.begin}, expected {expected}")
+        expected = position.end
+    if expected != size:
+        raise ValueError(f"its tensors end at byte {expected}, and the file has {size} bytes")
+    return found
+
+
+def _position(key: str, value: Any, data_begin: int) -> TensorPosition:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"the entry of {key!r} lacks dtype, shape or data_offsets") from None
+    sizes = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+    if not isinstance(dtype, str) or not sizes or begin > end:
+        raise ValueError(f"the entry of {key!r} has an invalid dtype, shape or data_offsets")
+    element = BY_STORED_NAME.get(dtype)
+    if element is not None and end - begin != math.prod(shape) * element.size:
+        raise ValueError(f"{key!r} has {end - begin} bytes, which is not {dtype} of shape {list(shape)}")
+    return TensorPosition(dtype, shape, data_begin + begin, data_begin + end)
+
+
+def read_part(
+    path: Path, begin: int, extent: Sequence[int], part: Box, dtype: str, out: torch.Tensor,
+    mapped: memoryview | None = None,
+) -> None:  # fmt: skip
+    """Fill `out` with a part of a stored tensor, reading only the bytes around the part.
+
+    Args:
+        begin: first byte of the stored tensor, in the file or in `mapped`.
+        extent: shape of the stored tensor.
+        part: the elements to read, relative to the stored tensor.
+        dtype: element type of the stored tensor.
+        out: [*part.extent], of any dtype, on any device, contiguous or not.
+        mapped: the bytes of the file if they are mapped already.
+
+    Raises:
+        UserError: the file cannot be read or is too short.
+    """
+    import torch
+
+    stored_dtype: torch.dtype = getattr(torch, dtype)
+    first, end = flat_range(extent, part)
+    begin, count = begin + first * stored_dtype.itemsize, end - first
+    plain = out.is_contiguous() and out.dtype == stored_dtype and out.device.type == "cpu"
+    try:
+        if mapped is None and plain and count == part.numel:
+            _read_into(path, begin, _memory(out))
+            return
+        page = 0
+        source: Any = mapped
+        if source is None:
+            page = begin - begin % mmap.ALLOCATIONGRANULARITY
+            length = begin + count * stored_dtype.itemsize - page
+            with open(path, "rb") as file:
+                # A private copy-on-write mapping, since torch warns about read-only memory; nothing writes to it.
+                source = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
+        flat = torch.frombuffer(source, dtype=stored_dtype, count=count, offset=begin - page)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    out.copy_(flat.as_strided(part.extent, row_major_strides(extent)))
+
+
+def _read_into(path: Path, begin: int, remaining: memoryview) -> None:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(begin)
+        while remaining and (count := file.readinto(remaining)):
+            remaining = remaining[count:]
+    if remaining:
+        raise ValueError(f"ends {len(remaining)} bytes before the end of a tensor")

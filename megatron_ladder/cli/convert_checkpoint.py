@@ -7,11 +7,11 @@ from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.convert.measures import Measures
-from megatron_ladder.convert.options import KINDS, ExportOptions, ImportOptions, parse_options
+from megatron_ladder.convert.options import VERBS, ExportOptions, ImportOptions, parse_options
 from megatron_ladder.errors import run_program
 
 COMMANDS = (
-    *(Command((kind,), verb, text) for verb, (kind, text) in KINDS.items()),
+    *(Command((kind,), verb, text) for verb, (kind, text) in VERBS.items()),
     Command((), "inspect DIR", "Prints what a directory contains and what is missing. It has no flags."),
 )
 
@@ -21,10 +21,8 @@ def main(argv: Sequence[str]) -> None:
     options = parse_options(argv)
     # Imported after the command line is read, so that its errors appear immediately.
     from megatron_ladder.convert.carry_out import carry_out
-    from megatron_ladder.convert.exporting import plan_export
-    from megatron_ladder.convert.importing import plan_import
+    from megatron_ladder.convert.conversions import plan_export, plan_import, plan_reshape
     from megatron_ladder.convert.inspection import inspect_directory
-    from megatron_ladder.convert.reshaping import plan_reshape
 
     if isinstance(options, Path):
         for line in inspect_directory(options):

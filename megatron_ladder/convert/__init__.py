@@ -1,1 +1,1 @@
-"""Hugging Face directories in and out; needs no process group, no GPU and no model in memory."""
+"""Conversion between Hugging Face directories and training checkpoints."""

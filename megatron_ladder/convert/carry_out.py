@@ -1,50 +1,51 @@
-"""What all conversions share: say what will be done, copy, write what belongs to the tensors, check, publish."""
+"""The common part of all conversions: report, check, copy, write the other files, verify, publish."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ladder.checkpoint.checksum import file_error
 from megatron_ladder.convert.copying import copy_tensors, verify_files
-from megatron_ladder.convert.measures import Measures, Progress, Report, size_text
-from megatron_ladder.convert.options import Caution
+from megatron_ladder.convert.measures import Measures, Report, size_text
+from megatron_ladder.convert.options import ConversionOptions
 from megatron_ladder.convert.outputs import check_space, work_directory, write_small_files
-from megatron_ladder.convert.plan import Plan
-from megatron_ladder.convert.source_checksums import check_sources
-from megatron_ladder.errors import UserError
+from megatron_ladder.convert.plan import CopyPlan
+from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.progress import ProgressBar
 
 _FILES_LISTED = 8
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A checked conversion: all that is left is work."""
+    """A conversion whose input and target were checked."""
 
-    plan: Plan
+    plan: CopyPlan
     work: Path
-    """Directory beside the target."""
+    """The temporary directory next to the target."""
     target: Path
     checksums: bool
-    """Whether the files' checksums are needed."""
+    """Whether checksums of the planned files are needed."""
     small_files: Callable[[Mapping[str, str]], Mapping[str, bytes]]
-    """Checksums of the plan's files -> what is written after them, in that order."""
+    """Checksums of the planned files -> the other files by name, in the order of writing."""
     publish: Callable[[Path], Path]
-    """The complete directory -> where it stands then."""
+    """The complete temporary directory -> the published directory."""
     facts: Sequence[str]
     """Lines about source and target for the user."""
     check_logits: Callable[[Path], str] | None = None
-    """The complete directory -> a line about logits; for --verify."""
+    """The complete temporary directory -> a line about logits; for --verify."""
     notes: Sequence[str] = field(default=())
-    """Lines that must not be overlooked."""
+    """Warnings for the user."""
     source_checksums: Mapping[Path, str] = field(default_factory=dict)
-    """File of the source -> the checksum that it should have; empty if the source has none."""
+    """Source file -> the checksum in its manifest; empty if the source has none."""
 
 
-def carry_out(conversion: Conversion, caution: Caution, report: Report, measures: Measures) -> None:
-    """Converts, or only says what would be done.
+def carry_out(conversion: Conversion, options: ConversionOptions, report: Report, measures: Measures) -> None:
+    """Execute a conversion, or with --dry-run only report it.
 
     Raises:
-        UserError: a source is damaged or cannot be read any more, or there is no space.
-        RuntimeError: what was read back is not what was written.
+        UserError: a source is damaged or can no longer be read, or there is no space.
+        RuntimeError: verification failed.
     """
     plan = conversion.plan
     for line in (*conversion.facts, *(f"*** {note} ***" for note in conversion.notes)):
@@ -53,37 +54,49 @@ def carry_out(conversion: Conversion, caution: Caution, report: Report, measures
     for file in listed:
         report(f"  {file.name}: {size_text(file.data_bytes)}, {len(file.entries)} tensors")
     if len(listed) < len(plan.files):
-        report(f"  and {len(plan.files) - len(listed)} files more")
-    report(f"{size_text(plan.bytes_in_all)} in {len(plan.files)} files -> {conversion.target}")
-    if caution.dry_run:
+        report(f"  and {len(plan.files) - len(listed)} more files")
+    report(f"{size_text(plan.total_bytes)} in {len(plan.files)} files -> {conversion.target}")
+    if options.dry_run:
         report("nothing was written (--dry-run)")
         return
     work = conversion.work
-    taken_over = work.exists()
-    if not taken_over:
-        check_space(conversion.target, plan.bytes_in_all)
-    check_sources(conversion.source_checksums, report, measures)
+    continued = work.exists()
+    if not continued:
+        check_space(conversion.target, plan.total_bytes)
+    _check_sources(conversion.source_checksums, measures)
     try:
         with work_directory(work, report):
-            if taken_over:
-                report(f"goes on in {work}, which an earlier conversion left")
-            progress = Progress("copied", plan.bytes_in_all, report, measures)
-            checksums = copy_tensors(plan, work, measures, progress, conversion.checksums)
+            if continued:
+                report(f"continues an interrupted conversion in {work}")
+            with ProgressBar("copying", plan.total_bytes) as progress:
+                checksums = copy_tensors(plan, work, measures, progress, conversion.checksums)
             write_small_files(work, conversion.small_files(checksums))
-            if caution.verify:
+            if options.verify:
                 _verify(conversion, report, measures)
             published = conversion.publish(work)
     except OSError as error:
-        raise UserError(f"{work}: {error.strerror or error}: the same command goes on from there") from error
-    report(measures.summary(plan.bytes_in_all))
+        raise UserError(f"{work}: {error.strerror or error}; run the same command again to continue") from error
+    report(measures.summary(plan.total_bytes))
     report(f"wrote {published}")
+
+
+def _check_sources(checksums: Mapping[Path, str], measures: Measures) -> None:
+    """Compare files with the checksums in their manifest; raise one UserError with a line per damaged file.
+
+    Tensors are copied in the order of the model, which rarely is that of their files, while a checksum needs a file
+    from beginning to end. So the files are read twice.
+    """
+    total = sum(path.stat().st_size for path in checksums)
+    with measures.checksum(), ProgressBar("verifying the source", total) as progress:
+        found = [file_error(path, expected, progress.advance) for path, expected in checksums.items()]
+    raise_user_errors(f"{error}; choose another checkpoint with --load" for error in found if error is not None)
 
 
 def _verify(conversion: Conversion, report: Report, measures: Measures) -> None:
     plan = conversion.plan
     with measures.verifying():
-        names = {file.name for file in plan.files}
-        verify_files(plan, conversion.work, names, Progress("compared", plan.bytes_in_all, report, measures))
-        report(f"verified: all {len(plan.tensors)} tensors are bit by bit what was read")
+        with ProgressBar("verifying", plan.total_bytes) as progress:
+            verify_files(plan, conversion.work, measures, progress)
+        report(f"verified: all {len(plan.tensors)} tensors are bitwise equal to their sources")
         if conversion.check_logits is not None:
             report(conversion.check_logits(conversion.work))

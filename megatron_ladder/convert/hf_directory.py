@@ -1,28 +1,33 @@
-"""A Hugging Face directory, read with distrust: nothing in it is run, and its files agree before any is copied.
+"""A Hugging Face directory, read without trust: none of its code runs, and its files must agree before any is copied.
 
-    config.json                        what the model is
+    config.json                        the model
     model.safetensors                  weights; or several files and model.safetensors.index.json,
                                        {"weight_map": {tensor: file}}
-    pytorch_model.bin                  pickled weights, or several files with such an index; see `pickled`
+    pytorch_model.bin                  pickled weights, or several files with such an index; read by torch's restricted
+                                       unpickler, which runs no code
 
-Names in an index stay in the directory, and links are followed only where the Hugging Face cache makes them:
+Names in an index must stay in the directory. Links are followed only in the form that the Hugging Face cache creates:
 `snapshots/<revision>/<file>` -> `../../blobs/<hash>`.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.checkpoint.header import BY_STORED_NAME, parse_json, read_header
+from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.manifest import is_plain_name
-from megatron_ladder.convert.mistakes import raise_mistakes
+from megatron_ladder.checkpoint.tensor_file import BY_STORED_NAME, parse_json, read_header, read_part
 from megatron_ladder.convert.names import hf_name, tensor_shapes
 from megatron_ladder.convert.remote_code import AUTHORS_TYPE, OWN_TYPE, model_config_from_hf
-from megatron_ladder.convert.sources import SourceTensor, whole_tensor
-from megatron_ladder.errors import UserError
+from megatron_ladder.convert.sources import SourceTensor, StoredBox, whole_box
+from megatron_ladder.errors import UserError, limited, raise_user_errors
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -30,11 +35,11 @@ INDEX_NAME = "model.safetensors.index.json"
 PICKLED_NAME = "pytorch_model.bin"
 PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
-"""Element types that weights may have."""
+"""Supported element types of weights."""
 
 _MAX_JSON_BYTES = 100_000_000
 _DERIVED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
-"""Frequencies that old versions of transformers stored; they follow from config.json."""
+"""Frequencies that old versions of transformers stored; they are computed from config.json instead."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -49,26 +54,38 @@ class HFDirectory:
     tensors: dict[str, SourceTensor]
     """Canonical name -> weight, in the model's order."""
     tied_head: SourceTensor | None
-    """A stored head of a model whose head is its embedding: the same numbers, or the directory is refused."""
+    """The stored head of a model with tied embeddings; it must equal the embedding."""
 
     @property
     def dtype(self) -> str:
-        """Element type of most of the weights."""
+        """Return the element type of most weights."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors.values():
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + max(tensor.shape)
         return max(sizes, key=lambda name: sizes[name])
 
+    def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: "torch.Tensor") -> None:
+        """Fill `out` [*extent], of any dtype and on any device, with a box of a weight.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
+        source, wanted = self.tensors[name], Box(tuple(offset), tuple(extent))
+        for stored, shared in source.overlapping(wanted):
+            part = out[shared.within(wanted).slices()]
+            inner = shared.within(stored.box)
+            read_part(stored.path, stored.begin, stored.box.extent, inner, source.dtype, part, stored.mapped)
+
 
 def safe_path(directory: Path, name: str) -> Path:
-    """The file of a directory, with its links followed.
+    """Return the path of a file in a directory, with its links followed.
 
     Raises:
-        UserError: the name leads out of the directory, there is no such file, or it is a link that the Hugging Face
-            cache would not make.
+        UserError: the name is not a plain name, the file does not exist, or it is a link that the Hugging Face cache
+            would not create.
     """
     if not is_plain_name(name):
-        raise UserError(f"{directory}: the file name {name!r} is not that of a file in the directory")
+        raise UserError(f"{directory}: {name!r} is not a plain file name")
     path = directory / name
     if path.is_symlink():
         target = os.readlink(path)
@@ -76,20 +93,20 @@ def safe_path(directory: Path, name: str) -> Path:
         as_cache = Path(target).parts[:-1] == ("..", "..", "blobs") and snapshot.parent.name == "snapshots"
         if not as_cache or found.parent != snapshot.parent.parent / "blobs":
             raise UserError(
-                f"{path}: is a link to {target}: only links as the Hugging Face cache makes them, "
+                f"{path}: is a link to {target}; only links of the Hugging Face cache, "
                 "snapshots/*/FILE -> ../../blobs/HASH, are followed: copy the file here"
             )
         path = found
     if not path.is_file():
-        raise UserError(f"{directory / name}: there is no such file")
+        raise UserError(f"{directory / name}: file not found")
     return path
 
 
 def read_json_file(directory: Path, name: str) -> dict[str, Any]:
-    """A JSON object of a directory.
+    """Read a JSON object from a file in a directory.
 
     Raises:
-        UserError: it is missing, too large, not a JSON object, or has a key twice.
+        UserError: the file is missing, too large, not a JSON object, or has duplicate keys.
     """
     path = safe_path(directory, name)
     try:
@@ -104,50 +121,50 @@ def read_json_file(directory: Path, name: str) -> dict[str, Any]:
 
 
 def open_hf_directory(path: Path) -> HFDirectory:
-    """Reads config.json, the index and the headers of the files, and compares them.
+    """Read config.json, the index and the headers of the files, and check that they agree.
 
     Raises:
-        UserError: a line for each mistake, twenty at most: the file, the tensor, what was expected and found.
+        UserError: at most twenty errors, each with the file, the tensor, and what was found and expected.
     """
     if not path.is_dir():
-        raise UserError(f"--hf {path}: there is no such directory")
+        raise UserError(f"--hf {path}: directory not found")
     config = read_json_file(path, CONFIG_NAME)
     source = str(path / CONFIG_NAME)
     model_type = config.get("model_type")
     if "auto_map" in config and model_type not in (OWN_TYPE, AUTHORS_TYPE):
         raise UserError(
-            f"{source}: auto_map names code of the directory's own, which is not run, and so what this {model_type} "
-            "computes is not known: if it is a plain one, remove auto_map"
+            f"{source}: auto_map names custom code, which is not run, so the computation of this {model_type} is "
+            f"unknown; if it is a plain {model_type}, remove auto_map"
         )
     model = model_config_from_hf(config, source)
-    found = read_tensors(path)
-    mistakes: list[str] = []
-    tensors = _expected_tensors(path, model, found, mistakes)
+    found = _read_tensors(path)
+    errors: list[str] = []
+    tensors = _expected_tensors(path, model, found, errors)
     tied_head = found.pop(_HEAD, None) if model.tie_embeddings else None
     embedding = tensors.get("embedding.weight")
     if tied_head is not None and embedding is not None and _described(tied_head) != _described(embedding):
-        mistakes.append(
-            f"{path}: {_HEAD}: found {_described(tied_head)}, expected that of {_EMBEDDING}, "
-            f"{_described(embedding)}, since tie_word_embeddings is true"
+        errors.append(
+            f"{path}: {_HEAD}: found {_described(tied_head)}, expected {_described(embedding)} "
+            f"as in {_EMBEDDING}, since tie_word_embeddings is true"
         )
-    mistakes += [
-        f"{path}: {name}: no such tensor is expected in this {model_type} model"
+    errors += [
+        f"{path}: {name}: unexpected tensor in this {model_type} model"
         for name in sorted(found)
         if not name.endswith(_DERIVED_SUFFIX)
     ]
-    raise_mistakes(mistakes)
+    raise_user_errors(limited(errors))
     return HFDirectory(path, config, model, tensors, tied_head)
 
 
-def read_tensors(path: Path) -> dict[str, SourceTensor]:
-    """Name -> tensor of all files of weights.
+def _read_tensors(path: Path) -> dict[str, SourceTensor]:
+    """Return the tensors of all files of weights by name.
 
     Raises:
-        UserError: there are none, or two sets of them; the index and the files' headers disagree.
+        UserError: there are none, or two sets of them, or the index and the headers disagree.
     """
     single, indexed = path / WEIGHTS_NAME, path / INDEX_NAME
     if _exists(single) and _exists(indexed):
-        raise UserError(f"{path}: has both {WEIGHTS_NAME} and {INDEX_NAME}: remove the one that is not the model")
+        raise UserError(f"{path}: has both {WEIGHTS_NAME} and {INDEX_NAME}: remove one")
     if _exists(single):
         return _read_file(path, WEIGHTS_NAME)
     if _exists(indexed):
@@ -156,11 +173,11 @@ def read_tensors(path: Path) -> dict[str, SourceTensor]:
         return _read_file(path, PICKLED_NAME)
     if _exists(path / PICKLED_INDEX_NAME):
         return _read_indexed(path, PICKLED_INDEX_NAME, ".bin")
-    raise UserError(f"{path}: has neither {WEIGHTS_NAME} nor {INDEX_NAME} (nor {PICKLED_NAME}): there are no weights")
+    raise UserError(f"{path}: has neither {WEIGHTS_NAME} nor {INDEX_NAME} (nor {PICKLED_NAME}): no weights found")
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is such a name, be it a link that leads nowhere."""
+    """Return whether the name exists, even as a dangling link."""
     return os.path.lexists(path)
 
 
@@ -170,58 +187,87 @@ def _read_indexed(path: Path, index_name: str, suffix: str) -> dict[str, SourceT
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{where}: weight_map is not an object of file names")
     files = sorted(set(weight_map.values()))
-    mistakes = [
-        f"{where}: the file name {file!r} is not that of a {suffix} file" for file in files if not file.endswith(suffix)
+    errors = [
+        f"{where}: {file!r} is not the name of a {suffix} file" for file in files if not file.endswith(suffix)
     ]
-    raise_mistakes(mistakes)
+    raise_user_errors(limited(errors))
     found: dict[str, SourceTensor] = {}
     for file in files:
         try:
             held = _read_file(path, file)
         except UserError as error:
-            mistakes.extend(error.mistakes)
+            errors.extend(error.mistakes)
             continue
         listed = {name for name, named in weight_map.items() if named == file}
         absent = sorted(listed - {*held})
-        mistakes += [f"{path / file}: {name}: is missing, and {index_name} lists it" for name in absent]
+        errors += [f"{path / file}: {name}: is missing, but {index_name} lists it here" for name in absent]
         for name in sorted({*held} - listed):
-            said = f"says {weight_map[name]}" if name in weight_map else "does not list it"
-            mistakes.append(f"{path / file}: {name}: is here, and {index_name} {said}")
+            instead = f"lists it in {weight_map[name]}" if name in weight_map else "does not list it"
+            errors.append(f"{path / file}: {name}: is here, but {index_name} {instead}")
         found |= held
-    raise_mistakes(mistakes)
+    raise_user_errors(limited(errors))
     return found
 
 
 def _read_file(path: Path, file: str) -> dict[str, SourceTensor]:
     real = safe_path(path, file)
     if file.endswith(".bin"):
-        # Imports torch, which safetensors do without.
-        from megatron_ladder.convert.pickled import read_pickled
-
-        return read_pickled(real)
+        return _read_pickled(real)
     found = {}
-    for name, place in read_header(real).items():
-        element = BY_STORED_NAME.get(place.dtype)
-        dtype = place.dtype if element is None else element.name
-        found[name] = whole_tensor(name, dtype, place.shape, real, place)
+    for name, position in read_header(real).items():
+        element = BY_STORED_NAME.get(position.dtype)
+        dtype = position.dtype if element is None else element.name
+        box = StoredBox(real, position.begin, whole_box(position.shape))
+        found[name] = SourceTensor(name, position.shape, dtype, (box,))
     return found
 
 
+def _read_pickled(path: Path) -> dict[str, SourceTensor]:
+    """Return the tensors of a pickled file, with their data left in the mapped file.
+
+    Raises:
+        UserError: the file is not a dictionary of tensors, or has the format before torch 1.6.
+    """
+    import torch
+
+    try:
+        held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(f"{path}: cannot be read with weights_only=True: {reason}") from None
+    if not isinstance(held, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in held.items()
+    ):
+        raise UserError(f"{path}: is not a dictionary of tensors")
+    return {name: _mapped(path, name, tensor) for name, tensor in held.items()}
+
+
+def _mapped(path: Path, name: str, tensor: "torch.Tensor") -> SourceTensor:
+    import torch
+
+    if not tensor.is_contiguous() or tensor.is_sparse or tensor.is_quantized:
+        raise UserError(f"{path}: {name}: is not contiguous; save the model as safetensors")
+    shape = tuple(tensor.shape)
+    data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+    box = StoredBox(path, 0, whole_box(shape), mapped=data)
+    return SourceTensor(name, shape, str(tensor.dtype).removeprefix("torch."), (box,))
+
+
 def _expected_tensors(
-    path: Path, model: ModelConfig, found: dict[str, SourceTensor], mistakes: list[str]
+    path: Path, model: ModelConfig, found: dict[str, SourceTensor], errors: list[str]
 ) -> dict[str, SourceTensor]:
-    """Takes out of `found` what the model has, and notes what is missing or is something else."""
+    """Remove the tensors of the model from `found` and return them; append an error for each missing or wrong one."""
     tensors = {}
     for name, shape in tensor_shapes(model).items():
-        theirs = hf_name(name)
-        tensor = found.pop(theirs, None)
+        stored_name = hf_name(name)
+        tensor = found.pop(stored_name, None)
         if tensor is None:
-            mistakes.append(f"{path}: {theirs}: is missing; expected shape {list(shape)}")
+            errors.append(f"{path}: {stored_name}: is missing; expected shape {list(shape)}")
         elif tensor.shape != shape:
-            mistakes.append(f"{path}: {theirs}: found shape {list(tensor.shape)}, expected {list(shape)}")
+            errors.append(f"{path}: {stored_name}: found shape {list(tensor.shape)}, expected {list(shape)}")
         elif tensor.dtype not in FLOAT_DTYPES:
-            mistakes.append(
-                f"{path}: {theirs}: found {tensor.dtype}, expected {', '.join(FLOAT_DTYPES)}: is it quantised?"
+            errors.append(
+                f"{path}: {stored_name}: found {tensor.dtype}, expected {', '.join(FLOAT_DTYPES)}: is it quantised?"
             )
         else:
             tensors[name] = tensor

@@ -1,11 +1,10 @@
-"""`convert_checkpoint.py inspect`: what a directory holds, and what is wrong with it."""
+"""`convert_checkpoint.py inspect`: the contents of a directory, and what is wrong with them."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.checkpoint.carried import CARRIED
-from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.format import CARRIED, Checkpoint
 from megatron_ladder.checkpoint.manifest import KINDS
 from megatron_ladder.checkpoint.publish import (
     MANIFEST_NAME,
@@ -15,29 +14,28 @@ from megatron_ladder.checkpoint.publish import (
 )
 from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory
 from megatron_ladder.convert.measures import size_text
-from megatron_ladder.convert.mistakes import limited
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.convert.wiring import wiring_text
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, limited
 
-FOREIGN = {
-    "latest_checkpointed_iteration.txt": "a directory of Megatron-LM's",
-    "mp_rank_00_model_states.pt": "a checkpoint of DeepSpeed's",
-    "zero_to_fp32.py": "a directory of DeepSpeed's",
-    "consolidated.00.pth": "Meta's own Llama files",
-    "params.json": "a model's original files",
+_FOREIGN = {
+    "latest_checkpointed_iteration.txt": "a directory of Megatron-LM",
+    "mp_rank_00_model_states.pt": "a checkpoint of DeepSpeed",
+    "zero_to_fp32.py": "a directory of DeepSpeed",
+    "consolidated.00.pth": "Meta's original Llama files",
+    "params.json": "original files of a model",
 }
-"""Names by which directories of other programs are known; they hold pickles, or other layouts."""
+"""Files that identify directories of other programs."""
 
 
 def inspect_directory(path: Path) -> Iterator[str]:
-    """Lines about a directory.
+    """Yield a description of a directory, line by line.
 
     Raises:
-        UserError: it holds nothing that is known here.
+        UserError: the directory holds no supported checkpoint.
     """
     if not path.is_dir():
-        raise UserError(f"{path}: there is no such directory")
+        raise UserError(f"{path}: directory not found")
     names = published_checkpoints(path)
     if (path / MANIFEST_NAME).is_file() or is_published_name(path.name):
         yield from _training(path)
@@ -46,8 +44,8 @@ def inspect_directory(path: Path) -> Iterator[str]:
     elif (path / CONFIG_NAME).is_file():
         yield from _hugging_face(path)
     else:
-        known = next((text for name, text in FOREIGN.items() if (path / name).exists()), None)
-        found = f"{known}, which is not read here" if known else "no checkpoint of any kind known here"
+        known = next((text for name, text in _FOREIGN.items() if (path / name).exists()), None)
+        found = f"{known}, which is not supported" if known else "no checkpoint of a supported kind"
         raise UserError(f"{path}: {found}: expected iter_*/{MANIFEST_NAME}, or {CONFIG_NAME} and safetensors")
 
 
@@ -55,7 +53,7 @@ def _run(path: Path, names: list[str]) -> Iterator[str]:
     latest = read_latest(path)
     yield f"{path}: a training run's directory with {len(names)} checkpoints"
     if latest not in names:
-        yield f"  missing: latest names {latest or 'none of them'!r}"
+        yield f"  latest names {latest or 'none of them'!r}, which does not exist"
     for name in names:
         yield f"{'latest: ' if name == latest else ''}{name}"
         for line in _training(path / name):
@@ -63,19 +61,19 @@ def _run(path: Path, names: list[str]) -> Iterator[str]:
     for entry in sorted(path.iterdir()):
         if ".tmp-" in entry.name and entry.is_dir():
             files = sum(1 for _ in entry.iterdir())
-            yield f"{entry.name}: not complete: a save or a conversion that is under way, or that died; {files} files"
+            yield f"{entry.name}: incomplete: a save or a conversion that is running or has died; {files} files"
 
 
 def _training(path: Path) -> Iterator[str]:
     try:
         checkpoint = Checkpoint.open(path)
     except UserError as error:
-        yield from (f"not whole: {line}" for line in limited(error.mistakes))
+        yield from (f"incomplete: {line}" for line in limited(error.mistakes))
         return
     manifest = checkpoint.manifest
     yield f"a training checkpoint, iteration {checkpoint.iteration}, {checkpoint.consumed_samples} samples seen"
     try:
-        model = ModelConfig.from_dict(manifest["model"], source=str(path / MANIFEST_NAME))
+        model = checkpoint.model()
     except UserError as error:
         yield from (f"not readable: {line}" for line in limited(error.mistakes))
         return
@@ -116,8 +114,8 @@ def _hugging_face(path: Path) -> Iterator[str]:
     files = {stored.path for tensor in directory.tensors.values() for stored in tensor.boxes}
     size = sum(file.stat().st_size for file in files)
     yield f"weights: {len(directory.tensors)} tensors, mostly {directory.dtype}, {len(files)} files, {size_text(size)}"
-    beside = [name for name in CARRIED if (path / name).exists()]
-    yield f"beside them: {', '.join(beside) or 'nothing: without a tokenizer'}"
+    other = [name for name in CARRIED if (path / name).exists()]
+    yield f"other files: {', '.join(other) or 'none; without a tokenizer'}"
 
 
 def _model(model: ModelConfig) -> Iterator[str]:

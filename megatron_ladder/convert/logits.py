@@ -1,6 +1,6 @@
-"""Logits on random tokens, before and after a conversion: the one check that knows what the numbers mean.
+"""Comparison of logits before and after a conversion: the one check that knows the meaning of the numbers.
 
-It holds whole models in memory, and needs torch and transformers; without them, or without the memory, it says so.
+It holds whole models in memory and needs torch and transformers; without them it reports why it was skipped.
 """
 
 import importlib.util
@@ -19,63 +19,63 @@ from megatron_ladder.convert.remote_code import CLASSES, OWN_TYPE
 if TYPE_CHECKING:
     import torch
 
-LIBRARIES = ("torch", "transformers")
-MOST_DIFFERENCE = 1e-4
-"""Between two programs that compute in fp32, as a share of the largest logit."""
+_LIBRARIES = ("torch", "transformers")
+_MAX_DIFFERENCE = 1e-4
+"""Allowed difference of two programs that compute in fp32, relative to the largest logit."""
 _TOKENS = 64
 _FP32_BYTES = 4
 
 
 def compare_logits(hf: Path, model: ModelConfig, checkpoint: Path, model_type: str, dtype: str, own_code: bool) -> str:
-    """Compares transformers' model of a Hugging Face directory with ours of a training checkpoint, both in fp32.
+    """Compare transformers' model of a Hugging Face directory with ours of a training checkpoint, both in fp32.
 
     Args:
         hf: a directory that agrees with its config.json.
-        model: as the directory has it; the checkpoint's weights are computed with in its wiring.
+        model: sizes and wiring of the directory; the weights of the checkpoint are used in that wiring.
         checkpoint: a directory with a manifest.
-        model_type: of the directory.
-        dtype: to which the weights of the checkpoint are rounded before, as those of the directory were.
-        own_code: whether the code in the directory was written by this process, and may be run.
+        model_type: model type of the directory.
+        dtype: element type to which the weights of the directory were rounded; those of the checkpoint are too.
+        own_code: whether this process wrote the code in the directory, so that it may run.
 
     Returns:
-        A line that says how near they are, or why they were not compared.
+        A line with the difference, or the reason why logits were not compared.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: the logits differ.
     """
     plain = model_type in CLASSES and model_type != OWN_TYPE
     if not plain and not own_code:
-        return f"logits were not compared: the code of a {model_type} directory is not run"
-    reason = _lacking(model)
+        return f"logits were not compared: the code of a {model_type} directory is not trusted"
+    reason = _obstacle(model)
     if reason is not None:
         return f"logits were not compared: {reason}"
     import torch
 
     tokens = torch.randint(0, model.vocab_size, (1, min(_TOKENS, model.max_position_embeddings)))
-    theirs = _logits_of_transformers(hf, tokens, own_code=not plain)
+    expected = _logits_of_transformers(hf, tokens, own_code=not plain)
     ours = _logits_of_ours(model, Checkpoint.open(checkpoint), getattr(torch, dtype), tokens)
-    # Of a model of zeros the largest logit is zero as well.
-    largest = theirs.abs().max().clamp(min=torch.finfo(theirs.dtype).tiny)
-    difference = float((ours - theirs).abs().max() / largest)
-    if not difference <= MOST_DIFFERENCE:
+    # The largest logit of a model of zeros is zero.
+    largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
+    difference = float((ours - expected).abs().max() / largest)
+    if not difference <= _MAX_DIFFERENCE:
         raise RuntimeError(f"{hf}: logits of transformers and ours differ by {difference:.1e} of the largest")
     return f"verified: logits on {tokens.numel()} random tokens agree to {difference:.1e} of the largest"
 
 
-def _lacking(model: ModelConfig) -> str | None:
-    """What the comparison needs and is not there."""
-    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+def _obstacle(model: ModelConfig) -> str | None:
+    """Return why logits cannot be compared; None if they can."""
+    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} are not installed"
     needed = 2 * _FP32_BYTES * sum(math.prod(shape) for shape in tensor_shapes(model).values())
     available = psutil.virtual_memory().available
     if needed > available:
-        return f"two models in fp32 take {size_text(needed)}, and {size_text(available)} of memory are free"
+        return f"two models in fp32 need {size_text(needed)}, and {size_text(available)} of memory are free"
     return None
 
 
 def _logits_of_transformers(hf: Path, tokens: "torch.Tensor", own_code: bool) -> "torch.Tensor":
-    """[1, s] -> [s, V] in fp32."""
+    """Map tokens [1, s] to logits [s, V] in fp32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -90,10 +90,10 @@ def _logits_of_transformers(hf: Path, tokens: "torch.Tensor", own_code: bool) ->
 def _logits_of_ours(
     config: ModelConfig, checkpoint: Checkpoint, dtype: "torch.dtype", tokens: "torch.Tensor"
 ) -> "torch.Tensor":
-    """[1, s] -> [s, V] in fp32, with weights that were rounded to `dtype`."""
+    """Map tokens [1, s] to logits [s, V] in fp32, with weights rounded to `dtype`."""
     import torch
 
-    from megatron_ladder.checkpoint.weights import load_weights
+    from megatron_ladder.checkpoint.loading import load_weights
     from megatron_ladder.comm.mesh import ProcessMesh
     from megatron_ladder.model.language_model import LanguageModel
 

@@ -1,41 +1,38 @@
-"""The command line of `tools/convert_checkpoint.py`. No torch here."""
+"""The command line of `tools/convert_checkpoint.py`; does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from megatron_ladder.blueprint.wiring import ResidualMode
 from megatron_ladder.errors import UserError
-from megatron_ladder.flags import flag_name, parse_command_line
-
-Verb = Literal["import", "export", "reshape", "inspect"]
-VERBS: tuple[Verb, ...] = get_args(Verb)
+from megatron_ladder.flags import flag, parse_command_line
 
 
 @dataclass(frozen=True, kw_only=True)
-class Caution:
-    """What every conversion can do besides."""
+class ConversionOptions:
+    """Options of every conversion."""
 
     dry_run: bool = False
     """Print what would be written, and write nothing."""
     verify: bool = False
-    """Read everything back and compare it bit by bit; compare logits too where torch and transformers are installed."""
+    """Read the result again and compare it bit by bit; compare logits too if torch and transformers are installed."""
     overwrite: bool = False
-    """Replace what stands at the target."""
+    """Replace an existing target."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewiring(Caution):
-    """What a training checkpoint can be made with."""
+class Rewiring(ConversionOptions):
+    """Options that set the wiring of the training checkpoint to write."""
 
     residual_mode: ResidualMode | None = None
-    """Wiring of the model; that of the source if neither this nor --ladder-layers is given."""
+    """Wiring of the model. Default: the wiring of the source."""
     ladder_layers: str | None = None
-    """Layers that read the stream late: all, none, N (the upper N), 16-31, 3,7,9-12 or [16]. Alone it implies
-    --residual-mode ladder."""
-    residual_staleness: int | None = None
-    """By how many sub-blocks they read it late; 1 if not given."""
+    """Layers that read the residual stream late: all, none, N (the upper N), 16-31, 3,7,9-12 or [16]. Implies
+    --residual-mode ladder if that is not given."""
+    residual_staleness: int | None = flag(None, minimum=1)
+    """Number of sub-blocks by which they read it late. Default: 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,26 +40,26 @@ class ImportOptions(Rewiring):
     """Import. From a Hugging Face directory to a training checkpoint."""
 
     hf: Path
-    """Directory with config.json and safetensors: Llama, Mistral, Qwen2, Qwen3, the paper's authors' llamaLadder, or
-    what `export` wrote."""
+    """Directory with config.json and safetensors: Llama, Mistral, Qwen2, Qwen3, the paper's llamaLadder, or a directory
+    that `export` wrote."""
     save: Path
-    """Directory of checkpoints, as of pretrain_ladder.py."""
-    tensor_model_parallel_size: int = 1
-    """Files are cut for so many tensor-parallel ranks; any other number can read them."""
-    pipeline_model_parallel_size: int = 1
-    """Files are cut for so many pipeline stages; any other number can read them."""
+    """Directory of checkpoints to write to, as for pretrain_ladder.py."""
+    tensor_model_parallel_size: int = flag(1, minimum=1)
+    """Cut the files for this many tensor-parallel ranks; any other number can read them too."""
+    pipeline_model_parallel_size: int = flag(1, minimum=1)
+    """Cut the files for this many pipeline stages; any other number can read them too."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(Caution):
+class ExportOptions(ConversionOptions):
     """Export. From a training checkpoint to a Hugging Face directory."""
 
     load: Path
-    """A directory of checkpoints, of which the one in use is taken, or a checkpoint's own."""
+    """A directory of checkpoints, whose current one is read, or one checkpoint."""
     hf: Path
     """Directory to write."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Element type of the weights; if not given, that in which the model was trained."""
+    """Element type of the weights. Default: the one in which the model was trained."""
     max_shard_size: str = "5GB"
     """Largest file, in bytes or as 500MB, 5GB, 2GiB."""
 
@@ -72,63 +69,54 @@ class ReshapeOptions(Rewiring):
     """Reshape. A training checkpoint with other files or another wiring, optimizer state included."""
 
     load: Path
-    """A directory of checkpoints, of which the one in use is taken, or a checkpoint's own."""
+    """A directory of checkpoints, whose current one is read, or one checkpoint."""
     save: Path
     """Directory of checkpoints to write to."""
-    tensor_model_parallel_size: int = 1
-    """Files are cut for so many tensor-parallel ranks."""
-    pipeline_model_parallel_size: int = 1
-    """Files are cut for so many pipeline stages."""
+    tensor_model_parallel_size: int = flag(1, minimum=1)
+    """Cut the files for this many tensor-parallel ranks; any other number can read them too."""
+    pipeline_model_parallel_size: int = flag(1, minimum=1)
+    """Cut the files for this many pipeline stages; any other number can read them too."""
 
 
 Options = ImportOptions | ExportOptions | ReshapeOptions
-KINDS: dict[str, tuple[type, str]] = {
-    "import": (ImportOptions, "Makes a training checkpoint of a Hugging Face directory."),
-    "export": (ExportOptions, "Makes a Hugging Face directory of a training checkpoint."),
+VERBS: dict[str, tuple[type, str]] = {
+    "import": (ImportOptions, "Converts a Hugging Face directory to a training checkpoint."),
+    "export": (ExportOptions, "Converts a training checkpoint to a Hugging Face directory."),
     "reshape": (ReshapeOptions, "Writes a training checkpoint with other files or another wiring."),
 }
-PROGRAM = "convert_checkpoint.py"
-COUNTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "residual_staleness")
-USAGE = f"usage: {PROGRAM} import|export|reshape [flags], or {PROGRAM} inspect DIR; see {PROGRAM} VERB --help"
+_PROGRAM = "convert_checkpoint.py"
+_USAGE = f"usage: {_PROGRAM} import|export|reshape [flags], or {_PROGRAM} inspect DIR; see {_PROGRAM} VERB --help"
 
 
 def parse_options(argv: Sequence[str]) -> Options | Path:
-    """Reads the verb and its flags; a path is a directory to inspect.
+    """Parse the verb and its flags; a path is a directory to inspect.
 
     Raises:
-        UserError: a line for each mistake.
+        UserError: the command line is invalid; one line per error.
     """
     if list(argv) in (["--help"], ["-h"]):
-        print(USAGE)
+        print(_USAGE)
         raise SystemExit(0)
-    if not argv or argv[0] not in VERBS:
-        raise UserError(f"{argv[0] if argv else 'no verb'}: expected one of {', '.join(VERBS)} first; {USAGE}")
+    if not argv or argv[0] not in (*VERBS, "inspect"):
+        raise UserError(f"{argv[0] if argv else 'no verb'}: expected {', '.join(VERBS)} or inspect first; {_USAGE}")
     verb, *words = argv
     if verb == "inspect":
         if len(words) != 1 or words[0].startswith("-"):
             raise UserError(f"inspect {' '.join(words)}: expected one directory")
         return Path(words[0])
-    kind, description = KINDS[verb]
-    (options,) = parse_command_line([kind], words, f"{PROGRAM} {verb}", description)
-    counts = {name: getattr(options, name, None) for name in COUNTS}
-    mistakes = [
-        f"{flag_name(name)} {count}: expected 1 or more"
-        for name, count in counts.items()
-        if count is not None and count < 1
-    ]
+    kind, description = VERBS[verb]
+    (options,) = parse_command_line([kind], words, f"{_PROGRAM} {verb}", description)
     if isinstance(options, ExportOptions):
         try:
             shard_bytes(options.max_shard_size)
         except ValueError as error:
-            mistakes.append(f"--max-shard-size {options.max_shard_size}: {error}")
-    if mistakes:
-        raise UserError(*mistakes)
+            raise UserError(f"--max-shard-size {options.max_shard_size}: {error}") from None
     assert isinstance(options, ImportOptions | ExportOptions | ReshapeOptions)
     return options
 
 
 def shard_bytes(text: str) -> int:
-    """`5GB`, `500MB`, `2GiB` or a number of bytes -> bytes; raises ValueError."""
+    """Parse `5GB`, `500MB`, `2GiB` or a number of bytes; raise ValueError if it is none of these."""
     units = {"GIB": 1 << 30, "MIB": 1 << 20, "KIB": 1 << 10, "GB": 10**9, "MB": 10**6, "KB": 10**3, "": 1}
     words = text.strip().upper()
     unit = next(unit for unit in units if words.endswith(unit))

@@ -1,7 +1,6 @@
-"""Tensors where they lie: in files, each in one piece or in many boxes, or in memory that maps a file.
+"""Tensors on disk: each in one piece or in many boxes, in files or in memory that maps a file.
 
-Nothing is read before it is copied. Element types are named as torch names them; what a number means is no concern
-here, only how many bytes it takes.
+Nothing is read before it is copied. Element types have torch's names; only their sizes matter here.
 """
 
 import os
@@ -12,7 +11,6 @@ from pathlib import Path
 
 from megatron_ladder.checkpoint.boxes import Box, intersection
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.header import FilePlace
 from megatron_ladder.checkpoint.manifest import StoredTensor
 from megatron_ladder.errors import UserError
 
@@ -21,7 +19,7 @@ _FILES_OPEN = 64
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A rectangular part of a tensor, its elements row by row from a place on."""
+    """A rectangular part of a tensor, stored contiguously in row-major order."""
 
     path: Path
     """The file."""
@@ -29,7 +27,7 @@ class StoredBox:
     """First byte, in the file or in `mapped`."""
     box: Box
     mapped: memoryview | None = None
-    """Bytes of the file that are mapped already; None if they are to be read."""
+    """Bytes of the file if they are mapped already; None if they are to be read."""
 
 
 @dataclass(frozen=True)
@@ -37,80 +35,75 @@ class SourceTensor:
     """A whole tensor."""
 
     name: str
-    """As its directory calls it."""
+    """The name in its directory."""
     shape: tuple[int, ...]
     dtype: str
     boxes: tuple[StoredBox, ...]
-    """They tile it."""
+    """They tile the tensor."""
 
     @property
     def whole(self) -> Box:
-        """All its elements."""
+        """Return the box of all elements."""
         return whole_box(self.shape)
 
-    def in_rows(self, rows: Box) -> Iterator[tuple[StoredBox, Box]]:
-        """The boxes that share elements with `rows`, and what they share."""
+    def overlapping(self, wanted: Box) -> Iterator[tuple[StoredBox, Box]]:
+        """Yield the boxes that share elements with `wanted`, and the shared elements."""
         for stored in self.boxes:
-            shared = intersection(stored.box, rows)
+            shared = intersection(stored.box, wanted)
             if shared is not None:
                 yield stored, shared
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """All elements of a tensor of that shape."""
+    """Return the box of all elements of a tensor of that shape."""
     return Box(tuple(0 for _ in shape), tuple(shape))
 
 
-def whole_tensor(name: str, dtype: str, shape: Sequence[int], path: Path, place: FilePlace) -> SourceTensor:
-    """A tensor that lies in one piece in a safetensors file."""
-    return SourceTensor(name, tuple(shape), dtype, (StoredBox(path, place.begin, whole_box(shape)),))
-
-
 def stored_tensor(checkpoint: Checkpoint, stored: StoredTensor) -> SourceTensor:
-    """A tensor of a training checkpoint, written in any layout.
+    """Return a tensor of a training checkpoint, written in any layout.
 
     Raises:
-        UserError: a file's header does not agree with the manifest.
+        UserError: the header of a file does not agree with the manifest.
     """
     boxes = []
     for index, file in enumerate(stored.files):
-        place = checkpoint.place(stored, index)
-        boxes.append(StoredBox(checkpoint.directory / file, place.begin, stored.box(index)))
+        position = checkpoint.position(stored, index)
+        boxes.append(StoredBox(checkpoint.directory / file, position.begin, stored.box(index)))
     boxes.sort(key=lambda stored_box: stored_box.box.offset)
     return SourceTensor(stored.name, stored.global_shape, stored.dtype, tuple(boxes))
 
 
 class Reader:
-    """Reads bytes of files, few of which it keeps open."""
+    """Reads bytes of many files, and keeps only a few of them open."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
 
     def read_box(self, stored: StoredBox, begin: int, out: memoryview) -> None:
-        """Fills `out` with the bytes of a box from `begin` on, counted in the box; raises as `read_into`."""
+        """Fill `out` with the bytes of a box from `begin` on, relative to the box; raise as `read_into`."""
         if stored.mapped is None:
             self.read_into(stored.path, stored.begin + begin, out)
         else:
             out[:] = stored.mapped[stored.begin + begin : stored.begin + begin + len(out)]
 
     def read_into(self, path: Path, begin: int, out: memoryview) -> None:
-        """Fills `out` with the bytes of a file from `begin` on.
+        """Fill `out` with the bytes of a file from `begin` on.
 
         Raises:
-            UserError: the file ends before, or cannot be read.
+            UserError: the file is too short or cannot be read.
         """
         try:
             descriptor = self._descriptor(path)
             while out:
                 count = os.preadv(descriptor, [out], begin)
                 if count == 0:
-                    raise UserError(f"{path}: ends {len(out)} bytes before the end of a tensor in it")
+                    raise UserError(f"{path}: ends {len(out)} bytes before the end of a tensor")
                 begin, out = begin + count, out[count:]
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
     def close(self) -> None:
-        """Closes all files."""
+        """Close all files."""
         while self._open:
             os.close(self._open.popitem()[1])
 

@@ -1,4 +1,4 @@
-"""The small files beside the weights: tokenizer, chat template, settings of generation."""
+"""The small files next to the weights: tokenizer, chat template, generation settings."""
 
 import json
 import tempfile
@@ -6,59 +6,59 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.checkpoint.carried import CARRIED, GENERATION_CONFIG
+from megatron_ladder.checkpoint.format import CARRIED, GENERATION_CONFIG
 from megatron_ladder.convert.hf_directory import read_json_file, safe_path
 from megatron_ladder.errors import UserError
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_MOST_BYTES = 100_000_000
+_MAX_BYTES = 100_000_000
 
 
 def read_carried(directory: Path) -> dict[str, bytes]:
-    """File name -> content of what travels with a model.
+    """Return the contents, by name, of the files of a directory that travel with its model.
 
     Raises:
-        UserError: such a file is a link that leads elsewhere, or larger than any tokenizer.
+        UserError: a file is a link out of the directory, or too large.
     """
     found = {}
     for name in CARRIED:
         if (directory / name).exists() or (directory / name).is_symlink():
             path = safe_path(directory, name)
-            if path.stat().st_size > _MOST_BYTES:
-                raise UserError(f"{directory / name}: has {path.stat().st_size} bytes, more than any tokenizer")
+            if path.stat().st_size > _MAX_BYTES:
+                raise UserError(f"{directory / name}: has {path.stat().st_size} bytes, expected at most {_MAX_BYTES}")
             found[name] = path.read_bytes()
     return found
 
 
 def describe_tokenizer(carried: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any] | None, int]:
-    """What a training checkpoint keeps of a tokenizer besides its files.
+    """Return what a training checkpoint records about a tokenizer other_filess its files.
 
     Returns:
-        Files, by name; the manifest's entry; and one more than its largest id. None and 0 if there is no tokenizer.
+        Files by name, the entry of the manifest, and one more than the largest id; {}, None and 0 without a tokenizer.
 
     Raises:
-        UserError: the tokenizer's file cannot be read, or names no token that ends a text.
+        UserError: the tokenizer's file cannot be read, or has no end-of-text token.
     """
     kinds = {"tokenizer.json": "HuggingFaceTokenizer", "tokenizer.model": "SentencePieceTokenizer"}
     file = next((name for name in kinds if name in carried), None)
     if file is None:
         return {}, None, 0
-    # They load the libraries that encode and decode, which nothing else here needs.
+    # Imports the tokenizer libraries, which nothing else here needs.
     from megatron_ladder.data.tokenizers import DESCRIPTION_FILE, copy_tokenizer, load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
-        beside = Path(folder)
+        path = Path(folder)
         for name, content in carried.items():
-            (beside / name).write_bytes(content)
-        tokenizer = load_tokenizer(kinds[file], beside / file)
-        copy_tokenizer(tokenizer, beside / "copy")
-        description = (beside / "copy" / DESCRIPTION_FILE).read_bytes()
+            (path / name).write_bytes(content)
+        tokenizer = load_tokenizer(kinds[file], path / file)
+        copy_tokenizer(tokenizer, path / "copy")
+        description = (path / "copy" / DESCRIPTION_FILE).read_bytes()
     entry = {"type": tokenizer.kind, "sha256": tokenizer.sha256}
     return {DESCRIPTION_FILE: description}, entry, tokenizer.vocab_size
 
 
 def token_ids(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """The ids of special tokens that a Hugging Face directory names; generation_config.json counts first."""
+    """Return the ids of special tokens in a Hugging Face directory; generation_config.json takes precedence."""
     ids: dict[str, Any] = {}
     sources: list[Mapping[str, Any]] = [config]
     if (directory / GENERATION_CONFIG).is_file():
@@ -71,20 +71,20 @@ def token_ids(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     return ids
 
 
-def exported_tokenizer(directory: Path, beside: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The tokenizer's files of a training checkpoint, as transformers looks for them.
+def exported_tokenizer(directory: Path, other_files: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return the tokenizer's files of a training checkpoint in the form that transformers expects.
 
     Args:
-        beside: what lies beside the checkpoint's tensors.
+        other_files: the files of the checkpoint other_filess manifest and tensors.
 
     Returns:
-        Files, by name; and the id of the token that ends a text, as `eos_token_id`, if there is a tokenizer.
+        Files by name, and the id of the end-of-text token as `eos_token_id` if there is a tokenizer.
 
     Raises:
         UserError: the tokenizer cannot be read, or is not the one that was saved.
     """
-    files = {name: content for name, content in beside.items() if name in CARRIED}
-    # They load the libraries that encode and decode, which nothing else here needs.
+    files = {name: content for name, content in other_files.items() if name in CARRIED}
+    # Imports the tokenizer libraries, which nothing else here needs.
     from megatron_ladder.data.tokenizers import (
         DESCRIPTION_FILE,
         GPT2BPETokenizer,
@@ -92,13 +92,13 @@ def exported_tokenizer(directory: Path, beside: Mapping[str, bytes]) -> tuple[di
         load_tokenizer_from_directory,
     )
 
-    if DESCRIPTION_FILE not in beside:
+    if DESCRIPTION_FILE not in other_files:
         return files, {}
     tokenizer = load_tokenizer_from_directory(directory)
     end = {"eos_token_id": tokenizer.eod_id}
-    if not tokenizer.files:  # Bytes, or numbers: transformers has no tokenizer of that kind.
+    if not tokenizer.files:  # Bytes or numbers: transformers has no such tokenizer.
         return files, end
-    contents = [beside[file.name] for file in tokenizer.files]
+    contents = [other_files[file.name] for file in tokenizer.files]
     config: dict[str, Any]
     if tokenizer.kind == SentencePieceTokenizer.kind:
         files.setdefault("tokenizer.model", contents[0])
@@ -118,12 +118,12 @@ def exported_tokenizer(directory: Path, beside: Mapping[str, bytes]) -> tuple[di
 
 
 def _sentencepiece_config(content: bytes) -> dict[str, Any]:
-    """With which transformers encodes as a SentencePiece model does, and puts nothing in front."""
+    """Return a tokenizer_config.json with which transformers encodes as the SentencePiece model, without a prefix."""
     import sentencepiece
 
     pieces = sentencepiece.SentencePieceProcessor(model_proto=content)
     config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "legacy": False}
-    # A text's first word is encoded as if a blank stood before it, or it is not.
+    # Some models encode the first word of a text as if a blank preceded it.
     config["add_prefix_space"] = pieces.encode("a", out_type=str)[0].startswith("\u2581")
     for token in ("bos", "eos", "unk"):
         number = getattr(pieces, f"{token}_id")()
@@ -132,5 +132,5 @@ def _sentencepiece_config(content: bytes) -> dict[str, Any]:
 
 
 def generation_config(ids: Mapping[str, Any]) -> bytes:
-    """A generation_config.json that says no more than which tokens begin and end a text."""
+    """Return a generation_config.json that only names special tokens."""
     return (json.dumps({**ids, "_from_model_config": True}, indent=2) + "\n").encode()

@@ -1,42 +1,39 @@
-"""Training checkpoints at both ends of a conversion: what one holds, and the plan of another."""
+"""Training checkpoints as source and target of a conversion."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder import __version__
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import model_tensors
-from megatron_ladder.checkpoint.checksum import algorithm_of, checksum_of
+from megatron_ladder.checkpoint.checksum import algorithm_of, checksum_of, mismatch
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.manifest import KINDS, BoxRecord, FileIndex, encode_manifest, merge_manifest
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
-from megatron_ladder.convert.mistakes import raise_mistakes
 from megatron_ladder.convert.names import rank_slices, stage_of, tensor_shapes
-from megatron_ladder.convert.plan import CopiedTensor, Plan, TargetBox, make_plan
-from megatron_ladder.convert.source_checksums import damage
+from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, TargetBox, make_plan
 from megatron_ladder.convert.sources import SourceTensor, stored_tensor
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, limited, raise_user_errors
 
-_MOST_BYTES_BESIDE = 100_000_000
-"""Of a file beside the tensors: a tokenizer has fewer."""
+_MAX_OTHER_BYTES = 100_000_000
+"""Larger files in the directory are not copied: no tokenizer has as many bytes."""
 
 
 @dataclass(frozen=True)
 class TrainingCheckpoint:
-    """A whole checkpoint whose tensors are those of its model."""
+    """A complete checkpoint whose tensors are those of its model."""
 
     checkpoint: Checkpoint
     model: ModelConfig
     tensors: dict[str, dict[str, SourceTensor]]
     """kind -> canonical name -> tensor; weights in the model's order."""
-    files_beside: dict[str, bytes]
-    """What lies beside manifest and tensors: the tokenizer."""
+    other_files: dict[str, bytes]
+    """Files besides manifest and tensors: the tokenizer."""
 
     @property
     def trained_dtype(self) -> str:
-        """Element type that the model was trained in; stored weights may be the fp32 masters of it."""
+        """Return the element type in which the model was trained; stored weights may be its fp32 masters."""
         training = self.checkpoint.manifest.get("run", {}).get("training", {})
         stored = self.tensors["weight"]["embedding.weight"].dtype
         if stored == "float32" and training.get("bf16"):
@@ -45,11 +42,11 @@ class TrainingCheckpoint:
 
 
 def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
-    """Opens the checkpoint in use of a directory, and compares it with the model that it says it is.
+    """Open the current checkpoint of a directory, and check that its tensors are those of its model.
 
     Raises:
-        UserError: there is none that is whole, tensors are missing, unexpected or of other shapes, or what lies beside
-            them is not what was saved.
+        UserError: no checkpoint is complete, tensors are missing, unexpected or have other shapes, or other files are
+            damaged.
     """
     try:
         checkpoint = Checkpoint.open(load)
@@ -57,68 +54,69 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
         first, *more = error.mistakes
         raise UserError(f"--load {first}", *more) from None
     path = checkpoint.directory / MANIFEST_NAME
-    model = ModelConfig.from_dict(checkpoint.manifest["model"], source=str(path))
+    model = checkpoint.model()
     expected = tensor_shapes(model)
-    mistakes = []
+    errors = []
     for kind in (kind for kind in KINDS if kind != "rng"):
         stored = checkpoint.stored(kind)
         if not stored and kind != "weight":
             continue
         for name, shape in expected.items():
             if name not in stored:
-                mistakes.append(f"{path}: {kind} of {name} is missing; expected shape {list(shape)}")
+                errors.append(f"{path}: {kind} of {name} is missing; expected shape {list(shape)}")
             elif stored[name].global_shape != shape:
                 found = list(stored[name].global_shape)
-                mistakes.append(f"{path}: {kind} of {name}: found shape {found}, expected {list(shape)}")
-        mistakes += [
+                errors.append(f"{path}: {kind} of {name}: found shape {found}, expected {list(shape)}")
+        errors += [
             f"{path}: {kind} of {name}: this model has no such tensor" for name in stored if name not in expected
         ]
-    raise_mistakes(mistakes)
-    order = {name: place for place, name in enumerate(expected)}
+    raise_user_errors(limited(errors))
+    order = {name: index for index, name in enumerate(expected)}
     tensors: dict[str, dict[str, SourceTensor]] = {}
     for kind in KINDS:
         stored = checkpoint.stored(kind)
         names = sorted(stored, key=lambda name: order.get(name, 0))
         tensors[kind] = {name: stored_tensor(checkpoint, stored[name]) for name in names}
-    return TrainingCheckpoint(checkpoint, model, tensors, _files_beside(checkpoint))
+    return TrainingCheckpoint(checkpoint, model, tensors, _other_files(checkpoint))
 
 
-def _files_beside(checkpoint: Checkpoint) -> dict[str, bytes]:
+def _other_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     checksums = {record["name"]: record["checksum"] for record in checkpoint.manifest["files"]}
-    mistakes = []
+    errors: list[str] = []
     of_tensors = {file for kind in KINDS for stored in checkpoint.stored(kind).values() for file in stored.files}
     found = {}
     for path in sorted(checkpoint.directory.iterdir()):
         if path.name not in {MANIFEST_NAME, *of_tensors} and path.is_file() and not path.is_symlink():
-            if path.suffix == ".py" or path.stat().st_size > _MOST_BYTES_BESIDE:
+            if path.suffix == ".py" or path.stat().st_size > _MAX_OTHER_BYTES:
                 continue
             content = found[path.name] = path.read_bytes()
             expected = checksums.get(path.name)
             if expected is not None:
-                mistakes += damage(path, expected, checksum_of(content, algorithm_of(expected)))
-    raise_mistakes(mistakes)
+                error = mismatch(path, expected, checksum_of(content, algorithm_of(expected)))
+                errors += [f"{error}; choose another checkpoint with --load"] if error is not None else []
+    raise_user_errors(limited(errors))
     return found
 
 
-def checksums_of_sources(checkpoint: Checkpoint, plan: Plan) -> dict[Path, str]:
-    """Checksums that the manifest has of the files that a plan reads; not of others, such as the optimizer's."""
+def checksums_of_sources(checkpoint: Checkpoint, plan: CopyPlan) -> dict[Path, str]:
+    """Return the recorded checksums of the files that a plan reads."""
     read = {stored.path for tensor in plan.tensors for stored in tensor.source.boxes}
     recorded = {checkpoint.directory / record["name"]: record["checksum"] for record in checkpoint.manifest["files"]}
     return {path: recorded[path] for path in sorted(read)}
 
 
 def check_layout(model: ModelConfig, tensor_parallel: int, stages: int) -> None:
-    """Raises one UserError if a model cannot be cut so."""
-    mistakes = tensor_parallel_errors(model, tensor_parallel)
+    """Raise UserError if a model cannot be cut for a layout."""
+    errors = tensor_parallel_errors(model, tensor_parallel)
     if stages > model.num_layers:
-        mistakes.append(f"--pipeline-model-parallel-size {stages}: the model has {model.num_layers} layers")
-    raise_mistakes(mistakes)
+        errors.append(f"--pipeline-model-parallel-size {stages}: the model has only {model.num_layers} layers")
+    raise_user_errors(limited(errors))
 
 
 def plan_checkpoint(
     tensors: Mapping[str, Mapping[str, SourceTensor]], model: ModelConfig, tensor_parallel: int, stages: int
-) -> Plan:
-    """Plans a checkpoint as ranks of that layout would write it.
+) -> CopyPlan:
+    """Plan a checkpoint in the form in which ranks of that layout would write it.
 
     Args:
         tensors: kind -> canonical name -> tensor.
@@ -139,13 +137,13 @@ def plan_checkpoint(
 
 
 def manifest_bytes(
-    plan: Plan, header: Mapping[str, Any], checksums: Mapping[str, str], files_beside: Mapping[str, bytes]
+    plan: CopyPlan, header: Mapping[str, Any], checksums: Mapping[str, str], other_files: Mapping[str, bytes]
 ) -> bytes:
-    """The manifest of a planned checkpoint.
+    """Return the manifest of a planned checkpoint.
 
     Args:
-        header: what it says besides files and tensors.
-        checksums: of the plan's files.
+        header: keys besides files and tensors.
+        checksums: checksums of the planned files.
     """
     boxes: list[BoxRecord] = [
         {
@@ -165,11 +163,6 @@ def manifest_bytes(
     for file in plan.files:
         size = len(file.header()) + file.data_bytes
         index["files"].append({"name": file.name, "size": size, "checksum": checksums[file.name]})
-    for name, content in files_beside.items():
+    for name, content in other_files.items():
         index["files"].append({"name": name, "size": len(content), "checksum": checksum_of(content)})
     return encode_manifest(merge_manifest(header, [index]))
-
-
-def versions() -> dict[str, str]:
-    """For a manifest's header."""
-    return {"megatron_ladder": __version__}

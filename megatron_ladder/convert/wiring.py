@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, parse_layers
 from megatron_ladder.blueprint.wiring import WIRINGS, modes_taking
-from megatron_ladder.convert.mistakes import raise_mistakes
 from megatron_ladder.convert.options import Rewiring
+from megatron_ladder.errors import raise_user_errors
 
 
 def wiring_text(model: ModelConfig) -> str:
@@ -71,9 +71,9 @@ def rewired(model: ModelConfig, options: Rewiring) -> tuple[ModelConfig, list[st
             late_layers = model.ladder_layers if keep else parse_layers(layers or "all", model.num_layers)
         except ValueError as error:
             mistakes.append(f"--ladder-layers {layers}: {error}")
-    raise_mistakes(mistakes)
+    raise_user_errors(mistakes)
     changed = replace(model, residual_mode=mode, ladder_layers=late_layers, residual_staleness=staleness or 1)
-    raise_mistakes(model_errors(changed))
+    raise_user_errors(model_errors(changed))
     if wiring_text(changed) == wiring_text(model):
         return changed, []
     return changed, [f"the wiring of the source, {wiring_text(model)}, is overridden: {wiring_text(changed)}"]

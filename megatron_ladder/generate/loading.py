@@ -4,8 +4,6 @@
 override them. `load_model` then builds this rank's model and reads this rank's slices of the weights.
 """
 
-import contextlib
-import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +11,13 @@ from typing import Any
 
 import tokenizers
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
-from megatron_ladder.checkpoint.boxes import Box, flat_range, row_major_strides
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.weights import load_weights, stored_model
+from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.convert.hf_directory import CONFIG_NAME, HFDirectory, open_hf_directory, safe_path
-from megatron_ladder.convert.sources import Reader, StoredBox
+from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory, safe_path
 from megatron_ladder.convert.tokenizer_files import token_ids
 from megatron_ladder.data.tokenizers import (
     DESCRIPTION_FILE,
@@ -34,7 +30,6 @@ from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.parallel.layout import has_padding, parameter_sections
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of --dtype."""
@@ -92,7 +87,7 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None) -> StoredMode
         tokenizer = load_tokenizer_from_directory(checkpoint.directory)
     return StoredModel(
         checkpoint.directory,
-        stored_model(checkpoint),
+        checkpoint.model(),
         tokenizer,
         eos_ids=_eos_ids(checkpoint.manifest.get("hugging_face") or {}, tokenizer),
         prefix=(),
@@ -111,7 +106,7 @@ def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
         prefix = _prefix(tokenizer)
     eos_ids = _eos_ids(token_ids(found.config, directory), tokenizer)
     return StoredModel(
-        directory, found.model, tokenizer, eos_ids, prefix, fill=lambda model: _load_hf_weights(model, found)
+        directory, found.model, tokenizer, eos_ids, prefix, fill=lambda model: load_weights(model, found)
     )
 
 
@@ -172,47 +167,3 @@ def load_model(
     if all_errors:
         raise UserError(*all_errors)
     return model
-
-
-@torch.no_grad()
-def _load_hf_weights(model: nn.Module, directory: HFDirectory) -> None:
-    """Fill this rank's parameters, reading only the bytes of their slices; padding becomes zero."""
-    reader, mapped_files = Reader(), dict[Path, mmap.mmap]()
-    with contextlib.closing(reader):
-        for parameter, sections in parameter_sections(model):
-            if has_padding(parameter, sections):
-                parameter.zero_()
-            for section in sections:
-                source = directory.tensors[section.name]
-                wanted = Box(section.offset, section.extent)
-                target = section.view(parameter).detach()
-                for stored, shared in source.in_rows(wanted):
-                    part = target[shared.within(wanted).slices()]
-                    _read_box(stored, shared, getattr(torch, source.dtype), part, reader, mapped_files)
-
-
-def _read_box(
-    stored: StoredBox,
-    shared: Box,
-    dtype: torch.dtype,
-    out: Tensor,
-    reader: Reader,
-    mapped_files: dict[Path, mmap.mmap],
-) -> None:
-    """Copy the part `shared` of a stored box to `out`, which may have another dtype or device."""
-    part = shared.within(stored.box)
-    first, end = flat_range(stored.box.extent, part)
-    begin, count = first * dtype.itemsize, end - first
-    if count == part.numel and out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu":
-        reader.read_box(stored, begin, out.view(-1).view(torch.uint8).numpy().data)
-        return
-    try:
-        if stored.mapped is None and stored.path not in mapped_files:
-            with open(stored.path, "rb") as file:
-                # Copy-on-write, because torch warns about read-only memory; nothing writes to it.
-                mapped_files[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        whole = mapped_files[stored.path] if stored.mapped is None else stored.mapped
-        flat = torch.frombuffer(whole, dtype=dtype, count=count, offset=stored.begin + begin)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{stored.path}: cannot be read: {error}") from None
-    out.copy_(flat.as_strided(part.extent, row_major_strides(stored.box.extent)))

@@ -15,16 +15,12 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 
 from megatron_ladder import __version__
-from megatron_ladder.checkpoint.background import Background
+from megatron_ladder.checkpoint.async_save import Background, FileHandover, HostMemory
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.handover import FileHandover
-from megatron_ladder.checkpoint.host_memory import HostMemory
 from megatron_ladder.checkpoint.loading import load_newest
-from megatron_ladder.checkpoint.progress import ProgressLines
 from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.checkpoint.retention import Retention
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions, SaveOutcome, TrainingSave
-from megatron_ladder.checkpoint.weights import stored_model
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import say
@@ -273,18 +269,18 @@ class CheckpointSaver:
     def _load(self, load: Path, opened: Checkpoint) -> Checkpoint:
         config, rank = self._config, self._world.rank
         weights_alone = self._trainer.run.loads_only_weights
-        model = stored_model(opened)
+        model = opened.model()
 
         def refuse(checkpoint: Checkpoint) -> list[str]:
             # The command line was compared with the one that was opened at the start.
-            other = stored_model(checkpoint) != model
+            other = checkpoint.model() != model
             return [f"{checkpoint.directory}: is of another model than {opened.directory}"] if other else []
 
         checkpoint, faults = load_newest(
             load, self._trainer.engine.state, self._world, refuse,
             optimizer=config.load_optim and not weights_alone,
             generators=config.load_rng and not weights_alone,
-            progress=ProgressLines(f"verifies and reads {load}", lambda text: say(text, rank)),
+            progress=f"verifying {load}" if rank == 0 else None,
         )  # fmt: skip
         if faults:
             for fault in faults:

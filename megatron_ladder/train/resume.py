@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.publish import is_published_name
-from megatron_ladder.checkpoint.weights import stored_model
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.data.identity import data_changes
@@ -61,7 +60,7 @@ def open_checkpoint(run: RunConfig, vocabulary_is_known: bool, errors: ErrorColl
 
 def _model_differences(run: RunConfig, checkpoint: Checkpoint, ignored: Sequence[str]) -> list[str]:
     """Return one line per value of the command line that contradicts the checkpoint."""
-    model = stored_model(checkpoint)
+    model = checkpoint.model()
     stored, given = model.to_dict(), run.model.to_dict()
     pairs = {name: (given[name], stored[name]) for name in stored if name not in ignored}
     # Derived values are compared only if the wirings agree, and reported under the name of a flag.
@@ -85,7 +84,7 @@ def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) 
     options, stored = run.checkpoint, checkpoint.manifest.get("run", {})
     if run.loads_only_weights:
         return run
-    if options.load_optim and not checkpoint.tensors("exp_avg"):
+    if options.load_optim and not checkpoint.stored("exp_avg"):
         errors.add(
             f"--load {checkpoint.directory}: holds weights and no optimizer: give --finetune, or --no-load-optim"
         )

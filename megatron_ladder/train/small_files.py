@@ -8,8 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.checkpoint.carried import CARRIED, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZERS
-from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZERS, Checkpoint
 from megatron_ladder.data.files import write_atomically
 from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
 

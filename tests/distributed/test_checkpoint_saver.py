@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from torch import equal
 
-from megatron_ladder.checkpoint import writer
+from megatron_ladder.checkpoint import saving
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.errors import UserError
 from megatron_ladder.train import checkpoints
@@ -95,7 +95,7 @@ def test_checkpoints_written_beside_training_are_those_written_at_once(
 
 def failing_saves(argv: list[str], failing: int) -> tuple[Events, str, int]:
     """On each rank: what happened, the words with which the last save failed, and what was saved by then."""
-    real = writer.write_tensor_file
+    real = saving.write_tensor_file
     trainer, saver, events = saver_of(argv)
 
     def write(path: Path, *arguments: Any) -> tuple[int, str]:
@@ -105,7 +105,7 @@ def failing_saves(argv: list[str], failing: int) -> tuple[Events, str, int]:
 
     with (
         mock.patch.object(checkpoints, "describe_data", lambda *of_the_data: {}),
-        mock.patch.object(writer, "write_tensor_file", write),
+        mock.patch.object(saving, "write_tensor_file", write),
     ):
         try:
             with saver:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.weights import load_weights, stored_model
+from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.convert.names import hf_name
 from megatron_ladder.model.language_model import LanguageModel
 from tests.distributed.pool import GlooPools
@@ -20,7 +20,7 @@ def logits_here(directory: str, tokens: Tensor) -> Tensor:
     """On each rank: [b, s] -> [b, s, V] of the checkpoint's model, cut over all ranks."""
     checkpoint = Checkpoint.open(Path(directory))
     mesh = mesh_of(torch.distributed.get_world_size())
-    model = LanguageModel(stored_model(checkpoint), mesh)
+    model = LanguageModel(checkpoint.model(), mesh)
     load_weights(model, checkpoint)
     with torch.no_grad():
         hidden_states = model.hidden_states(tokens, model.training_context(tokens))

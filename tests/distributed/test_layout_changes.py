@@ -7,14 +7,11 @@ import numpy as np
 import pytest
 from torch import equal
 
-from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
-from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
 from tests.distributed.pool import GlooPools
 from tests.distributed.test_training import Batch, steps_of_batches
 from tests.distributed.test_zero import everything
-from tests.distributed.training import build_trainer_here, own_batches
+from tests.distributed.training import build_trainer_here, load_trainer, own_batches, save_trainer
 
 RECIPE = (
     "--lr 1e-3 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 4 --train-iters 100 "
@@ -44,11 +41,6 @@ class Stay(NamedTuple):
 JOURNEY = [Stay((2, 1, 1), 1), Stay((1, 2, 1), 1), Stay((1, 1, 2), 2), Stay((1, 1, 2), 3), Stay((2, 2, 1), 1)]
 
 
-def save_here(trainer: Trainer, directory: Path, iteration: int) -> None:
-    header = {"iteration": iteration, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
-    save_training_state(directory, header, trainer.engine.state, trainer.mesh.world, lambda files: None)
-
-
 def stay(
     argv: list[str], batches: list[list[Batch]], first: int, load: Path | None, saves: tuple[Path, Path]
 ) -> list[float]:
@@ -59,12 +51,12 @@ def stay(
     # Another seed: nothing of the trainer's own weights may be left after loading.
     trainer = build_trainer_here([*argv, "--seed", "1" if load is None else "99"])
     if load is not None:
-        load_training_state(Checkpoint.open(load), trainer.engine.state, trainer.mesh.world, verify=True)
-        save_here(trainer, saves[0], first - 1)
+        load_trainer(trainer, load)
+        save_trainer(trainer, saves[0], first - 1)
     losses = []
     for iteration, batch in enumerate(batches, start=first):
         if iteration == first + len(batches) - 1:
-            save_here(trainer, saves[1], iteration - 1)
+            save_trainer(trainer, saves[1], iteration - 1)
         loss = train_step(trainer, own_batches(trainer, batch), iteration).loss
         # Shares of ranks are added in fp64, those of micro-batches in fp32: rounded, two of them are the same sum.
         losses.append(float(np.float32(loss)))

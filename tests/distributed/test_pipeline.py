@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.generate.loading import open_model
@@ -23,7 +21,14 @@ from megatron_ladder.train.step import evaluate, train_step
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import Pieces, assert_pieces
 from tests.distributed.test_training import Batch, steps_of_batches
-from tests.distributed.training import build_trainer_here, own_batches, run_of, weight_pieces
+from tests.distributed.training import (
+    build_trainer_here,
+    load_trainer,
+    own_batches,
+    run_of,
+    save_trainer,
+    weight_pieces,
+)
 from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss, reference_training
 
 STEPS = 5
@@ -175,14 +180,13 @@ def part_of_a_run(
     # Another seed: nothing of the trainer's own weights may be left after loading.
     trainer = build_trainer_here([*argv, "--seed", "1" if load is None else "99"])
     if load is not None:
-        load_training_state(Checkpoint.open(load), trainer.engine.state, trainer.mesh.world)
+        load_trainer(trainer, load)
     losses = [
         loss_of(trainer, train_step(trainer, own_batches(trainer, batch), iteration).loss_sum)
         for iteration, batch in enumerate(batches, start=first)
     ]
     if save is not None:
-        header = {"iteration": first + len(batches) - 1, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
-        save_training_state(save, header, trainer.engine.state, trainer.mesh.world, lambda directory: None)
+        save_trainer(trainer, save, first + len(batches) - 1)
     return losses, weight_pieces(trainer)
 
 

@@ -7,14 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
 from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.train.memory import ActivationMeter
 from megatron_ladder.train.step import evaluate, train_step
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import Pieces, assert_pieces
-from tests.distributed.training import build_trainer_here, own_batches, run_of, weight_pieces
+from tests.distributed.training import (
+    build_trainer_here,
+    load_trainer,
+    own_batches,
+    run_of,
+    save_trainer,
+    weight_pieces,
+)
 from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss, reference_training
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -145,11 +150,10 @@ def interrupted(argv: list[str], batches: list[list[Batch]], save: str, stop: in
     trainer = build_trainer_here(argv)
     for iteration in range(1, stop + 1):
         losses.append(train_step(trainer, own_batches(trainer, batches[iteration - 1]), iteration).loss_sum.item())
-    header = {"iteration": stop, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
-    save_training_state(Path(save), header, trainer.engine.state, trainer.mesh.world, lambda directory: None)
+    save_trainer(trainer, Path(save), stop)
     # Another seed: nothing of the fresh trainer's own weights may be left after loading.
     fresh = build_trainer_here([*argv, "--seed", "99"])
-    load_training_state(Checkpoint.open(Path(save)), fresh.engine.state, fresh.mesh.world)
+    load_trainer(fresh, Path(save))
     for iteration in range(stop + 1, len(batches) + 1):
         losses.append(train_step(fresh, own_batches(fresh, batches[iteration - 1]), iteration).loss_sum.item())
     return losses, weight_pieces(fresh)
@@ -203,7 +207,7 @@ def test_desync_resumes_bitwise(gloo_pools: GlooPools, tmp_path: Path, world: in
 def load_elsewhere(argv: list[str], save: str) -> Pieces:
     """On each rank: the weights of a checkpoint that another layout wrote."""
     trainer = build_trainer_here([*argv, "--seed", "99"])
-    load_training_state(Checkpoint.open(Path(save)), trainer.engine.state, trainer.mesh.world)
+    load_trainer(trainer, Path(save))
     return weight_pieces(trainer)
 
 

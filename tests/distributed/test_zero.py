@@ -12,14 +12,20 @@ from torch import Tensor
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS
-from megatron_ladder.checkpoint.training_state import load_training_state, save_training_state
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import evaluate, train_step
 from tests.distributed.pool import GlooPools
 from tests.distributed.test_training import RECIPE, Batch, check_resume, check_steps, steps_of_batches, train
-from tests.distributed.training import build_trainer_here, own_batches, run_of, weight_pieces
+from tests.distributed.training import (
+    build_trainer_here,
+    load_trainer,
+    own_batches,
+    run_of,
+    save_trainer,
+    weight_pieces,
+)
 from tests.reference import ReferenceConfig, make_weights, reference_loss
 
 GENTLE_RECIPE = [*RECIPE, "--lr", "1e-3", "--global-batch-size", "8"]
@@ -106,11 +112,10 @@ def pass_on(argv: list[str], load: str | None, save: str, steps: int) -> int:
     # Another seed: nothing of the trainer's own weights may be left after loading.
     trainer = build_trainer_here(argv if load is None else [*argv, "--seed", "99"])
     if load is not None:
-        load_training_state(Checkpoint.open(Path(load)), trainer.engine.state, trainer.mesh.world)
+        load_trainer(trainer, Path(load))
     for iteration, batch in enumerate(steps_of_batches(steps, 4), start=1):
         train_step(trainer, own_batches(trainer, batch), iteration)
-    header = {"iteration": 1, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
-    save_training_state(Path(save), header, trainer.engine.state, trainer.mesh.world, lambda directory: None)
+    save_trainer(trainer, Path(save), 1)
     return trainer.engine.state.steps_taken()
 
 
@@ -119,8 +124,8 @@ def everything(save: Path) -> dict[tuple[str, str], Tensor]:
     checkpoint = Checkpoint.open(save)
     values = {}
     for kind in ("weight", *MOMENTS):
-        for name, info in checkpoint.tensors(kind).items():
-            shape = tuple(info.global_shape)
+        for name, stored in checkpoint.stored(kind).items():
+            shape = stored.global_shape
             values[name, kind] = torch.empty(shape)
             checkpoint.read(name, kind, (0,) * len(shape), shape, out=values[name, kind])
     return values
@@ -253,10 +258,9 @@ def scaled_steps(argv: list[str], save: str) -> tuple[list[ScaledStep], dict[str
         changed = any(not torch.equal(a, b) for (_, _, a), (_, _, b) in zip(before, after, strict=True))
         history.append(ScaledStep(result.gradient_norm, result.skipped, scale, changed))
     assert trainer.engine.state.steps_taken() == sum(not step.left_out for step in history)
-    header = {"iteration": 5, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
-    save_training_state(Path(save), header, trainer.engine.state, trainer.mesh.world, lambda directory: None)
+    save_trainer(trainer, Path(save), 5)
     fresh = build_fp16_trainer(argv)
-    load_training_state(Checkpoint.open(Path(save)), fresh.engine.state, fresh.mesh.world)
+    load_trainer(fresh, Path(save))
     return history, trainer.engine.state.loss_scaler(), fresh.engine.state.loss_scaler()
 
 

@@ -4,11 +4,14 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.checkpoint.loading import load_newest
+from megatron_ladder.checkpoint.saving import SaveOptions, TrainingSave
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.batches import MicroBatch
@@ -85,3 +88,18 @@ def gathered(parameters: Iterable[nn.Parameter], written: bool = False) -> Abstr
         partitioned, modifier_rank=0 if written else None, enabled=bool(partitioned)
     )
     return context
+
+
+def save_trainer(trainer: Trainer, save: Path, iteration: int) -> None:
+    """On each rank: publish a checkpoint of the trainer's state."""
+    header = {"iteration": iteration, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
+    world = trainer.mesh.world
+    saving = TrainingSave.begin(save, header, trainer.engine.state, world, lambda directory: None, SaveOptions())
+    outcome = world.broadcast_object(saving.write(world.gather_objects))
+    assert outcome.error is None, outcome.error
+
+
+def load_trainer(trainer: Trainer, load: Path) -> None:
+    """On each rank: load the newest checkpoint, which must be undamaged."""
+    _, errors = load_newest(load, trainer.engine.state, trainer.mesh.world, lambda checkpoint: [])
+    assert errors == []

@@ -166,4 +166,4 @@ def test_a_directory_without_a_whole_checkpoint_is_refused(tokens: Path, tmp_pat
         timeout=60,
     )  # fmt: skip
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "none of its 1 checkpoints is whole" in done.stderr and "manifest.json" in done.stderr
+    assert "none of its 1 checkpoints is complete" in done.stderr and "manifest.json" in done.stderr

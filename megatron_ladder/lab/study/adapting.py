@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.convert.carry_out import carry_out
+from megatron_ladder.convert.conversions import plan_reshape
 from megatron_ladder.convert.measures import Measures
 from megatron_ladder.convert.options import ReshapeOptions
-from megatron_ladder.convert.reshaping import plan_reshape
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.study.adapt_report import write_adaptation

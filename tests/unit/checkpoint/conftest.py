@@ -1,4 +1,4 @@
-"""A small state, and ways of saving it that know nothing of how it will be read."""
+"""A small state, and functions that save it."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 from megatron_ladder.checkpoint.manifest import FileIndex, merge_manifest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
-from megatron_ladder.checkpoint.writer import CheckpointWriter
+from megatron_ladder.checkpoint.saving import CheckpointWriter
 
 State = dict[tuple[str, str], torch.Tensor]
 """(name, kind) -> canonical tensor"""
@@ -25,14 +25,14 @@ def small_state(seed: int) -> State:
         ("norm.weight", "weight"): torch.randn(7, generator=generator).bfloat16(),
         ("rank_00000.cpu", "rng"): torch.randint(0, 256, (33,), generator=generator, dtype=torch.uint8),
     }
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
+    for kind in ("exp_avg", "exp_avg_sq"):
         state["mlp.weight", kind] = torch.randn(6, 5, generator=generator)
         state["norm.weight", kind] = torch.randn(7, generator=generator)
     return state
 
 
 def write_halves(directory: Path, state: Mapping[tuple[str, str], torch.Tensor]) -> list[FileIndex]:
-    """Rank 0 writes the first rows of each tensor, rank 1 the others."""
+    """Rank 0 writes the first half of the rows of each tensor, rank 1 the second half."""
     writers = [CheckpointWriter(directory, rank) for rank in range(2)]
     for (name, kind), tensor in state.items():
         rows = tensor.shape[0] // 2

@@ -1,8 +1,8 @@
-"""What checkpoints cost, on one process; the figures in docs/checkpoints.md come from it.
+"""Measures the cost of checkpoints in one process; the figures in docs/checkpoints.md come from it.
 
     python -m tests.unit.checkpoint.costs DIRECTORY [MILLIONS OF PARAMETERS]
 
-What is compared takes turns; the least seconds are printed, since whatever else runs only adds.
+Variants alternate, and the minimum of the times is printed: other load on the machine can only add time.
 """
 
 import os
@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 
 from megatron_ladder.checkpoint import checksum, tensor_file
+from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.host_memory import HostMemory
+from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS
 from megatron_ladder.checkpoint.saving import SaveOptions
-from megatron_ladder.checkpoint.training_state import load_training_state
 from megatron_ladder.comm.group import CommGroup
 from tests.unit.checkpoint import tiny_training
 from tests.unit.checkpoint.tiny_training import TinyState, begin, save_at_once
@@ -29,7 +29,7 @@ REPETITIONS = 20
 
 
 class NoDigest:
-    """Takes no time."""
+    """A checksum that costs nothing."""
 
     def update(self, data: object) -> None:
         pass
@@ -44,8 +44,8 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def in_turns(prepare: Callable[[], object] | None = None, **works: Callable[[], object]) -> dict[str, float]:
-    """Least seconds of each, once they are warm; `prepare` is called before each."""
+def alternate(prepare: Callable[[], object] | None = None, **works: Callable[[], object]) -> dict[str, float]:
+    """Return the minimum seconds of each when warm; `prepare` is called before each."""
 
     def once(work: Callable[[], object]) -> float:
         if prepare is not None:
@@ -77,7 +77,7 @@ def main(folder: Path, millions: int) -> None:
         host.copies(sources)
 
     def blocked() -> None:
-        saving = begin(folder / "beside", 1, state, world, SaveOptions(host=host))
+        saving = begin(folder / "blocked", 1, state, world, SaveOptions(host=host))
         saving._give_up("")
 
     def save() -> None:
@@ -90,10 +90,17 @@ def main(folder: Path, millions: int) -> None:
         ):
             save()
 
-    print(in_turns(None, copy=copy, copy_to_host=copy_to_host, blocked=blocked))
-    print(in_turns(None, save=save, save_unchecked=save_unchecked))
+    print(alternate(None, copy=copy, copy_to_host=copy_to_host, blocked=blocked))
+    print(alternate(None, save=save, save_unchecked=save_unchecked))
     save_at_once(folder / "kept", 1, state, world)
     checkpoint = Checkpoint.open(folder / "kept")
+
+    def load() -> None:
+        load_newest(folder / "kept", state, world, lambda checkpoint: [])
+
+    def load_unchecked() -> None:
+        with mock.patch.object(Checkpoint, "verify"):
+            load()
 
     def drop() -> None:
         for path in checkpoint.directory.iterdir():
@@ -101,10 +108,10 @@ def main(folder: Path, millions: int) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     for cold in (False, True):
-        print("from the disk" if cold else "from the page cache", in_turns(
+        print("from the disk" if cold else "from the page cache", alternate(
             drop if cold else None,
-            load=lambda: load_training_state(checkpoint, state, world, verify=True),
-            load_unchecked=lambda: load_training_state(checkpoint, state, world),
+            load=load,
+            load_unchecked=load_unchecked,
         ))  # fmt: skip
 
 

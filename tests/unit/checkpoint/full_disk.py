@@ -1,9 +1,8 @@
-"""Saves on a file system that is full at one point or another; run by `test_saving` in mounts of its own.
+"""Saves to a file system that fills up at every possible point; run by `test_saving` in a separate mount namespace.
 
     python -m tests.unit.checkpoint.full_disk DIRECTORY
 
-DIRECTORY is an empty tmpfs of 2 MiB. Prints what saves said, for every number of free pages from none on, until one
-has succeeded.
+DIRECTORY is an empty tmpfs of 2 MiB. Prints the errors of saves with 0, 1, 2, ... free pages, until one succeeds.
 """
 
 import json
@@ -19,7 +18,7 @@ PAGE = 4096
 
 
 def fill(path: Path, free_pages: int) -> None:
-    """Leaves so many pages."""
+    """Leave this many free pages."""
     found = os.statvfs(path.parent)
     path.write_bytes(bytes((found.f_bavail * found.f_frsize // PAGE - free_pages) * PAGE))
 
@@ -34,8 +33,8 @@ def main(folder: Path) -> None:
 
     assert save_new(100, 1)[0].error is None
     fill(ballast, 2)
-    said = [[str(answer) for answer in save_new(200, 2)]]
-    # Another program takes the room that was there when a save began.
+    errors = [[str(answer) for answer in save_new(200, 2)]]
+    # Another program takes the room after the save has checked for it.
     os.statvfs = lambda path: SimpleNamespace(f_bavail=1 << 40, f_frsize=PAGE, f_blocks=1 << 40)
     for free_pages in range(100):
         ballast.unlink()
@@ -46,11 +45,11 @@ def main(folder: Path) -> None:
         if answers[0].error is None:
             break
         assert answers[1] == answers[0]
-        said.append([str(answers[0].error)])
+        errors.append([str(answers[0].error)])
         assert holds(save, old)
         assert not [entry for entry in save.iterdir() if ".tmp-" in entry.name]
     assert holds(save, new)
-    print(json.dumps(said))
+    print(json.dumps(errors))
 
 
 if __name__ == "__main__":

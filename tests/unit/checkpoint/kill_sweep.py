@@ -1,10 +1,10 @@
-"""Kills a process at every write to the file system of a save, and looks at what is left; run by `test_killed_saves`.
+"""Kills a process at every file-system call of a save, and checks what is left; run by `test_killed_saves`.
 
     python -m tests.unit.checkpoint.kill_sweep DIRECTORY SCENARIO
 
 A child is forked for each point. It counts the calls that change the file system, and sends itself SIGKILL before the
-chosen one, or with half of it written. Before that it empties every file that was not fsynced since it was written
-to, as a machine that loses power may; a torn write is left as it is.
+chosen one, or after half of a write. Before a whole call it also empties every file that was not fsynced since its
+last write, as a power failure may.
 """
 
 import builtins
@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.host_memory import HostMemory
 from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.checkpoint.retention import Retention
 from megatron_ladder.checkpoint.saving import SaveOptions
@@ -31,11 +31,11 @@ from tests.unit.checkpoint.tiny_training import TinyState, begin, hand_over, hol
 CHANGES = (
     "open", "fsync", "rename", "replace", "mkdir", "makedirs", "rmdir", "unlink", "remove", "truncate", "sendfile",
 )  # fmt: skip
-"""Functions of `os` at which a child may die; `write` as well, before it and in the middle."""
+"""Functions of `os` at which a child may die; also before and in the middle of `write`."""
 
 
 class Killer:
-    """Patches this process so that it dies at one point; with 0 it only counts."""
+    """Patches this process so that it dies at one point; point 0 only counts."""
 
     def __init__(self, point: int, torn: bool) -> None:
         self.names: list[str] = []
@@ -97,7 +97,7 @@ class Killer:
 
 
 class KillingFile:
-    """A file whose writes are points to die at."""
+    """A file whose writes are counted."""
 
     def __init__(self, file: Any, killer: Killer) -> None:
         self._file = file
@@ -123,7 +123,7 @@ class KillingFile:
 
 
 def save_in_background(save: Path, iteration: int, seed: int, options: SaveOptions) -> None:
-    """Two ranks, whose state goes on changing while files are written."""
+    """Save from two ranks whose state changes while files are written."""
 
     def rank(world: CommGroup) -> None:
         state = TinyState(seed, world.rank, world.size)
@@ -144,11 +144,11 @@ SCENARIOS: dict[str, tuple[Callable[..., None], int, Retention]] = {
     "retention": (save_alone, 200, Retention(keep_last=1)),
     "background": (save_in_background, 200, Retention(keep_last=2)),
 }
-"""How the killed save is made, of which iteration, and what goes after it; iterations 50 and 100 are there."""
+"""Function, iteration and retention of the killed save; iterations 50 and 100 exist before."""
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Runs `work` in a fork; returns the number of the signal that ended it, 0 if none did."""
+    """Run `work` in a fork; return the number of the signal that ended it, or 0."""
     child = os.fork()
     if child == 0:
         try:
@@ -192,7 +192,7 @@ def sweep(root: Path, scenario: str) -> dict[str, Any]:
             outcomes.append(is_new)
             for earlier in published_checkpoints(directory):
                 Checkpoint.open(directory / earlier)
-            # The clock of file systems may be as coarse as this.
+            # Wait for the next tick of a coarse file-system clock.
             time.sleep(0.005)
             save_alone(directory, 300, 3, options)
             assert holds(directory, newest)

@@ -1,6 +1,7 @@
-"""Boxes against element-by-element counting."""
+"""Boxes compared with element-by-element counting."""
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -8,12 +9,15 @@ import torch
 
 from megatron_ladder.checkpoint.boxes import (
     Box,
-    cut_interval,
     cut_span,
     first_untiled,
     flat_range,
     intersection,
 )
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
 
 
 def random_box(rng: random.Random, shape: list[int]) -> Box:
@@ -37,31 +41,31 @@ def random_shape(rng: random.Random, longest: int = 5) -> list[int]:
         ((2, 3, 4), 5, 19, [((0, 1, 1), (1, 1, 3), 0), ((0, 2, 0), (1, 1, 4), 3), ((1, 0, 0), (1, 3, 4), 7)]),
     ],
 )
-def test_interval_is_cut_into_these_boxes(
+def test_boxes_of_an_interval(
     extent: tuple[int, ...],
     start: int,
     length: int,
     pieces: list[tuple[tuple[int, ...], tuple[int, ...], int]],
 ) -> None:
-    found = [(box.offset, box.extent, begin) for box, begin in cut_interval(extent, start, length)]
+    found = [(box.offset, box.extent, begin) for box, begin in cut_span(whole(extent), start, length)]
     assert found == pieces
 
 
-def test_pieces_hold_the_interval_in_order() -> None:
+def test_pieces_cover_the_interval_in_order() -> None:
     rng = random.Random(1)
     for _ in range(400):
         extent = random_shape(rng)
         elements = torch.arange(int(np.prod(extent))).view(extent)
         start = rng.randrange(elements.numel())
         length = rng.randint(1, elements.numel() - start)
-        pieces = cut_interval(extent, start, length)
+        pieces = cut_span(whole(extent), start, length)
         values = [elements[box.slices()].reshape(-1) for box, _ in pieces]
         assert torch.equal(torch.cat(values), torch.arange(start, start + length))
         assert [begin for _, begin in pieces] == [int(value[0]) - start for value in values]
         assert len(pieces) <= 2 * len(extent) - 1
 
 
-def test_span_counts_from_the_canonical_corner() -> None:
+def test_offsets_are_relative_to_the_canonical_tensor() -> None:
     canonical = torch.arange(6 * 8).view(6, 8)
     held = Box((2, 4), (3, 4))
     local = canonical[held.slices()].reshape(-1)
@@ -70,9 +74,9 @@ def test_span_counts_from_the_canonical_corner() -> None:
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 3), (0, 0), (18, 3), (20, 1)])
-def test_interval_outside_of_the_tensor_is_refused(start: int, length: int) -> None:
+def test_interval_outside_the_box_is_rejected(start: int, length: int) -> None:
     with pytest.raises(ValueError, match=r"\[4, 5\]"):
-        cut_interval((4, 5), start, length)
+        cut_span(whole((4, 5)), start, length)
 
 
 def test_intersection_holds_the_shared_elements() -> None:
@@ -89,7 +93,7 @@ def test_intersection_holds_the_shared_elements() -> None:
             assert np.all(count[shared.slices()] == 2) and shared.numel == np.sum(count == 2)
 
 
-def test_flat_range_is_the_least_that_holds_the_box() -> None:
+def test_flat_range_is_the_smallest_that_contains_the_box() -> None:
     rng = random.Random(3)
     for _ in range(300):
         shape = random_shape(rng)
@@ -111,13 +115,13 @@ def split_at_random(rng: random.Random, box: Box, depth: int) -> list[Box]:
     return [piece for part in parts for piece in split_at_random(rng, part, depth - 1)]
 
 
-def first_fault(shape: list[int], boxes: list[Box]) -> tuple[tuple[int, ...], bool] | None:
+def first_error(shape: list[int], boxes: list[Box]) -> tuple[tuple[int, ...], bool] | None:
     offsets = np.array([box.offset for box in boxes], np.int64).reshape(-1, len(shape))
     extents = np.array([box.extent for box in boxes], np.int64).reshape(-1, len(shape))
     return first_untiled(shape, offsets, extents)
 
 
-def test_faults_of_a_tiling_are_found_where_counting_finds_them() -> None:
+def test_tiling_errors_are_found_where_counting_finds_them() -> None:
     rng = random.Random(4)
     outcomes = {"whole": 0, "hole": 0, "overlap": 0}
     for _ in range(600):
@@ -135,16 +139,16 @@ def test_faults_of_a_tiling_are_found_where_counting_finds_them() -> None:
         for box in boxes:
             count[box.slices()] += 1
         wrong = np.argwhere(count != 1)
-        fault = first_fault(shape, boxes)
+        error = first_error(shape, boxes)
         if len(wrong) == 0:
-            assert fault is None
+            assert error is None
             outcomes["whole"] += 1
         else:
             index = tuple(wrong[0].tolist())
-            assert fault == (index, bool(count[index] > 1))
-            outcomes["overlap" if fault[1] else "hole"] += 1
+            assert error == (index, bool(count[index] > 1))
+            outcomes["overlap" if error[1] else "hole"] += 1
     assert min(outcomes.values()) > 50
 
 
-def test_no_boxes_leave_a_hole_at_the_first_element() -> None:
-    assert first_fault([3, 2], []) == ((0, 0), False)
+def test_without_boxes_the_first_element_is_missing() -> None:
+    assert first_error([3, 2], []) == ((0, 0), False)

@@ -1,4 +1,4 @@
-"""Checkpoints written in one layout and read in another, damaged ones, and which one is used."""
+"""Checkpoints written in one layout and read in another, damaged checkpoints, and the choice of the current one."""
 
 import math
 import os
@@ -12,25 +12,27 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import megatron_ladder.checkpoint.format as format_module
 from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.manifest import FileIndex, merge_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
-from megatron_ladder.checkpoint.writer import CheckpointWriter
+from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.errors import UserError
+from megatron_ladder.progress import ProgressBar
 
 State = dict[tuple[str, str], torch.Tensor]
 Save = Callable[[Path, int, str, State], Path]
 MakeState = Callable[[int], State]
 Header = Callable[[int], dict[str, object]]
-KINDS = ("weight", "master", "exp_avg", "exp_avg_sq")
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
 SHAPES = {"embedding": (16, 6), "qkv": (24, 6), "output": (6, 24), "norm": (6,), "experts": (3, 8, 5)}
 SHARDED = {"embedding": 0, "qkv": 0, "output": 1, "norm": None, "experts": 1}
 
 
 @dataclass(frozen=True)
 class Span:
-    """An interval of a rank's slice: what an optimizer's partition holds of one parameter."""
+    """An interval of a rank's slice: the part of one parameter in an optimizer's partition."""
 
     rank: int
     name: str
@@ -49,7 +51,7 @@ def tensor_slice(name: str, tensor_rank: int, tensor_parallel: int) -> Box:
 
 
 def flat_partitions(rng: random.Random, tensor_parallel: int, data_parallel: int) -> Iterator[Span]:
-    """ZeRO-1 and 2: parameters in any order, one after another, cut into equal parts and padded."""
+    """ZeRO-1 and 2: parameters in any order, concatenated, cut into equal parts and padded."""
     for tensor_rank in range(tensor_parallel):
         names = rng.sample(list(SHAPES), len(SHAPES))
         slices = [(name, tensor_slice(name, tensor_rank, tensor_parallel)) for name in names]
@@ -98,12 +100,11 @@ def write_spans(directory: Path, spans: list[Span], state: State, header: Header
     for span in spans:
         writer = writers.setdefault(span.rank, CheckpointWriter(directory, span.rank))
         if SHARDED[span.name] is None and span.rank % tensor_ranks(spans):
-            continue  # every tensor-parallel rank has it, and the first writes it
+            continue  # replicated: the first tensor-parallel rank writes it
         for kind in KINDS:
             local = state[span.name, kind][span.held.slices()].reshape(-1)
             flat = local[span.start : span.start + span.length]
-            shape, held = SHAPES[span.name], span.held
-            writer.add_span(span.name, kind, shape, held.offset, held.extent, span.start, flat)
+            writer.add_span(span.name, kind, SHAPES[span.name], span.held, span.start, flat)
     manifest = merge_manifest(header(3), [writer.finish() for writer in writers.values()])
     write_manifest(directory, manifest)
 
@@ -113,7 +114,7 @@ def tensor_ranks(spans: list[Span]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_layout_reads_what_any_other_wrote(tmp_path: Path, seed: int, header: Header) -> None:
+def test_any_layout_reads_checkpoints_of_any_other(tmp_path: Path, seed: int, header: Header) -> None:
     rng = random.Random(seed)
     state = canonical_state(seed)
     written, read = layouts(rng), layouts(rng)
@@ -124,8 +125,7 @@ def test_any_layout_reads_what_any_other_wrote(tmp_path: Path, seed: int, header
         for kind in KINDS:
             expected = state[span.name, kind][span.held.slices()].reshape(-1)[span.start :][: span.length]
             out = torch.full_like(expected, -7.0)
-            shape, held = SHAPES[span.name], span.held
-            checkpoint.read_span(span.name, kind, shape, held.offset, held.extent, span.start, out)
+            checkpoint.read_span(span.name, kind, SHAPES[span.name], span.held, span.start, out)
             assert torch.equal(out, expected)
 
 
@@ -164,13 +164,13 @@ def test_bits_survive(tmp_path: Path, dtype: torch.dtype, header: Header) -> Non
     assert torch.equal(column.view(torch.uint8), values[:, 2:5].contiguous().view(torch.uint8))
 
 
-def test_weights_lie_apart_and_safetensors_opens_every_file(
+def test_weights_are_in_separate_files_that_safetensors_opens(
     tmp_path: Path, save: Save, state: MakeState
 ) -> None:
     directory = save(tmp_path, 100, "a", state(1))
     names = sorted(path.name for path in directory.glob("*.safetensors"))
-    sorts = ("optimizer", "rng", "weights")
-    assert names == [f"{sort}_rank_0000{rank}.safetensors" for sort in sorts for rank in (0, 1)]
+    groups = ("optimizer", "rng", "weights")
+    assert names == [f"{group}_rank_0000{rank}.safetensors" for group in groups for rank in (0, 1)]
     for path in directory.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             kinds = {key.partition(":")[0] for key in file.keys()}  # noqa: SIM118
@@ -186,49 +186,48 @@ def test_weights_lie_apart_and_safetensors_opens_every_file(
     assert torch.equal(out, state(1)["mlp.weight", "weight"])
 
 
-def test_what_is_stored_is_told(tmp_path: Path, save: Save, state: MakeState) -> None:
+def test_contents(tmp_path: Path, save: Save, state: MakeState) -> None:
     save(tmp_path, 100, "a", state(1))
     checkpoint = Checkpoint.open(tmp_path)
     assert (checkpoint.iteration, checkpoint.consumed_samples) == (100, 800)
     assert checkpoint.manifest["model"] == {"num_layers": 2}
-    assert checkpoint.tensors("weight") == {
-        "mlp.weight": ((6, 5), torch.bfloat16),
-        "norm.weight": ((7,), torch.bfloat16),
+    stored = {
+        kind: {name: (tensor.global_shape, tensor.dtype) for name, tensor in checkpoint.stored(kind).items()}
+        for kind in ("weight", "rng")
     }
-    assert checkpoint.tensors("rng") == {"rank_00000.cpu": ((33,), torch.uint8)}
+    assert stored["weight"] == {"mlp.weight": ((6, 5), "bfloat16"), "norm.weight": ((7,), "bfloat16")}
+    assert stored["rng"] == {"rank_00000.cpu": ((33,), "uint8")}
 
 
 def test_weights_are_converted_and_moments_are_not(tmp_path: Path, save: Save, state: MakeState) -> None:
     save(tmp_path, 100, "a", state(1))
     checkpoint = Checkpoint.open(tmp_path)
-    for kind, dtype in (("weight", torch.float32), ("weight", torch.float16), ("master", torch.bfloat16)):
+    for dtype in (torch.float32, torch.float16):
         out = torch.empty(6, 5, dtype=dtype)
-        checkpoint.read("mlp.weight", kind, (0, 0), (6, 5), out)
-        assert torch.equal(out, state(1)["mlp.weight", kind].to(dtype))
-    with pytest.raises(
-        UserError, match="exp_avg of mlp.weight is stored as float32, and bfloat16 is asked for"
-    ):
+        checkpoint.read_weight("mlp.weight", (0, 0), (6, 5), out)
+        assert torch.equal(out, state(1)["mlp.weight", "weight"].to(dtype))
+    with pytest.raises(UserError, match="exp_avg of mlp.weight is stored as float32, expected bfloat16"):
         checkpoint.read("mlp.weight", "exp_avg", (0, 0), (6, 5), torch.empty(6, 5, dtype=torch.bfloat16))
 
 
 def test_parameters_are_filled_in_place(tmp_path: Path, save: Save, state: MakeState) -> None:
     save(tmp_path, 100, "a", state(1))
-    expected = state(1)["mlp.weight", "master"]
+    expected = state(1)["mlp.weight", "weight"]
     for dtype in (torch.float32, torch.bfloat16):
         parameter = torch.nn.Parameter(torch.zeros(6, 5, dtype=dtype))
-        Checkpoint.open(tmp_path).read("mlp.weight", "master", (0, 0), (6, 5), parameter)
+        Checkpoint.open(tmp_path).read_weight("mlp.weight", (0, 0), (6, 5), parameter)
         assert torch.equal(parameter, expected.to(dtype)) and parameter.requires_grad
 
 
-def test_another_models_checkpoint_is_named(tmp_path: Path, save: Save, state: MakeState) -> None:
+def test_checkpoints_of_another_model_are_rejected(tmp_path: Path, save: Save, state: MakeState) -> None:
     save(tmp_path, 100, "a", state(1))
     checkpoint = Checkpoint.open(tmp_path)
-    with pytest.raises(UserError, match="lm_head.weight is asked for"):
+    with pytest.raises(UserError, match="expected lm_head.weight: the checkpoint belongs to another model"):
         checkpoint.read("lm_head.weight", "weight", (0,), (1,), torch.empty(1))
     with pytest.raises(UserError, match=r"weight of mlp.weight has the shape \[6, 5\].*\[0:6, 3:7\]"):
         checkpoint.read("mlp.weight", "weight", (0, 3), (6, 4), torch.empty(6, 4))
     with pytest.raises(UserError, match=r"\[6, 5\].*\[6, 6\]"):
-        checkpoint.read_span("mlp.weight", "master", (6, 6), (0, 0), (3, 5), 0, torch.empty(15))
+        checkpoint.read_span("mlp.weight", "exp_avg", (6, 6), Box((0, 0), (3, 5)), 0, torch.empty(15))
     with pytest.raises(ValueError, match=r"\[5, 6\]"):
         checkpoint.read("mlp.weight", "weight", (0, 0), (6, 5), torch.empty(5, 6))
 
@@ -246,7 +245,7 @@ def test_another_models_checkpoint_is_named(tmp_path: Path, save: Save, state: M
         {"tensor": torch.zeros(())},
     ],
 )
-def test_what_has_no_place_cannot_be_added(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_invalid_boxes_cannot_be_added(tmp_path: Path, wrong: dict[str, Any]) -> None:
     right: dict[str, Any] = {"kind": "weight", "offset": (1, 0), "tensor": torch.zeros(2, 4)}
     CheckpointWriter(tmp_path, 0).add("x", global_shape=(3, 4), **right)
     with pytest.raises(ValueError, match="x: "):
@@ -271,7 +270,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", list(DAMAGE))
-def test_damage_to_any_file_is_named_and_the_checkpoint_before_is_used(
+def test_damage_to_any_file_is_reported(
     tmp_path: Path, damage: str, save: Save, state: MakeState
 ) -> None:
     whole = save(tmp_path / "whole", 200, "a", state(2))
@@ -281,36 +280,54 @@ def test_damage_to_any_file_is_named_and_the_checkpoint_before_is_used(
             save(directory, iteration, token, state(iteration // 100))
         damaged = directory / "iter_0000200" / name
         DAMAGE[damage](damaged)
-        with pytest.raises(UserError) as refusal:
+        with pytest.raises(UserError) as raised:
             Checkpoint.open(directory / "iter_0000200").verify()
-        assert all(line.startswith(f"{damaged}: ") for line in refusal.value.mistakes)
-        found = find_checkpoint(directory, verify=True)
-        assert found is not None and found.directory.name == "iter_0000100"
+        assert all(line.startswith(f"{damaged}: ") for line in raised.value.messages)
+        found = find_checkpoint(directory)
+        assert found is not None
+        if damage == "flipped" and name != "manifest.json":
+            # Only `verify` reads the data; `load_newest` then falls back.
+            assert found.directory.name == "iter_0000200"
+            continue
+        assert found.directory.name == "iter_0000100"
         assert any(str(damaged) in line for line in found.warnings)
         assert "iter_0000100: is used instead" in found.warnings[-1]
 
 
-def test_sizes_and_checksums_are_both_told(tmp_path: Path, save: Save, state: MakeState) -> None:
+def test_sizes_and_checksums_are_reported(tmp_path: Path, save: Save, state: MakeState) -> None:
     path = save(tmp_path, 100, "a", state(1)) / "weights_rank_00001.safetensors"
     checkpoint, size = Checkpoint.open(tmp_path), path.stat().st_size
     expected = next(f["checksum"] for f in checkpoint.manifest["files"] if f["name"] == path.name)
     flip_a_bit(path)
-    with pytest.raises(UserError, match=f"has the checksum {expected}, and its contents have xxh3_128:"):
+    with pytest.raises(UserError, match=f"the manifest records {expected}, the contents have xxh3_128:"):
         checkpoint.verify()
     truncate(path)
-    with pytest.raises(UserError, match=f"the manifest has {size} bytes, and it has {size - 1}"):
+    with pytest.raises(UserError, match=f"the manifest records {size} bytes, the file has {size - 1}"):
         Checkpoint.open(tmp_path)
 
 
-def test_verifying_tells_how_far_it_is(tmp_path: Path, save: Save, state: MakeState) -> None:
+def test_verifying_shows_its_progress(
+    tmp_path: Path, save: Save, state: MakeState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = save(tmp_path, 100, "a", state(1))
-    seen: list[tuple[int, int]] = []
-    Checkpoint.open(tmp_path).verify(lambda done, total: seen.append((done, total)))
+    bars: list[tuple[str, float]] = []
+    advanced: list[float] = []
+
+    class Bar(ProgressBar):
+        def __init__(self, description: str, total: float) -> None:
+            super().__init__(description, total)
+            bars.append((description, total))
+
+        def advance(self, amount: float, **notes: object) -> None:
+            advanced.append(amount)
+
+    monkeypatch.setattr(format_module, "ProgressBar", Bar)
+    Checkpoint.open(tmp_path).verify("verifying")
     total = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    assert seen[-1] == (total, total) and seen == sorted(seen) and len(seen) == 6
+    assert bars == [("verifying", total)] and sum(advanced) == total and len(advanced) == 6
 
 
-def test_files_that_disagree_with_a_forged_manifest_are_refused(
+def test_files_that_contradict_a_forged_manifest_are_rejected(
     tmp_path: Path, state: MakeState, write: Callable[[Path, State], list[FileIndex]], header: Header
 ) -> None:
     indices = write(tmp_path, state(1))
@@ -333,11 +350,11 @@ def test_files_that_disagree_with_a_forged_manifest_are_refused(
         weights.update(original)  # type: ignore[typeddict-item]
 
 
-def test_links_out_of_the_directory_are_refused(tmp_path: Path, save: Save, state: MakeState) -> None:
+def test_links_out_of_the_directory_are_rejected(tmp_path: Path, save: Save, state: MakeState) -> None:
     path = save(tmp_path / "save", 100, "a", state(1)) / "weights_rank_00000.safetensors"
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="leads out of"):
+    with pytest.raises(UserError, match="is a link out of"):
         Checkpoint.open(path.parent)
     path.unlink()
     os.mkfifo(path)
@@ -345,16 +362,16 @@ def test_links_out_of_the_directory_are_refused(tmp_path: Path, save: Save, stat
         Checkpoint.open(path.parent)
 
 
-def test_nothing_to_go_on_from(tmp_path: Path) -> None:
+def test_directories_without_checkpoints(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "absent") is None
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "iter_0000100.tmp-dead").mkdir()
     assert find_checkpoint(tmp_path) is None
-    with pytest.raises(UserError, match="no checkpoint here"):
+    with pytest.raises(UserError, match="no checkpoint found"):
         Checkpoint.open(tmp_path)
 
 
-def test_what_cannot_be_a_checkpoint_is_not_taken_for_nothing(tmp_path: Path) -> None:
+def test_broken_checkpoints_are_not_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"):
         find_checkpoint(tmp_path / "file")
@@ -363,22 +380,21 @@ def test_what_cannot_be_a_checkpoint_is_not_taken_for_nothing(tmp_path: Path) ->
         find_checkpoint(tmp_path / "iter_0000100")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "latest").write_text("iter_0000100\n")
-    with pytest.raises(UserError, match="latest: names 'iter_0000100', which is not there"):
+    with pytest.raises(UserError, match="latest: names 'iter_0000100', which does not exist"):
         find_checkpoint(tmp_path / "other")
 
 
-def test_each_broken_checkpoint_is_named_when_none_is_whole(
+def test_every_broken_checkpoint_is_reported_if_none_is_complete(
     tmp_path: Path, save: Save, state: MakeState
 ) -> None:
-    for iteration, damage in ((100, "flipped"), (200, "truncated"), (300, "removed")):
-        DAMAGE[damage](save(tmp_path, iteration, "a", state(1)) / "weights_rank_00000.safetensors")
-    with pytest.raises(UserError, match="none of its 3 checkpoints is whole") as refusal:
-        find_checkpoint(tmp_path, verify=True)
-    lines = refusal.value.mistakes
-    assert [
-        f"iter_0000{i}00/weights_rank_00000" in line for i, line in zip((3, 2, 1), lines[1:], strict=True)
-    ]
-    assert "missing" in lines[1] and "cut off" in lines[2] and "checksum" in lines[3]
+    files = {100: "manifest.json", 200: "weights_rank_00000.safetensors", 300: "weights_rank_00000.safetensors"}
+    for (iteration, file), damage in zip(files.items(), ("flipped", "truncated", "removed"), strict=True):
+        DAMAGE[damage](save(tmp_path, iteration, "a", state(1)) / file)
+    with pytest.raises(UserError, match="none of its 3 checkpoints is complete") as raised:
+        find_checkpoint(tmp_path)
+    lines = raised.value.messages
+    assert all(f"iter_0000{i}00/" in line for i, line in zip((3, 2, 1), lines[1:], strict=True))
+    assert "missing" in lines[1] and "truncated" in lines[2] and "damaged" in lines[3]
 
 
 @pytest.mark.parametrize(
@@ -394,7 +410,7 @@ def test_each_broken_checkpoint_is_named_when_none_is_whole(
         (b"", "iter_0000300", True),
     ],
 )
-def test_latest_decides_and_is_not_trusted(
+def test_latest_is_preferred_but_not_trusted(
     tmp_path: Path, save: Save, state: MakeState, latest: bytes | None, used: str, warned: bool
 ) -> None:
     for seed, iteration in enumerate((100, 100, 200, 300)):

@@ -1,4 +1,4 @@
-"""A checkpoint from a stranger: nothing in it runs, and nothing outside of its directory is read."""
+"""An untrusted checkpoint: nothing in it runs, and nothing outside its directory is read."""
 
 import ast
 import os
@@ -12,20 +12,20 @@ from megatron_ladder.checkpoint.checksum import file_checksum
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
-from megatron_ladder.checkpoint.writer import CheckpointWriter
+from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import UserError
 from tests.unit.checkpoint.tiny_training import SHAPES, TinyState, header_of
 
 PACKAGE = Path(__file__).resolve().parents[3] / "megatron_ladder"
 RUNS_CODE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-"""Modules whose readers run what a file tells them to."""
+"""Modules whose readers run code from a file."""
 
 CALLS = {"torch.load", "torch.save", "eval", "exec"}
 
 
 class Payload:
-    """Unpickled, it makes a directory."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -34,9 +34,9 @@ class Payload:
         return os.mkdir, (str(self._marker),)
 
 
-@pytest.mark.parametrize("sort", ["weights", "optimizer", "rng"])
-def test_a_pickle_with_a_forged_manifest_is_refused(tmp_path: Path, sort: str) -> None:
-    """Size and checksum agree, so only the file itself speaks against it."""
+@pytest.mark.parametrize("files", ["weights", "optimizer", "rng"])
+def test_a_pickle_with_a_forged_manifest_is_rejected(tmp_path: Path, files: str) -> None:
+    """Size and checksum agree; only the content of the file is wrong."""
     directory, marker = tmp_path / "iter_0000010", tmp_path / "owned"
     directory.mkdir()
     state, writer = TinyState(1), CheckpointWriter(directory, 0)
@@ -44,22 +44,22 @@ def test_a_pickle_with_a_forged_manifest_is_refused(tmp_path: Path, sort: str) -
         writer.add(name, kind, SHAPES[name], (0,) * tensor.dim(), tensor)
     writer.add("rng.rank_00000.cpu", "rng", (38,), (0,), next(iter(state.whole.values())).view(-1)[:1].repeat(38))
     index = writer.finish()
-    (record,) = [record for record in index["files"] if record["name"].startswith(sort)]
+    (record,) = [record for record in index["files"] if record["name"].startswith(files)]
     file = directory / record["name"]
-    # torch.load and pickle.load would both open it.
+    # torch.load and pickle.load would both read it.
     file.write_bytes(pickle.dumps(Payload(marker)))
     record["size"], record["checksum"] = file.stat().st_size, file_checksum(file, lambda count: None)
     for other in ("mp_rank_00_model_states.pt", "pytorch_model.bin"):
         (directory / other).write_bytes(file.read_bytes())
     write_manifest(directory, merge_manifest(header_of(10), [index]))
-    with pytest.raises(UserError, match="not a whole safetensors file"):
+    with pytest.raises(UserError, match="not a complete safetensors file"):
         load_newest(directory, TinyState(2), CommGroup.alone(), lambda checkpoint: [])
     assert not marker.exists()
     pickle.loads(file.read_bytes())
     assert marker.exists()
 
 
-def test_a_manifest_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_file_names_outside_the_directory_are_rejected(tmp_path: Path) -> None:
     directory = tmp_path / "save" / "iter_0000010"
     directory.mkdir(parents=True)
     (tmp_path / "secret.safetensors").write_bytes(b"")
@@ -68,13 +68,13 @@ def test_a_manifest_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
         manifest["files"] = [{"name": name, "size": 0, "checksum": "xxh3_128:00"}]
         write_manifest(directory, manifest)
         for load in (directory, directory.parent):
-            with pytest.raises(UserError) as refusal:
+            with pytest.raises(UserError) as raised:
                 load_newest(load, TinyState(2), CommGroup.alone(), lambda checkpoint: [])
-            assert f"the file name {name!r} is not a plain name" in str(refusal.value)
+            assert f"the file name {name!r} is not a plain file name" in str(raised.value)
 
 
 def code_readers(source: str) -> Iterator[str]:
-    """What in a source may run code out of a file; torch's restricted unpickler runs none."""
+    """Yield what may run code from a file in a source; torch's restricted unpickler runs none."""
     tree = ast.parse(source)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     restricted = [call.func for call in calls if "weights_only=True" in map(ast.unparse, call.keywords)]

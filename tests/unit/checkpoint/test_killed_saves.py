@@ -1,4 +1,4 @@
-"""SIGKILL at every write to the file system of a save: `latest` names a whole checkpoint, old or new."""
+"""SIGKILL at every file-system call of a save: `latest` names a complete checkpoint, the old or the new one."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.parametrize("scenario", ["again", "retention", pytest.param("background", marks=pytest.mark.slow)])
 def test_a_save_may_be_killed_anywhere(tmp_path: Path, scenario: str) -> None:
-    """Before a write, in the middle of one, and with everything lost that was not fsynced."""
+    """Before a write, in the middle of a write, and with the loss of everything that was not fsynced."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.checkpoint.kill_sweep", str(tmp_path), scenario],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
@@ -25,5 +25,5 @@ def test_a_save_may_be_killed_anywhere(tmp_path: Path, scenario: str) -> None:
     if scenario == "retention":
         assert {"unlink", "rmdir"} <= set(points)
     if scenario != "background":
-        # Once there, a new checkpoint stays; threads take turns as they like.
+        # A new checkpoint stays once it exists; the order of threads is not fixed.
         assert outcomes == sorted(outcomes)

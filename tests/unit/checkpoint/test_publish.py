@@ -1,7 +1,7 @@
-"""Publishing: a process may die at any call, and `latest` names a complete checkpoint all the same."""
+"""Publishing: the process may die at any call, and `latest` still names a complete checkpoint."""
 
-import importlib
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_ladder.checkpoint.publish as publish_module
+import megatron_ladder.files as files_module
 from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.publish import (
     create_temporary_directory,
@@ -19,18 +21,17 @@ from megatron_ladder.checkpoint.publish import (
     write_manifest,
 )
 
-PUBLISH_MODULE = importlib.import_module("megatron_ladder.checkpoint.publish")
 State = dict[tuple[str, str], torch.Tensor]
 Save = Callable[[Path, int, str, State], Path]
 MakeState = Callable[[int], State]
 
 
 class Killed(BaseException):
-    """The process ends here: nothing catches it."""
+    """Ends the process: nothing catches it."""
 
 
 class DyingOs:
-    """`os`, whose functions die at the k-th call, before or after its work."""
+    """The module `os` with functions that die at the k-th call, before or after its work."""
 
     def __init__(self, k: int, after: bool) -> None:
         self.calls = 0
@@ -58,9 +59,15 @@ class DyingOs:
         return call
 
 
+def patch_os(patch: pytest.MonkeyPatch, replacement: DyingOs) -> None:
+    for module in (publish_module, files_module):
+        patch.setattr(module, "os", replacement)
+
+
 def equals(path: Path, state: State) -> bool:
-    found = find_checkpoint(path, verify=True)
+    found = find_checkpoint(path)
     assert found is not None
+    found.verify()
     same = []
     for (name, kind), tensor in state.items():
         out = torch.empty_like(tensor)
@@ -71,23 +78,23 @@ def equals(path: Path, state: State) -> bool:
 
 
 @pytest.mark.parametrize("again", [100, 200])
-def test_dying_at_any_call_leaves_latest_on_a_whole_checkpoint(
+def test_dying_at_any_call_leaves_latest_on_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save, state: MakeState, again: int
 ) -> None:
     old, new = state(1), state(2)
     counting = DyingOs(0, after=False)
     save(tmp_path / "count", 100, "a", old)
     with monkeypatch.context() as patch:
-        patch.setattr(PUBLISH_MODULE, "os", counting)
+        patch_os(patch, counting)
         save(tmp_path / "count", again, "b", new)
-    assert {"makedirs", "mkdir", "write", "fsync", "rename", "replace"} <= set(counting.names)
+    assert {"makedirs", "mkdir", "fsync", "rename", "replace"} <= set(counting.names)
     outcomes = []
     for k in range(1, counting.calls + 1):
         for after in (False, True):
             directory = tmp_path / f"{k}{after}"
             save(directory, 100, "a", old)
             with monkeypatch.context() as patch, pytest.raises(Killed):
-                patch.setattr(PUBLISH_MODULE, "os", DyingOs(k, after))
+                patch_os(patch, DyingOs(k, after))
                 save(directory, again, "b", new)
             found = find_checkpoint(directory)
             assert found is not None and found.warnings == ()
@@ -103,14 +110,11 @@ def test_order_in_which_names_reach_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save, state: MakeState
 ) -> None:
     steps: list[tuple[str, str]] = []
+    random_part = re.compile(r"(?<=json)\.[0-9a-f]+(?=\.partial)")
 
     class RecordingOs(DyingOs):
-        def open(self, path: Path, *arguments: Any) -> int:
-            self.opened = path.name
-            return os.open(path, *arguments)
-
         def fsync(self, descriptor: int) -> None:
-            steps.append(("fsync", self.opened))
+            steps.append(("fsync", random_part.sub("", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)))
             os.fsync(descriptor)
 
         def replace(self, source: Path, target: Path) -> None:
@@ -121,14 +125,14 @@ def test_order_in_which_names_reach_the_disk(
             steps.append(("rename", target.name))
             os.rename(source, target)
 
-    monkeypatch.setattr(PUBLISH_MODULE, "os", RecordingOs(0, after=False))
+    patch_os(monkeypatch, RecordingOs(0, after=False))
     save(tmp_path / "save", 100, "a", state(1))
     assert steps == [
-        ("fsync", "manifest.json.tmp"),
+        ("fsync", "manifest.json.partial"),
         ("replace", "manifest.json"),
         ("fsync", "iter_0000100.tmp-a"),
         ("fsync", "iter_0000100.tmp-a"),
-        ("fsync", "latest.tmp"),
+        ("fsync", "latest.partial"),
         ("rename", "iter_0000100"),
         ("fsync", "save"),
         ("replace", "latest"),
@@ -141,7 +145,7 @@ def test_first_save_that_dies_leaves_no_checkpoint(
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(Killed):
         dying = DyingOs(0, after=False)
-        patch.setattr(PUBLISH_MODULE, "os", dying)
+        patch_os(patch, dying)
         monkeypatch.setattr(dying, "rename", lambda *_: (_ for _ in ()).throw(Killed()), raising=False)
         save(tmp_path, 100, "a", state(1))
     assert find_checkpoint(tmp_path) is None
@@ -157,14 +161,14 @@ def test_saving_an_iteration_again_overwrites_nothing(tmp_path: Path, save: Save
     assert equals(tmp_path, state(11))
 
 
-def test_a_number_once_given_is_not_given_again(tmp_path: Path, save: Save, state: MakeState) -> None:
+def test_numbers_are_not_reused(tmp_path: Path, save: Save, state: MakeState) -> None:
     for seed in range(3):
         save(tmp_path, 100, f"t{seed}", state(seed))
     shutil.rmtree(tmp_path / "iter_0000100.1")
     assert save(tmp_path, 100, "t3", state(3)).name == "iter_0000100.3"
 
 
-def test_temporary_name_follows_from_what_ranks_agree_on(tmp_path: Path) -> None:
+def test_temporary_name_depends_on_iteration_and_token(tmp_path: Path) -> None:
     name = temporary_directory(tmp_path, 7, "4f1c")
     assert name == temporary_directory(tmp_path, 7, "4f1c") == tmp_path / "iter_0000007.tmp-4f1c"
     for token in ("", "..", "a/b", "a b"):
@@ -172,13 +176,13 @@ def test_temporary_name_follows_from_what_ranks_agree_on(tmp_path: Path) -> None
             temporary_directory(tmp_path, 7, token)
 
 
-def test_a_token_serves_once(tmp_path: Path) -> None:
+def test_tokens_are_not_reused(tmp_path: Path) -> None:
     create_temporary_directory(tmp_path, 7, "a")
     with pytest.raises(FileExistsError):
         create_temporary_directory(tmp_path, 7, "a")
 
 
-def test_only_what_dead_saves_left_is_removed(tmp_path: Path, save: Save, state: MakeState) -> None:
+def test_only_remains_of_dead_saves_are_removed(tmp_path: Path, save: Save, state: MakeState) -> None:
     save(tmp_path, 100, "a", state(1))
     ours = [temporary_directory(tmp_path, 200, token) for token in ("dead", "alive")]
     for directory in ours:
@@ -212,7 +216,7 @@ def test_an_incomplete_directory_is_not_published(tmp_path: Path) -> None:
     assert published_checkpoints(tmp_path) == []
 
 
-def test_a_manifest_that_cannot_be_written_leaves_no_part_of_it(tmp_path: Path) -> None:
+def test_a_manifest_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_manifest(tmp_path, {"iteration": object()})
     assert list(tmp_path.iterdir()) == []

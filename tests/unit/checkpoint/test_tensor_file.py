@@ -1,4 +1,4 @@
-"""Data files against safetensors' own reader and writer, xxhash, and bytes spelled out."""
+"""Data files compared with the safetensors library, xxhash, and literal bytes."""
 
 import json
 import os
@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from megatron_ladder.checkpoint import checksum, tensor_file
 from megatron_ladder.checkpoint.checksum import file_checksum
-from megatron_ladder.checkpoint.header import read_header
-from megatron_ladder.checkpoint.tensor_file import DTYPES, write_tensor_file
+from megatron_ladder.checkpoint.tensor_file import BY_NAME, BY_STORED_NAME, read_header, write_tensor_file
 from megatron_ladder.errors import UserError
 
 
@@ -27,12 +26,12 @@ def tensor_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 @pytest.fixture
 def tensors() -> list[tuple[str, torch.Tensor]]:
     return [
-        (f"t{size}.{name}", tensor_of(dtype, size, 3)) for size in (1, 5) for name, dtype in DTYPES.items()
+        (f"t{size}.{name}", tensor_of(getattr(torch, name), size, 3)) for size in (1, 5) for name in BY_NAME
     ]
 
 
 @pytest.mark.parametrize("chunk_bytes", [8, 24, 1 << 24])
-def test_safetensors_reads_what_was_written(
+def test_the_library_reads_written_files(
     tmp_path: Path, tensors: list[tuple[str, torch.Tensor]], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", chunk_bytes)
@@ -62,7 +61,7 @@ def test_bytes_on_disk(tmp_path: Path) -> None:
     assert path.read_bytes() == expected and size == len(expected)
 
 
-def test_parameters_and_views_are_written_as_they_are(tmp_path: Path) -> None:
+def test_parameters_and_views_are_written(tmp_path: Path) -> None:
     whole = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
     path = tmp_path / "a.safetensors"
     write_tensor_file(path, [("rows", whole[1:3])])
@@ -70,7 +69,7 @@ def test_parameters_and_views_are_written_as_they_are(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("rows"), torch.tensor([[3.0, 4, 5], [6, 7, 8]]))
 
 
-def test_all_bytes_are_on_their_way_to_the_disk_when_it_is_synced(
+def test_all_bytes_are_flushed_before_the_fsync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
@@ -85,20 +84,21 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
         write_tensor_file(tmp_path / "a.safetensors", [("x", torch.ones(2))])
 
 
-def test_headers_of_safetensors_own_files_are_read(
+def test_files_of_the_library_are_read(
     tmp_path: Path, tensors: list[tuple[str, torch.Tensor]]
 ) -> None:
     path = tmp_path / "a.safetensors"
     save_file(dict(tensors), path, metadata={"any": "thing"})
-    data, places = path.read_bytes(), read_header(path)
-    assert set(places) == {key for key, _ in tensors}
+    data, positions = path.read_bytes(), read_header(path)
+    assert set(positions) == {key for key, _ in tensors}
     for key, tensor in tensors:
-        place = places[key]
-        assert place.shape == tuple(tensor.shape) and DTYPES[place.dtype] == tensor.dtype
-        assert data[place.begin : place.end] == tensor.view(torch.uint8).numpy().tobytes()
+        position = positions[key]
+        assert position.shape == tuple(tensor.shape)
+        assert getattr(torch, BY_STORED_NAME[position.dtype].name) == tensor.dtype
+        assert data[position.begin : position.end] == tensor.view(torch.uint8).numpy().tobytes()
 
 
-def test_checksum_of_a_file_is_told_as_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksum_of_a_file_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksum, "PIECE_BYTES", 40)
     path = tmp_path / "any"
     path.write_bytes(bytes(range(100)))
@@ -116,34 +116,34 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 @pytest.mark.parametrize(
-    ("data", "complaint"),
+    ("data", "message"),
     [
-        (b"", "not a whole"),
+        (b"", "not a complete"),
         (b"\x02\x00\x00", "header of 2 bytes"),
         ((1 << 62).to_bytes(8, "little") + b"{}", "header of"),
         (file_of([1]), "not an object"),
-        (file_of("{"), "not a whole"),
+        (file_of("{"), "not a complete"),
         (file_of("[" * 100_000), "nested too deeply"),
         (file_of('{"a": NaN}'), "NaN"),
         (file_of('{"a": 1, "b": 2, "a": 3}'), "'a' occurs more than once"),
-        (b"\x02\x00\x00\x00\x00\x00\x00\x00\xff\xfe", "not a whole"),
+        (b"\x02\x00\x00\x00\x00\x00\x00\x00\xff\xfe", "not a complete"),
         (file_of({"a": GOOD}, bytes(7)), "end at byte"),
         (file_of({"a": GOOD}, bytes(9)), "end at byte"),
         (file_of({"a": 3}, bytes(8)), "'a' lacks"),
         (file_of({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "'a' lacks"),
-        (file_of({"a": GOOD | {"dtype": ["F32"]}}, bytes(8)), "wrong kind"),
-        (file_of({"a": GOOD | {"shape": [-2]}}, bytes(8)), "wrong kind"),
-        (file_of({"a": GOOD | {"shape": [2.0]}}, bytes(8)), "wrong kind"),
-        (file_of({"a": GOOD | {"shape": [True]}}, bytes(8)), "wrong kind"),
+        (file_of({"a": GOOD | {"dtype": ["F32"]}}, bytes(8)), "invalid dtype"),
+        (file_of({"a": GOOD | {"shape": [-2]}}, bytes(8)), "invalid dtype"),
+        (file_of({"a": GOOD | {"shape": [2.0]}}, bytes(8)), "invalid dtype"),
+        (file_of({"a": GOOD | {"shape": [True]}}, bytes(8)), "invalid dtype"),
         (file_of({"a": GOOD | {"shape": [3]}}, bytes(8)), r"8 bytes, which is not F32 of shape \[3\]"),
-        (file_of({"a": GOOD | {"data_offsets": [8, 0]}}, bytes(8)), "wrong kind"),
+        (file_of({"a": GOOD | {"data_offsets": [8, 0]}}, bytes(8)), "invalid dtype"),
         (file_of({"a": GOOD | {"data_offsets": [8, 16]}}, bytes(16)), "'a' begins at byte"),
         (file_of({"a": GOOD, "b": GOOD}, bytes(8)), "'b' begins at byte"),
     ],
 )
-def test_damaged_and_hostile_headers_are_refused(tmp_path: Path, data: bytes, complaint: str) -> None:
+def test_damaged_and_hostile_headers_are_rejected(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(data)
-    with pytest.raises(UserError, match=complaint) as refusal:
+    with pytest.raises(UserError, match=message) as raised:
         read_header(path)
-    assert str(path) in str(refusal.value)
+    assert str(path) in str(raised.value)

@@ -1,4 +1,4 @@
-"""The state of a tiny run as the engine's adapters tell it, and worlds of ranks without torch.distributed."""
+"""The state of a tiny run, and worlds of ranks without torch.distributed."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ladder.checkpoint.background import Background
+from megatron_ladder.checkpoint.async_save import Background, FileHandover
 from megatron_ladder.checkpoint.format import find_checkpoint
-from megatron_ladder.checkpoint.handover import FileHandover
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, Span
 from megatron_ladder.checkpoint.saving import SaveOptions, SaveOutcome, TrainingSave
 from megatron_ladder.comm.group import CommGroup
@@ -66,7 +65,7 @@ class TinyState:
         assert stored == {}
 
     def train(self) -> None:
-        """Every value changes, as in a step."""
+        """Change every value, as a step does."""
         for span in self._spans:
             span.flat_master.add_(1.0)
             for which in MOMENTS:
@@ -98,7 +97,7 @@ class ThreadWorld(CommGroup):
 
 
 def on_ranks(size: int, work: Callable[[CommGroup], Any]) -> list[Any]:
-    """What `work` returns or raises, on every rank."""
+    """Run `work` on every rank; return the results or exceptions."""
     board, barrier = [None] * size, threading.Barrier(size)
 
     def answer(rank: int) -> Callable[[], Any]:
@@ -121,7 +120,7 @@ def header_of(iteration: int) -> dict[str, object]:
 
 
 def add_vocabulary(directory: Path) -> None:
-    """A file that belongs to the model, as a tokenizer's does."""
+    """Write a file that belongs to the model, such as a tokenizer."""
     with open(directory / "vocabulary.txt", "w") as file:
         file.write("a b c\n")
 
@@ -138,14 +137,15 @@ def save_at_once(
 
 
 def hand_over(saving: TrainingSave, world: CommGroup, timeout_seconds: float = 10) -> SaveOutcome | None:
-    """The second part of a save, as it runs in the background."""
+    """Run the second part of a save as in the background."""
     return saving.write(FileHandover(saving.directory, world.rank, world.size, timeout_seconds).gather)
 
 
 def holds(save: Path, whole: dict[tuple[str, str], Tensor]) -> bool:
-    """Whether the checkpoint to go on from is intact, named by `latest`, and has all these values; never some."""
-    found = find_checkpoint(save, verify=True)
+    """Return whether the current checkpoint, which must be undamaged, has all these values; it must not mix values."""
+    found = find_checkpoint(save)
     assert found is not None and found.warnings == (), found
+    found.verify()
     same = []
     for (name, kind), tensor in whole.items():
         out = torch.empty_like(tensor)

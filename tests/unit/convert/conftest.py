@@ -1,4 +1,4 @@
-"""Where transformers puts the code of a directory that it opens."""
+"""The folder in which transformers caches the code of directories."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def hf_modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One folder for the whole run instead of the user's: what was imported from it must stay there."""
+    """Use one folder for the whole run instead of the user's: imported modules must stay in it."""
     from transformers import dynamic_module_utils
 
     with pytest.MonkeyPatch.context() as patch:

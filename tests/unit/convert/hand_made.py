@@ -1,4 +1,4 @@
-"""A Hugging Face directory made byte by byte, so that it can be made wrong in any place."""
+"""A Hugging Face directory built byte by byte, so that any part of it can be made invalid."""
 
 import json
 import math
@@ -27,7 +27,7 @@ ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I8": 1, "I64": 8}
 
 
 def entries(shapes: dict[str, list[int]], dtype: str = "BF16") -> dict[str, Any]:
-    """A safetensors header for tensors that lie one after another."""
+    """Return a safetensors header of consecutive tensors."""
     header: dict[str, Any] = {}
     end = 0
     for name, shape in shapes.items():
@@ -37,11 +37,11 @@ def entries(shapes: dict[str, list[int]], dtype: str = "BF16") -> dict[str, Any]
 
 
 def safetensors(header: dict[str, Any] | str, length: int | None = None, data: bytes | None = None) -> bytes:
-    """A file of that header.
+    """Return the bytes of a file with that header.
 
     Args:
-        length: that the file says its header has; the true one if not given.
-        data: zeros up to the largest offset if not given.
+        length: recorded length of the header. Default: the true one.
+        data: default: zeros up to the largest offset.
     """
     text = header if isinstance(header, str) else json.dumps(header)
     if data is None:
@@ -51,7 +51,7 @@ def safetensors(header: dict[str, Any] | str, length: int | None = None, data: b
 
 
 def write_directory(path: Path, config: dict[str, Any] | str | None = None, weights: bytes | None = None) -> Path:
-    """config.json and model.safetensors; those of a right directory for what is not given."""
+    """Write config.json and model.safetensors; the defaults are valid."""
     path.mkdir(parents=True, exist_ok=True)
     config = CONFIG if config is None else config
     (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
@@ -60,7 +60,7 @@ def write_directory(path: Path, config: dict[str, Any] | str | None = None, weig
 
 
 def write_sharded(path: Path, weight_map: dict[str, str] | None = None, **files: dict[str, list[int]]) -> Path:
-    """A directory of several files; by default two that hold what the index says."""
+    """Write a directory of two files that agree with the index by default."""
     write_directory(path)
     (path / "model.safetensors").unlink()
     names = list(SHAPES)

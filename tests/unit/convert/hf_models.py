@@ -1,4 +1,4 @@
-"""Tiny models of ours, and Hugging Face directories of the same weights, written without the converter."""
+"""Tiny models, and Hugging Face directories of the same weights written without the converter."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ VOCAB = 61
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
-    """Six layers, two query heads for each key head."""
+    """Return a model of six layers with two query heads per key head."""
     sizes: dict[str, Any] = {
         "num_layers": 6, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 8, "vocab_size": VOCAB, "max_position_embeddings": 64,
@@ -27,7 +27,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
-    """Our model with weights large enough that every sub-block matters."""
+    """Return our model with weights large enough that every sub-block matters."""
     model = LanguageModel(config, ProcessMesh.single())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -38,7 +38,7 @@ def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
 
 
 def hf_name(name: str) -> str:
-    """transformers' name of a canonical tensor."""
+    """Return transformers' name of a canonical tensor."""
     for ours, theirs in (
         ("embedding.", "model.embed_tokens."), ("final_norm.", "model.norm."), ("layers.", "model.layers."),
         (".attention_norm.", ".input_layernorm."), (".mlp_norm.", ".post_attention_layernorm."),
@@ -49,7 +49,7 @@ def hf_name(name: str) -> str:
 
 
 def hf_tensors(model: LanguageModel) -> dict[str, Tensor]:
-    """All weights under transformers' names."""
+    """Return all weights by transformers' names."""
     return {
         hf_name(section.name): section.view(parameter).detach().clone()
         for parameter, sections in parameter_sections(model)
@@ -58,7 +58,7 @@ def hf_tensors(model: LanguageModel) -> dict[str, Tensor]:
 
 
 def write_hf(model: LanguageModel, folder: Path, dtype: str = "float32", **ids: Any) -> Path:
-    """A Hugging Face directory of the model."""
+    """Write a Hugging Face directory of the model."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config(model.config, dtype=dtype, **ids)))
     for name, content in module_files(model.config).items():
@@ -69,7 +69,7 @@ def write_hf(model: LanguageModel, folder: Path, dtype: str = "float32", **ids: 
 
 
 def our_logits(model: LanguageModel, tokens: Tensor) -> Tensor:
-    """[b, s] -> [b, s, V]."""
+    """Map tokens [b, s] to logits [b, s, V]."""
     with torch.no_grad():
         hidden_states = model.hidden_states(tokens, model.training_context(tokens))
         return model.logits_shard(hidden_states)[..., : model.config.vocab_size].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Small models of transformers' own, saved by transformers, and the command line under test."""
+"""Small models built and saved by transformers, and the command line under test."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ SIZES = {
     "vocab_size": 301, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
-"""A vocabulary that no layout divides, and fewer key-value heads than ranks at T = 4."""
+"""No layout divides the vocabulary; at T = 4 there are fewer key-value heads than ranks."""
 MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 
 
 def save_model(path: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """Saves a random model whose norms and biases are random too."""
+    """Save a random model, including random norms and biases."""
     config, model, own = MODELS[kind]
     shard_size = changes.pop("max_shard_size", "50GB")
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def save_model(path: Path, kind: str = "llama", dtype: torch.dtype = torch.float
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory, read by the safetensors library."""
+    """Read all tensors of a directory with the safetensors library."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         found |= load_file(file)
@@ -55,7 +55,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_equal_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Same names, element types, shapes and bits."""
+    """Assert equal names, element types, shapes and bits."""
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert tensor.dtype == other[name].dtype and tensor.shape == other[name].shape, name
@@ -63,5 +63,5 @@ def assert_equal_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tenso
 
 
 def convert(*words: object) -> None:
-    """Runs the tool's main in this process."""
+    """Run the tool in this process."""
     main([str(word) for word in words])

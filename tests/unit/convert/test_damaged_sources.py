@@ -1,4 +1,4 @@
-"""A checkpoint's file whose bytes changed after they were saved is refused, and not given a new valid checksum."""
+"""Damaged files of a checkpoint are rejected, and do not get a new, valid checksum."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ WEIGHTS, OPTIMIZER, TOKENIZER = "weights_rank_00001.safetensors", "optimizer_ran
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A checkpoint whose manifest lists the tokenizer's file too."""
+    """A checkpoint whose manifest also lists the tokenizer."""
     write_cut_checkpoint(tmp_path / "run", small_config(), {})
     directory = tmp_path / "run" / "iter_0000030"
     manifest = json.loads((directory / "manifest.json").read_bytes())
@@ -28,7 +28,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def flip_last_bit(path: Path) -> None:
-    """Size and header stay."""
+    """Change data, and keep size and header."""
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -38,24 +38,24 @@ def flip_last_bit(path: Path) -> None:
     ("verb", "file"),
     [("reshape", WEIGHTS), ("reshape", OPTIMIZER), ("reshape", TOKENIZER), ("export", WEIGHTS), ("export", TOKENIZER)],
 )
-def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, saved: Path, verb: str, file: str) -> None:
+def test_a_damaged_file_is_reported(tmp_path: Path, saved: Path, verb: str, file: str) -> None:
     flip_last_bit(saved / file)
     target = "--hf" if verb == "export" else "--save"
-    with pytest.raises(UserError, match=f"{file}: damaged: .* name another checkpoint") as refusal:
+    with pytest.raises(UserError, match=f"{file}: damaged: .* choose another checkpoint") as raised:
         convert(verb, "--load", saved, target, tmp_path / "result")
-    assert exit_code_of(refusal.value) is ExitCode.USER_ERROR
+    assert exit_code_of(raised.value) is ExitCode.USER_ERROR
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_all_damaged_files_are_named(tmp_path: Path, saved: Path) -> None:
+def test_all_damaged_files_are_reported(tmp_path: Path, saved: Path) -> None:
     flip_last_bit(saved / WEIGHTS)
     flip_last_bit(saved / OPTIMIZER)
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError) as raised:
         convert("reshape", "--load", saved, "--save", tmp_path / "result")
-    assert [WEIGHTS in line or OPTIMIZER in line for line in refusal.value.mistakes] == [True, True]
+    assert [WEIGHTS in line or OPTIMIZER in line for line in raised.value.messages] == [True, True]
 
 
-def test_what_an_export_does_not_read_may_be_damaged(tmp_path: Path, saved: Path) -> None:
+def test_an_export_ignores_files_that_it_does_not_read(tmp_path: Path, saved: Path) -> None:
     flip_last_bit(saved / OPTIMIZER)
     convert("export", "--load", saved, "--hf", tmp_path / "result")
 

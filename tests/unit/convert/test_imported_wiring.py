@@ -1,4 +1,4 @@
-"""The wiring that an imported model gets, and that it computes the paper's rule at every boundary."""
+"""The wiring of imported models, compared with the recurrence of the paper for every mask of layers."""
 
 import itertools
 import json
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.weights import stored_model
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import CONFIG, write_directory
 from tests.unit.convert.saved_models import convert, save_model
@@ -21,10 +20,10 @@ MASKS = [mask for size in range(5) for mask in itertools.combinations(range(4), 
 
 
 def by_recurrence(llama: LlamaForCausalLM, ladder: tuple[int, ...], tokens: Tensor) -> Tensor:
-    """Logits of transformers' own sub-blocks around the recurrence of arXiv 2501.06589.
+    """Compute logits with transformers' sub-blocks and the recurrence of arXiv 2501.06589.
 
     With x_i the stream after sub-block i (x_{-1} = x_{-2} the embedding): x_i = x_{i-1} + h_i(x_{i-2}) in a ladder
-    layer, x_i = x_{i-1} + h_i(x_{i-1}) in any other.
+    layer, x_i = x_{i-1} + h_i(x_{i-1}) in all other layers.
     """
     base: Any = llama.model
     newest = before = base.embed_tokens(tokens)
@@ -61,7 +60,7 @@ def test_every_mask_of_four_layers_follows_the_recurrence(tmp_path: Path) -> Non
         with torch.no_grad():
             expected = by_recurrence(llama, mask, tokens)
         assert (our_logits(tmp_path / "ours", tokens) - expected).abs().max() <= 1e-5 * expected.abs().max()
-        assert all((expected - other).abs().max() > 1e-3 for other in seen), "masks cannot be told apart"
+        assert all((expected - other).abs().max() > 1e-3 for other in seen), "two masks give the same logits"
         seen.append(expected)
     with torch.no_grad():
         assert torch.allclose(seen[0], llama(tokens).logits, atol=1e-5)
@@ -87,12 +86,12 @@ def test_wirings(
 ) -> None:
     directory = write_directory(tmp_path / "hf", {**CONFIG, **source})
     convert("import", "--hf", directory, "--save", tmp_path / "ours", *words)
-    model = stored_model(Checkpoint.open(tmp_path / "ours"))
+    model = Checkpoint.open(tmp_path / "ours").model()
     assert (model.residual_mode, model.ladder_layers, model.residual_staleness) == expected
     assert ("is overridden" in capsys.readouterr().out) == bool(words)
 
 
-def test_code_of_the_authors_directory_is_neither_run_nor_copied(tmp_path: Path) -> None:
+def test_code_in_a_directory_is_neither_run_nor_copied(tmp_path: Path) -> None:
     config = {**CONFIG, "model_type": "llamaLadder", "ladder_layers": 1, "auto_map": {"AutoConfig": "evil.Config"}}
     directory = write_directory(tmp_path / "hf", config)
     (directory / "evil.py").write_text("raise SystemExit(7)")
@@ -102,30 +101,30 @@ def test_code_of_the_authors_directory_is_neither_run_nor_copied(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("hf_modules_cache")
-def test_an_exported_hybrid_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_hybrid_can_be_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(tmp_path / "hf", dtype=torch.bfloat16)
     convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", "--ladder-layers", "2", "--verify")
-    said = capsys.readouterr().out
-    assert "all 39 tensors are bit by bit" in said and "verified: logits on 64 random tokens agree" in said
+    printed = capsys.readouterr().out
+    assert "all 39 tensors are bitwise equal" in printed and "verified: logits on 64 random tokens agree" in printed
     convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back", "--verify")
-    said = capsys.readouterr().out
-    assert "all 39 tensors are bit by bit" in said and "verified: logits on 64 random tokens agree" in said
+    printed = capsys.readouterr().out
+    assert "all 39 tensors are bitwise equal" in printed and "verified: logits on 64 random tokens agree" in printed
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["model_type"] == "megatron_ladder" and config["ladder_layers"] == [2, 3]
     convert("import", "--hf", tmp_path / "back", "--save", tmp_path / "again")
-    models = [stored_model(Checkpoint.open(tmp_path / name)) for name in ("ours", "again")]
+    models = [Checkpoint.open(tmp_path / name).model() for name in ("ours", "again")]
     assert models[0] == models[1] and models[0].ladder_layers == (2, 3)
 
 
 @pytest.mark.usefixtures("hf_modules_cache")
 def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reads right and means something else: a directory whose code forgets the wiring."""
-    from megatron_ladder.convert import exporting
+    """A directory with intact tensors whose config.json has another wiring."""
+    from megatron_ladder.convert import conversions
 
     save_model(tmp_path / "hf")
     convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", "--ladder-layers", "2")
-    real = exporting.hf_config
-    monkeypatch.setattr(exporting, "hf_config", lambda model, **ids: real(model, **ids) | {"ladder_layers": 1})
+    real = conversions.hf_config
+    monkeypatch.setattr(conversions, "hf_config", lambda model, **ids: real(model, **ids) | {"ladder_layers": 1})
     with pytest.raises(RuntimeError, match="logits of transformers and ours differ"):
         convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back", "--verify")
     assert not (tmp_path / "back").exists()

@@ -1,4 +1,4 @@
-"""What `inspect` tells of directories, whole and broken."""
+"""The output of `inspect` for complete and broken directories."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ def lines_of(path: Path) -> str:
 
 
 def test_a_hugging_face_directory(tmp_path: Path) -> None:
-    said = lines_of(write_directory(tmp_path / "hf", {**CONFIG, "model_type": "llamaLadder", "ladder_layers": 1}))
+    printed = lines_of(write_directory(tmp_path / "hf", {**CONFIG, "model_type": "llamaLadder", "ladder_layers": 1}))
     for words in ("a Hugging Face directory", "model_type llamaLadder", "wiring: ladder in layers 1 of 2", "21 tensors",
                   "mostly bfloat16", "1 files", "2 layers, hidden 8", "without a tokenizer"):  # fmt: skip
-        assert words in said, words
+        assert words in printed, words
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
     assert "not convertible: " in lines_of(tmp_path / "hf")
 
@@ -28,16 +28,16 @@ def test_a_run_with_a_damaged_and_an_unfinished_checkpoint(tmp_path: Path) -> No
     run = tmp_path / "run"
     write_cut_checkpoint(run, small_config(residual_mode="ladder", ladder_layers=(0, 1, 2)), {"bf16": True})
     (run / "iter_0000040.tmp-abc").mkdir()
-    said = lines_of(run)
+    printed = lines_of(run)
     for words in ("with 1 checkpoints", "latest: iter_0000030", "iteration 30, 240 samples", "in all layers",
-                  "exp_avg_sq: 30 tensors in", "float32", "iter_0000040.tmp-abc: not complete"):  # fmt: skip
-        assert words in said, words
-    assert "--finetune" not in said and "not whole" not in said
+                  "exp_avg_sq: 30 tensors in", "float32", "iter_0000040.tmp-abc: incomplete"):  # fmt: skip
+        assert words in printed, words
+    assert "--finetune" not in printed and "\n  incomplete: " not in printed
     (run / "iter_0000030" / "weights_rank_00001.safetensors").unlink()
     (run / "latest").write_text("iter_0000050\n")
-    said = lines_of(run)
-    assert "not whole: " in said and "weights_rank_00001.safetensors: is missing" in said
-    assert "latest names 'iter_0000050'" in said
+    printed = lines_of(run)
+    assert "incomplete: " in printed and "weights_rank_00001.safetensors: is missing" in printed
+    assert "latest names 'iter_0000050'" in printed
 
 
 def test_an_imported_checkpoint(tmp_path: Path) -> None:
@@ -47,11 +47,11 @@ def test_an_imported_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "words"), [("params.json", "a model's original files"), ("other", "no checkpoint of any kind known here")]
+    ("file", "words"), [("params.json", "original files of a model"), ("other", "no checkpoint of a supported kind")]
 )
-def test_what_is_not_known(tmp_path: Path, file: str, words: str) -> None:
+def test_unsupported_directories(tmp_path: Path, file: str, words: str) -> None:
     (tmp_path / file).write_text("")
     with pytest.raises(UserError, match=words):
         lines_of(tmp_path)
-    with pytest.raises(UserError, match="no such directory"):
+    with pytest.raises(UserError, match="directory not found"):
         lines_of(tmp_path / "absent")

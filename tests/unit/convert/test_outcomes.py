@@ -1,4 +1,4 @@
-"""What conversions leave behind: whole results or nothing, each byte read once, the same after an interruption."""
+"""Results of conversions: complete or nothing, every byte read once, unchanged by interruptions."""
 
 import json
 import os
@@ -16,12 +16,11 @@ from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
-from megatron_ladder.checkpoint.weights import stored_model
-from megatron_ladder.checkpoint.writer import CheckpointWriter
+from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.convert import copying
-from megatron_ladder.convert.casts import RAW, cast
 from megatron_ladder.convert.names import hf_name, rank_slices
 from megatron_ladder.convert.options import shard_bytes
+from megatron_ladder.convert.sources import whole_box
 from megatron_ladder.errors import UserError
 from tests.reference import ReferenceConfig, make_weights, weight_shapes
 from tests.unit.convert.hand_made import CONFIG, SHAPES, entries, safetensors, write_directory, write_sharded
@@ -46,7 +45,7 @@ def small_config(**changes: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: changes.get("residual_mode", "standard"))
-def test_the_tensors_of_a_model_are_those_of_the_reference(changes: dict[str, Any]) -> None:
+def test_tensors_of_a_model_match_the_reference(changes: dict[str, Any]) -> None:
     config = small_config(**changes)
     found = [(tensor.name, tensor.shape) for tensor in model_tensors(config)]
     assert found == list(weight_shapes(ReferenceConfig.like(config)).items())
@@ -62,22 +61,22 @@ def test_slices_tile_every_tensor(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("target", ["float32", "bfloat16", "float16"])
-def test_casts_are_those_of_torch(source: str, target: str) -> None:
+def test_casts_match_torch(source: str, target: str) -> None:
     special = [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1e-40, -6e-8, 60000.0, 1e-45]
     values = torch.cat([torch.tensor([*special, float("inf"), float("-inf"), float("nan")]), torch.randn(5000)])
-    # A NaN whose bits all are set: rounded like a number, it would become zero.
+    # A NaN with all bits set: rounded like a number, it would become zero.
     values = torch.cat([values, torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)])
     tensor = values.to(getattr(torch, source))
-    raw = tensor.view(torch.uint8).numpy().view(RAW[tensor.element_size()])
+    raw = tensor.view(torch.uint8).numpy().view(copying._RAW[tensor.element_size()])
     expected = tensor.to(getattr(torch, target))
-    found = torch.from_numpy(cast(raw, source, target).view(np.uint8).copy()).view(getattr(torch, target))
+    found = torch.from_numpy(copying._cast(raw, source, target).view(np.uint8).copy()).view(getattr(torch, target))
     assert torch.equal(found.nan_to_num(7.0).view(torch.uint8), expected.nan_to_num(7.0).view(torch.uint8))
     assert torch.equal(found.isnan(), expected.isnan())
 
 
-def test_numbers_that_do_not_fit_are_refused() -> None:
+def test_numbers_that_do_not_fit_are_rejected() -> None:
     with pytest.raises(OverflowError, match="7e\\+04"):
-        cast(np.array([70000.0], np.float32).view(np.uint32), "float32", "float16")
+        copying._cast(np.array([70000.0], np.float32).view(np.uint32), "float32", "float16")
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2**31), ("77", 77)])
@@ -86,13 +85,13 @@ def test_sizes_of_shards(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5 TB", "0", "-1MB", "infGB"])
-def test_sizes_that_are_none(text: str) -> None:
+def test_invalid_sizes_of_shards(text: str) -> None:
     with pytest.raises(ValueError):
         shard_bytes(text)
 
 
 def write_cut_checkpoint(save: Path, config: ModelConfig, run: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A checkpoint as ZeRO leaves it: each of 3 ranks has an interval of every flattened tensor, moments too."""
+    """Write a checkpoint as ZeRO does: each of 3 ranks has an interval of every flattened tensor and its moments."""
     ranks = 3
     weights = make_weights(ReferenceConfig.like(config), seed=5)
     temporary = create_temporary_directory(save, 30, "token")
@@ -105,7 +104,7 @@ def write_cut_checkpoint(save: Path, config: ModelConfig, run: dict[str, Any]) -
                 continue
             piece = flat[cuts[rank] : cuts[rank + 1]]
             for kind, values in {"weight": piece, "exp_avg": piece * 0.1, "exp_avg_sq": piece.square()}.items():
-                writer.add_span(name, kind, weight.shape, [0] * weight.dim(), list(weight.shape), cuts[rank], values)
+                writer.add_span(name, kind, weight.shape, whole_box(weight.shape), cuts[rank], values)
     writers[1].add("rng.rank_00001.cpu", "rng", (9,), (0,), torch.arange(9, dtype=torch.uint8))
     header = {
         "iteration": 30, "consumed_samples": 240, "model": config.to_dict(), "run": {"training": run},
@@ -121,10 +120,10 @@ def write_cut_checkpoint(save: Path, config: ModelConfig, run: dict[str, Any]) -
     ("run", "flags", "dtype"),
     [({"bf16": True}, [], "bfloat16"), ({}, [], "float32"), ({"bf16": True}, ["--dtype", "fp16"], "float16")],
 )
-def test_export_of_a_checkpoint_that_zero_has_cut(
+def test_export_of_a_checkpoint_written_with_zero(
     tmp_path: Path, run: dict[str, Any], flags: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "ROWS_BYTES", 1000)
+    monkeypatch.setattr(copying, "_ROWS_BYTES", 1000)
     config = small_config()
     weights = write_cut_checkpoint(tmp_path / "run", config, run)
     convert("export", "--load", tmp_path / "run", "--hf", tmp_path / "hf", "--verify", *flags)
@@ -136,7 +135,7 @@ def test_export_of_a_checkpoint_that_zero_has_cut(
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 3), (4, 2)], ids=str)
 def test_reshape_keeps_every_number(tmp_path: Path, layout: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "ROWS_BYTES", 1000)
+    monkeypatch.setattr(copying, "_ROWS_BYTES", 1000)
     config = small_config(residual_mode="ladder", ladder_layers=(2,), qk_layernorm=True)
     write_cut_checkpoint(tmp_path / "run", config, {})
     words = "--tensor-model-parallel-size", layout[0], "--pipeline-model-parallel-size", layout[1]
@@ -145,26 +144,27 @@ def test_reshape_keeps_every_number(tmp_path: Path, layout: tuple[int, int], mon
     after.verify()
     assert {**after.manifest, "files": 0} == {**before.manifest, "files": 0}
     for kind in ("weight", "exp_avg", "exp_avg_sq", "rng"):
-        assert after.tensors(kind) == before.tensors(kind)
-        for name, info in after.tensors(kind).items():
-            shape, values = info.global_shape, []
+        assert after.stored(kind).keys() == before.stored(kind).keys()
+        for name, stored in after.stored(kind).items():
+            shape, dtype, values = stored.global_shape, getattr(torch, stored.dtype), []
+            assert (shape, stored.dtype) == (before.stored(kind)[name].global_shape, before.stored(kind)[name].dtype)
             for checkpoint in (before, after):
-                values.append(torch.empty(shape, dtype=info.dtype))
+                values.append(torch.empty(shape, dtype=dtype))
                 checkpoint.read(name, kind, (0,) * len(shape), shape, values[-1])
             assert torch.equal(*values), name
     ranks = layout[0] * layout[1]
     names = {file["name"] for file in after.manifest["files"]}
-    sorts = ("weights", "optimizer")
-    assert {f"{sort}_rank_{rank:05d}.safetensors" for sort in sorts for rank in range(ranks)} <= names
+    groups = ("weights", "optimizer")
+    assert {f"{group}_rank_{rank:05d}.safetensors" for group in groups for rank in range(ranks)} <= names
     assert "tokenizer.json" in names and len(names) == 2 * ranks + 2
 
 
-def test_reshape_can_change_the_wiring_and_nothing_else(tmp_path: Path) -> None:
+def test_reshape_can_change_only_the_wiring(tmp_path: Path) -> None:
     config = small_config()
     weights = write_cut_checkpoint(tmp_path / "run", config, {})
     convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "hybrid", "--ladder-layers", "2")
     before, after = Checkpoint.open(tmp_path / "run"), Checkpoint.open(tmp_path / "hybrid")
-    assert stored_model(after) == small_config(residual_mode="ladder", ladder_layers=(1, 2))
+    assert after.model() == small_config(residual_mode="ladder", ladder_layers=(1, 2))
     kept = {"model": 0, "files": 0}
     assert {**after.manifest, **kept} == {**before.manifest, **kept} and after.iteration == 30
     for name, weight in weights.items():
@@ -173,8 +173,8 @@ def test_reshape_can_change_the_wiring_and_nothing_else(tmp_path: Path) -> None:
         assert torch.equal(found, weight), name
 
 
-def test_the_wiring_that_the_run_was_told_changes_with_the_models(tmp_path: Path) -> None:
-    """The manifest says it twice: as the model, and as a part of the run."""
+def test_reshape_changes_both_copies_of_the_wiring(tmp_path: Path) -> None:
+    """The manifest has the wiring twice: in the model and in the run."""
     write_cut_checkpoint(tmp_path / "run", small_config(), {})
     manifest = tmp_path / "run" / "iter_0000030" / "manifest.json"
     stored = json.loads(manifest.read_text())
@@ -194,7 +194,7 @@ def test_the_wiring_that_the_run_was_told_changes_with_the_models(tmp_path: Path
         ({}, ["--residual-mode", "desync"], "can only be trained from the start"),
     ],
 )
-def test_a_wiring_that_needs_other_weights_is_refused(
+def test_a_wiring_that_needs_other_weights_is_rejected(
     tmp_path: Path, source: dict[str, Any], words: list[str], message: str
 ) -> None:
     write_cut_checkpoint(tmp_path / "run", small_config(**source), {})
@@ -205,7 +205,7 @@ def test_a_wiring_that_needs_other_weights_is_refused(
 
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Places of all bytes of tensors that are read, in any file."""
+    """Positions of all tensor bytes that are read, in any file."""
     read: list[int] = []
     real = os.preadv
 
@@ -225,16 +225,16 @@ def test_each_byte_is_read_once(tmp_path: Path, bytes_read: list[int]) -> None:
     assert sorted(bytes_read) == list(range(header, (directory / "model.safetensors").stat().st_size))
 
 
-def test_dry_run_writes_nothing_and_says_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_writes_nothing_and_reports_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = write_directory(tmp_path / "hf")
     convert("import", "--hf", directory, "--save", tmp_path / "ours", "--dry-run", "--ladder-layers", "1")
     assert list(tmp_path.iterdir()) == [directory]
-    said = capsys.readouterr().out
-    assert "the wiring of the source, standard, is overridden: ladder in layers 1 of 2" in said
-    assert "weights_rank_00000.safetensors: 2.51 kB, 21 tensors" in said and "nothing was written" in said
+    printed = capsys.readouterr().out
+    assert "the wiring of the source, standard, is overridden: ladder in layers 1 of 2" in printed
+    assert "weights_rank_00000.safetensors: 2.51 kB, 21 tensors" in printed and "nothing was written" in printed
 
 
-def test_an_interrupted_conversion_goes_on_behind_its_whole_files(
+def test_an_interrupted_conversion_continues_after_its_complete_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model(tmp_path / "hf")
@@ -258,7 +258,7 @@ def test_an_interrupted_conversion_goes_on_behind_its_whole_files(
     assert len(whole) == 2 and len(list(work.glob("*.partial"))) == 1
     capsys.readouterr()
     convert(*words, "--verify")
-    assert f"goes on in {work}" in capsys.readouterr().out
+    assert f"continues an interrupted conversion in {work}" in capsys.readouterr().out
     assert {name: (tmp_path / "back" / name).stat().st_ino for name in whole} == whole
     assert_equal_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
     assert not list(tmp_path.glob("back.tmp-*"))
@@ -285,7 +285,7 @@ def test_an_interrupted_import_has_the_same_checksums(
     Checkpoint.open(tmp_path / "ours").verify()
 
 
-def test_after_a_change_of_the_source_nothing_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_source_is_converted_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new file has the same name, header and size."""
     directory = write_directory(tmp_path / "hf")
     words = ["import", "--hf", directory, "--save", tmp_path / "ours"]
@@ -306,11 +306,11 @@ def test_another_configuration_makes_another_checkpoint(tmp_path: Path) -> None:
     for config in (CONFIG, {**CONFIG, "rms_norm_eps": 1e-6}):
         write_directory(directory, config)
         convert("import", "--hf", directory, "--save", tmp_path / "ours", "--overwrite")
-        assert stored_model(Checkpoint.open(tmp_path / "ours")).norm_epsilon == config["rms_norm_eps"]
+        assert Checkpoint.open(tmp_path / "ours").model().norm_epsilon == config["rms_norm_eps"]
     assert [path.name for path in (tmp_path / "ours").iterdir() if path.is_dir()] == ["iter_0000000.1"]
 
 
-def test_what_may_be_overwritten(tmp_path: Path) -> None:
+def test_overwriting(tmp_path: Path) -> None:
     directory, ours, back = write_directory(tmp_path / "hf"), tmp_path / "ours", tmp_path / "back"
     convert("import", "--hf", directory, "--save", ours)
     with pytest.raises(UserError, match="--overwrite"):
@@ -330,7 +330,7 @@ def test_what_may_be_overwritten(tmp_path: Path) -> None:
         convert("import", "--hf", directory, "--save", tmp_path / "run", "--overwrite")
 
 
-def test_verify_finds_what_was_written_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_finds_wrong_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_directory(tmp_path / "hf")
     real = os.fsync
 
@@ -341,7 +341,7 @@ def test_verify_finds_what_was_written_wrong(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "fsync", flipping)
     words = "--tensor-model-parallel-size", "2", "--verify"
-    with pytest.raises(RuntimeError, match=r"weights_rank_00001\.safetensors: weight:.* is not what was written"):
+    with pytest.raises(RuntimeError, match=r"weights_rank_00001\.safetensors: weight:.* differs from its source"):
         convert("import", "--hf", directory, "--save", tmp_path / "ours", *words)
     assert not (tmp_path / "ours" / "latest").exists()
 

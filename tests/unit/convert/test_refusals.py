@@ -1,4 +1,4 @@
-"""Directories that are wrong, damaged or hostile: each is refused by name, and nothing is written."""
+"""Invalid, damaged and hostile directories are rejected with a message, and nothing is written."""
 
 import json
 import os
@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[3]
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
-def refusal(directory: Path) -> str:
-    """What the tool says; it must leave nothing beside the directory."""
+def rejection(directory: Path) -> str:
+    """Return the message of a rejected import, which must write nothing."""
     before = sorted(directory.parent.iterdir())
     with pytest.raises(UserError) as caught:
         convert("import", "--hf", directory, "--save", directory.parent / "refused")
@@ -37,7 +37,7 @@ def refusal(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_the_right_directory_passes(tmp_path: Path) -> None:
+def test_valid_directories_are_imported(tmp_path: Path) -> None:
     convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
     convert("import", "--hf", write_sharded(tmp_path / "sharded"), "--save", tmp_path / "other")
 
@@ -68,10 +68,10 @@ def test_the_right_directory_passes(tmp_path: Path) -> None:
     ],
 )
 def test_configurations(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
-    said = refusal(write_directory(tmp_path / "hf", {**CONFIG, **change}))
-    assert "config.json" in said
+    message = rejection(write_directory(tmp_path / "hf", {**CONFIG, **change}))
+    assert "config.json" in message
     for word in words:
-        assert word in said, said
+        assert word in message, message
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_configurations(tmp_path: Path, change: dict[str, Any], words: list[str]
     ],
 )
 def test_json(tmp_path: Path, text: str, words: list[str]) -> None:
-    said = refusal(write_directory(tmp_path / "hf", text))
+    message = rejection(write_directory(tmp_path / "hf", text))
     for word in words:
-        assert word in said, said
+        assert word in message, message
 
 
 def overlapping() -> bytes:
@@ -127,8 +127,8 @@ DUPLICATE = '{"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}, "a":
         (with_header(lambda header: header[Q].update(dtype="F32")), [Q, "128 bytes", "F32"]),
         (with_header(lambda header: header[Q].update(shape=[-8, -8])), [Q]),
         (reshaped(Q, [8, 4]), [Q, "found shape [8, 4]", "expected [8, 8]"]),
-        (renamed(Q, "model.layers.1.self_attn.q.weight"), [Q, "is missing", "self_attn.q.weight", "no such tensor"]),
-        (renamed(Q, "model.layers.2.self_attn.q_proj.weight"), ["model.layers.2", "no such tensor"]),
+        (renamed(Q, "model.layers.1.self_attn.q.weight"), [Q, "is missing", "self_attn.q.weight", "unexpected tensor"]),
+        (renamed(Q, "model.layers.2.self_attn.q_proj.weight"), ["model.layers.2", "unexpected tensor"]),
         (safetensors(entries(SHAPES, "I8")), ["model.embed_tokens.weight", "found I8", "quantised"]),
         (safetensors(entries(SHAPES, "F8_E4M3")), ["found F8_E4M3"]),
         (safetensors(entries(SHAPES, "I64")), ["found int64", "bfloat16"]),
@@ -139,48 +139,48 @@ DUPLICATE = '{"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}, "a":
     ],
 )  # fmt: skip
 def test_files_of_weights(tmp_path: Path, weights: bytes, words: list[str]) -> None:
-    said = refusal(write_directory(tmp_path / "hf", weights=weights))
+    message = rejection(write_directory(tmp_path / "hf", weights=weights))
     for word in words:
-        assert word in said, said
+        assert word in message, message
 
 
-def test_twenty_mistakes_are_named_and_the_others_counted(tmp_path: Path) -> None:
+def test_twenty_errors_are_listed_and_the_others_counted(tmp_path: Path) -> None:
     directory = write_directory(tmp_path / "hf", {**CONFIG, "num_hidden_layers": 10})
-    lines = refusal(directory).splitlines()
-    assert len(lines) == 21 and lines[-1] == f"and {8 * 9 - 20} more"
+    lines = rejection(directory).splitlines()
+    assert len(lines) == 21 and lines[-1] == f"and {8 * 9 - 20} more errors"
 
 
 def test_index_and_headers_must_agree(tmp_path: Path) -> None:
-    said = refusal(write_sharded(tmp_path / "one", {Q: "a.safetensors"}))
-    assert f"a.safetensors: {Q}: is missing" in said and f"b.safetensors: {Q}: is here" in said
-    said = refusal(write_sharded(tmp_path / "two", a={"stray": [2]}))
-    assert "a.safetensors: stray: is here, and model.safetensors.index.json does not list it" in said
-    said = refusal(write_sharded(tmp_path / "three", {"absent": "a.safetensors"}))
-    assert "a.safetensors: absent: is missing" in said
-    said = refusal(write_sharded(tmp_path / "four", {"absent": "c.safetensors"}))
-    assert "c.safetensors: there is no such file" in said
+    message = rejection(write_sharded(tmp_path / "one", {Q: "a.safetensors"}))
+    assert f"a.safetensors: {Q}: is missing" in message and f"b.safetensors: {Q}: is here" in message
+    message = rejection(write_sharded(tmp_path / "two", a={"stray": [2]}))
+    assert "a.safetensors: stray: is here, but model.safetensors.index.json does not list it" in message
+    message = rejection(write_sharded(tmp_path / "three", {"absent": "a.safetensors"}))
+    assert "a.safetensors: absent: is missing" in message
+    message = rejection(write_sharded(tmp_path / "four", {"absent": "c.safetensors"}))
+    assert "c.safetensors: file not found" in message
 
 
 NAMES = ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "..", "x.bin", "\0.safetensors"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_in_an_index_stay_in_the_directory(tmp_path: Path, name: str) -> None:
+def test_names_in_an_index_must_stay_in_the_directory(tmp_path: Path, name: str) -> None:
     (tmp_path / "x.safetensors").write_bytes(safetensors(entries(SHAPES)))
-    said = refusal(write_sharded(tmp_path / "hf", {Q: name}))
-    assert "the file name" in said and repr(name) in said
+    message = rejection(write_sharded(tmp_path / "hf", {Q: name}))
+    assert repr(name) in message
 
 
 def test_two_sets_of_weights_and_none(tmp_path: Path) -> None:
     both = write_sharded(tmp_path / "both")
     (both / "model.safetensors").write_bytes(safetensors(entries(SHAPES)))
-    assert "has both" in refusal(both)
+    assert "has both" in rejection(both)
     none = write_directory(tmp_path / "none")
     (none / "model.safetensors").unlink()
-    assert "there are no weights" in refusal(none)
+    assert "no weights found" in rejection(none)
 
 
-def test_links_are_followed_only_as_the_hugging_face_cache_makes_them(tmp_path: Path) -> None:
+def test_only_links_of_the_hugging_face_cache_are_followed(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs.mkdir(parents=True)
     write_directory(snapshot)
@@ -219,7 +219,7 @@ def test_links_are_followed_only_as_the_hugging_face_cache_makes_them(tmp_path: 
 
 
 class Command:
-    """Unpickled without restrictions, it would make a file."""
+    """Creates a file when it is unpickled without restrictions."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -238,11 +238,11 @@ def test_pickled_weights_are_read_without_running_code(tmp_path: Path) -> None:
     assert_equal_bits(good, tensors_of(tmp_path / "back"))
     touched = tmp_path / "touched"
     torch.save({**good, Q: Command(touched)}, directory / "pytorch_model.bin")
-    assert "weights_only=True" in refusal(directory) and not touched.exists()
+    assert "weights_only=True" in rejection(directory) and not touched.exists()
     (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Command(touched)))
-    assert "pytorch_model.bin" in refusal(directory) and not touched.exists()
+    assert "pytorch_model.bin" in rejection(directory) and not touched.exists()
     torch.save([1, 2], directory / "pytorch_model.bin")
-    assert "not a dictionary of tensors" in refusal(directory)
+    assert "not a dictionary of tensors" in rejection(directory)
 
 
 def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> None:
@@ -250,9 +250,9 @@ def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> 
     convert("import", "--hf", write_directory(tmp_path / "equal", tied), "--save", tmp_path / "ours")
     weights = bytearray(safetensors(entries(SHAPES)))
     weights[-1] = 1
-    assert "differs from model.embed_tokens.weight" in refusal(write_directory(tmp_path / "hf", tied, bytes(weights)))
+    assert "differs from model.embed_tokens.weight" in rejection(write_directory(tmp_path / "hf", tied, bytes(weights)))
     shorter = reshaped("lm_head.weight", [15, 8])
-    assert "found bfloat16 [15, 8]" in refusal(write_directory(tmp_path / "other", tied, shorter))
+    assert "found bfloat16 [15, 8]" in rejection(write_directory(tmp_path / "other", tied, shorter))
 
 
 def test_exit_code_and_messages_of_the_program(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_exit_code_and_messages_of_the_program(tmp_path: Path) -> None:
     ("words", "expected"),
     [
         (["--tensor-model-parallel-size", "3"], "--num-attention-heads 2 is not divisible"),
-        (["--pipeline-model-parallel-size", "3"], "the model has 2 layers"),
+        (["--pipeline-model-parallel-size", "3"], "the model has only 2 layers"),
         (["--ladder-layers", "3"], "the upper 3 layers of 2 do not exist"),
         (["--residual-mode", "parallel"], "two norms"),
         (["--residual-mode", "desync"], "norms differ from rank to rank"),
@@ -282,7 +282,7 @@ def test_command_lines(tmp_path: Path, words: list[str], expected: str) -> None:
     assert not (tmp_path / "ours").exists()
 
 
-def test_the_manifest_of_a_checkpoint_must_be_that_of_its_model(tmp_path: Path) -> None:
+def test_tensors_of_a_checkpoint_must_be_those_of_its_model(tmp_path: Path) -> None:
     convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
     manifest = tmp_path / "ours" / "iter_0000000" / "manifest.json"
     other = json.loads(manifest.read_text())

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to ours, cut in any way, and back: the same bits, and the same logits."""
+"""From a Hugging Face directory to a training checkpoint of any layout and back: equal bits and logits."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.weights import load_weights, stored_model
+from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
 from tests.unit.convert.saved_models import assert_equal_bits, convert, save_model, tensors_of
@@ -19,7 +19,7 @@ LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1)]
 
 @pytest.mark.parametrize(("tensor_parallel", "stages"), LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_bits_come_back(tmp_path: Path, tensor_parallel: int, stages: int, tied: bool) -> None:
+def test_round_trip_is_bitwise(tmp_path: Path, tensor_parallel: int, stages: int, tied: bool) -> None:
     hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
     save_model(hf, dtype=torch.bfloat16, tie_word_embeddings=tied, max_shard_size="60KB")
     assert len(list(hf.glob("*.safetensors"))) > 1
@@ -41,9 +41,9 @@ def test_bits_come_back(tmp_path: Path, tensor_parallel: int, stages: int, tied:
 
 
 def our_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """[b, s] -> [b, s, V], computed by our model of one rank."""
+    """Map tokens [b, s] to logits [b, s, V] with our model on one rank."""
     checkpoint = Checkpoint.open(directory)
-    model = LanguageModel(stored_model(checkpoint), ProcessMesh.single())
+    model = LanguageModel(checkpoint.model(), ProcessMesh.single())
     load_weights(model, checkpoint)
     with torch.no_grad():
         hidden_states = model.hidden_states(tokens, model.training_context(tokens))
@@ -67,15 +67,15 @@ LLAMA3_ROPE = {
     ],
     ids=["llama3", "llama-biases", "mistral", "qwen2", "qwen3"],
 )
-def test_logits_are_those_of_transformers(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+def test_logits_match_transformers(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
-    theirs = save_model(hf, kind, **changes)
+    reference = save_model(hf, kind, **changes)
     convert("import", "--hf", hf, "--save", ours)
     tokens = torch.randint(0, 301, (2, 48))
     with torch.no_grad():
-        expected = theirs(tokens).logits
+        expected = reference(tokens).logits
     assert (our_logits(ours, tokens) - expected).abs().max() <= 1e-5 * expected.abs().max()
     convert("export", "--load", ours, "--hf", back)
-    again = type(theirs).from_pretrained(back).eval()
+    again = type(reference).from_pretrained(back).eval()
     with torch.no_grad():
         assert (again(tokens).logits - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -1,4 +1,4 @@
-"""What stands where a conversion writes to: other programs' checkpoints stay, and what died does not get in the way."""
+"""Targets of conversions: checkpoints of other programs stay, and interrupted conversions do not get in the way."""
 
 import errno
 import fcntl
@@ -22,7 +22,7 @@ from tests.unit.convert.test_outcomes import small_config, write_cut_checkpoint
 
 @pytest.fixture
 def meanwhile(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """What another program does between the last byte of a conversion and its publication."""
+    """Actions of another program between the last byte of a conversion and its publication."""
     actions: list[Callable[[], object]] = []
     real = carry_out.write_small_files
 
@@ -36,7 +36,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
 
 
 @pytest.mark.parametrize(("name", "words"), [("iter_0000030", []), ("iter_0000000.1", ["--overwrite"])])
-def test_what_was_published_meanwhile_stays(
+def test_checkpoints_published_meanwhile_stay(
     tmp_path: Path, meanwhile: list[Callable[[], object]], name: str, words: list[str]
 ) -> None:
     directory, ours = write_directory(tmp_path / "hf"), tmp_path / "ours"
@@ -44,7 +44,7 @@ def test_what_was_published_meanwhile_stays(
     if words:
         convert("import", "--hf", directory, "--save", ours)
     meanwhile.append(lambda: os.rename(tmp_path / "run" / "iter_0000030", ours / name))
-    with pytest.raises(UserError, match=rf"{name}: published there while.*move it to another directory"):
+    with pytest.raises(UserError, match=rf"{name}: another program published .*move it to another directory"):
         convert("import", "--hf", directory, "--save", ours, *words)
     Checkpoint.open(ours / name).verify()
     assert published_checkpoints(ours) == sorted({name, "iter_0000000"} if words else {name})
@@ -54,16 +54,16 @@ def test_what_was_published_meanwhile_stays(
     Checkpoint.open(tmp_path / "another").verify()
 
 
-def test_what_stands_at_an_export_meanwhile_stays(tmp_path: Path, meanwhile: list[Callable[[], object]]) -> None:
+def test_directories_created_meanwhile_stay(tmp_path: Path, meanwhile: list[Callable[[], object]]) -> None:
     convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
     meanwhile.append(lambda: write_directory(tmp_path / "back", {"mine": True}))
-    with pytest.raises(UserError, match=r"exists and is not empty.*is whole in .*back\.tmp-"):
+    with pytest.raises(UserError, match=r"exists and is not empty.*is complete in .*back\.tmp-"):
         convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == {"mine": True}
 
 
 def dying_after(name: str) -> Callable[[Path], None]:
-    """A removal of a directory that gets no further than one file."""
+    """Return a removal of a directory that dies after one file."""
 
     def remove(directory: Path) -> None:
         (directory / name).unlink()
@@ -72,7 +72,7 @@ def dying_after(name: str) -> Callable[[Path], None]:
     return remove
 
 
-def test_who_is_killed_while_replacing_leaves_no_checkpoint_that_lacks_files(
+def test_death_while_replacing_leaves_no_incomplete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, ours = write_directory(tmp_path / "hf"), tmp_path / "ours"
@@ -84,7 +84,7 @@ def test_who_is_killed_while_replacing_leaves_no_checkpoint_that_lacks_files(
 
 
 def refusing(number: int) -> Callable[[int, int], None]:
-    """A flock that fails."""
+    """Return a flock that fails."""
 
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
@@ -93,30 +93,30 @@ def refusing(number: int) -> Callable[[int, int], None]:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF], ids=errno.errorcode.get)
-def test_a_file_system_without_locks_is_written_to(
+def test_file_systems_without_locks_work(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(number))
     convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
-    said = capsys.readouterr().out
-    assert f"cannot be locked ({os.strerror(number)}): see that no other conversion writes there" in said
+    printed = capsys.readouterr().out
+    assert f"cannot be locked ({os.strerror(number)}); no other conversion must write there" in printed
     Checkpoint.open(tmp_path / "ours").verify()
 
 
 @pytest.mark.parametrize("number", [errno.EWOULDBLOCK, errno.EACCES], ids=errno.errorcode.get)
-def test_a_conversion_that_is_under_way_is_waited_for(
+def test_a_second_conversion_is_rejected(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(number))
-    with pytest.raises(UserError, match="the same conversion is under way: wait for it"):
+    with pytest.raises(UserError, match="the same conversion is already running; wait for it"):
         convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
 
 
 @pytest.mark.parametrize("unreadable", [False, True], ids=["other bytes", "cannot be read"])
-def test_files_that_verification_finds_wrong_are_written_anew(
+def test_files_that_fail_verification_are_written_again(
     tmp_path: Path, unreadable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of four are wrong, so it is not enough to remove the first; the others are kept."""
+    """Two of four files are wrong; both are written again, and the others are kept."""
     directory, ours = write_directory(tmp_path / "hf"), tmp_path / "ours"
     layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     words = ["import", "--hf", directory, "--save", ours, *layout]
@@ -138,7 +138,7 @@ def test_files_that_verification_finds_wrong_are_written_anew(
             patch.setattr(Reader, "read_into", failing)
         else:
             patch.setattr(os, "fsync", flipping)
-        with pytest.raises(RuntimeError, match=f"{names[1]}: weight:.*{names[3]}: weight:.*writes that anew"):
+        with pytest.raises(RuntimeError, match=f"{names[1]}: weight:.*{names[3]}: weight:.*writes these files again"):
             convert(*words, "--verify")
     (work,) = ours.iterdir()
     kept = {path.name: path.stat().st_ino for path in work.glob("*.safetensors")}
@@ -151,8 +151,8 @@ def test_files_that_verification_finds_wrong_are_written_anew(
         assert (ours / "iter_0000000" / name).read_bytes() == right, name
 
 
-@pytest.mark.parametrize("step", ["before the new one stands there", "while the old one is removed"])
-def test_an_export_that_was_killed_while_replacing_goes_on(
+@pytest.mark.parametrize("step", ["before the new one is renamed", "while the old one is removed"])
+def test_an_export_killed_while_replacing_continues(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")

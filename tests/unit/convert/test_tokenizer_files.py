@@ -1,4 +1,4 @@
-"""What travels beside the weights, as the libraries that read it see it."""
+"""Files next to the weights, as read by the libraries that use them."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ TEXTS = ["def add(a, b):\n    return a + b\n", "  two  blanks\t", "\u6f22 12", "
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "other.model"])
-def test_a_sentencepiece_tokenizer_encodes_alike_in_transformers(tmp_path: Path, name: str) -> None:
+def test_transformers_encodes_as_the_sentencepiece_tokenizer(tmp_path: Path, name: str) -> None:
     run, _, ours = write_checkpoint_with_tokenizer(tmp_path)
     checkpoint = Checkpoint.open(run).directory
     if name != "tokenizer.model":
@@ -35,11 +35,11 @@ def test_a_sentencepiece_tokenizer_encodes_alike_in_transformers(tmp_path: Path,
         renamed = (tmp_path / "tokenizer.model").rename(tmp_path / name)
         copy_tokenizer(load_tokenizer("SentencePieceTokenizer", renamed), checkpoint)
     convert("export", "--load", run, "--hf", tmp_path / "hf")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
     for text in TEXTS:
-        assert theirs.encode(text) == ours.encode(text)
-        assert theirs.decode(ours.encode(text)) == text
-    assert theirs.eos_token_id == ours.eod_id == GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id
+        assert loaded.encode(text) == ours.encode(text)
+        assert loaded.decode(ours.encode(text)) == text
+    assert loaded.eos_token_id == ours.eod_id == GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id
 
 
 def write_word_tokenizer(path: Path) -> None:
@@ -48,7 +48,7 @@ def write_word_tokenizer(path: Path) -> None:
     tokenizer.save(str(path / "tokenizer.json"))
 
 
-def test_a_byte_pair_tokenizer_of_two_files_and_one_of_none(tmp_path: Path) -> None:
+def test_tokenizers_of_two_files_and_of_none(tmp_path: Path) -> None:
     run, _, _ = write_checkpoint_with_tokenizer(tmp_path)
     checkpoint = Checkpoint.open(run).directory
     for path in checkpoint.glob("*tokenizer*"):
@@ -62,11 +62,11 @@ def test_a_byte_pair_tokenizer_of_two_files_and_one_of_none(tmp_path: Path) -> N
     ours = GPT2BPETokenizer(tmp_path / "words.json", tmp_path / "pairs.txt")
     copy_tokenizer(ours, checkpoint)
     convert("export", "--load", run, "--hf", tmp_path / "pairs")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "pairs")
-    assert theirs.encode("defde") == ours.encode("defde") == [4, 3] and theirs.eos_token_id == ours.eod_id == 5
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "pairs")
+    assert loaded.encode("defde") == ours.encode("defde") == [4, 3] and loaded.eos_token_id == ours.eod_id == 5
 
 
-def test_files_of_a_hugging_face_directory_travel_there_and_back(tmp_path: Path) -> None:
+def test_files_of_a_hugging_face_directory_survive_a_round_trip(tmp_path: Path) -> None:
     directory = write_directory(tmp_path / "hf", {**CONFIG, "eos_token_id": 5, "pad_token_id": 3})
     write_word_tokenizer(directory)
     texts = {
@@ -89,18 +89,18 @@ def test_files_of_a_hugging_face_directory_travel_there_and_back(tmp_path: Path)
     assert {path.name for path in (tmp_path / "back").iterdir()} == kept
 
 
-def test_a_tokenizer_without_companions_is_opened_by_transformers(tmp_path: Path) -> None:
-    """As the tokenizer of a run that was trained with --tokenizer-model FILE alone."""
+def test_transformers_opens_a_single_tokenizer_file(tmp_path: Path) -> None:
+    """For example after training with only --tokenizer-model FILE."""
     directory = write_directory(tmp_path / "hf")
     write_word_tokenizer(directory)
     convert("import", "--hf", directory, "--save", tmp_path / "ours", "--ladder-layers", "1")
     convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "back")
-    assert theirs.encode("a b") == [1, 2] and theirs.eos_token_id == 0
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert loaded.encode("a b") == [1, 2] and loaded.eos_token_id == 0
 
 
-def test_more_ids_than_the_model_has_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_ids_than_the_model_has_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = write_directory(tmp_path / "hf")
     train_tokenizer(directory, TEXTS[:1] * 40)
     convert("import", "--hf", directory, "--save", tmp_path / "ours", "--dry-run")
-    assert "the tokenizer has 300 ids and the model 16" in capsys.readouterr().out
+    assert "the tokenizer has 300 ids, the model 16" in capsys.readouterr().out

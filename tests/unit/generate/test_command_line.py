@@ -260,13 +260,13 @@ def test_the_longest_possible_prompt(without_tokenizer: Path, capsys: pytest.Cap
 def test_unusable_model_directories(tmp_path: Path, run_folder: Path, without_tokenizer: Path) -> None:
     text = ["--prompt", "a"]
     (error,) = errors_of(["--model", str(tmp_path / "none"), *text])
-    assert error == f"--model {tmp_path / 'none'}: there is no checkpoint here"
+    assert error == f"--model {tmp_path / 'none'}: no checkpoint found"
     (error,) = errors_of(["--model", str(without_tokenizer), *text])
     assert error.startswith("--prompt 'a': the model's directory has no tokenizer; use --tokenizer-type")
     cut = shutil.copytree(run_folder, tmp_path / "cut") / "iter_0000010" / "weights_rank_00000.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
     first, *others = errors_of(["--model", str(tmp_path / "cut"), *text])
-    assert first.startswith(f"--model {tmp_path / 'cut'}: none of its 1 checkpoints is whole")
+    assert first.startswith(f"--model {tmp_path / 'cut'}: none of its 1 checkpoints is complete")
     tokenizer = train_tokenizer(tmp_path, ["def size(x):\n    return x\n"] * 20).files[0]
     flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer)]
     (error,) = errors_of(["--model", str(without_tokenizer), *text, *flags])

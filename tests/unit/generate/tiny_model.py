@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
-from megatron_ladder.checkpoint.writer import CheckpointWriter
+from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer, copy_tokenizer, train_sentencepiece
 from megatron_ladder.generate.engine import GenerationEngine

@@ -116,7 +116,7 @@ def test_what_cannot_be_removed_is_told_once(
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     assert train(imported, tmp_path / "run", None, True, 1).name == "iter_0000002"
-    assert capsys.readouterr().out.count(f"*** {theirs}: was left by a save and cannot be removed") == 1
+    assert capsys.readouterr().out.count(f"*** {theirs}: left by a failed save, cannot be removed") == 1
 
 
 def test_the_runs_own_files_count_before_those_of_the_model(imported: Path, tmp_path: Path) -> None:

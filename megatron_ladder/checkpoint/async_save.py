@@ -1,0 +1,151 @@
+"""The parts of a save that runs in the background: host memory for the state, a thread, and a hand-over without
+collectives.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_ladder.comm.agreement import name_ranks
+from megatron_ladder.files import write_atomically
+
+_ALIGNMENT = 256
+"""Bytes; every copy begins at a multiple, so that any element type can be viewed there."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every CUDA context."""
+_POLL_SECONDS = 0.05
+
+T = TypeVar("T")
+
+
+class HostMemory:
+    """Host memory for the state of one save, reused by the next: pinning it takes longer than filling it."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self._pinned = False
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return contiguous copies in host memory, complete on return and valid until the next call.
+
+        Copies from a GPU are queued together on the current stream, behind the work that computes the tensors.
+        """
+        offsets, end = [], 0
+        for tensor in tensors:
+            offsets.append(end)
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        if self._buffer is None or self._buffer.numel() < end:
+            self.free()
+            self._buffer = torch.empty(end, dtype=torch.uint8)
+            self._pinned = bool(devices) and _pin(self._buffer, next(iter(devices)))
+        copied = []
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            copy = self._buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copy.copy_(tensor.detach(), non_blocking=True)
+            copied.append(copy)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copied
+
+    def free(self) -> None:
+        """Release the memory."""
+        if self._buffer is not None and self._pinned:
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())))
+        self._buffer, self._pinned = None, False
+
+
+def _pin(buffer: Tensor, device: torch.device) -> bool:
+    """Page-lock a buffer, so that GPUs copy into it directly; return False if the system refuses.
+
+    torch's own pinned memory comes in powers of two, up to twice the size needed.
+    """
+    try:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, _PORTABLE)))
+    except torch.cuda.CudaError:
+        # CUDA reports the error again at the next launch; an unneeded kernel clears it.
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=device).zero_()
+        return False
+    return True
+
+
+class Background(Generic[T]):
+    """One call in a daemon thread, which never keeps the process from ending."""
+
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self._work = work
+        self._answer: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the call has returned or raised."""
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until the call has finished, or for this many seconds."""
+        self._thread.join(seconds)
+
+    def result(self) -> T:
+        """Return the result of the finished call, or raise its exception."""
+        if self._error is not None:
+            raise self._error
+        return self._answer[0]
+
+    def _run(self) -> None:
+        try:
+            self._answer.append(self._work())
+        except BaseException as error:
+            self._error = error
+
+
+class FileHandover:
+    """Gathers one JSON value per rank on rank 0 through files in a shared directory.
+
+    Saves in the background finish at different times on every rank, while the training threads use the process groups,
+    which two threads must not share. All ranks write to one directory anyway.
+    """
+
+    def __init__(self, directory: Path, rank: int, size: int, timeout_seconds: float) -> None:
+        """`timeout_seconds`: how long rank 0 waits for the other ranks after its own part is done."""
+        self._directory = directory
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout_seconds
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order, on rank 0; return [] on other ranks without waiting.
+
+        The files are removed before rank 0 returns.
+
+        Raises:
+            TimeoutError: ranks wrote no value; the message lists them.
+        """
+        if self._rank != 0:
+            # If the disk is full even for this file, rank 0 notices by waiting.
+            with contextlib.suppress(OSError):
+                write_atomically(self._file(self._rank), json.dumps(value).encode())
+            return []
+        others = range(1, self._size)
+        deadline = time.monotonic() + self._timeout
+        while missing := [rank for rank in others if not self._file(rank).exists()]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name_ranks(missing)} did not finish writing in {self._timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+        values = [value, *(json.loads(self._file(rank).read_bytes()) for rank in others)]
+        for rank in others:
+            self._file(rank).unlink()
+        return values
+
+    def _file(self, rank: int) -> Path:
+        return self._directory / f".written_by_rank_{rank:05d}.json"
