@@ -29,7 +29,6 @@ DATA = [
     "datasets>=4.0,<6",
     "gigatoken>=0.10,<0.11",
     "pyarrow>=17",
-    "tiktoken>=0.9,<1",
 ]
 # Comparison of logits after conversions, and the example that adapts a Llama model.
 HF = ["transformers>=5.0,<6"]

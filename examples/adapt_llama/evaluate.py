@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages  # noqa: E402
-from megatron_ladder.data.chat_template import Message, NotRendered  # noqa: E402
+from megatron_ladder.data.chat_template import ChatTemplateError, Message  # noqa: E402
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
 from megatron_ladder.flags import parse_command_line  # noqa: E402
@@ -91,7 +91,7 @@ def read_held_out(options: EvaluateOptions, encoder: ConversationEncoder) -> lis
             record = json.loads(line)
             messages = read_messages(options.chat_keys, [record.get(key) for key in options.chat_keys])
             rendered = encoder.render(messages)
-        except (AttributeError, json.JSONDecodeError, NotRendered) as error:
+        except (AttributeError, json.JSONDecodeError, ChatTemplateError) as error:
             raise UserError(f"--held-out {options.held_out}, line {number}: no conversation: {error}") from None
         (tokens,) = encoder.encode([rendered])
         if tokens.loss_mask[1:].any() and len(tokens.token_ids) <= options.seq_length:

@@ -12,9 +12,20 @@ from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import run_program
 from megatron_ladder.files import write_atomically
 from megatron_ladder.flags import flag, parse_config
-from megatron_ladder.lab.bench.data_rows import DATA_ROWS
-from megatron_ladder.lab.bench.data_table import DataBenchmark, DataResult, table
+from megatron_ladder.lab.bench import data_samples, data_tokenizing
+from megatron_ladder.lab.bench.data_table import DataBenchmark, DataResult, DataRow, table
 from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS
+
+DATA_ROWS: dict[str, DataRow] = {
+    "tokenizers": data_tokenizing.tokenizer_shares,
+    "loop": data_tokenizing.loop_ratios,
+    "memory": data_tokenizing.peak_memory,
+    "samples": data_samples.read_samples,
+    "index": data_samples.time_orders,
+    "megatron": data_samples.compare_with_megatron,
+    "damage": data_samples.detect_damage,
+}
+"""Rows by their names on the command line, in the order in which they run."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """Tokenizes documents into Megatron's indexed token files."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.chat import chat_task
-from megatron_ladder.data.encoders.choose import TokenizerLibrary
+from megatron_ladder.data.encoders import TokenizerLibrary
 from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess, run_task
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import Reading
@@ -63,7 +63,7 @@ class PreprocessConfig:
     max_document_megabytes: int = flag(64, minimum=1)
     """Maximum size of a line, or of a plain text file."""
     log_interval: int = flag(1000, minimum=1)
-    """Documents between progress lines, which appear at most once per second."""
+    """Documents between updates of the progress display."""
 
 
 COMMANDS = (Command((PreprocessConfig,)),)
@@ -93,15 +93,14 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_source(
         TokenizerSource(config.tokenizer_type, config.tokenizer_model, config.merge_file, config.vocab_size)
     )
-    say, show = _printers()
     reading = Reading(
         config.chat_keys if config.chat else config.json_keys,
         texts_only=not config.chat,
-        most_bytes=config.max_document_megabytes << 20,
-        most_bad=config.skip_bad_lines,
+        max_bytes=config.max_document_megabytes << 20,
+        max_bad=config.skip_bad_lines,
     )
     options = PreprocessOptions(
-        config.workers, config.partitions, config.log_interval, config.tokenizer_library, say, show
+        config.workers, config.partitions, config.log_interval, config.tokenizer_library, _print_message
     )
     if config.chat:
         sources = find_sources(config.input, reading)
@@ -112,20 +111,12 @@ def main(argv: Sequence[str]) -> None:
     for key, sidecar in sidecars.items():
         prefix = dataset_prefix(config.output_prefix, key)
         skipped = f", {sidecar.skipped:,} bad lines skipped" if sidecar.skipped else ""
-        say(f"{prefix}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens{skipped}")
+        _print_message(f"{prefix}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens{skipped}")
 
 
-def _printers() -> tuple[Callable[[str], None], Callable[[str], None]]:
-    """Return a printer of messages, and one of progress lines, which overwrite each other on a terminal."""
-    begin, end = ("\r\x1b[K", "") if sys.stdout.isatty() else ("", "\n")
-
-    def say(line: str) -> None:
-        print(f"{begin}{line}", flush=True)
-
-    def show(line: str) -> None:
-        print(f"{begin}{line}", end=end, flush=True)
-
-    return say, show
+def _print_message(line: str) -> None:
+    """Print a line; on a terminal it replaces the progress bar, which is drawn again below it."""
+    print(f"\r\x1b[K{line}" if sys.stdout.isatty() else line, flush=True)
 
 
 def entry_point() -> NoReturn:

@@ -11,8 +11,8 @@ from typing import Literal, NoReturn
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.reading.find import find_sources, group_blocks
 from megatron_ladder.data.reading.protocol import Reading, Source
-from megatron_ladder.data.tokenizers import load_tokenizer, train_bpe, train_sentencepiece
-from megatron_ladder.data.tokenizers.training import MAX_LINE_BYTES
+from megatron_ladder.data.tokenizer_training import MAX_LINE_BYTES, train_bpe, train_sentencepiece
+from megatron_ladder.data.tokenizers import load_tokenizer
 from megatron_ladder.errors import UserError, run_program
 from megatron_ladder.files import write_atomically
 from megatron_ladder.flags import flag, parse_config

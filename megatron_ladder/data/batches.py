@@ -1,9 +1,9 @@
-"""From samples to what one data-parallel rank computes in one optimizer step.
+"""From samples to the micro-batches of one data-parallel rank in one optimizer step.
 
-Of the ranks that share a model one reads, and broadcasts to the others. It reads one step ahead, in a thread.
+One of the ranks that share a model replica reads, one step ahead in a thread, and broadcasts to the others.
 
-Layouts: rows [n, s + 1] are samples of s = seq_length tokens and the one that follows, all of an optimizer step of one
-data-parallel rank; a micro-batch is [b, s], b = micro_batch_size.
+Layouts: rows [n, s + 1] are samples of s = seq_length tokens and the next token, all samples of one data-parallel rank
+in one optimizer step; a micro-batch is [b, s] with b = micro_batch_size.
 """
 
 from collections.abc import Iterator
@@ -20,31 +20,31 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.samples import SampleRows, Samples
 from megatron_ladder.errors import UserError
 
-COUNTS, BEGINS = 1 << 40, 1 << 41
-"""Bits above a token id on its way between ranks: it counts as a label; it begins a document."""
-HAS_MASK, HAS_BEGINS, IS_MISTAKE = 1, 2, 4
-"""Bits of the word before the tokens: what the rows have, or that there are none because of a mistake."""
+_COUNTS, _BEGINS = 1 << 40, 1 << 41
+"""Bits above a token id in a broadcast: the token counts as a label; it begins a document."""
+_HAS_MASK, _HAS_BEGINS, _IS_ERROR = 1, 2, 4
+"""Bits of the word before the tokens: which arrays the rows have, or that there are no rows because of an error."""
 
 
 class MicroBatch(NamedTuple):
-    """What one forward pass reads; tensors on the CPU."""
+    """The input of one forward pass; tensors on the CPU."""
 
     tokens: Tensor
     """[b, s] int64"""
     labels: Tensor
-    """[b, s] int64: the token after each one"""
+    """[b, s] int64: the token after each token"""
     loss_mask: Tensor | None = None
-    """[b, s] float32, or None where every label counts"""
+    """[b, s] float32; None if every label counts"""
     positions: Tensor | None = None
-    """[b, s] int64: rotary position of each token, or None for 0 to s - 1 in every row"""
+    """[b, s] int64: rotary position of each token; None for 0 to s - 1 in every row"""
     document_bounds: Tensor | None = None
-    """[documents + 1] int32: where among the b * s tokens, row after row, documents begin, and b * s. A token sees its
-    own document alone, and no document goes beyond a row. None: every token sees all before it in its row."""
+    """[documents + 1] int32: first token of each document among the b * s tokens, row by row, and b * s. A token
+    attends only to its own document, which ends with its row. None: a token attends to all previous ones of its row."""
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How many samples of which length."""
+    """Number and length of samples."""
 
     seq_length: int
     global_batch_size: int
@@ -52,7 +52,7 @@ class BatchShape:
     data_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        """Raises UserError when the sizes do not multiply."""
+        """Raises UserError if the global batch size is not divisible."""
         if self.global_batch_size % (self.micro_batch_size * self.data_parallel_size):
             raise UserError(
                 f"--global-batch-size {self.global_batch_size} is not a multiple of --micro-batch-size "
@@ -61,51 +61,47 @@ class BatchShape:
 
     @property
     def rows(self) -> int:
-        """Samples of a data-parallel rank in a step."""
+        """Samples of a data-parallel rank in one step."""
         return self.global_batch_size // self.data_parallel_size
 
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """What the end of a document means within a sample; as in Megatron's `_get_ltor_masks_and_position_ids`."""
+    """The effect of document ends within a sample, as in Megatron's `_get_ltor_masks_and_position_ids`."""
 
     eod_id: int | None = None
-    """The end-of-document token; it belongs to the document that it ends. None only where nothing else is set."""
+    """The end-of-document token, which belongs to the document that it ends. None only if no other field is set."""
     reset_position_ids: bool = False
-    """Rotary positions begin anew with each document."""
+    """Rotary positions restart at 0 with each document."""
     reset_attention_mask: bool = False
-    """A token sees only its own document."""
+    """A token attends only to its own document."""
     eod_mask_loss: bool = False
-    """What follows an end-of-document token does not count."""
+    """The label after an end-of-document token does not count."""
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether every stage of a pipeline must know where documents begin."""
+        """Whether every pipeline stage needs the document bounds."""
         return self.reset_position_ids or self.reset_attention_mask
 
 
 class RowReader(Protocol):
-    """Reads one data-parallel rank's samples, a step's at a time."""
+    """Reads the samples of one data-parallel rank, step by step."""
 
     def read(self) -> SampleRows:
-        """The next rows [n, s + 1].
-
-        Raises:
-            UserError: the data is not what the run expects.
-        """
+        """Return the next rows [n, s + 1]; raises UserError for unexpected data."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a reader must be given to read on from here; JSON-able."""
+        """Return the state from which another reader continues; JSON-able."""
         ...
 
 
 class SampleReader:
     """Reads samples by their numbers.
 
-    Sample k of a global batch belongs to accumulation step a, rank r and row i where
-    k = (a * data_parallel_size + r) * micro_batch_size + i, as in Megatron: the layout decides who reads a sample,
-    never which samples a global batch holds.
+    Sample k of a global batch belongs to accumulation step a, rank r and row i with
+    k = (a * data_parallel_size + r) * micro_batch_size + i, as in Megatron. So the layout determines which rank reads a
+    sample, but not which samples a global batch contains.
     """
 
     def __init__(
@@ -113,11 +109,11 @@ class SampleReader:
     ) -> None:
         """
         Args:
-            consumed_samples: samples that all ranks together have read before; 0 for a new run.
-            vocab_size: ids of the model's vocabulary, without padding.
+            consumed_samples: samples that all ranks together have read; 0 for a new run.
+            vocab_size: size of the model's vocabulary without padding.
         """
         if shape.seq_length != source.seq_length:
-            raise ValueError(f"the source cuts samples of {source.seq_length} tokens, not of {shape.seq_length}")
+            raise ValueError(f"the source has samples of {source.seq_length} tokens, not of {shape.seq_length}")
         self.source = source
         self.vocab_size = vocab_size
         self._step = shape.global_batch_size
@@ -125,7 +121,7 @@ class SampleReader:
         self._next = consumed_samples + samples[:, data_parallel_rank].reshape(-1)
 
     def read(self) -> SampleRows:
-        """Raises UserError when the data holds a token id that the vocabulary lacks."""
+        """Return the next rows; raises UserError for a token id that is not in the vocabulary."""
         rows = self.source.samples(self._next)
         smallest, largest = int(rows.tokens.min()), int(rows.tokens.max())
         if smallest < 0 or largest >= self.vocab_size:
@@ -138,16 +134,16 @@ class SampleReader:
         return rows
 
     def state(self) -> dict[str, Any]:
-        """Nothing: the number of consumed samples says all."""
+        """Return nothing: the number of consumed samples determines the position."""
         return {}
 
 
 class GlobalBatchLoader(Iterator[list[MicroBatch]]):
-    """Endless; each item is one optimizer step's micro-batches of this rank.
+    """An infinite iterator; each item is the list of this rank's micro-batches in one optimizer step.
 
     Attributes:
-        consumed_samples: samples that all data-parallel ranks together have been given.
-        reader_state: the reader's state after what was given, on the rank that reads.
+        consumed_samples: samples that all data-parallel ranks together have received.
+        reader_state: state of the reader after the received samples, on the rank that reads.
     """
 
     def __init__(
@@ -161,9 +157,9 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
     ) -> None:
         """
         Args:
-            reader: on rank 0 of the group, None on the others.
-            group: ranks that need the same batches; this one alone if not given.
-            device: where tensors lie that the group exchanges; the CPU if not given.
+            reader: on rank 0 of the group; None on the others.
+            group: ranks that need the same batches; only this rank if not given.
+            device: device of the tensors that the group exchanges; the CPU if not given.
         """
         self.shape = shape
         self.rules = rules
@@ -176,16 +172,13 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         self._ahead: Future[tuple[SampleRows, dict[str, Any]]] | None = None
 
     def __next__(self) -> list[MicroBatch]:
-        """
-        Raises:
-            UserError: on every rank of the group, what the reader raised.
-        """
+        """Raises the reader's UserError on every rank of the group."""
         rows = self._rows()
         self.consumed_samples += self.shape.global_batch_size
-        return make_micro_batches(rows, self.rules, self.shape.micro_batch_size)
+        return _make_micro_batches(rows, self.rules, self.shape.micro_batch_size)
 
     def close(self) -> None:
-        """Returns when nothing is being read any more."""
+        """Stop reading ahead, and wait until the reader is idle."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
@@ -193,17 +186,17 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         if self._group.size == 1:
             return self._read()
         packed = torch.empty(self.shape.rows * (self.shape.seq_length + 1) + 1, dtype=torch.int64)
-        mistakes: tuple[str, ...] = ()
+        messages: tuple[str, ...] = ()
         if self._thread is not None:
             try:
-                packed = torch.from_numpy(pack_rows(self._read()))
+                packed = torch.from_numpy(_pack_rows(self._read()))
             except UserError as error:
-                mistakes = error.mistakes
-                packed[0] = IS_MISTAKE
+                messages = error.messages
+                packed[0] = _IS_ERROR
         packed = self._group.broadcast(packed.to(self._device)).cpu()
-        if int(packed[0]) == IS_MISTAKE:
-            raise UserError(*self._group.broadcast_object(mistakes))
-        return unpack_rows(packed.numpy(), self.shape.rows)
+        if int(packed[0]) == _IS_ERROR:
+            raise UserError(*self._group.broadcast_object(messages))
+        return _unpack_rows(packed.numpy(), self.shape.rows)
 
     def _read(self) -> SampleRows:
         assert self._thread is not None
@@ -218,7 +211,7 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
 
 
 class UnreadBatches(Iterator[list[MicroBatch]]):
-    """What a pipeline's stage in the middle is given, which computes with nothing of a batch: empty tensors."""
+    """Empty micro-batches for a middle pipeline stage, which does not read the batch."""
 
     def __init__(self, shape: BatchShape, consumed_samples: int = 0) -> None:
         self.shape = shape
@@ -231,11 +224,11 @@ class UnreadBatches(Iterator[list[MicroBatch]]):
         return [MicroBatch(nothing, nothing)] * (self.shape.rows // self.shape.micro_batch_size)
 
     def close(self) -> None:
-        """Nothing is being read."""
+        """Do nothing."""
 
 
-def make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size: int) -> list[MicroBatch]:
-    """Cuts the rows of a step into its micro-batches, in their order."""
+def _make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size: int) -> list[MicroBatch]:
+    """Cut the rows of a step into micro-batches, in order."""
     both = torch.from_numpy(rows.tokens.astype(np.int64))
     tokens, labels = both[:, :-1].contiguous(), both[:, 1:].contiguous()
     mask = None if rows.loss_mask is None else torch.from_numpy((rows.loss_mask[:, 1:] != 0).astype(np.float32))
@@ -254,7 +247,7 @@ def make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size:
 
 
 def _document_begins(rows: SampleRows, eod_id: int | None) -> NDArray[np.bool_]:
-    """[n, s]: where a document begins; each row begins one."""
+    """Return whether a document begins at each token [n, s]; each row begins one."""
     if rows.begins is not None:
         begins = rows.begins[:, :-1].copy()
     else:
@@ -265,31 +258,31 @@ def _document_begins(rows: SampleRows, eod_id: int | None) -> NDArray[np.bool_]:
 
 
 def _positions(begins: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """[n, s] where documents begin -> [n, s] how far each token is from where its own began."""
+    """Return the distance [n, s] of each token from the beginning of its document."""
     columns = np.broadcast_to(np.arange(begins.shape[1]), begins.shape)
     positions: NDArray[np.int64] = columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
     return positions
 
 
 def _bounds(begins: NDArray[np.bool_]) -> Tensor:
-    """[b, s] where documents begin -> as MicroBatch.document_bounds."""
+    """Convert [b, s] to the format of MicroBatch.document_bounds."""
     return torch.from_numpy(np.append(np.flatnonzero(begins), begins.size).astype(np.int32))
 
 
-def pack_rows(rows: SampleRows) -> NDArray[np.int64]:
-    """Rows as one array [1 + n * (s + 1)], for one broadcast."""
+def _pack_rows(rows: SampleRows) -> NDArray[np.int64]:
+    """Return the rows as one array [1 + n * (s + 1)], for one broadcast."""
     packed = np.zeros(1 + rows.tokens.size, np.int64)
     packed[1:] = rows.tokens.reshape(-1)
-    for array, bit, flag in ((rows.loss_mask, COUNTS, HAS_MASK), (rows.begins, BEGINS, HAS_BEGINS)):
+    for array, bit, flag in ((rows.loss_mask, _COUNTS, _HAS_MASK), (rows.begins, _BEGINS, _HAS_BEGINS)):
         if array is not None:
             packed[0] |= flag
             packed[1:] |= (array.reshape(-1) != 0) * np.int64(bit)
     return packed
 
 
-def unpack_rows(packed: NDArray[np.int64], count: int) -> SampleRows:
-    """The `count` rows of `pack_rows`."""
+def _unpack_rows(packed: NDArray[np.int64], count: int) -> SampleRows:
+    """Reverse `_pack_rows` for `count` rows."""
     flags, words = int(packed[0]), packed[1:].reshape(count, -1)
-    mask = ((words & COUNTS) != 0).astype(np.uint8) if flags & HAS_MASK else None
-    begins = (words & BEGINS) != 0 if flags & HAS_BEGINS else None
-    return SampleRows(words & (COUNTS - 1), mask, begins)
+    mask = ((words & _COUNTS) != 0).astype(np.uint8) if flags & _HAS_MASK else None
+    begins = (words & _BEGINS) != 0 if flags & _HAS_BEGINS else None
+    return SampleRows(words & (_COUNTS - 1), mask, begins)

@@ -1,14 +1,14 @@
-"""Several data sets read as one, each by its weight.
+"""Blends of data sets with weights.
 
-The data sets take turns by Tijdeman's rule ("The chairman assignment problem", Discrete Mathematics 32, 1980). With
-weights w_i that add up to 1, and c_i samples taken from data set i among the first n, every prefix of the run has
+The data sets alternate by Tijdeman's rule ("The chairman assignment problem", Discrete Mathematics 32, 1980). If the
+weights w_i add up to 1 and c_i of the first n samples are from data set i, then
 
-    |c_i - w_i n| <= 1 - 1 / (2k - 2)        for all of k > 1 data sets,
+    |c_i - w_i n| <= 1 - 1 / (2k - 2)        for all k > 1 data sets and every n,
 
-so none is ever a whole sample ahead or behind. (Taking whichever is furthest behind, as Megatron does, has no such
-bound.) Weights are whole numbers with sum Q, and the turns repeat after Q samples: sample n of the run is found from
-n alone, and the order depends on the data and the weights, never on how long the run is. Sample j taken from a data
-set is sample j of that data set's own order.
+so no data set is ever a whole sample ahead or behind. (Megatron's rule, which takes the data set that is furthest
+behind, has no such bound.) Weights are integers with sum Q, and the turns repeat after Q samples. So sample n of the
+run follows from n alone, and the order depends on the data and the weights, never on the length of the run. The j-th
+sample from a data set is sample j of that data set's order.
 """
 
 import heapq
@@ -22,35 +22,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.packing import PackedSource
-from megatron_ladder.data.samples import SampleRows, SampleSource, rows_to_fill
+from megatron_ladder.data.samples import SampleRows, SampleSource, require_valid, rows_to_fill
 from megatron_ladder.errors import UserError
 
-MOST_TURNS = 1 << 18
-"""Weights that need a longer period are rounded to this many parts, at most 4e-6 of the run away."""
+_MAX_TURNS = 1 << 18
+"""Longest period. Weights that need a longer one are rounded, which changes shares of the run by at most 4e-6."""
 
 
 class Blend(NamedTuple):
-    """Which data sets, in which proportion."""
+    """Data sets and their proportions."""
 
     prefixes: tuple[Path, ...]
     weights: tuple[Fraction, ...] | None
-    """Of each, above 0, of any sum; None: by their numbers of samples."""
+    """Weight of each data set, above 0, of any sum; None: proportional to their numbers of samples."""
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> Blend:
-    """Reads `W1 P1 W2 P2 ...`, or paths alone.
+    """Parse `W1 P1 W2 P2 ...`, or paths only.
 
     Raises:
-        UserError: a weight without a path, a path without a weight beside others with one, a weight that is not
-            above 0, a path that is named twice.
+        UserError: only some paths have a weight, a weight is not above 0, or a path is given twice.
     """
     if any(_is_weight(word) for word in words[::2]) and (len(words) % 2 or not all(map(_is_weight, words[::2]))):
-        raise UserError(f"{flag} {' '.join(words)}: expected paths alone, or a weight before each of them")
+        raise UserError(f"{flag} {' '.join(words)}: expected paths only, or a weight before each path")
     is_weighted = bool(words) and _is_weight(words[0])
     prefixes = tuple(map(Path, words[1::2] if is_weighted else words))
     twice = next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None)
     if twice is not None:
-        raise UserError(f"{flag} {twice}: is named twice: name it once, with the sum of its weights")
+        raise UserError(f"{flag} {twice}: is given twice: give it once, with the sum of its weights")
     if not is_weighted:
         return Blend(prefixes, None)
     weights = tuple(Fraction(word) for word in words[::2])
@@ -67,29 +66,30 @@ def _is_weight(word: str) -> bool:
     return True
 
 
-def whole_weights(weights: Sequence[Fraction]) -> list[int]:
-    """Whole numbers of the same proportion, or, if their sum were above MOST_TURNS, the nearest with that sum."""
+def _whole_weights(weights: Sequence[Fraction]) -> list[int]:
+    """Return integers of the same proportion, or the nearest with sum _MAX_TURNS if their sum would be larger."""
     denominator = math.lcm(*(weight.denominator for weight in weights))
     exact = [int(weight * denominator) for weight in weights]
     divisor = math.gcd(*exact)
     exact = [weight // divisor for weight in exact]
     total = sum(exact)
-    if total <= MOST_TURNS:
+    if total <= _MAX_TURNS:
         return exact
-    # One turn for each at least; the rest by the largest remainder.
-    shares = [Fraction(weight * (MOST_TURNS - len(exact)), total) for weight in exact]
+    # At least one turn each; the rest by the largest remainder.
+    shares = [Fraction(weight * (_MAX_TURNS - len(exact)), total) for weight in exact]
     turns = [1 + math.floor(share) for share in shares]
     by_remainder = sorted(range(len(exact)), key=lambda i: (math.floor(shares[i]) - shares[i], i))
-    for i in by_remainder[: MOST_TURNS - sum(turns)]:
+    for i in by_remainder[: _MAX_TURNS - sum(turns)]:
         turns[i] += 1
     return turns
 
 
-def turns_of(weights: Sequence[int]) -> NDArray[np.int32]:
-    """Which data set each sample of a period is taken from [sum(weights)], by Tijdeman's rule.
+def _turns_of(weights: Sequence[int]) -> NDArray[np.int32]:
+    """Return the data set of each sample of a period [sum(weights)] by Tijdeman's rule.
 
-    A data set's next sample may be taken from its release on, the first n with w n - c >= 1 / (2k - 2), and must be
-    by its deadline, the last n with w n - c <= 1 - 1 / (2k - 2); of those released the nearest deadline is served.
+    The next sample of a data set may be taken from its release on, which is the first n with w n - c >= 1 / (2k - 2),
+    and must be taken by its deadline, the last n with w n - c <= 1 - 1 / (2k - 2). Among the released data sets, the
+    one with the earliest deadline is taken.
     """
     period, count = sum(weights), len(weights)
     turns = np.zeros(period, np.int32)
@@ -120,7 +120,7 @@ def turns_of(weights: Sequence[int]) -> NDArray[np.int32]:
 
 
 def places_among_equals(turns: NDArray[np.int32], count: int) -> NDArray[np.int64]:
-    """How often each entry's value occurs before it: [0, 1, 0, 0] -> [0, 0, 1, 2]."""
+    """Return how often the value of each entry occurs before it: [0, 1, 0, 0] -> [0, 0, 1, 2]."""
     places = np.empty(len(turns), np.int64)
     for i in range(count):
         mine = turns == i
@@ -129,18 +129,18 @@ def places_among_equals(turns: NDArray[np.int32], count: int) -> NDArray[np.int6
 
 
 class BlendedSource:
-    """An endless, randomly accessible run of samples taken from several sources in turn."""
+    """Samples from several sources by weight; see Samples."""
 
     def __init__(self, sources: Sequence[SampleSource | PackedSource], weights: Sequence[Fraction]) -> None:
         """
         Args:
-            weights: of each source, above 0, of any sum.
+            weights: weight of each source, above 0, of any sum.
         """
         self.sources = tuple(sources)
-        whole = whole_weights(weights)
+        whole = _whole_weights(weights)
         self.weights: Sequence[float] = whole
         self.seq_length = sources[0].seq_length
-        self._turns: NDArray[Any] = turns_of(whole)
+        self._turns: NDArray[Any] = _turns_of(whole)
         self._places = places_among_equals(self._turns, len(sources))
 
     @property
@@ -150,35 +150,34 @@ class BlendedSource:
 
     @property
     def token_dtype(self) -> "np.dtype[Any]":
-        """The smallest type that holds the tokens of all sources."""
+        """The smallest type that fits the tokens of all sources."""
         return np.result_type(*(source.token_dtype for source in self.sources))
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether any source says which tokens count; in the others all do."""
+        """Whether any source has a loss mask; all tokens of the other sources count."""
         return any(source.has_loss_mask for source in self.sources)
 
     @property
     def has_begins(self) -> bool:
-        """Whether the sources say where documents begin; they do so all or none."""
+        """Whether the sources mark where documents begin; either all of them do or none."""
         return all(source.has_begins for source in self.sources)
 
     def describe(self) -> dict[str, Any]:
-        """See SampleSource; a weight, of any sum, for each data set besides."""
+        """See SampleSource; each data set also has a weight, of any sum."""
         members = [source.describe() for source in self.sources]
         sets = [member["sets"][0] | {"weight": weight} for member, weight in zip(members, self.weights, strict=True)]
         return members[0] | {"sets": sets}
 
     def origins(self, numbers: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Of samples of the run [n]: which source each is taken from [n], and its number there [n]."""
+        """Return the source [n] of each sample of the run, and its number in that source [n]."""
         periods, places = numbers // len(self._turns), numbers % len(self._turns)
         origins = self._turns[places]
         return origins, periods * np.array(self.weights)[origins] + self._places[places]
 
     def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
         """See Samples."""
-        if len(numbers) and int(numbers.min()) < 0:
-            raise IndexError(f"sample {numbers.min()} of {self.name}")
+        require_valid(numbers, self.name)
         rows = rows_to_fill(self, len(numbers), out)
         origins, own_numbers = self.origins(numbers)
         for i in np.unique(origins):

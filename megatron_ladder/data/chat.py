@@ -1,7 +1,7 @@
-"""Conversations to tokens, and to a mask that says which of them the assistant says.
+"""Conversations to tokens, and to a mask that marks the assistant's tokens.
 
-The tokenizer's template writes the whole conversation, its beginning-of-sequence token included; nothing is put in
-front of that. A special token that somebody writes into a message becomes that token, as in transformers.
+The tokenizer's template renders the whole conversation, including the beginning-of-sequence token; nothing else is
+prepended. As in transformers, a special token that is spelled out in a message becomes that token.
 """
 
 import functools
@@ -14,83 +14,89 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from megatron_ladder.data.chat_template import ChatTemplate, Message, NotRendered, Rendered, load_chat_template
-from megatron_ladder.data.encoding import KeyTokens
-from megatron_ladder.data.indexed import token_dtype
+from megatron_ladder.data.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    Message,
+    RenderedConversation,
+    load_chat_template,
+)
+from megatron_ladder.data.encoding import KeyTokens, Task, load_unchanged
 from megatron_ladder.data.reading.protocol import BadRecord, Parsed, Reading
-from megatron_ladder.data.tokenizers import Tokenizer, TokenizerSource, load_source, source_of
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer, TokenizerSource, source_of
 from megatron_ladder.errors import UserError
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-"""What conversations in ShareGPT's form call who speaks; other names are roles as they stand."""
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+"""Speakers in ShareGPT's format -> roles; other names are used as roles unchanged."""
 
 
 def read_messages(keys: Sequence[str], values: Sequence[Any]) -> list[Message]:
-    """The messages of a record.
+    """Return the messages of a record.
 
     Args:
-        keys: of a list of objects with `role` and `content`, or `from` and `value`; or of an instruction and an
-            output; or of an instruction, of what is added to it after an empty line, and of an output.
-        values: what the record has under them.
+        keys: one key of a list of objects with `role` and `content`, or `from` and `value`; or the keys of an
+            instruction and an output; or of an instruction, an input that is appended to it after an empty line, and
+            an output.
+        values: the record's values for these keys.
 
     Raises:
-        NotRendered: that is no conversation.
+        ChatTemplateError: the record is not a conversation.
     """
     if len(keys) == 1:
         return _checked(keys[0], values[0])
     for key, value in zip(keys, values, strict=True):
         if not isinstance(value, str) and (value is not None or len(keys) == 2 or key != keys[1]):
-            raise NotRendered(f"a text expected under {key!r}, a {type(value).__name__} found")
+            raise ChatTemplateError(f"expected a text under {key!r}, found {type(value).__name__}")
     question = "\n\n".join(text for text in values[:-1] if text)
     return [{"role": "user", "content": question}, {"role": "assistant", "content": values[-1]}]
 
 
 def _checked(key: str, messages: object) -> list[Message]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise NotRendered(f"a list of messages expected under {key!r}")
+        raise ChatTemplateError(f"expected a list of messages under {key!r}")
     messages = [_with_role(message) for message in messages]
     for place, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise NotRendered(f"{key}[{place}]: an object with a 'role' expected")
+            raise ChatTemplateError(f"{key}[{place}]: expected an object with a 'role'")
         if not isinstance(message.get("content", ""), str | list | None):
             kind = type(message["content"]).__name__
-            raise NotRendered(f"{key}[{place}]: a text expected under 'content', a {kind} found")
-    # Columns of a table have every key in every row, with nothing in those that a message lacks.
+            raise ChatTemplateError(f"{key}[{place}]: expected a text under 'content', found {kind}")
+    # In a column of a table every row has every key; those that a message lacks are null.
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
 def _with_role(message: Any) -> Any:
-    """A message of ShareGPT's form, `from` and `value`, in the usual one; any other as it is."""
+    """Convert a message in ShareGPT's format (`from` and `value`); return any other unchanged."""
     if not (isinstance(message, dict) and isinstance(message.get("from"), str) and message.get("role") is None):
         return message
     speaker = message["from"]
-    return {"role": SHAREGPT_ROLES.get(speaker, speaker), "content": message.get("value")}
+    return {"role": _SHAREGPT_ROLES.get(speaker, speaker), "content": message.get("value")}
 
 
 class Conversation(NamedTuple):
-    """What training reads of one conversation."""
+    """The training data of one conversation."""
 
     token_ids: NDArray[np.int64]
     """[tokens]"""
     loss_mask: NDArray[np.uint8]
-    """[tokens]: 1 where the assistant says the token, or ends what it says by it"""
+    """[tokens]: 1 for the tokens of the assistant's answers, including the token that ends an answer"""
 
 
 class ConversationEncoder:
-    """A template and a tokenizer, which give the tokens of conversations."""
+    """Converts conversations to tokens with a template and a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, template: Path | None = None) -> None:
         """
         Args:
-            template: file of a template to use instead of the tokenizer's own.
+            template: file of a template that replaces the tokenizer's own.
 
         Raises:
-            UserError: the tokenizer is none of Hugging Face's, or there is no template.
+            UserError: the tokenizer is not a HuggingFaceTokenizer, or there is no template.
         """
         path = tokenizer.files[0] if tokenizer.files else Path()
-        if path.suffix != ".json" or tokenizer.kind != "HuggingFaceTokenizer":
+        if path.suffix != ".json" or tokenizer.kind != HuggingFaceTokenizer.kind:
             raise UserError(
-                f"--chat: --tokenizer-type {tokenizer.kind} does not know special tokens in a text: use "
+                f"--chat: --tokenizer-type {tokenizer.kind} does not recognise special tokens in a text: use "
                 "HuggingFaceTokenizer with a tokenizer.json"
             )
         self.template: ChatTemplate = load_chat_template(path, template)
@@ -100,17 +106,17 @@ class ConversationEncoder:
         added = self._tokenizer.get_added_tokens_decoder().values()
         self._specials = tuple(token.content for token in added if token.special)
 
-    def render(self, messages: Sequence[Message]) -> Rendered:
-        """Raises NotRendered when the template does not take the messages."""
+    def render(self, messages: Sequence[Message]) -> RenderedConversation:
+        """Return the text of a conversation; raises ChatTemplateError if the template rejects it."""
         rendered = self.template.render(messages, self._specials)
         try:
             rendered.text.encode()
         except UnicodeEncodeError:
-            raise NotRendered("it holds half of a character") from None
+            raise ChatTemplateError("it contains half of a surrogate pair") from None
         return rendered
 
-    def encode(self, rendered: Sequence[Rendered]) -> list[Conversation]:
-        """Tokens of rendered conversations."""
+    def encode(self, rendered: Sequence[RenderedConversation]) -> list[Conversation]:
+        """Return the tokens of rendered conversations."""
         encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         return [
             Conversation(np.array(encoding.ids, np.int64), _mask(encoding.offsets, answers))
@@ -119,7 +125,7 @@ class ConversationEncoder:
 
 
 def _mask(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:
-    """1 for each token that has a character of an answer; `offsets` are first character and end of each token."""
+    """Return 1 for each token that overlaps an answer; `offsets` are the first character and end of each token."""
     places = np.array(offsets, np.int64).reshape(-1, 2)
     mask = np.zeros(len(places), np.uint8)
     for begin, end in answers:
@@ -128,55 +134,37 @@ def _mask(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class ChatTask:
-    """Every record is a conversation; see `Task`."""
+class _ChatTask(Task):
+    """Makes each record, which is a conversation, a document."""
 
-    source: TokenizerSource
-    sha256: str
-    vocab_size: int
-    eod_id: int
     template: Path | None
-    """Instead of the tokenizer's own."""
+    """Replaces the tokenizer's own."""
     template_text: str
-    reading: Reading
-    append_eod: bool
-    conversations = has_loss_mask = True
+    conversations = True
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """One, called by the first key."""
+        """One output, named after the first key."""
         return self.reading.keys[:1]
 
-    @property
-    def dtype(self) -> "np.dtype[Any]":
-        """Megatron's choice for the vocabulary."""
-        return token_dtype(self.vocab_size)
-
-    def identity(self) -> dict[str, Any]:
-        """Tokenizer, template and flags."""
-        return {
-            "tokenizer": self.sha256,
-            "--chat-template": self.template_text,
-            "--chat-keys": list(self.reading.keys),
-            "--append-eod": self.append_eod,
-            "--max-document-megabytes": self.reading.most_bytes >> 20,
-        } | ({"end-of-document token": self.eod_id} if self.append_eod else {})
+    def _own_identity(self) -> dict[str, Any]:
+        return {"--chat-template": self.template_text, "--chat-keys": list(self.reading.keys)}
 
     def prepare(self, parsed: Parsed) -> Parsed:
-        """One column of rendered conversations; what cannot be rendered is a bad record."""
-        encoder = encoder_of(self.source, self.template, self.sha256)
+        """Return one column of rendered conversations; conversations that cannot be rendered are bad records."""
+        encoder = _load_conversation_encoder(self.source, self.template, self.sha256)
         rendered, bad = list[Any](), list(parsed.bad)
         for place, values in enumerate(zip(*parsed.columns, strict=True)):
             try:
                 rendered.append(encoder.render(read_messages(self.reading.keys, values)))
-            except NotRendered as error:
+            except ChatTemplateError as error:
                 number = place if parsed.numbers is None else parsed.numbers[place]
-                bad.append(BadRecord(number, f"{encoder.template.name} does not take it: {error}"))
+                bad.append(BadRecord(number, f"{encoder.template.name} rejects it: {error}"))
         return Parsed((rendered,), parsed.records, tuple(sorted(bad)))
 
     def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
-        """Tokens and loss mask of rendered conversations."""
-        found = encoder_of(self.source, self.template, self.sha256).encode(columns[0])
+        """Return the tokens and loss masks of rendered conversations."""
+        found = _load_conversation_encoder(self.source, self.template, self.sha256).encode(columns[0])
         found = [conversation for conversation in found if len(conversation.token_ids)]
         if self.append_eod:
             found = [Conversation(np.append(ids, self.eod_id), np.append(mask, np.uint8(0))) for ids, mask in found]
@@ -188,23 +176,15 @@ class ChatTask:
         return (KeyTokens(ids.astype(self.dtype), lengths, int(ids.max()), mask),)
 
 
-def chat_task(tokenizer: Tokenizer, template: Path | None, reading: Reading, append_eod: bool) -> ChatTask:
-    """A task whose template was found.
-
-    Raises:
-        UserError: see ConversationEncoder.
-    """
+def chat_task(tokenizer: Tokenizer, template: Path | None, reading: Reading, append_eod: bool) -> Task:
+    """Return the task of --chat; raises UserError as ConversationEncoder."""
     text = ConversationEncoder(tokenizer, template).template.source
-    return ChatTask(
+    return _ChatTask(
         source_of(tokenizer), tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id,
-        template, text, reading, append_eod,
+        reading, append_eod, template, text,
     )  # fmt: skip
 
 
 @functools.cache
-def encoder_of(source: TokenizerSource, template: Path | None, sha256: str) -> ConversationEncoder:
-    """Loaded once a process. The checksum makes sure that all processes use the same tokenizer."""
-    tokenizer = load_source(source)
-    if tokenizer.sha256 != sha256:
-        raise UserError(f"--tokenizer-model {source.tokenizer_model}: changed while it was used: start again")
-    return ConversationEncoder(tokenizer, template)
+def _load_conversation_encoder(source: TokenizerSource, template: Path | None, sha256: str) -> ConversationEncoder:
+    return ConversationEncoder(load_unchanged(source, sha256), template)

@@ -1,11 +1,11 @@
-"""A tokenizer's own template: from the messages of a conversation to its text, and to what the assistant says in it.
+"""Chat templates: from the messages of a conversation to its text, and to the assistant's answers in it.
 
-Templates are Jinja, as Hugging Face keeps them: `chat_template` in tokenizer_config.json, or a file chat_template.jinja
-beside it. They run in Jinja's sandbox, with what transformers gives them, but without the time of day, so that equal
-messages give equal text.
+Templates are in Jinja, in Hugging Face's two places: `chat_template` in tokenizer_config.json, or a file
+chat_template.jinja next to it. They run in Jinja's sandbox with the functions that transformers provides, except for
+the current time, so that equal messages give equal text.
 
-What the assistant says is what stands inside of `{% generation %}`. Where a template has no such block it is found by
-rendering the beginning of the conversation: up to the prompt for an answer, and up to the answer's end.
+The assistant's answers are the contents of `{% generation %}` blocks. If a template has no such block, answers are
+found by rendering beginnings of the conversation: up to the prompt for an answer, and up to the answer's end.
 """
 
 import json
@@ -22,27 +22,27 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_ladder.errors import UserError
 
-CONFIG_FILE, MAP_FILE, TEMPLATE_FILE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
-MARKS = "generation_marks"
-"""Name of the global that the environment keeps them under."""
+_CONFIG_FILE, _MAP_FILE, _TEMPLATE_FILE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+_MARKS = "generation_marks"
+"""Name of the environment's global that holds the marks."""
 Message = dict[str, Any]
-"""`role`, `content`, and what else the template may ask for."""
+"""`role`, `content`, and anything else that the template may read."""
 
 
-class NotRendered(Exception):
-    """A template that does not take a conversation, and why."""
+class ChatTemplateError(Exception):
+    """A template rejects a conversation; the message is the reason."""
 
 
-class Rendered(NamedTuple):
+class RenderedConversation(NamedTuple):
     """A conversation as text."""
 
     text: str
     answers: tuple[tuple[int, int], ...]
-    """First character and end of each thing that the assistant says, in order; the mark of its end included."""
+    """First character and end of each of the assistant's answers in order, including the token that ends it."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` ... `{% endgeneration %}`, which writes marks around what stands inside."""
+    """`{% generation %}` ... `{% endgeneration %}`, which writes marks around its content."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -52,24 +52,24 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
     def _marked(self, caller: Callable[[], str]) -> str:
-        marks: tuple[str, str] = self.environment.globals[MARKS]  # type: ignore[assignment]
+        marks: tuple[str, str] = self.environment.globals[_MARKS]  # type: ignore[assignment]
         return caller().join(marks)
 
 
 class ChatTemplate:
-    """One template, and the special tokens that it may name."""
+    """A template, and the special tokens that it may refer to."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], name: str) -> None:
         """
         Args:
-            tokens: `bos_token` and the like -> the token's text.
-            name: of the file, for messages.
+            tokens: names such as `bos_token` -> the token's text.
+            name: file name, for messages.
 
         Raises:
-            UserError: the template is not Jinja.
+            UserError: the template is not valid Jinja.
         """
         self.source, self.name = source, name
-        # Nobody can write these into a conversation.
+        # Random, so that no conversation can contain them.
         key = secrets.token_hex(16)
         self._begin, self._end = f"\0{key}[", f"\0{key}]"
         environment = ImmutableSandboxedEnvironment(
@@ -77,25 +77,26 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {
-            "raise_exception": _raise, MARKS: (self._begin, self._end), **tokens,
+            "raise_exception": _raise, _MARKS: (self._begin, self._end), **tokens,
         }  # fmt: skip
         try:
             self._template = environment.from_string(source)
-            self._tells = environment.parse(source).find(nodes.ExtensionAttribute) is not None
+            self._has_generation_blocks = environment.parse(source).find(nodes.ExtensionAttribute) is not None
         except jinja2.TemplateError as error:
             raise UserError(f"{name}: not a chat template: {error}") from None
 
-    def render(self, messages: Sequence[Message], turn_ends: tuple[str, ...] = ()) -> Rendered:
-        """
+    def render(self, messages: Sequence[Message], turn_ends: tuple[str, ...] = ()) -> RenderedConversation:
+        """Return the text of a conversation and the positions of the assistant's answers.
+
         Args:
-            turn_ends: tokens that may end what the assistant says. White space that a template without generation
-                blocks writes after one is not said by the assistant.
+            turn_ends: tokens that may end an answer. White space that a template without generation blocks writes
+                after such a token does not belong to the answer.
 
         Raises:
-            NotRendered: the template does not take these messages, or what the assistant says cannot be told.
+            ChatTemplateError: the template rejects these messages, or the answers cannot be located.
         """
         text = self._render(messages)
-        if self._tells:
+        if self._has_generation_blocks:
             return _without_marks(text, self._begin, self._end)
         answers = []
         for index, message in enumerate(messages):
@@ -104,70 +105,70 @@ class ChatTemplate:
             before = self._render(messages[:index], add_generation_prompt=True)
             after = self._render(messages[: index + 1])
             if not (text.startswith(after) and after.startswith(before)):
-                raise NotRendered(
-                    "it writes earlier messages otherwise when later ones follow, so what the assistant says cannot be "
-                    "told: put {% generation %} and {% endgeneration %} around that in a copy of it, and give the copy "
-                    "by --chat-template"
+                raise ChatTemplateError(
+                    "it renders earlier messages differently when later ones follow, so the assistant's answers cannot "
+                    "be located: put {% generation %} and {% endgeneration %} around them in a copy of the template, "
+                    "and pass the copy with --chat-template"
                 )
-            said = after.rstrip()
-            answers.append((len(before), len(said if said.endswith(turn_ends) else after)))
-        return Rendered(text, tuple(answers))
+            stripped = after.rstrip()
+            answers.append((len(before), len(stripped if stripped.endswith(turn_ends) else after)))
+        return RenderedConversation(text, tuple(answers))
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation, up to where the assistant is to answer.
+        """Return the text of a conversation up to the point where the assistant answers.
 
         Raises:
-            NotRendered: the template does not take these messages.
+            ChatTemplateError: the template rejects these messages.
         """
         text = self._render(messages, add_generation_prompt=True)
-        return _without_marks(text, self._begin, self._end).text if self._tells else text
+        return _without_marks(text, self._begin, self._end).text if self._has_generation_blocks else text
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise NotRendered(str(error)) from None
+            raise ChatTemplateError(str(error)) from None
 
 
-def _without_marks(text: str, begin: str, end: str) -> Rendered:
-    """What stands between the marks, by places in the text without them."""
+def _without_marks(text: str, begin: str, end: str) -> RenderedConversation:
+    """Remove the marks, and return the ranges between them as positions in the text without marks."""
     first, *pieces = text.split(begin)
     plain, answers = first, []
     for piece in pieces:
         answer, _, rest = piece.partition(end)
         answers.append((len(plain), len(plain) + len(answer)))
         plain += answer + rest
-    return Rendered(plain, tuple(answers))
+    return RenderedConversation(plain, tuple(answers))
 
 
 def load_chat_template(tokenizer_file: Path, given: Path | None) -> ChatTemplate:
-    """The template of a tokenizer.json's folder, or the one in a given file.
+    """Load the template from the directory of a tokenizer.json, or from the file `given`.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there is no template, or it cannot be read.
     """
     folder = tokenizer_file.parent
-    config = _read_object(folder / CONFIG_FILE)
-    tokens = _special_tokens(_read_object(folder / MAP_FILE) | config)
+    config = _read_object(folder / _CONFIG_FILE)
+    tokens = _special_tokens(_read_object(folder / _MAP_FILE) | config)
     if given is not None:
         return ChatTemplate(_read_text(given, "--chat-template "), tokens, str(given))
-    beside = folder / TEMPLATE_FILE
-    if beside.is_file():
-        return ChatTemplate(_read_text(beside), tokens, str(beside))
+    file = folder / _TEMPLATE_FILE
+    if file.is_file():
+        return ChatTemplate(_read_text(file), tokens, str(file))
     templates = config.get("chat_template")
     if isinstance(templates, list):
-        # Several by name, of which this is the one for plain conversations.
+        # Several named templates; "default" is the one for plain conversations.
         templates = next((entry.get("template") for entry in templates if entry.get("name") == "default"), None)
     if not isinstance(templates, str):
         raise UserError(
-            f"--chat: {folder} has no chat template (no {TEMPLATE_FILE}, and no chat_template in {CONFIG_FILE}): give "
-            "one by --chat-template FILE"
+            f"--chat: {folder} has no chat template (no {_TEMPLATE_FILE}, and no chat_template in {_CONFIG_FILE}): "
+            "pass one with --chat-template FILE"
         )
-    return ChatTemplate(templates, tokens, str(folder / CONFIG_FILE))
+    return ChatTemplate(templates, tokens, str(folder / _CONFIG_FILE))
 
 
 def _special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like, each as text; a file may say more of one."""
+    """Return the text of each token such as `bos_token`; a file may store a token as an object."""
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in values.items()
@@ -198,5 +199,5 @@ def _raise(message: str) -> None:
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
-    """Jinja's own would write < as an escape, for HTML."""
+    """Replace Jinja's own filter, which escapes < for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,10 +1,9 @@
-"""The embedded corpus: real text that every machine with a Python already has.
+"""The embedded corpus: real text that exists on every machine with Python.
 
-Training text is the source of the running Python's own standard library: 700 files, about 12 MB of code,
-comments and English documentation, freely licensed, the same for everyone with the same Python, and large
-enough that a small model visibly learns something within minutes. Validation text is
-`pydoc_data/topics.py`, the language reference that `help()` prints: related, but never trained on. Nothing
-is downloaded.
+Training text is the source code of the running Python's standard library: 700 files, about 12 MB of code, comments and
+English documentation. It is freely licensed, the same for everyone with the same Python version, and large enough that
+a small model learns something within minutes. Validation text is `pydoc_data/topics.py`, the language reference that
+`help()` prints: related, but not trained on. Nothing is downloaded.
 """
 
 import hashlib
@@ -17,26 +16,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.data.files import write_atomically
 from megatron_ladder.data.indexed import idx_path
 from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess
 from megatron_ladder.data.sidecar import read_sidecar
-from megatron_ladder.data.tokenizers import SentencePieceTokenizer, Tokenizer, train_sentencepiece
+from megatron_ladder.data.tokenizer_training import train_sentencepiece
+from megatron_ladder.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
+from megatron_ladder.files import write_atomically
 
-VALIDATION_FILE = Path("pydoc_data", "topics.py")
-EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-SETTINGS_FILE = "corpus.json"
+_VALIDATION_FILE = Path("pydoc_data", "topics.py")
+_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_SETTINGS_FILE = "corpus.json"
 
 
-def library_sources(library: Path) -> list[Path]:
-    """The .py files of a standard library in a fixed order, without tests, installed packages, validation
+def _library_sources(library: Path) -> list[Path]:
+    """Return the .py files of a standard library in a fixed order, without tests, installed packages, the validation
     text, and the few files that are not UTF-8."""
     found = []
     for folder, subfolders, names in os.walk(library):
-        subfolders[:] = set(subfolders) - EXCLUDED_FOLDERS
+        subfolders[:] = set(subfolders) - _EXCLUDED_FOLDERS
         found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return [path for path in sorted(found) if path != library / VALIDATION_FILE and _is_utf8(path)]
+    return [path for path in sorted(found) if path != library / _VALIDATION_FILE and _is_utf8(path)]
 
 
 def _is_utf8(path: Path) -> bool:
@@ -47,9 +47,11 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def limit_bytes(paths: list[Path], library: Path, limit: float) -> list[Path]:
-    """As many files as fit into `limit` bytes (one at least), drawn by the hash of their names, so that
-    they come from all over the library; in their former order."""
+def _limit_bytes(paths: list[Path], library: Path, limit: float) -> list[Path]:
+    """Return as many files as fit into `limit` bytes (at least one), in order.
+
+    They are selected by the hash of their names, so that they come from all over the library.
+    """
 
     def draw(path: Path) -> bytes:
         return hashlib.sha256(path.relative_to(library).as_posix().encode()).digest()
@@ -67,37 +69,35 @@ def limit_bytes(paths: list[Path], library: Path, limit: float) -> list[Path]:
 def prepare_corpus(
     output_dir: Path, vocab_size: int, max_megabytes: float | None, report: Callable[[str], None]
 ) -> None:
-    """Makes `tokenizer.model`, `train_text_document.*` and `valid_text_document.*` in `output_dir`.
+    """Create `tokenizer.model`, `train_text_document.*` and `valid_text_document.*` in `output_dir`.
 
-    What is there already is kept: everything is published by renaming, so what exists is whole.
+    Existing files are kept: everything is published by renaming, so existing files are complete.
 
     Raises:
-        UserError: when the directory was made with other settings, or this Python has no sources.
+        UserError: the directory was made with other settings, or this Python has no source files.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
-    validation = library / VALIDATION_FILE
-    sources = library_sources(library)
+    validation = library / _VALIDATION_FILE
+    sources = _library_sources(library)
     if not sources or not validation.is_file():
         missing = validation if sources else library / "*.py"
-        raise UserError(f"{missing}: not found: this Python comes without its sources, use another one")
+        raise UserError(f"{missing}: not found: this Python has no source files, use another one")
     _check_settings(output_dir, {"vocab_size": vocab_size, "max_megabytes": max_megabytes})
     if max_megabytes is not None:
-        sources = limit_bytes(sources, library, max_megabytes * 1e6)
+        sources = _limit_bytes(sources, library, max_megabytes * 1e6)
     size = sum(path.stat().st_size for path in sources)
-    report(
-        f"corpus: {len(sources)} files, {size / 1e6:.1f} MB of Python {sys.version.split()[0]}'s own library"
-    )
+    report(f"corpus: {len(sources)} files, {size / 1e6:.1f} MB of the library of Python {sys.version.split()[0]}")
     tokenizer = _prepare_tokenizer(output_dir / "tokenizer.model", sources, vocab_size, report)
     for name, inputs in (("train", sources), ("valid", [validation])):
         _prepare_dataset(output_dir / name, inputs, tokenizer, report)
 
 
 def _check_settings(output_dir: Path, settings: dict[str, Any]) -> None:
-    """Settles the directory's settings before anything else is in it, so that no mixture can come about."""
-    path = output_dir / SETTINGS_FILE
+    """Write or compare the directory's settings before any other file, so that settings never mix."""
+    path = output_dir / _SETTINGS_FILE
     output_dir.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
-        write_atomically(path, (json.dumps(settings) + "\n").encode())
+        write_atomically(path, json.dumps(settings) + "\n")
         return
     try:
         found = json.loads(path.read_bytes())
@@ -105,7 +105,7 @@ def _check_settings(output_dir: Path, settings: dict[str, Any]) -> None:
         found = None
     if found != settings:
         raise UserError(
-            f"--output-dir {output_dir}: was made with {_as_flags(found)}, now asked for "
+            f"--output-dir {output_dir}: was made with {_as_flags(found)}, not with "
             f"{_as_flags(settings)}: give another directory or delete this one"
         )
 
@@ -121,13 +121,13 @@ def _prepare_tokenizer(
     path: Path, sources: list[Path], vocab_size: int, report: Callable[[str], None]
 ) -> Tokenizer:
     if not path.is_file():
-        report(f"tokenizer: training {vocab_size} pieces, some seconds")
+        report(f"tokenizer: training {vocab_size} pieces, which takes some seconds")
         begun = time.monotonic()
         model = train_sentencepiece((source.read_bytes().decode() for source in sources), vocab_size)
         write_atomically(path, model)
         report(f"tokenizer: {path} trained in {time.monotonic() - begun:.1f} s")
     else:
-        report(f"tokenizer: {path} is there already")
+        report(f"tokenizer: {path} exists")
     return SentencePieceTokenizer(path)
 
 
@@ -136,12 +136,10 @@ def _prepare_dataset(
 ) -> None:
     prefix = dataset_prefix(output_prefix, "text")
     sidecar = read_sidecar(prefix)
-    state = "is there already"
-    # The sidecar is published last, so its presence says that the other two are whole.
+    state = "exists"
+    # The sidecar is published last, so the other two files are complete if it exists.
     if sidecar is None or not idx_path(prefix).is_file() or sidecar.tokenizer_sha256 != tokenizer.sha256:
         options = PreprocessOptions(report=report)
         sidecar = preprocess(inputs, output_prefix, tokenizer, append_eod=True, options=options)["text"]
         state = "written"
-    report(
-        f"{output_prefix.name}: {prefix} {state}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens"
-    )
+    report(f"{output_prefix.name}: {prefix} {state}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens")

@@ -1,19 +1,34 @@
-"""Whether a resumed run reads the samples on that its checkpoint was trained on."""
+"""Detects whether a resumed run reads the data, in the order, with which its checkpoint was trained."""
 
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from megatron_ladder.data.fingerprint import differences
-from megatron_ladder.data.loader import Source
-from megatron_ladder.data.stream_contents import source_changes
+import numpy as np
+import xxhash
 
-EARLIER_NAMES = ("train_documents", "train_tokens", "tokenizer_sha256")
-"""All that the oldest checkpoints tell of their data."""
+from megatron_ladder.data.indexed import SAMPLED_BLOCKS, format_checksum, sampled_checksum
+from megatron_ladder.data.loader import DataSource
+from megatron_ladder.data.reading.hub import HubSource
+from megatron_ladder.data.reading.protocol import Source
+from megatron_ladder.data.sidecar import content_changes
+
+_EARLIER_NAMES = ("train_documents", "train_tokens", "tokenizer_sha256")
+"""Everything that the oldest checkpoints record about their data."""
+
+_TOTAL_BLOCKS = 1 << 13
+"""Approximate number of blocks that are read of all files together; every rank reads them when it starts."""
+_MAX_LISTED = 8
+"""Changed sources that are listed one by one."""
+_SOURCE_LABELS = {"files": "number of files", "bytes": "size in bytes", "sample": "checksum of blocks"}
+"""Entries of describe_sources -> names in messages."""
 
 
-def describe_training(source: Source, tokenizer_sha256: str | None) -> dict[str, Any]:
-    """What a checkpoint keeps of the training data and of its order; JSON-able.
+def describe_training(source: DataSource, tokenizer_sha256: str | None) -> dict[str, Any]:
+    """Return the description of the training data and its order that checkpoints store; JSON-able.
 
-    Paths are kept for messages; that files moved is no change.
+    It includes paths for messages; moved files are not a change.
     """
     return {
         "train_documents": sum(len(member.documents) for member in source.sources),
@@ -24,18 +39,18 @@ def describe_training(source: Source, tokenizer_sha256: str | None) -> dict[str,
 
 
 def data_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What the data or its order differ in, a line each that names the data set or the flag.
+    """Return one line per difference of the data or its order, which names the data set or the flag.
 
     Args:
-        stored: what describe_training said when the checkpoint was written; the oldest have less.
-        found: what it says now.
+        stored: the description in the checkpoint; the oldest checkpoints have fewer entries.
+        found: the description of the current run.
     """
     if "stream" in stored or "stream" in found:
         return _stream_changes(stored, found)
     lines = []
     if "train" in stored:
         lines = _order_changes(stored["train"], found["train"]) or _set_changes(stored["train"], found["train"])
-    names = EARLIER_NAMES if "train" not in stored else ("tokenizer_sha256",)
+    names = _EARLIER_NAMES if "train" not in stored else ("tokenizer_sha256",)
     lines += [
         f"--data-path or --tokenizer-model: {name} is {found[name]}, was {stored[name]}"
         for name in names
@@ -46,31 +61,29 @@ def data_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 def _stream_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
     if "stream" not in stored:
-        return ["--streaming: texts are streamed, and were token files, those of --data-path,"]
+        return ["--streaming: the data is streamed text, was token files (--data-path)"]
     if "stream" not in found:
-        return ["--data-path: token files are read, and texts were streamed, those of --streaming,"]
+        return ["--data-path: the data is token files, was streamed text (--streaming)"]
     was, now = stored["stream"], found["stream"]
-    words = {
+    labels = {
         "streams": "--streaming-shards: the number of streams",
-        "window_documents": "--streaming-shuffle-buffer: documents that a stream puts in a new order",
-        "eod_id": "--tokenizer-model: the token that ends a document",
-        "shards": "--streaming: the number of shards that the input is cut into",
+        "window_documents": "--streaming-shuffle-buffer: the number of documents in a shuffle buffer",
+        "eod_id": "--tokenizer-model: the end-of-document token",
+        "shards": "--streaming: the number of shards of the input",
     }
-    # What an earlier release did not write down says nothing.
-    lines = source_changes(was["sources"], now["sources"]) if "sources" in was else []
+    # Entries that an earlier release did not record are not compared.
+    lines = _source_changes(was["sources"], now["sources"]) if "sources" in was else []
     if lines:
-        del words["shards"]
+        del labels["shards"]
     elif was.get("shards_sha256") != now["shards_sha256"] and was.get("shards") == now["shards"]:
-        lines.append("--streaming: names or sizes of files are others than they were")
+        lines.append("--streaming: names or sizes of files have changed")
     lines += [
-        f"{said} is {now[name]}, was {was[name]}"
-        for name, said in words.items()
+        f"{label} is {now[name]}, was {was[name]}"
+        for name, label in labels.items()
         if was.get(name, now[name]) != now[name]
     ]
     if stored.get("tokenizer_sha256") != found["tokenizer_sha256"]:
-        lines.append(
-            f"--tokenizer-model: sha256 is {found['tokenizer_sha256']}, was {stored.get('tokenizer_sha256')}"
-        )
+        lines.append(f"--tokenizer-model: sha256 is {found['tokenizer_sha256']}, was {stored.get('tokenizer_sha256')}")
     return lines
 
 
@@ -80,7 +93,7 @@ def _order_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
     if stored.get("run_samples") != found.get("run_samples"):
         return [
             f"--train-iters, --global-batch-size: the run reads {found.get('run_samples')} samples, was "
-            f"{stored.get('run_samples')}, and --megatron-order follows from it"
+            f"{stored.get('run_samples')}, and --megatron-order depends on this number"
         ]
     if len(stored["sets"]) != len(found["sets"]):
         was = " ".join(entry["prefix"] for entry in stored["sets"])
@@ -91,7 +104,7 @@ def _order_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
 def _set_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
     lines = []
     for old, new in zip(stored["sets"], found["sets"], strict=True):
-        changed = differences(old["content"], new["content"])
+        changed = content_changes(old["content"], new["content"])
         if old["documents"] != new["documents"] and not changed:
             changed.append(f"--split: training documents are {new['documents']}, was {old['documents']}")
         if old.get("weight") != new.get("weight"):
@@ -99,3 +112,84 @@ def _set_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
         name = new["prefix"] if old["prefix"] == new["prefix"] else f"{new['prefix']} (was {old['prefix']})"
         lines += [f"{name}: {change}" for change in changed]
     return lines
+
+
+def describe_sources(sources: Sequence[Source]) -> tuple[dict[str, Any], ...]:
+    """Return the name, without directory, and a short description of the content of each streamed source; JSON-able.
+
+    Blocks from all over each local file are read, fewer per file if there are many files. For files on the hub, the
+    hub's own content hashes are used, so that a commit that does not touch them is not a change.
+    """
+    files = [_files_of(source) for source in sources]
+    blocks = max(2, min(SAMPLED_BLOCKS, _TOTAL_BLOCKS // max(1, sum(map(len, files)))))
+    return tuple(
+        {"name": Path(source.name).name} | _describe_files(members, blocks)
+        for source, members in zip(sources, files, strict=True)
+    )
+
+
+def _source_changes(stored: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[str]:
+    """Return one line per changed source. Entries that only one description has are not compared."""
+    if len(stored) != len(found):
+        return [f"--streaming: the number of sources is {len(found)}, was {len(stored)}"]
+    lines = list(_differences(stored, found))
+    if len(lines) > _MAX_LISTED:
+        return [*lines[:_MAX_LISTED], f"--streaming: {len(lines) - _MAX_LISTED} more sources changed"]
+    return lines
+
+
+def _differences(stored: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for number, (old, new) in enumerate(zip(stored, found, strict=True), start=1):
+        if old["name"] != new["name"]:
+            yield f"--streaming: source {number} is {new['name']}, was {old['name']}"
+            continue
+        changed = [
+            f"{label} is {new[name]}, was {old[name]}"
+            for name, label in _SOURCE_LABELS.items()
+            if name in old and name in new and old[name] != new[name]
+        ]
+        if changed:
+            yield f"--streaming {new['name']}: {', '.join(changed)}"
+
+
+def _files_of(source: Source) -> list[tuple[str, str]]:
+    """Return names, without the directory of the source, and paths or addresses."""
+    if not isinstance(source, HubSource):
+        return [("", source.name)]
+    return [(_name_in(Path(source.path), file), file) for file in source.data_files()]
+
+
+def _name_in(folder: Path, file: str) -> str:
+    path = Path(file).absolute()
+    if path.is_file():
+        inside = [base for base in (folder.absolute(), folder.resolve()) if path.is_relative_to(base)]
+        return str(path.relative_to(inside[0])) if inside else path.name
+    # An address on the hub contains the commit.
+    return re.sub(r"^(hf://.*?)@[^/]+", r"\1", file)
+
+
+def _describe_files(files: Sequence[tuple[str, str]], blocks: int) -> dict[str, Any]:
+    contents = [(name, *_content_of_file(file, blocks)) for name, file in files]
+    sizes = [size for _, size, _ in contents]
+    described: dict[str, Any] = {"files": len(files)}
+    if None not in sizes:
+        described["bytes"] = sum(size or 0 for size in sizes)
+    if files and all(sample is not None for _, _, sample in contents):
+        samples = repr([(name, sample) for name, _, sample in contents])
+        described["sample"] = format_checksum(xxhash.xxh3_128(samples.encode()))
+    return described
+
+
+def _content_of_file(file: str, blocks: int) -> tuple[int | None, str | None]:
+    """Return the size in bytes and a checksum, as far as they are known."""
+    path = Path(file)
+    if path.is_file():
+        size = path.stat().st_size
+        content = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+        return size, sampled_checksum(content, blocks)
+    import fsspec
+
+    system, place = fsspec.core.url_to_fs(file)
+    info = system.info(place)
+    known = [info[name] for name in ("blob_id", "ETag", "etag") if info.get(name)]
+    return info.get("size"), str(known[0]) if known else None

@@ -1,19 +1,19 @@
-"""Megatron's indexed data sets: `<prefix>.bin` with raw tokens, `<prefix>.idx` that says where they lie.
+"""Megatron's indexed data sets: `<prefix>.bin` with the tokens, `<prefix>.idx` with their positions.
 
 Everything is little-endian. The .idx file holds, without padding:
 
     bytes        what
     9            magic `MMIDIDX\\0\\0`
     8            u64, version: 1
-    1            u8, code of the token type (see TOKEN_DTYPES)
+    1            u8, code of the token type (see _TOKEN_DTYPES)
     8            u64, number of sequences S
     8            u64, number of documents + 1: D
     4 * S        i32, tokens of each sequence
     8 * S        i64, byte offset of each sequence in .bin
     8 * D        i64, first sequence of each document, and S at the end
 
-A document of ours is one sequence. Megatron may cut one into several (sentences); they lie side by side in
-.bin, so a document is one run of tokens either way, and that is what the reader offers.
+We write each document as one sequence. Megatron may cut a document into several sequences (sentences). These are
+adjacent in .bin, so a document is one range of tokens in both cases, and the reader offers documents as such ranges.
 """
 
 import os
@@ -21,35 +21,38 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_ladder.data.files import publish, temporary_beside
 from megatron_ladder.errors import UserError
+from megatron_ladder.files import publish, temporary_path
 
-HEADER = struct.Struct("<9sQBQQ")
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Code in the file -> NumPy type."""
-FLOAT_CODES = {6: "float64", 7: "float32"}
-"""The other codes of Megatron."""
+_FLOAT_CODES = {6: "float64", 7: "float32"}
+"""Megatron's other codes."""
 
 COPIED_TOKENS = 1 << 23
-"""How many are copied at a time from one data set to another."""
+"""Tokens that are read at once when a whole data set is copied or verified."""
+_INDEX_BLOCK = 1 << 20
+"""Entries of an index that are written at once."""
+_READ_BYTES = 1 << 20
 
-SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 4096
-"""How much of .bin tells two data sets with equal indices apart without reading them whole."""
+SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 4096
+"""Number and size of the blocks of .bin that distinguish data sets with equal indices without reading all tokens."""
 
-U16_VOCABULARY_LIMIT = 65_500
-"""Megatron stores ids as u16 below this vocabulary size, with a margin under 2**16."""
+_U16_VOCABULARY_LIMIT = 65_500
+"""Megatron stores ids as u16 below this vocabulary size, which is a little less than 2**16."""
 
 
 def bin_path(prefix: Path) -> Path:
-    """`data/train_text_document` -> `data/train_text_document.bin`; a dot in the prefix is part of it."""
+    """`data/train_text_document` -> `data/train_text_document.bin`; dots in the prefix are kept."""
     return prefix.with_name(prefix.name + ".bin")
 
 
@@ -59,38 +62,120 @@ def idx_path(prefix: Path) -> Path:
 
 
 def loss_mask_path(prefix: Path) -> Path:
-    """`data/chat_text_document` -> `data/chat_text_document_loss_mask.bin`, which only some data sets have."""
+    """`data/chat_text_document` -> `data/chat_text_document_loss_mask.bin`, an optional file."""
     return prefix.with_name(prefix.name + "_loss_mask.bin")
 
 
 def token_dtype(vocab_size: int) -> "np.dtype[Any]":
-    """The type in which Megatron stores ids of a vocabulary: u16 where it fits, else i32."""
-    return np.dtype("<u2" if vocab_size < U16_VOCABULARY_LIMIT else "<i4")
+    """Return the type in which Megatron stores the ids of a vocabulary: u16 if they fit, else i32."""
+    return np.dtype("<u2" if vocab_size < _U16_VOCABULARY_LIMIT else "<i4")
+
+
+def format_checksum(hasher: xxhash.xxh3_128) -> str:
+    """Return a checksum as it is stored: `xxh3_128:` and 32 hexadecimal digits."""
+    return f"xxh3_128:{hasher.hexdigest()}"
+
+
+class HashedFile:
+    """A file that is written from its beginning to its end and computes its checksum."""
+
+    def __init__(self, path: Path, mode: str = "w+b") -> None:
+        self.path = path
+        self.size = 0
+        self._file: IO[bytes] = open(path, mode)  # noqa: SIM115 - closed by close()
+        self._hasher = xxhash.xxh3_128()
+
+    @classmethod
+    def reopen(cls, path: Path, size: int, checksum: str) -> "HashedFile | None":
+        """Truncate a file to `size` bytes and continue after them; return None if their checksum differs."""
+        if not path.is_file():
+            return None
+        self = cls(path, "r+b")
+        while self.size < size and (block := self._file.read(min(size - self.size, _READ_BYTES))):
+            self._hasher.update(block)
+            self.size += len(block)
+        if self.size < size or self.checksum != checksum:
+            self.close()
+            return None
+        self._file.truncate(size)
+        self._file.seek(size)
+        return self
+
+    def append(self, content: "bytes | NDArray[Any]") -> None:
+        """Write bytes, or those of a contiguous array."""
+        view = content.view(np.uint8).data if isinstance(content, np.ndarray) else memoryview(content)
+        self._file.write(view)
+        self._hasher.update(view)
+        self.size += len(view)
+
+    def sync(self) -> None:
+        """Make all content durable."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of all content."""
+        return format_checksum(self._hasher)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def write_index(
+    path: Path, dtype: "np.dtype[Any]", lengths: NDArray[np.int32], document_ends: NDArray[np.int64] | None = None
+) -> str:
+    """Write a durable .idx file in blocks and return its checksum.
+
+    Args:
+        lengths: tokens of each sequence [S]; may be mapped from a file.
+        document_ends: for each document, the number of sequences up to its end; None: each document is one sequence.
+    """
+    code = next(code for code, name in _TOKEN_DTYPES.items() if np.dtype(name) == dtype)
+    documents = len(lengths) if document_ends is None else len(document_ends)
+    file = HashedFile(path)
+    try:
+        file.append(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), documents + 1))
+        begins = range(0, len(lengths), _INDEX_BLOCK)
+        for begin in begins:
+            file.append(np.array(lengths[begin : begin + _INDEX_BLOCK], "<i4"))
+        offset = 0
+        for begin in begins:
+            ends = np.cumsum(lengths[begin : begin + _INDEX_BLOCK], dtype="<i8") * dtype.itemsize + offset
+            file.append(np.concatenate([np.array([offset], "<i8"), ends[:-1]]))
+            offset = int(ends[-1])
+        file.append(np.zeros(1, "<i8"))
+        for begin in range(0, documents, _INDEX_BLOCK):
+            end = min(begin + _INDEX_BLOCK, documents)
+            block = np.arange(begin + 1, end + 1) if document_ends is None else document_ends[begin:end]
+            file.append(np.ascontiguousarray(block, "<i8"))
+        file.sync()
+    finally:
+        file.close()
+    return file.checksum
 
 
 class Checksums(NamedTuple):
-    """Of a data set's two files, each `xxh3_128:` and 32 hexadecimal digits."""
+    """Checksums of a data set's two files, see `format_checksum`."""
 
     bin: str
     idx: str
 
 
 class IndexedDatasetWriter:
-    """Writes a data set beside its name and publishes it by renaming, .bin first and .idx last.
+    """Writes a data set under temporary names and publishes it by renaming, .bin first and .idx last.
 
-    A context manager: leaving it without `publish()`, by an exception for one, leaves no file behind.
+    A context manager: leaving it without `publish()` removes the temporary file.
     """
 
     def __init__(self, prefix: Path, dtype: "np.dtype[Any]") -> None:
         self.prefix = prefix
         self.dtype = dtype
-        self._code = next(code for code, name in TOKEN_DTYPES.items() if np.dtype(name) == dtype)
         self._lengths: list[NDArray[np.int32]] = []
         self._document_ends: list[NDArray[np.int64]] = []
         self._sequences = 0
-        self._bin_hasher = xxhash.xxh3_128()
-        self._temporary_bin = temporary_beside(bin_path(prefix))
-        self._bin: BinaryIO = open(self._temporary_bin, "xb")  # noqa: SIM115 - closed by __exit__
+        self._bin = HashedFile(temporary_path(bin_path(prefix)), "xb")
 
     def __enter__(self) -> Self:
         return self
@@ -99,111 +184,90 @@ class IndexedDatasetWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bin.close()
-        self._temporary_bin.unlink(missing_ok=True)
+        self._bin.path.unlink(missing_ok=True)
 
     def add_document(self, token_ids: Sequence[int] | NDArray[Any]) -> None:
-        """Appends one document of any number of tokens."""
+        """Append one document of any number of tokens."""
         self.add_documents(np.asarray(token_ids, dtype=np.int64), np.array([len(token_ids)], dtype=np.int32))
 
     def add_documents(self, token_ids: NDArray[Any], lengths: NDArray[np.int32]) -> None:
-        """Appends documents that follow each other in `token_ids` [sum(lengths)].
+        """Append consecutive documents of `token_ids` [sum(lengths)].
 
         Raises:
-            ValueError: when the lengths do not add up, or an id does not fit the type of the file.
+            ValueError: the lengths do not add up, or an id does not fit the type of the file.
         """
         if int(lengths.sum(dtype=np.int64)) != len(token_ids) or (len(lengths) and int(lengths.min()) < 0):
             raise ValueError(f"document lengths add up to {lengths.sum()}, not to {len(token_ids)} tokens")
         if len(token_ids) and token_ids.dtype != self.dtype:
             smallest, largest, limits = int(token_ids.min()), int(token_ids.max()), np.iinfo(self.dtype)
             if smallest < limits.min or largest > limits.max:
-                raise ValueError(
-                    f"token ids {smallest} to {largest} do not fit {self.dtype} of {self.prefix}"
-                )
+                raise ValueError(f"token ids {smallest} to {largest} do not fit {self.dtype} of {self.prefix}")
         self._write(token_ids)
         self._add_index(lengths, np.arange(1, len(lengths) + 1))
 
-    def append(self, dataset: "IndexedDataset", copied: Callable[[int], None]) -> str:
-        """Appends all of a data set of the same type, documents of several sequences included, a block at a time.
+    def append(self, dataset: "IndexedDataset", report_bytes: Callable[[int], None]) -> str:
+        """Append a data set of the same type, including documents of several sequences, block by block.
 
         Args:
-            copied: is told the number of bytes after each block.
+            report_bytes: is called with the number of bytes after each block.
 
         Returns:
-            The checksum of the tokens read: `xxh3_128:` and 32 hexadecimal digits.
+            The checksum of the copied tokens.
         """
         if dataset.tokens.dtype != self.dtype:
-            raise ValueError(f"{dataset.prefix} holds {dataset.tokens.dtype}, {self.prefix} {self.dtype}")
+            raise ValueError(f"{dataset.prefix} has tokens of {dataset.tokens.dtype}, {self.prefix} of {self.dtype}")
         hasher = xxhash.xxh3_128()
         for begin in range(0, len(dataset.tokens), COPIED_TOKENS):
             block = dataset.tokens[begin : begin + COPIED_TOKENS]
             hasher.update(block.data)
             self._write(block)
-            copied(block.nbytes)
+            report_bytes(block.nbytes)
         self._add_index(np.diff(dataset.sequence_bounds), dataset.document_indices[1:])
-        return f"xxh3_128:{hasher.hexdigest()}"
+        return format_checksum(hasher)
 
     def _write(self, token_ids: NDArray[Any]) -> None:
-        content = np.ascontiguousarray(token_ids, dtype=self.dtype).data
-        self._bin.write(content)
-        self._bin_hasher.update(content)
+        self._bin.append(np.ascontiguousarray(token_ids, dtype=self.dtype))
 
     def _add_index(self, lengths: NDArray[Any], document_ends: NDArray[np.int64]) -> None:
-        """Lengths of sequences that were written, and after how many of them each document ends."""
+        """Record the lengths of written sequences, and the number of sequences up to the end of each document."""
         self._lengths.append(lengths.astype("<i4"))
         self._document_ends.append(document_ends + self._sequences)
         self._sequences += len(lengths)
 
     def publish(self) -> Checksums:
-        """Makes the data set appear under its name; one that was there is replaced."""
+        """Move the data set to its final name, replacing an existing one."""
         lengths = np.concatenate([np.empty(0, "<i4"), *self._lengths])
-        offsets = np.zeros(len(lengths), "<i8")
-        np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=offsets[1:])
-        documents = np.concatenate([np.zeros(1, "<i8"), *self._document_ends]).astype("<i8", copy=False)
-        _sync_and_close(self._bin)
-        temporary_idx = temporary_beside(idx_path(self.prefix))
-        idx_hasher = xxhash.xxh3_128()
+        document_ends = np.concatenate([np.empty(0, np.int64), *self._document_ends])
+        self._bin.sync()
+        self._bin.close()
+        temporary_idx = temporary_path(idx_path(self.prefix))
         try:
-            with open(temporary_idx, "xb") as file:
-                header = HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents))
-                for part in (header, lengths.data, offsets.data, documents.data):
-                    file.write(part)
-                    idx_hasher.update(part)
-                _sync_and_close(file)
-            # An old index must never stand beside a new .bin, not even when we are killed in between.
+            idx_checksum = write_index(temporary_idx, self.dtype, lengths, document_ends)
+            # An old index must never be next to a new .bin, even if this process is killed in between.
             idx_path(self.prefix).unlink(missing_ok=True)
-            publish(self._temporary_bin, bin_path(self.prefix))
+            publish(self._bin.path, bin_path(self.prefix))
             publish(temporary_idx, idx_path(self.prefix))
         finally:
             temporary_idx.unlink(missing_ok=True)
-        return Checksums(f"xxh3_128:{self._bin_hasher.hexdigest()}", f"xxh3_128:{idx_hasher.hexdigest()}")
-
-
-def _sync_and_close(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
+        return Checksums(self._bin.checksum, idx_checksum)
 
 
 class IndexedDataset:
-    """A data set on disk, memory-mapped and checked when it is opened.
+    """A memory-mapped data set, validated when it is opened.
 
     Attributes:
-        prefix: the two files' path without `.bin` and `.idx`.
-        tokens [number of tokens]: all documents one after the other, in the file's own type.
+        prefix: path of the two files without `.bin` and `.idx`.
+        tokens [number of tokens]: all documents, concatenated, in the type of the file.
         sequence_bounds [sequences + 1] int64: sequence i is `tokens[bounds[i]:bounds[i + 1]]`.
         document_bounds [documents + 1] int64: document i is `tokens[bounds[i]:bounds[i + 1]]`.
-        loss_mask [number of tokens] uint8: 1 where a token is to be learnt, 0 where it is only read; None
-            where there is no `<prefix>_loss_mask.bin`, and every token is learnt.
+        loss_mask [number of tokens] uint8: 1 for a token that counts in the loss, else 0; None without a file
+            `<prefix>_loss_mask.bin`, and every token counts.
         document_indices [documents + 1] int64: first sequence of each document, and the number of sequences.
-        idx_checksum: of the index file, `xxh3_128:` and 32 hexadecimal digits.
+        idx_checksum: checksum of the index file, see `format_checksum`.
     """
 
     def __init__(self, prefix: Path) -> None:
-        """
-        Raises:
-            UserError: when a file is missing, is no such file, or contradicts itself or the other one; it
-                names the file, what was found and what was expected.
-        """
+        """Raises UserError if a file is missing, has another format, or contradicts itself or the other file."""
         self.prefix = prefix
         index = _read_index(prefix)
         self.sequence_bounds, self.document_bounds = index.sequence_bounds, index.document_bounds
@@ -215,8 +279,8 @@ class IndexedDataset:
                 f"({index.tokens} tokens of {index.dtype.itemsize} bytes): preprocess or copy the data again"
             )
         if index.tokens == 0:
-            raise UserError(f"{idx_path(prefix)}: holds no token: preprocess an input with text")
-        # The plain-array view spares NumPy's subclass handling on every slice.
+            raise UserError(f"{idx_path(prefix)}: has no token: preprocess an input with text")
+        # The plain-array view avoids NumPy's subclass handling on every slice.
         self.tokens: NDArray[Any] = np.asarray(np.memmap(bin_path(prefix), dtype=index.dtype, mode="r"))
         self.loss_mask = _open_loss_mask(prefix, index.tokens)
 
@@ -225,21 +289,23 @@ class IndexedDataset:
         return len(self.document_bounds) - 1
 
     def document(self, number: int) -> NDArray[Any]:
-        """Tokens of one document, a view into the file."""
+        """Return the tokens of one document, a view into the file."""
         if not 0 <= number < len(self):
             raise IndexError(f"{self.prefix} has documents 0 to {len(self) - 1}, not {number}")
         return self.tokens[self.document_bounds[number] : self.document_bounds[number + 1]]
 
 
 def sampled_checksum(array: NDArray[Any], blocks: int = SAMPLED_BLOCKS) -> str:
-    """Checksum of 64 blocks, 4096 bytes each, from all over a mapped file, so that other tokens under an equal index
-    are told without reading everything: `xxh3_128:` and 32 hexadecimal digits."""
+    """Return the checksum of blocks from all over a mapped file.
+
+    It distinguishes data sets with equal indices without reading all tokens.
+    """
     content = array.view(np.uint8)
-    begins = np.linspace(0, max(len(content) - SAMPLED_BYTES, 0), blocks).astype(np.int64)
+    begins = np.linspace(0, max(len(content) - _SAMPLED_BYTES, 0), blocks).astype(np.int64)
     hasher = xxhash.xxh3_128()
     for begin in np.unique(begins).tolist():
-        hasher.update(content[begin : begin + SAMPLED_BYTES].tobytes())
-    return f"xxh3_128:{hasher.hexdigest()}"
+        hasher.update(content[begin : begin + _SAMPLED_BYTES].tobytes())
+    return format_checksum(hasher)
 
 
 def _open_loss_mask(prefix: Path, tokens: int) -> NDArray[np.uint8] | None:
@@ -265,41 +331,41 @@ class _Index(NamedTuple):
 
 
 def _read_index(prefix: Path) -> _Index:
-    """Reads and checks .idx; the .bin file is only looked for."""
+    """Read and validate .idx; of .bin only the existence is checked."""
     if not prefix.name:
-        raise UserError(f"{prefix}: is a folder: a data set is named by its path without .bin and .idx")
+        raise UserError(f"{prefix}: is a directory: give the path of a data set without .bin and .idx")
     path = idx_path(prefix)
     for needed in (path, bin_path(prefix)):
         if not needed.is_file():
             raise UserError(f"{needed}: no such file{_prefixes_nearby(prefix)}")
-    content = path.read_bytes() if path.stat().st_size < HEADER.size else np.memmap(path, mode="r").data
-    if len(content) < HEADER.size:
+    content = path.read_bytes() if path.stat().st_size < _HEADER.size else np.memmap(path, mode="r").data
+    if len(content) < _HEADER.size:
         raise UserError(
-            f"{path}: {len(content)} bytes found, at least {HEADER.size} expected: not a Megatron index"
+            f"{path}: {len(content)} bytes found, at least {_HEADER.size} expected: not a Megatron index"
         )
-    magic, version, code, sequences, bounds = HEADER.unpack_from(content)
-    if magic != MAGIC or version != VERSION:
+    magic, version, code, sequences, bounds = _HEADER.unpack_from(content)
+    if magic != _MAGIC or version != _VERSION:
         raise UserError(
-            f"{path}: begins with {magic!r} version {version}, expected {MAGIC!r} version {VERSION}: "
+            f"{path}: begins with {magic!r} version {version}, expected {_MAGIC!r} version {_VERSION}: "
             "not a Megatron index"
         )
-    if code in FLOAT_CODES:
-        raise UserError(f"{path}: holds {FLOAT_CODES[code]}, which no token id is: not a data set of tokens")
-    if code not in TOKEN_DTYPES:
-        known = ", ".join(map(str, sorted(TOKEN_DTYPES)))
-        raise UserError(f"{path}: code of the token type is {code}, expected one of {known}")
-    expected = HEADER.size + 12 * sequences + 8 * bounds
+    if code in _FLOAT_CODES:
+        raise UserError(f"{path}: contains {_FLOAT_CODES[code]}, expected integers: not a data set of tokens")
+    if code not in _TOKEN_DTYPES:
+        known = ", ".join(map(str, sorted(_TOKEN_DTYPES)))
+        raise UserError(f"{path}: the code of the token type is {code}, expected one of {known}")
+    expected = _HEADER.size + 12 * sequences + 8 * bounds
     if len(content) == expected + sequences > expected:
-        raise UserError(f"{path}: holds a mode for each sequence: data sets of several modalities cannot be read")
+        raise UserError(f"{path}: contains a mode for each sequence: multimodal data sets are not supported")
     if len(content) != expected:
         raise UserError(
             f"{path}: {len(content)} bytes found, {expected} expected for {sequences} sequences and "
             f"{bounds - 1} documents: preprocess or copy the data again"
         )
-    dtype = np.dtype(TOKEN_DTYPES[code])
-    lengths = np.frombuffer(content, "<i4", sequences, HEADER.size)
-    offsets = np.frombuffer(content, "<i8", sequences, HEADER.size + 4 * sequences)
-    documents = np.frombuffer(content, "<i8", bounds, HEADER.size + 12 * sequences)
+    dtype = np.dtype(_TOKEN_DTYPES[code])
+    lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
+    offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
+    documents = np.frombuffer(content, "<i8", bounds, _HEADER.size + 12 * sequences)
     starts = _sequence_starts(path, lengths, offsets, dtype.itemsize)
     is_one_sequence_each = _check_documents(path, documents, sequences)
     checksum = f"xxh3_128:{xxhash.xxh3_128_hexdigest(content)}"
@@ -310,27 +376,27 @@ def _read_index(prefix: Path) -> _Index:
 def _sequence_starts(
     path: Path, lengths: NDArray[np.int32], offsets: NDArray[np.int64], itemsize: int
 ) -> NDArray[np.int64]:
-    """First token of each sequence, and the number of tokens at the end [S + 1]; the offsets must agree."""
+    """Return the first token of each sequence and the number of tokens [S + 1], after validating the offsets."""
     if len(lengths) and int(lengths.min()) < 0:
         worst = int(lengths.argmin())
-        raise UserError(f"{path}: length of sequence {worst} is {lengths[worst]}, expected 0 or more")
+        raise UserError(f"{path}: the length of sequence {worst} is {lengths[worst]}, expected 0 or more")
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, dtype=np.int64, out=starts[1:])
     wrong = np.flatnonzero(offsets != starts[:-1] * itemsize)
     if len(wrong):
         first = int(wrong[0])
         raise UserError(
-            f"{path}: byte offset of sequence {first} is {offsets[first]}, expected "
-            f"{starts[first] * itemsize} by the lengths before it ({len(wrong)} wrong offsets)"
+            f"{path}: the byte offset of sequence {first} is {offsets[first]}, expected "
+            f"{starts[first] * itemsize} from the lengths before it ({len(wrong)} wrong offsets)"
         )
     return starts
 
 
 def _check_documents(path: Path, documents: NDArray[np.int64], sequences: int) -> bool:
-    """Whether every document is one sequence."""
+    """Validate the documents and return whether each of them is one sequence."""
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
         ends = (int(documents[0]), int(documents[-1])) if len(documents) else "nothing"
-        raise UserError(f"{path}: document indices run over {ends}, expected (0, {sequences})")
+        raise UserError(f"{path}: document indices range over {ends}, expected (0, {sequences})")
     falling = np.flatnonzero(documents[1:] < documents[:-1])
     if len(falling):
         first = int(falling[0])
@@ -342,11 +408,11 @@ def _check_documents(path: Path, documents: NDArray[np.int64], sequences: int) -
 
 
 def _prefixes_nearby(prefix: Path) -> str:
-    """Help for who gave a file for a prefix, or the prefix without `_text_document`."""
+    """Return a hint for a user who gave a file instead of a prefix, or the prefix without `_text_document`."""
     name = prefix.name.removesuffix(".bin").removesuffix(".idx")
     nearby = sorted(
         path.with_suffix("") for path in prefix.parent.glob("*.idx") if path.name.startswith(name)
     )
     if not nearby:
-        return " (a data set is named by its path without .bin and .idx)"
+        return " (give the path of a data set without .bin and .idx)"
     return f": did you mean {' or '.join(map(str, nearby[:3]))}?"

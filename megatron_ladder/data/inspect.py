@@ -1,4 +1,4 @@
-"""What an indexed data set holds, and whether it is what was written."""
+"""Shows the content of an indexed data set, and verifies its checksums."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,19 +7,26 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_ladder.data.indexed import COPIED_TOKENS, IndexedDataset, bin_path, loss_mask_path
-from megatron_ladder.data.sidecar import Sidecar, check_index, missing_loss_mask, read_sidecar, sidecar_path
+from megatron_ladder.data.indexed import COPIED_TOKENS, IndexedDataset, bin_path, format_checksum, loss_mask_path
+from megatron_ladder.data.sidecar import (
+    Sidecar,
+    check_index,
+    checksum_errors,
+    missing_loss_mask,
+    read_sidecar,
+    sidecar_path,
+)
 from megatron_ladder.data.tokenizers import Tokenizer
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, raise_user_errors
 
-SHOWN_IDS = 16
-"""Token ids of a document that are printed, before its text."""
-BAR = 40
+_SHOWN_IDS = 16
+"""Token ids of a document that are printed before its text."""
+_BAR = 40
 """Width of a histogram's longest bar, in characters."""
 
 
 def summary(dataset: IndexedDataset) -> Iterator[str]:
-    """Lines about a data set: files, counts, lengths."""
+    """Yield lines about a data set: files, counts, lengths."""
     tokens, documents = len(dataset.tokens), len(dataset)
     sequences = len(dataset.sequence_bounds) - 1
     several = "" if sequences == documents else f" in {sequences:,} sequences"
@@ -30,27 +37,27 @@ def summary(dataset: IndexedDataset) -> Iterator[str]:
     sidecar = read_sidecar(dataset.prefix)
     missing = missing_loss_mask(dataset, sidecar)
     if missing is not None:
-        yield f"  {missing}: training asks for it"
+        yield f"  {missing}: training requires it"
     if sidecar is None:
-        yield f"  no {sidecar_path(dataset.prefix).name}: which tokenizer made it is not known"
+        yield f"  no {sidecar_path(dataset.prefix).name}: its tokenizer is unknown"
     else:
         yield (
             f"  tokenizer: {sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids, sha256 "
             f"{sidecar.tokenizer_sha256[:12]}; end of document {sidecar.eod_id}"
             f"{' after each' if sidecar.append_eod else ', not appended'}; largest id {sidecar.largest_id:,}"
         )
-    yield from histogram(np.diff(dataset.document_bounds))
+    yield from _histogram(np.diff(dataset.document_bounds))
 
 
-def histogram(lengths: NDArray[np.int64]) -> Iterator[str]:
-    """Lines about lengths [n]: quantiles, and how many lie between powers of 2."""
+def _histogram(lengths: NDArray[np.int64]) -> Iterator[str]:
+    """Yield lines about lengths [n]: quantiles, and counts between powers of 2."""
     quantiles = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1]).round().astype(int).tolist()
-    yield "  tokens a document: least {:,}, median {:,}, 90% {:,}, 99% {:,}, most {:,}".format(*quantiles)
+    yield "  tokens per document: minimum {:,}, median {:,}, 90% {:,}, 99% {:,}, maximum {:,}".format(*quantiles)
     # Bucket 0: no token; bucket k: 2^(k-1) to 2^k - 1.
     counts = np.bincount(np.frexp(lengths.astype(np.float64))[1])
     for bucket in np.flatnonzero(counts).tolist():
         ends = "0" if bucket == 0 else f"{1 << bucket - 1:,}-{(1 << bucket) - 1:,}"
-        bar = "#" * max(1, round(BAR * counts[bucket] / counts.max()))
+        bar = "#" * max(1, round(_BAR * counts[bucket] / counts.max()))
         yield f"  {ends:>25} {counts[bucket]:>13,} {bar}"
 
 
@@ -58,7 +65,7 @@ def parse_documents(words: Sequence[str], documents: int) -> list[int]:
     """`0 5-7` -> [0, 5, 6, 7].
 
     Raises:
-        UserError: what is no number or range, or a document that is not there.
+        UserError: a word is not a number or range, or the data set has no such document.
     """
     chosen: list[int] = []
     for word in words:
@@ -73,24 +80,24 @@ def parse_documents(words: Sequence[str], documents: int) -> list[int]:
 
 
 def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> Iterator[str]:
-    """Lines about one document: its first ids, and its text if a tokenizer is given."""
+    """Yield lines about a document: its first ids, and its text if a tokenizer is given."""
     ids = dataset.document(number).tolist()
-    shown = " ".join(map(str, ids[:SHOWN_IDS])) + (" ..." if len(ids) > SHOWN_IDS else "")
+    shown = " ".join(map(str, ids[:_SHOWN_IDS])) + (" ..." if len(ids) > _SHOWN_IDS else "")
     yield f"document {number}: {len(ids):,} tokens: {shown}"
     if tokenizer is not None:
         outside = [i for i in ids if not 0 <= i < tokenizer.vocab_size]
         if outside:
-            yield f"  holds id {outside[0]}, the tokenizer has ids 0 to {tokenizer.vocab_size - 1}"
+            yield f"  has id {outside[0]}, the tokenizer has ids 0 to {tokenizer.vocab_size - 1}"
         else:
             yield tokenizer.decode(ids)
 
 
 def verify(prefix: Path) -> list[str]:
-    """Reads everything, and says in lines what was checked.
+    """Read all files and return one line per passed check.
 
     Raises:
-        UserError: with a line for each contradiction: of the two files (see IndexedDataset), of a sidecar's counts and
-            checksums with them, of token ids with the vocabulary, of a loss mask that is missing or not 0 and 1.
+        UserError: one line per contradiction: between the two files (see IndexedDataset), between them and the counts
+            and checksums of the sidecar, or in a loss mask that is missing or has values other than 0 and 1.
     """
     dataset = IndexedDataset(prefix)
     sidecar = check_index(dataset)
@@ -100,47 +107,40 @@ def verify(prefix: Path) -> list[str]:
         block = dataset.tokens[begin : begin + COPIED_TOKENS]
         hasher.update(block.data)
         smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
-    checksum = f"xxh3_128:{hasher.hexdigest()}"
-    mistakes = []
+    problems = []
     if smallest < 0:
-        mistakes.append(f"{bin_path(prefix)}: holds token id {smallest}, expected 0 or more")
-    if sidecar is not None and sidecar.bin_checksum not in (None, checksum):
-        mistakes.append(
-            f"{bin_path(prefix)}: checksum {checksum} found, {sidecar.bin_checksum} expected by "
-            f"{sidecar_path(prefix)}: the tokens are damaged: copy or preprocess the data again"
-        )
+        problems.append(f"{bin_path(prefix)}: has token id {smallest}, expected 0 or more")
+    problems += checksum_errors(bin_path(prefix), format_checksum(hasher), sidecar, "bin_checksum")
     if sidecar is not None and largest != sidecar.largest_id:
-        mistakes.append(
-            f"{bin_path(prefix)}: largest token id is {largest}, {sidecar.largest_id} expected by "
-            f"{sidecar_path(prefix)}"
+        problems.append(
+            f"{bin_path(prefix)}: the largest token id is {largest}, {sidecar_path(prefix)} expects "
+            f"{sidecar.largest_id}"
         )
-    mistakes.extend(_loss_mask_mistakes(dataset, sidecar))
-    if mistakes:
-        raise UserError(*mistakes)
-    checked = ["sizes, lengths, offsets and documents of .idx and the size of .bin agree"]
-    checked.append(f"token ids are 0 to {largest:,}")
+    problems += _loss_mask_problems(dataset, sidecar)
+    raise_user_errors(problems)
+    checked = [
+        "the sizes, lengths, offsets and documents of .idx and the size of .bin agree",
+        f"token ids are 0 to {largest:,}",
+    ]
     sums = {".idx": sidecar and sidecar.idx_checksum, ".bin": sidecar and sidecar.bin_checksum}
     if dataset.loss_mask is not None:
         sums["the loss mask"] = sidecar and sidecar.loss_mask_checksum
     for name, known in sums.items():
-        what = "is that of the sidecar" if known else "is not known: a change that keeps the file well-formed may stay"
-        checked.append(f"checksum of {name} {what}")
+        if known:
+            checked.append(f"the checksum of {name} equals that in the sidecar")
+        else:
+            checked.append(f"the checksum of {name} is unknown: a change that keeps the file valid is not detected")
     return [f"verified: {line}" for line in checked]
 
 
-def _loss_mask_mistakes(dataset: IndexedDataset, sidecar: Sidecar | None) -> list[str]:
-    """A line for each thing that is wrong with the loss mask; reads all of it."""
+def _loss_mask_problems(dataset: IndexedDataset, sidecar: Sidecar | None) -> list[str]:
+    """Read the whole loss mask and return one line per problem."""
     path, mask = loss_mask_path(dataset.prefix), dataset.loss_mask
     if mask is None:
         missing = missing_loss_mask(dataset, sidecar)
         return [] if missing is None else [f"{missing}: copy it as well, or preprocess the data again"]
-    mistakes = []
-    expected, found = sidecar and sidecar.loss_mask_checksum, f"xxh3_128:{xxhash.xxh3_128_hexdigest(mask.data)}"
-    if expected not in (None, found):
-        mistakes.append(
-            f"{path}: checksum {found} found, {expected} expected by {sidecar_path(dataset.prefix)}: the loss mask is "
-            "damaged: copy or preprocess the data again"
-        )
+    found = format_checksum(xxhash.xxh3_128(mask.data))
+    problems = checksum_errors(path, found, sidecar, "loss_mask_checksum")
     if int(mask.max()) > 1:
-        mistakes.append(f"{path}: holds {int(mask.max())}, expected 0 and 1")
-    return mistakes
+        problems.append(f"{path}: has value {int(mask.max())}, expected 0 and 1")
+    return problems

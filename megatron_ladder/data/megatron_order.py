@@ -1,17 +1,18 @@
-"""The order in which Megatron-LM core's GPTDataset and BlendedDataset read samples, for those who compare with it.
+"""The order in which GPTDataset and BlendedDataset of Megatron-LM core read samples, for comparisons with Megatron.
 
-Unlike the order of samples.py it follows from the length of the run. A run of N samples reads E epochs, the fewest
-with E T >= N s + 1 tokens (T: tokens of an epoch, s: sequence length). One legacy generator, RandomState(seed), draws
-everything in turn:
+Unlike the order of samples.py, it depends on the length of the run. A run of N samples reads E epochs, the smallest E
+with E T >= N s + 1 tokens (T: tokens of an epoch, s: sequence length). One legacy generator, RandomState(seed),
+shuffles in this order:
 
-1. the documents of all E epochs, shuffled together; unless the last epoch is wanted for less than 80% of its samples:
-   then those of the first E - 1 epochs, and those of the last, each shuffled by themselves;
-2. the cuts of s + 1 tokens through the documents joined in that order, each beginning with the last token of the one
-   before, shuffled likewise: all together, or those of the first E - 1 epochs and the others.
+1. the documents of all E epochs together. But if less than 80% of the last epoch's samples are used, first the
+   documents of the first E - 1 epochs, then those of the last epoch;
+2. the samples: cuts of s + 1 tokens through the documents concatenated in that order, each of which begins with the
+   last token of the previous cut. They are shuffled together, or as in step 1 in two groups.
 
-What Megatron calls a document here is a sequence of the index file. Of a blend with weights, data set i is asked for
-1.005 x ceil(w_i N) samples, rounded up; without weights each is read once at most. Sample n is taken from the data set
-with the largest w_i max(n, 1) - c_i, where c_i samples were taken from it before; the first one of equals.
+Megatron calls a sequence of the index file a document here. In a blend with weights, data set i provides
+1.005 x ceil(w_i N) samples, rounded up; without weights each sample is read at most once. Sample n is taken from the
+data set with the largest w_i max(n, 1) - c_i, where c_i is the number of samples taken from it before; the first of
+equal data sets wins.
 """
 
 import math
@@ -29,13 +30,13 @@ from megatron_ladder.data.order_cache import load_or_build
 from megatron_ladder.data.samples import Order, SampleSource, joined_starts
 from megatron_ladder.errors import UserError
 
-MEGATRON_ORDER = "megatron"
-LAST_EPOCH_SHARE = 0.80
-SURPLUS = 0.005
+_MEGATRON_ORDER = "megatron"
+_LAST_EPOCH_SHARE = 0.80
+_SURPLUS = 0.005
 
 
 def split_sequences(shares: Sequence[float], sequences: int) -> list[range]:
-    """Cuts sequences 0 .. sequences - 1 where the cumulated shares point, rounded, as Megatron core does."""
+    """Split sequences 0 .. sequences - 1 at the rounded cumulative shares, as Megatron core does."""
     ends = [0.0]
     for share in shares:
         ends.append(ends[-1] + share)
@@ -43,15 +44,8 @@ def split_sequences(shares: Sequence[float], sequences: int) -> list[range]:
     return [range(begin, end) for begin, end in zip(cuts, cuts[1:], strict=False)]
 
 
-class SequenceSource(SampleSource):
-    """Samples over sequences of the index file, where Megatron core takes these for documents."""
-
-    def _document_bounds(self) -> NDArray[np.int64]:
-        return self.dataset.sequence_bounds
-
-
-class MegatronSource(SequenceSource):
-    """A run of samples of one data set in Megatron's order. It has an end."""
+class _MegatronSource(SampleSource):
+    """The samples of one data set in Megatron's order, which is finite."""
 
     def __init__(
         self,
@@ -64,37 +58,40 @@ class MegatronSource(SequenceSource):
     ) -> None:
         """
         Args:
-            sequences: which sequences belong to this source, contiguous.
-            run_samples: how many samples the run reads; None: those of one epoch.
+            sequences: the sequences of this source.
+            run_samples: number of samples that the run reads; None: those of one epoch.
 
         Raises:
-            UserError: when the sequences have fewer than seq_length + 1 tokens.
+            UserError: the sequences have fewer than seq_length + 1 tokens.
         """
         super().__init__(dataset, sequences, seq_length, seed, shuffle=True, cache=cache)
         self.run_samples = run_samples
         self.epochs = 1 if run_samples is None else max(1, -(-(run_samples * seq_length + 1) // self.tokens))
 
     def __len__(self) -> int:
-        """Samples of the whole run, at least as many as it was made for."""
+        """Number of samples, at least `run_samples`."""
         return (self.epochs * self.tokens - 1) // self.seq_length
+
+    def _document_bounds(self) -> NDArray[np.int64]:
+        return self.dataset.sequence_bounds
 
     def _order_of(self, epoch: int) -> Order:
         if epoch > 0:
-            raise IndexError(f"{self.name}: has {len(self)} samples in Megatron's order, made for {self.run_samples}")
+            raise IndexError(f"{self.name}: has {len(self)} samples in Megatron's order of {self.run_samples}")
         return super()._order_of(0)
 
     def _describe_order(self, epoch: int) -> dict[str, Any]:
-        return super()._describe_order(epoch) | {"order": MEGATRON_ORDER, "run_samples": self.run_samples}
+        return super()._describe_order(epoch) | {"order": _MEGATRON_ORDER, "run_samples": self.run_samples}
 
     def describe(self) -> dict[str, Any]:
-        return super().describe() | {"order": MEGATRON_ORDER, "run_samples": self.run_samples}
+        return super().describe() | {"order": _MEGATRON_ORDER, "run_samples": self.run_samples}
 
     def _build_order(self, epoch: int) -> Order:
         before_last = ((self.epochs - 1) * self.tokens - 1) // self.seq_length
         in_an_epoch = (self.tokens - 1) // self.seq_length
         wanted_of_last = (self.run_samples or 0) - before_last
-        last_is_apart = self.epochs > 1 and wanted_of_last < int(LAST_EPOCH_SHARE * in_an_epoch)
-        generator = np.random.RandomState(self.seed)  # noqa: NPY002 - it is the one that defines the order
+        last_is_apart = self.epochs > 1 and wanted_of_last < int(_LAST_EPOCH_SHARE * in_an_epoch)
+        generator = np.random.RandomState(self.seed)  # noqa: NPY002 - it defines the order
         own = np.arange(self.documents.start, self.documents.stop, dtype=np.int32)
         documents = np.tile(own, self.epochs)
         samples = np.arange(len(self), dtype=np.int64)
@@ -104,11 +101,11 @@ class MegatronSource(SequenceSource):
         return Order(documents.astype(np.int64), joined_starts(self.bounds, documents), samples)
 
 
-def greedy_turns(weights: Sequence[float], size: int) -> NDArray[np.int32]:
-    """Which data set each of `size` samples is taken from, by the rule at the head of this file, in float64.
+def _greedy_turns(weights: Sequence[float], size: int) -> NDArray[np.int32]:
+    """Return the data set of each of `size` samples by the rule at the top of this file, in float64.
 
     Args:
-        weights: of each data set; they add up to 1.
+        weights: weight of each data set; they add up to 1.
     """
     taken = [0.0] * len(weights)
     turns = np.empty(size, np.int32)
@@ -121,34 +118,34 @@ def greedy_turns(weights: Sequence[float], size: int) -> NDArray[np.int32]:
     return turns
 
 
-class MegatronBlend(BlendedSource):
-    """A run of samples of several data sets in Megatron's order. It has an end."""
+class _MegatronBlend(BlendedSource):
+    """The samples of several data sets in Megatron's order, which is finite."""
 
     def __init__(
-        self, sources: Sequence[MegatronSource], weights: Sequence[float], size: int, cache: Path | None
+        self, sources: Sequence[_MegatronSource], weights: Sequence[float], size: int, cache: Path | None
     ) -> None:
         """
         Args:
-            weights: of each source; they add up to 1.
-            size: samples of the run.
+            weights: weight of each source; they add up to 1.
+            size: number of samples of the run.
 
         Raises:
-            UserError: the rule takes more from a source than it has.
+            UserError: the rule takes more samples from a source than it has.
         """
         self.sources, self.weights, self.seq_length = tuple(sources), weights, sources[0].seq_length
         self.size = size
-        description = {"order": f"{MEGATRON_ORDER} blend", "weights": list(weights), "size": size}
+        description = {"order": f"{_MEGATRON_ORDER} blend", "weights": list(weights), "size": size}
 
         def build() -> list[NDArray[np.int64]]:
-            turns = greedy_turns(weights, size)
+            turns = _greedy_turns(weights, size)
             return [turns.astype(np.int64), places_among_equals(turns, len(weights))]
 
         self._turns, self._places = build() if cache is None else load_or_build(cache, description, build)
         for source, count in zip(sources, np.bincount(self._turns, minlength=len(sources)).tolist(), strict=True):
             if count > len(source):
                 raise UserError(
-                    f"--megatron-order: the blend takes {count} samples from {source.name}, which Megatron makes ready "
-                    f"for {len(source)}: Megatron refuses it too; give a weight that is not so small"
+                    f"--megatron-order: the blend takes {count} samples from {source.name}, for which Megatron "
+                    f"prepares {len(source)}: Megatron rejects it too; give a larger weight"
                 )
 
     def describe(self) -> dict[str, Any]:
@@ -166,22 +163,22 @@ def megatron_source(
     seed: int,
     run_samples: int,
     cache: Path | None,
-) -> MegatronSource | MegatronBlend:
-    """Training data in Megatron's order.
+) -> _MegatronSource | _MegatronBlend:
+    """Return training data in Megatron's order.
 
     Args:
-        weights: of each data set, of any sum.
-        shares: of train, valid and test; None: all is for training.
-        run_samples: samples of the whole run.
+        weights: weight of each data set, of any sum.
+        shares: shares of train, valid and test; None: all data is for training.
+        run_samples: number of samples of the whole run.
 
     Raises:
-        UserError: a part that is too short; data sets without weights that have fewer samples than the run.
+        UserError: a part is too short, or data sets without weights have fewer samples than the run.
     """
 
-    def source(dataset: IndexedDataset, samples: int | None) -> MegatronSource:
+    def source(dataset: IndexedDataset, samples: int | None) -> _MegatronSource:
         every = len(dataset.sequence_bounds) - 1
         sequences = range(every) if shares is None else split_sequences(shares, every)[0]
-        return MegatronSource(dataset, sequences, seq_length, seed, samples, cache)
+        return _MegatronSource(dataset, sequences, seq_length, seed, samples, cache)
 
     if len(datasets) == 1 and (weights is None or shares is None):
         return source(datasets[0], run_samples)
@@ -191,15 +188,15 @@ def megatron_source(
         if run_samples > available:
             raise UserError(
                 f"--megatron-order: the run reads {run_samples} samples, the data sets have {available}, and without "
-                "weights Megatron reads each once at most: give weights, or fewer --train-iters"
+                "weights Megatron reads each sample at most once: give weights, or fewer --train-iters"
             )
-        return MegatronBlend(once, _normalized(list(map(len, once))), run_samples, cache)
+        return _MegatronBlend(once, _normalized(list(map(len, once))), run_samples, cache)
     normalized = _normalized([float(weight) for weight in weights])
     wanted = [math.ceil(run_samples * weight) for weight in normalized]
     sources = [
-        source(dataset, math.ceil(count * (1 + SURPLUS))) for dataset, count in zip(datasets, wanted, strict=True)
+        source(dataset, math.ceil(count * (1 + _SURPLUS))) for dataset, count in zip(datasets, wanted, strict=True)
     ]
-    return MegatronBlend(sources, _normalized(normalized), sum(wanted), cache)
+    return _MegatronBlend(sources, _normalized(normalized), sum(wanted), cache)
 
 
 def _normalized(weights: Sequence[float]) -> list[float]:

@@ -1,8 +1,6 @@
-"""Several indexed data sets copied into one, in their order, documents as they are."""
+"""Merges indexed data sets into one, in order, without changing documents."""
 
 import dataclasses
-import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,39 +9,47 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_ladder.data.files import publish, temporary_beside
 from megatron_ladder.data.indexed import (
     Checksums,
     IndexedDataset,
     IndexedDatasetWriter,
     bin_path,
+    format_checksum,
     idx_path,
     loss_mask_path,
 )
-from megatron_ladder.data.sidecar import Sidecar, check_index, missing_loss_mask, sidecar_path, write_sidecar
-from megatron_ladder.errors import UserError
+from megatron_ladder.data.sidecar import (
+    Sidecar,
+    check_index,
+    checksum_errors,
+    missing_loss_mask,
+    sidecar_path,
+    write_sidecar,
+)
+from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
+from megatron_ladder.files import atomic_writer
+from megatron_ladder.progress import ProgressBar
 
-PROGRESS_SECONDS = 1.0
-MASK_BLOCK = 1 << 24
+_MASK_BLOCK = 1 << 24
 
-COMBINED: dict[str, Callable[[list[Any]], Any]] = {
+_COMBINED: dict[str, Callable[[list[Any]], Any]] = {
     "documents": sum,
     "tokens": sum,
     "skipped": sum,
     "largest_id": max,
     "append_eod": all,
 }
-"""How a sidecar's entry follows from those of the parts; checksums are taken anew, and all others must agree."""
+"""How an entry of the sidecar follows from those of the parts. Checksums are computed; all other entries must agree."""
 
 
 def find_inputs(paths: Sequence[Path]) -> list[Path]:
-    """The prefixes that are meant: of a folder all data sets in it by name, otherwise the path itself.
+    """Return the prefixes of data sets: those in a directory, sorted by name, or the path itself.
 
     Raises:
-        UserError: a folder without data sets, or with half of one.
+        UserError: a directory without data sets or with an incomplete one, or a data set that is given twice.
     """
     prefixes: list[Path] = []
-    mistakes: list[str] = []
+    errors = ErrorCollector()
     for path in paths:
         if not path.is_dir():
             prefixes.append(path)
@@ -51,105 +57,89 @@ def find_inputs(paths: Sequence[Path]) -> list[Path]:
         indexed = {entry.with_suffix("") for entry in path.glob("*.idx")}
         masks = {loss_mask_path(prefix) for prefix in indexed}
         with_tokens = {entry.with_suffix("") for entry in path.glob("*.bin") if entry not in masks}
-        mistakes += [f"--input {bin_path(prefix)}: its .idx is missing" for prefix in sorted(with_tokens - indexed)]
-        mistakes += [f"--input {idx_path(prefix)}: its .bin is missing" for prefix in sorted(indexed - with_tokens)]
+        errors.add(*(f"--input {bin_path(prefix)}: its .idx is missing" for prefix in sorted(with_tokens - indexed)))
+        errors.add(*(f"--input {idx_path(prefix)}: its .bin is missing" for prefix in sorted(indexed - with_tokens)))
         if not indexed | with_tokens:
-            mistakes.append(f"--input {path}: holds no data set")
+            errors.add(f"--input {path}: contains no data set")
         prefixes += sorted(indexed & with_tokens)
-    twice = sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1})
-    mistakes += [f"--input {prefix}: is named twice" for prefix in twice]
-    if mistakes:
-        raise UserError(*mistakes)
+    errors.add(*(f"--input {prefix}: is given twice" for prefix in prefixes if prefixes.count(prefix) > 1))
+    errors.raise_if_any()
     return prefixes
 
 
 def merge_datasets(prefixes: Sequence[Path], output_prefix: Path, report: Callable[[str], None]) -> tuple[int, int]:
-    """Writes `<output_prefix>.bin` and `.idx`; a loss mask if a part has one, a sidecar if all have one.
-
-    Args:
-        report: takes progress lines, PROGRESS_SECONDS apart at least.
+    """Write `<output_prefix>.bin` and `.idx`, a loss mask if a part has one, and a sidecar if all parts have one.
 
     Returns:
-        Documents and tokens.
+        Numbers of documents and tokens.
 
     Raises:
-        UserError: parts that are damaged, or do not go together; an output that exists. No file is left then.
+        UserError: parts that are damaged or incompatible, or an output that exists. No file is left then.
     """
     datasets, sidecars = _open_all(prefixes, output_prefix)
-    progress = _Progress(sum(dataset.tokens.nbytes for dataset in datasets), report)
     dtype = datasets[0].tokens.dtype
     with ExitStack() as stack:
+        bar = stack.enter_context(ProgressBar("copied", sum(dataset.tokens.nbytes for dataset in datasets)))
         try:
             writer = stack.enter_context(IndexedDatasetWriter(output_prefix, dtype))
         except OSError as error:
             raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error.strerror}") from None
         for dataset, sidecar in zip(datasets, sidecars, strict=True):
-            checksum = writer.append(dataset, progress.advance)
-            if sidecar is not None and sidecar.bin_checksum not in (None, checksum):
-                raise UserError(
-                    f"{bin_path(dataset.prefix)}: checksum {checksum} found, {sidecar.bin_checksum} expected by its "
-                    "sidecar: the tokens are damaged: copy or preprocess the data again"
-                )
+            checksum = writer.append(dataset, bar.advance)
+            _require_checksum(bin_path(dataset.prefix), checksum, sidecar, "bin_checksum")
         mask_checksum = _merge_loss_masks(datasets, sidecars, output_prefix)
         checksums = writer.publish()
     known = [sidecar for sidecar in sidecars if sidecar is not None]
     if len(known) == len(datasets):
         write_sidecar(output_prefix, _combine(known, checksums, mask_checksum))
     else:
-        report(f"{output_prefix}: without .json, since {len(datasets) - len(known)} of the parts have none")
-    progress.show()
+        report(f"{output_prefix}: has no .json, because {len(datasets) - len(known)} of the parts have none")
     return sum(map(len, datasets)), sum(len(dataset.tokens) for dataset in datasets)
 
 
-def _open_all(
-    prefixes: Sequence[Path], output_prefix: Path
-) -> tuple[list[IndexedDataset], list[Sidecar | None]]:
-    mistakes = [
-        f"--output-prefix {path}: exists: delete it, or give another name"
-        for path in (output(output_prefix) for output in (bin_path, idx_path, loss_mask_path, sidecar_path))
-        if path.exists()
-    ]
+def _open_all(prefixes: Sequence[Path], output_prefix: Path) -> tuple[list[IndexedDataset], list[Sidecar | None]]:
+    errors = ErrorCollector()
+    outputs = [path_of(output_prefix) for path_of in (bin_path, idx_path, loss_mask_path, sidecar_path)]
+    existing = [path for path in outputs if path.exists()]
+    errors.add(*(f"--output-prefix {path}: exists: delete it, or give another name" for path in existing))
     datasets: list[IndexedDataset] = []
     sidecars: list[Sidecar | None] = []
     for prefix in prefixes:
-        try:
+        with errors.collect():
             dataset = IndexedDataset(prefix)
             sidecar = check_index(dataset)
             missing = missing_loss_mask(dataset, sidecar)
             if missing is not None:
-                raise UserError(f"--input {missing}: copy it as well: without it every token would count")
+                raise UserError(f"--input {missing}: copy it as well: without it every token would count in the loss")
             datasets.append(dataset)
             sidecars.append(sidecar)
-        except UserError as error:
-            mistakes.extend(error.mistakes)
-    mistakes += [
-        f"--input {dataset.prefix}: holds {dataset.tokens.dtype}, {datasets[0].prefix} {datasets[0].tokens.dtype}: "
-        "preprocess them with one tokenizer"
-        for dataset in datasets
-        if dataset.tokens.dtype != datasets[0].tokens.dtype
-    ]
+    for dataset in datasets:
+        if dataset.tokens.dtype != datasets[0].tokens.dtype:
+            errors.add(
+                f"--input {dataset.prefix}: has tokens of {dataset.tokens.dtype}, {datasets[0].prefix} of "
+                f"{datasets[0].tokens.dtype}: preprocess them with one tokenizer"
+            )
     known = [(dataset.prefix, sidecar) for dataset, sidecar in zip(datasets, sidecars, strict=True) if sidecar]
     for prefix, sidecar in known[1:]:
-        mistakes += [
-            f"--input {prefix}: {name} is {getattr(sidecar, name)}, of {known[0][0]} {getattr(known[0][1], name)}: "
-            "data sets are merged only if one tokenizer made them in one way"
-            for name in _agreeing()
-            if getattr(sidecar, name) != getattr(known[0][1], name)
-        ]
-    if mistakes:
-        raise UserError(*mistakes)
+        for name in _agreeing_names():
+            found, expected = getattr(sidecar, name), getattr(known[0][1], name)
+            if found != expected:
+                errors.add(
+                    f"--input {prefix}: {name} is {found}, of {known[0][0]} {expected}: merge only data sets that one "
+                    "tokenizer made with the same flags"
+                )
+    errors.raise_if_any()
     return datasets, sidecars
 
 
-def _agreeing() -> list[str]:
-    """Entries of a sidecar that are the same in all parts."""
+def _agreeing_names() -> list[str]:
+    """Return the entries of a sidecar that must be equal in all parts."""
     names = [field.name for field in dataclasses.fields(Sidecar)]
-    return [name for name in names if name not in COMBINED and not name.endswith("_checksum")]
+    return [name for name in names if name not in _COMBINED and not name.endswith("_checksum")]
 
 
 def _combine(sidecars: Sequence[Sidecar], checksums: Checksums, mask_checksum: str | None) -> Sidecar:
-    names = [field.name for field in dataclasses.fields(Sidecar) if field.name in COMBINED]
-    combined = {name: COMBINED[name]([getattr(sidecar, name) for sidecar in sidecars]) for name in names}
+    combined = {name: rule([getattr(sidecar, name) for sidecar in sidecars]) for name, rule in _COMBINED.items()}
     return dataclasses.replace(
         sidecars[0],
         bin_checksum=checksums.bin,
@@ -159,63 +149,29 @@ def _combine(sidecars: Sequence[Sidecar], checksums: Checksums, mask_checksum: s
     )
 
 
+def _require_checksum(path: Path, found: str, sidecar: Sidecar | None, entry: str) -> None:
+    raise_user_errors(checksum_errors(path, found, sidecar, entry))
+
+
 def _merge_loss_masks(
     datasets: Sequence[IndexedDataset], sidecars: Sequence[Sidecar | None], output_prefix: Path
 ) -> str | None:
-    """Publishes the joined masks, before there is an index that they could belong to; in a part without all count.
+    """Publish the merged masks before the index; all tokens of a part without a mask count.
 
     Returns:
-        Their checksum; None where no part has one.
+        The checksum of the mask; None if no part has one.
     """
     if all(dataset.loss_mask is None for dataset in datasets):
         return None
-    path = loss_mask_path(output_prefix)
-    temporary = temporary_beside(path)
     whole = xxhash.xxh3_128()
-    try:
-        with open(temporary, "xb") as file:
-            for dataset, sidecar in zip(datasets, sidecars, strict=True):
-                mask, own = dataset.loss_mask, xxhash.xxh3_128()
-                for begin in range(0, len(dataset.tokens), MASK_BLOCK):
-                    size = min(MASK_BLOCK, len(dataset.tokens) - begin)
-                    block = np.ones(size, np.uint8) if mask is None else mask[begin : begin + size]
-                    file.write(block.data)
-                    whole.update(block.data)
-                    own.update(block.data)
-                found, expected = f"xxh3_128:{own.hexdigest()}", sidecar and sidecar.loss_mask_checksum
-                if expected not in (None, found):
-                    raise UserError(
-                        f"{loss_mask_path(dataset.prefix)}: checksum {found} found, {expected} expected by its "
-                        "sidecar: the loss mask is damaged: copy or preprocess the data again"
-                    )
-            file.flush()
-            os.fsync(file.fileno())
-        publish(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return f"xxh3_128:{whole.hexdigest()}"
-
-
-class _Progress:
-    """Lines that say how far the copy is and how long it takes still."""
-
-    def __init__(self, total: int, report: Callable[[str], None]) -> None:
-        self._total, self._report = total, report
-        self._done = 0
-        self._begun = self._shown = time.monotonic()
-
-    def advance(self, size: int) -> None:
-        """Counts bytes, and shows a line when one is due."""
-        self._done += size
-        if time.monotonic() - self._shown >= PROGRESS_SECONDS:
-            self.show()
-
-    def show(self) -> None:
-        """One line."""
-        self._shown = time.monotonic()
-        rate = self._done / max(self._shown - self._begun, 1e-3)
-        minutes, seconds = divmod(round((self._total - self._done) / rate), 60)
-        self._report(
-            f"copied {self._done / 1e6:,.1f} of {self._total / 1e6:,.1f} MB | {rate / 1e6:,.0f} MB/s "
-            f"| ETA {minutes}:{seconds:02d}"
-        )
+    with atomic_writer(loss_mask_path(output_prefix)) as file:
+        for dataset, sidecar in zip(datasets, sidecars, strict=True):
+            mask, part = dataset.loss_mask, xxhash.xxh3_128()
+            for begin in range(0, len(dataset.tokens), _MASK_BLOCK):
+                size = min(_MASK_BLOCK, len(dataset.tokens) - begin)
+                block = np.ones(size, np.uint8) if mask is None else mask[begin : begin + size]
+                file.write(block.data)
+                whole.update(block.data)
+                part.update(block.data)
+            _require_checksum(loss_mask_path(dataset.prefix), format_checksum(part), sidecar, "loss_mask_checksum")
+    return format_checksum(whole)

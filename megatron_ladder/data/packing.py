@@ -1,11 +1,12 @@
-"""Samples out of whole conversations: as many as fit lie one after the other, and the rest is padding.
+"""Samples of whole conversations: a row contains as many as fit, followed by padding.
 
-A row holds seq_length + 1 tokens. Which conversations share one is decided once for the data set: the longest first,
-each into the row with the least room that takes it (best fit decreasing), conversations of one length together, so
-that the work follows the number of lengths and not that of conversations. A longer conversation is cut at the end of
-its row. In a row conversations lie in the order of the data set.
+A row has seq_length + 1 tokens. Conversations are assigned to rows once per data set by best fit decreasing: longest
+first, each into the row with the least sufficient room. Conversations of equal length are assigned together, so that
+the run time depends on the number of different lengths, not of conversations. A conversation that is longer than a row
+is truncated. Within a row, conversations keep the order of the data set.
 
-Epoch e: the rows are permuted by the stream (seed, e, SAMPLES); sample n of a run is row n % len of epoch n // len.
+In epoch e the rows are permuted by the random stream (seed, e, SAMPLES); sample n of a run is row n % len of epoch
+n // len.
 """
 
 from pathlib import Path
@@ -14,29 +15,28 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ladder.data.fingerprint import content_of
 from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.samples import SAMPLES, SampleRows, SampleSource, permutation, rows_to_fill
-from megatron_ladder.data.sidecar import missing_loss_mask, read_sidecar
+from megatron_ladder.data.samples import SAMPLES, SampleRows, SampleSource, permutation, require_valid, rows_to_fill
+from megatron_ladder.data.sidecar import content_of, missing_loss_mask, read_sidecar
 from megatron_ladder.errors import UserError
 
-PACKED_ORDER = "packed conversations"
+_PACKED_ORDER = "packed conversations"
 LossOn = Literal["all", "assistant"]
 """Values of --loss-on."""
 
 
-def pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Which row each conversation lies in, [conversations]; rows are numbered from 0, without gaps.
+def _pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+    """Return the row of each conversation [conversations]; rows are numbered from 0 without gaps.
 
     Args:
         lengths: tokens of each conversation, 1 to `room`.
-        room: tokens that a row holds.
+        room: tokens of a row.
     """
     by_length = np.argsort(-lengths, kind="stable")
     present, counts = np.unique(-lengths, return_counts=True)
     row_of = np.empty(len(lengths), np.int64)
     rows_with_room: list[list[NDArray[np.int64]]] = [[] for _ in range(room + 1)]
-    # Bit r is set where some row has room for r tokens: the least that suffices is then one shift away.
+    # Bit r is set if some row has room for r tokens, so a shift finds the least sufficient room.
     rooms, rows, begin = 0, 0, 0
     for negative, count in zip(present.tolist(), counts.tolist(), strict=True):
         length, waiting = -negative, by_length[begin : begin + count]
@@ -63,19 +63,18 @@ def pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
     return row_of
 
 
-def no_loss_mask(dataset: IndexedDataset) -> str:
-    """A mistake, in words."""
-    return f"--loss-on assistant: {dataset.prefix} does not tell whose tokens are whose: preprocess it with --chat"
+def _no_loss_mask(dataset: IndexedDataset) -> str:
+    return f"--loss-on assistant: {dataset.prefix} has no loss mask: preprocess it with --chat"
 
 
 class PackedSource:
-    """An endless, randomly accessible run of rows of whole conversations; used as `SampleSource` is.
+    """The rows of whole conversations of a range of documents; see Samples.
 
     Attributes:
-        tokens: of the conversations, those that are cut off included.
-        conversations: how many there are.
-        cut: those that are longer than a row.
-        filled: share of the rows that is no padding.
+        tokens: number of tokens, including those that are cut off.
+        conversations: number of conversations.
+        cut: number of conversations that are longer than a row.
+        filled: share of the rows that is not padding.
     """
 
     has_loss_mask = True
@@ -95,20 +94,20 @@ class PackedSource:
     ) -> None:
         """
         Args:
-            documents: which conversations belong to this source, contiguous.
-            shuffle: permute rows as the head of this file says; else rows in their own order.
-            part: what the source is for (train, valid, test), for messages.
-            loss_on: which tokens count as labels: those that the data set's loss mask names, or all. The first of a
-                conversation never does, nor does padding.
-            pad_id: fills rows up.
+            documents: the conversations of this source.
+            shuffle: permute rows as described at the top of this file; otherwise rows keep their order.
+            part: train, valid or test, for messages.
+            loss_on: the tokens that count as labels: those of the data set's loss mask, or all. The first token of a
+                conversation and padding never count.
+            pad_id: the token used for padding.
 
         Raises:
-            UserError: no conversation at all, or `assistant` and a data set without a loss mask.
+            UserError: there is no conversation, or `assistant` is given for a data set without a loss mask.
         """
         self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
         self.seed, self.shuffle, self.loss_on, self.pad_id = seed, shuffle, loss_on, pad_id
         if loss_on == "assistant" and dataset.loss_mask is None:
-            raise UserError(no_loss_mask(dataset))
+            raise UserError(_no_loss_mask(dataset))
         bounds = dataset.document_bounds[documents.start : documents.stop + 1]
         lengths = np.diff(bounds)
         present = np.flatnonzero(lengths)
@@ -118,7 +117,7 @@ class PackedSource:
         self.cut = int((lengths > seq_length + 1).sum())
         self.conversations = len(present)
         kept = np.minimum(lengths[present], seq_length + 1)
-        row_of = pack(kept, seq_length + 1)
+        row_of = _pack(kept, seq_length + 1)
         by_row = np.argsort(row_of, kind="stable")
         self._conversations = present[by_row] + documents.start
         self._firsts = np.searchsorted(row_of[by_row], np.arange(int(row_of.max()) + 2))
@@ -127,7 +126,7 @@ class PackedSource:
         self._order = np.arange(len(self))
 
     def __len__(self) -> int:
-        """Rows, which are the samples of an epoch."""
+        """Number of rows, which are the samples of an epoch."""
         return len(self._firsts) - 1
 
     @property
@@ -137,34 +136,29 @@ class PackedSource:
 
     @property
     def sources(self) -> "tuple[PackedSource, ...]":
-        """Itself: a blend of one."""
+        """This source, as a blend of one."""
         return (self,)
 
     def describe(self) -> dict[str, Any]:
         """See SampleSource."""
         documents = [self.documents.start, self.documents.stop]
         one = {"prefix": self.name, "documents": documents, "content": content_of(self.dataset)}
-        return {"order": PACKED_ORDER, "sets": [one]}
+        return {"order": _PACKED_ORDER, "sets": [one]}
 
     @property
     def token_dtype(self) -> "np.dtype[Any]":
-        """The data set's own."""
+        """Type of the tokens."""
         return self.dataset.tokens.dtype
 
     def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
-        """Rows by their numbers [n] >= 0, with their loss mask and where conversations begin.
-
-        Args:
-            out: arrays to fill and return; new ones if left out.
-        """
-        if len(numbers) and int(numbers.min()) < 0:
-            raise IndexError(f"sample {numbers.min()} of {self.name}")
+        """See Samples."""
         rows = rows_to_fill(self, len(numbers), out)
         self.fill(numbers, np.arange(len(numbers)), rows)
         return rows
 
     def fill(self, numbers: NDArray[np.int64], places: NDArray[np.int64], out: SampleRows) -> None:
-        """Writes rows by their numbers [n] into the rows `places` [n] of `out`."""
+        """Write rows by their numbers [n] >= 0 into the rows `places` [n] of `out`."""
+        require_valid(numbers, self.name)
         epochs = numbers // len(self)
         for epoch in np.unique(epochs):
             self._permute(int(epoch))
@@ -193,16 +187,16 @@ class PackedSource:
         if mask is not None:
             mask[place, end:] = 0
         if begins is not None:
-            # Padding is a document of its own: what nobody sees costs attention least.
+            # Padding is a separate document, which costs attention least.
             begins[place, end:] = False
             begins[place, end : end + 1] = True
 
 
 def choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
-    """Which tokens of a data set count as labels: as asked, else those of the assistant where the data tells them.
+    """Return `loss_on`, or if it is None, `assistant` for a data set with a loss mask and `all` for others.
 
     Raises:
-        UserError: the data set lacks the loss mask that this needs.
+        UserError: the data set lacks the required loss mask.
     """
     if loss_on == "all" or dataset.loss_mask is not None:
         return loss_on or "assistant"
@@ -210,7 +204,7 @@ def choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
     if missing is not None:
         raise UserError(f"{missing}: copy it as well, or give --loss-on all to train on every token")
     if loss_on == "assistant":
-        raise UserError(no_loss_mask(dataset))
+        raise UserError(_no_loss_mask(dataset))
     return "all"
 
 
@@ -224,14 +218,14 @@ def open_source(
     loss_on: LossOn | None = None,
     cache: Path | None = None,
 ) -> "SampleSource | PackedSource":
-    """Samples of texts, or packed conversations where the data set's sidecar says that it holds such.
+    """Return samples of texts, or packed conversations if the sidecar says that the data set contains conversations.
 
     Args:
-        loss_on: which tokens count as labels; None: those of the assistant where the data set tells them.
-        cache: folder in which the orders of texts are kept.
+        loss_on: the tokens that count as labels, see `choose_labels`.
+        cache: directory for the orders of texts.
 
     Raises:
-        UserError: as the two sources do, and as `choose_labels`.
+        UserError: as the two sources and `choose_labels`.
     """
     sidecar = read_sidecar(dataset.prefix)
     loss_on = choose_labels(dataset, loss_on)

@@ -1,11 +1,10 @@
-"""The order of samples. It is final: it depends on the data, the sequence length and the seed alone, never
-on how long the run is, on batch sizes or on how many ranks read.
+"""The order of samples, a stable format. It depends only on the data, the sequence length and the seed, never on the
+length of the run, on batch sizes or on the number of ranks.
 
-Epoch e: the documents are permuted by the stream (seed, e, DOCUMENTS) and joined; the joined tokens are cut
-into samples of seq_length + 1 tokens, each beginning with the last token of the one before (so that every
-token but the first is a target once); what is left over at the end is dropped; the samples are permuted by
-the stream (seed, e, SAMPLES). Every epoch has the same number of samples, so sample n of a run is sample
-n % len of epoch n // len.
+In epoch e the documents are permuted by the random stream (seed, e, DOCUMENTS) and concatenated. The tokens are cut
+into samples of seq_length + 1, each of which begins with the last token of the previous one, so that every token except
+the first is a label once. The remainder at the end is dropped. The samples are permuted by the stream (seed, e,
+SAMPLES). Every epoch has the same number of samples, so sample n of a run is sample n % len of epoch n // len.
 """
 
 import functools
@@ -15,27 +14,27 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ladder.data.fingerprint import content_of
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.order_cache import load_or_build
+from megatron_ladder.data.sidecar import content_of
 from megatron_ladder.errors import UserError
 
-ORDER = "ladder-1"
-"""The name of this order, in checkpoints and in the cache."""
+_ORDER = "ladder-1"
+"""Name of this order in checkpoints and in the cache."""
 
 DOCUMENTS, SAMPLES = 0, 1
-"""Purposes of the random streams of an epoch."""
+"""Purposes of an epoch's random streams."""
 
 
 def permutation(size: int, seed: int, epoch: int, purpose: int) -> NDArray[np.int64]:
-    """The stable argsort of `size` raw 64-bit draws of PCG64(SeedSequence([seed, epoch, purpose])).
+    """Return the stable argsort of `size` raw 64-bit draws of PCG64(SeedSequence([seed, epoch, purpose])).
 
-    Defined by raw draws because NumPy keeps bit streams the same across versions, but not `shuffle`.
-    Computed by sorting the draws with their lowest bits replaced by the position: that is twice as fast as
-    an argsort, and only draws that agree in all their higher bits are then left to be told apart.
+    It is defined by raw draws because NumPy guarantees bit streams across versions, but not `shuffle`. The draws are
+    sorted with their lowest bits replaced by the position, which is twice as fast as an argsort. Afterwards only draws
+    with equal higher bits have to be ordered.
 
     Raises:
-        UserError: when the seed is negative.
+        UserError: the seed is negative.
     """
     if seed < 0:
         raise UserError(f"--seed {seed}: expected 0 or more")
@@ -56,10 +55,10 @@ def permutation(size: int, seed: int, epoch: int, purpose: int) -> NDArray[np.in
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """`969,30,1` -> shares of train, valid and test that add up to 1; missing ones are 0.
+    """`969,30,1` -> shares of train, valid and test that add up to 1; missing shares are 0.
 
     Raises:
-        UserError: when the text is not one to three numbers, none negative and not all zero.
+        UserError: the text is not one to three non-negative numbers with a positive sum.
     """
     try:
         shares = [float(share) for share in text.replace("/", ",").split(",")]
@@ -73,55 +72,51 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_documents(shares: tuple[float, float, float], documents: int) -> tuple[range, range, range]:
-    """Cuts documents 0 .. documents - 1 in their order, rounded as Megatron does.
+    """Split documents 0 .. documents - 1 in order, rounded as in Megatron.
 
-    Each share is rounded on its own; what the rounding added or lost is taken from all three ends alike.
+    Each share is rounded separately; the sum of the rounding errors is subtracted from all three ends.
     """
     ends = np.cumsum([0, *(round(share * documents) for share in shares)])
     ends[1:] -= ends[-1] - documents
-    # With an empty first share Megatron's correction can point before the first document.
+    # If the first share is empty, Megatron's correction can be negative.
     first, second, third, fourth = (int(end) for end in ends.clip(0))
     return range(first, second), range(second, third), range(third, fourth)
 
 
 class SampleRows(NamedTuple):
-    """Samples as they lie in the data: each is seq_length tokens to read and, one further, their labels."""
+    """Samples of seq_length + 1 tokens: the inputs, and the labels one position later."""
 
     tokens: NDArray[Any]
     """[n, seq_length + 1], integers"""
     loss_mask: NDArray[np.uint8] | None
-    """[n, seq_length + 1]: 1 where the token counts as a label; None where all do"""
+    """[n, seq_length + 1]: 1 for a token that counts as a label; None if all do"""
     begins: NDArray[np.bool_] | None = None
-    """[n, seq_length + 1]: where a document begins; None where that is after each end-of-document token"""
+    """[n, seq_length + 1]: whether a document begins; None: documents begin after end-of-document tokens"""
 
 
 class Samples(Protocol):
-    """An endless, randomly accessible run of samples."""
+    """An infinite sequence of samples with random access."""
 
     seq_length: int
 
     @property
     def name(self) -> str:
-        """Which data it is, for messages."""
+        """Name of the data, for messages."""
         ...
 
     def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
-        """Samples of the run by their numbers [n] >= 0.
+        """Return samples by their numbers [n] >= 0.
 
         Args:
-            out: arrays to fill and return, tokens of any integer type that holds the data's, and a loss mask
-                or none just as the data has one; left out, new ones in the data's own type.
+            out: arrays to fill and return. Tokens may have any integer type that is large enough; the loss mask must be
+                None exactly if the data has none. New arrays of the data's type if not given.
         """
         ...
 
 
-class _HasShape(Protocol):
-    """What decides the arrays that samples are read into."""
+class _FillableSamples(Samples, Protocol):
+    """Samples that determine the arrays into which they are read."""
 
-    seq_length: int
-
-    @property
-    def name(self) -> str: ...
     @property
     def token_dtype(self) -> "np.dtype[Any]": ...
     @property
@@ -130,11 +125,11 @@ class _HasShape(Protocol):
     def has_begins(self) -> bool: ...
 
 
-def rows_to_fill(source: _HasShape, count: int, out: SampleRows | None) -> SampleRows:
-    """New arrays for `count` samples, or those given.
+def rows_to_fill(source: _FillableSamples, count: int, out: SampleRows | None) -> SampleRows:
+    """Return `out` after validating it, or new arrays for `count` samples if it is None.
 
     Raises:
-        ValueError: when the given ones cannot be filled.
+        ValueError: the arrays do not fit.
     """
     shape = (count, source.seq_length + 1)
     if out is None:
@@ -142,7 +137,7 @@ def rows_to_fill(source: _HasShape, count: int, out: SampleRows | None) -> Sampl
         begins = np.empty(shape, np.bool_) if source.has_begins else None
         return SampleRows(np.empty(shape, source.token_dtype), mask, begins)
     if (out.loss_mask is not None) != source.has_loss_mask:
-        raise ValueError(f"{source.name}: a loss mask must be given just where the data has one")
+        raise ValueError(f"{source.name}: expected a loss mask exactly if the data has one")
     for array in out:
         if array is not None and (array.shape != shape or not array.flags.c_contiguous):
             raise ValueError(f"{source.name}: expected a contiguous array {shape} to fill, found {array.shape}")
@@ -150,28 +145,28 @@ def rows_to_fill(source: _HasShape, count: int, out: SampleRows | None) -> Sampl
 
 
 class Order(NamedTuple):
-    """The order of one epoch; D documents, S samples."""
+    """The order of one epoch with D documents and S samples."""
 
     documents: NDArray[np.int64]
-    """[D] documents in the order in which they are joined."""
+    """[D] documents in the order of concatenation."""
     starts: NDArray[np.int64]
-    """[D + 1] where each begins in the joined tokens."""
+    """[D + 1] first token of each document in the concatenated tokens, and their number."""
     samples: NDArray[np.int64]
-    """[S] cut numbers in the order in which they are read."""
+    """[S] cuts in the order in which they are read."""
 
 
 class _Pieces(NamedTuple):
-    """Runs of tokens to copy; each [pieces]."""
+    """Ranges of tokens to copy; each array is [pieces]."""
 
     sources: NDArray[np.int64]
-    """Where each begins in the file."""
+    """First token of each piece in the file."""
     targets: NDArray[np.int64]
-    """Where each begins in the flat result."""
+    """First position of each piece in the flat result."""
     lengths: NDArray[np.int64]
 
 
 def _copy_pieces(data: NDArray[Any], pieces: _Pieces, out: NDArray[Any]) -> None:
-    """Slice by slice: a gather through an index of every token takes four times as long."""
+    """Copy slice by slice, which takes a quarter of the time of a gather with an index per token."""
     flat = out.reshape(-1)
     source_ends, target_ends = pieces.sources + pieces.lengths, pieces.targets + pieces.lengths
     for begin, end, to, to_end in zip(
@@ -181,9 +176,9 @@ def _copy_pieces(data: NDArray[Any], pieces: _Pieces, out: NDArray[Any]) -> None
 
 
 class SampleSource:
-    """An endless, randomly accessible run of samples over a range of documents.
+    """The samples of a range of documents; see Samples.
 
-    Holds the order of one epoch at a time: 16 bytes a document and 8 a sample.
+    Keeps the order of one epoch in memory: 16 bytes per document and 8 per sample.
     """
 
     def __init__(
@@ -198,13 +193,13 @@ class SampleSource:
     ) -> None:
         """
         Args:
-            documents: which documents belong to this source, contiguous.
-            shuffle: permute as the head of this file says; else documents and samples in their own order.
-            part: what the source is for (train, valid, test), for messages.
-            cache: folder in which shuffled orders are kept, see order_cache.py; None: each process builds its own.
+            documents: the documents of this source.
+            shuffle: permute as described at the top of this file; otherwise documents and samples keep their order.
+            part: train, valid or test, for messages.
+            cache: directory for shuffled orders, see order_cache.py; None: each process builds its own.
 
         Raises:
-            UserError: when the documents have fewer than seq_length + 1 tokens.
+            UserError: the documents have fewer than seq_length + 1 tokens.
         """
         self.dataset = dataset
         self.documents = documents
@@ -223,7 +218,7 @@ class SampleSource:
         self._held: tuple[int, Order] | None = None
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples of an epoch."""
         return (self.tokens - 1) // self.seq_length
 
     @property
@@ -231,38 +226,32 @@ class SampleSource:
         """The data set's prefix."""
         return str(self.dataset.prefix)
 
-    def sample(self, number: int) -> NDArray[Any]:
-        """Tokens of sample `number` >= 0 of the run [seq_length + 1], in the data set's own type."""
-        tokens: NDArray[Any] = self.samples(np.array([number], dtype=np.int64)).tokens[0]
-        return tokens
-
     has_begins = False
 
     @property
     def sources(self) -> "tuple[SampleSource, ...]":
-        """Itself: a blend of one."""
+        """This source, as a blend of one."""
         return (self,)
 
     @property
     def token_dtype(self) -> "np.dtype[Any]":
-        """Type of the data's tokens."""
+        """Type of the tokens."""
         return self.dataset.tokens.dtype
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether the data says which tokens count as labels."""
+        """Whether the data has a loss mask."""
         return self.dataset.loss_mask is not None
 
     def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
-        """See Samples. Numbers of one epoch side by side spare rebuilding the order."""
+        """See Samples. Consecutive numbers of one epoch avoid rebuilding the order."""
         rows = rows_to_fill(self, len(numbers), out)
         self.fill(numbers, np.arange(len(numbers)), rows)
         return rows
 
     def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        """Writes samples by their numbers [n] >= 0 into the rows `rows` [n] of `out`."""
-        if len(numbers) and int(numbers.min()) < 0:
-            raise IndexError(f"sample {numbers.min()} of {self.name}")
+        """Write samples by their numbers [n] >= 0 into the rows `rows` [n] of `out`."""
+        require_valid(numbers, self.name)
         epochs = numbers // len(self)
         for epoch in np.unique(epochs):
             chosen = np.flatnonzero(epochs == epoch)
@@ -278,12 +267,11 @@ class SampleSource:
     def _find_pieces(
         self, epoch_number: int, places: NDArray[np.int64], rows: NDArray[np.int64]
     ) -> "_Pieces":
-        """Where the samples at `places` [n] of an epoch lie in the file, each in one or several documents, and
-        where they go in the flat result, of which they are the rows `rows` [n]."""
+        """Return the pieces of the samples at `places` [n] of an epoch, which become the rows `rows` [n]."""
         epoch = self._order_of(epoch_number)
         begins = epoch.samples[places] * self.seq_length
         ends = begins + self.seq_length + 1
-        # Documents first .. last (both included) of each sample; "right" steps over empty ones.
+        # Documents first .. last (inclusive) of each sample; "right" skips empty documents.
         first = np.searchsorted(epoch.starts, begins, side="right") - 1
         last = np.searchsorted(epoch.starts, ends, side="left") - 1
         counts = last - first + 1
@@ -297,17 +285,17 @@ class SampleSource:
 
     @functools.cached_property
     def content(self) -> dict[str, Any]:
-        """What the data set holds, see fingerprint.py."""
+        """See `content_of`."""
         return content_of(self.dataset)
 
     def describe(self) -> dict[str, Any]:
-        """What the run of samples follows from, besides seed and sequence length; JSON-able."""
+        """Return everything that determines the samples, except the seed and the sequence length; JSON-able."""
         documents = [self.documents.start, self.documents.stop]
         one = {"prefix": str(self.dataset.prefix), "documents": documents, "content": self.content}
-        return {"order": ORDER, "sets": [one]}
+        return {"order": _ORDER, "sets": [one]}
 
     def _document_bounds(self) -> NDArray[np.int64]:
-        """Where documents begin in the file."""
+        """Return the first token of each document in the file, and the number of tokens."""
         return self.dataset.document_bounds
 
     def _order_of(self, epoch: int) -> Order:
@@ -322,9 +310,9 @@ class SampleSource:
         return self._held[1]
 
     def _describe_order(self, epoch: int) -> dict[str, Any]:
-        """Everything that the order of an epoch follows from."""
+        """Return everything that determines the order of an epoch."""
         return {
-            "order": ORDER,
+            "order": _ORDER,
             "content": self.content,
             "documents": [self.documents.start, self.documents.stop],
             "seq_length": self.seq_length,
@@ -344,11 +332,17 @@ class SampleSource:
 
 
 def joined_starts(bounds: NDArray[np.int64], documents: NDArray[Any]) -> NDArray[np.int64]:
-    """Where each of `documents` [D] begins when they are joined in this order, and where the last ends [D + 1].
+    """Return where each of `documents` [D] begins if they are concatenated in this order, and their length [D + 1].
 
     Args:
-        bounds: where each document begins in the file, and where the last ends.
+        bounds: first token of each document in the file, and the number of tokens.
     """
     starts = np.zeros(len(documents) + 1, np.int64)
     np.cumsum(np.diff(bounds)[documents], out=starts[1:])
     return starts
+
+
+def require_valid(numbers: NDArray[np.int64], name: str) -> None:
+    """Raise IndexError for negative sample numbers."""
+    if len(numbers) and int(numbers.min()) < 0:
+        raise IndexError(f"sample {numbers.min()} of {name}")

@@ -1,6 +1,6 @@
-"""`<prefix>.json` beside `<prefix>.bin` and `.idx`: how the tokens were made. Megatron ignores it.
+"""`<prefix>.json` next to `<prefix>.bin` and `.idx`: how the tokens were made. Megatron ignores this file.
 
-A data set without one (Megatron's own) is read without these checks.
+A data set without a sidecar (such as Megatron's own) is read without the checks that need one.
 """
 
 import dataclasses
@@ -9,50 +9,61 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.data.files import write_atomically
-from megatron_ladder.data.indexed import IndexedDataset, idx_path, loss_mask_path
+from megatron_ladder.data.indexed import IndexedDataset, idx_path, loss_mask_path, sampled_checksum
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
+from megatron_ladder.files import write_atomically
 
-FORMAT_VERSION = 1
-OPTIONAL = ("bin_checksum", "idx_checksum", "loss_mask_checksum", "conversations", "skipped")
-"""What data sets of earlier releases lack."""
+_FORMAT_VERSION = 1
+_OPTIONAL = ("bin_checksum", "idx_checksum", "loss_mask_checksum", "conversations", "skipped")
+"""Entries that data sets of earlier releases lack."""
+
+_CONTENT_LABELS = {
+    "documents": "number of documents",
+    "tokens": "number of tokens",
+    "dtype": "type of the tokens",
+    "idx_checksum": "checksum of .idx",
+    "bin_checksum": "checksum of .bin in the sidecar",
+    "bin_sample": "checksum of blocks of .bin",
+    "loss_mask_sample": "checksum of blocks of the loss mask",
+}
+"""Entries of content_of -> names in messages."""
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What is known of a data set besides its tokens."""
+    """Metadata of a data set."""
 
     tokenizer_type: str
-    """The --tokenizer-type, by the first of its names."""
+    """The --tokenizer-type; of several synonyms the first."""
     tokenizer_sha256: str
-    """Of the tokenizer's model file."""
+    """Hash of the tokenizer's model file."""
     vocab_size: int
-    """Ids of the tokenizer."""
+    """Number of ids of the tokenizer."""
     eod_id: int
     """The tokenizer's end-of-document token."""
     append_eod: bool
     """Whether every document ends with `eod_id`."""
     largest_id: int
-    """Of all tokens."""
+    """Largest token id."""
     documents: int
-    """Documents in the files; empty ones were left out."""
+    """Number of documents; empty ones were left out."""
     tokens: int
-    """Tokens of all documents, end-of-document tokens included."""
+    """Number of tokens, including end-of-document tokens."""
     bin_checksum: str | None = None
-    """Of the tokens' file: `xxh3_128:` and 32 hexadecimal digits."""
+    """Checksum of the .bin file: `xxh3_128:` and 32 hexadecimal digits."""
     idx_checksum: str | None = None
-    """Of the index file, likewise."""
+    """Checksum of the .idx file."""
     loss_mask_checksum: str | None = None
-    """Of the loss mask, likewise; None where there is none, or an earlier release wrote it."""
+    """Checksum of the loss mask; None without a mask, or if an earlier release wrote it."""
     conversations: bool = False
     """Whether each document is one conversation, which training packs whole."""
     skipped: int = 0
-    """Lines that could not be read and were passed over."""
+    """Number of unreadable lines that were skipped."""
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether a loss mask belongs to the data set: to conversations always, whichever release wrote them."""
+        """Whether a loss mask belongs to the data set; conversations of every release have one."""
         return self.conversations or self.loss_mask_checksum is not None
 
 
@@ -62,44 +73,35 @@ def sidecar_path(prefix: Path) -> Path:
 
 
 def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
-    """Writes the file whole."""
-    values = {"format_version": FORMAT_VERSION} | sidecar_values(sidecar)
-    write_atomically(sidecar_path(prefix), (json.dumps(values, indent=2) + "\n").encode())
-
-
-def sidecar_values(sidecar: Sidecar) -> dict[str, Any]:
-    """Its fields, JSON-able; `Sidecar(**values)` is the way back."""
-    return dataclasses.asdict(sidecar)
+    """Write the sidecar of a data set atomically."""
+    values = {"format_version": _FORMAT_VERSION} | dataclasses.asdict(sidecar)
+    write_atomically(sidecar_path(prefix), json.dumps(values, indent=2) + "\n")
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
-    """The sidecar of a data set, None if there is none. Keys that we do not know are passed over.
+    """Return the sidecar of a data set, or None if there is none. Unknown keys are ignored.
 
     Raises:
-        UserError: when the file is not one of ours.
+        UserError: the file has another format.
     """
     path = sidecar_path(prefix)
     if not path.is_file():
         return None
     try:
         values = json.loads(path.read_bytes())
-        if values["format_version"] > FORMAT_VERSION:
-            raise UserError(
-                f"{path}: format version {values['format_version']} found, {FORMAT_VERSION} expected"
-            )
+        if values["format_version"] > _FORMAT_VERSION:
+            raise UserError(f"{path}: found format version {values['format_version']}, expected {_FORMAT_VERSION}")
         names = [field.name for field in dataclasses.fields(Sidecar)]
-        return Sidecar(**{name: values[name] for name in names if name in values or name not in OPTIONAL})
+        return Sidecar(**{name: values[name] for name in names if name in values or name not in _OPTIONAL})
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}: not the description of a data set ({error!r}): preprocess the data again"
-        ) from None
+        raise UserError(f"{path}: not the sidecar of a data set ({error!r}): preprocess the data again") from None
 
 
 def check_index(dataset: IndexedDataset) -> Sidecar | None:
-    """The sidecar of a data set, if there is one.
+    """Return the sidecar of a data set, or None if there is none.
 
     Raises:
-        UserError: when it belongs to other files: its counts, or its checksum of the index, are not theirs.
+        UserError: the sidecar belongs to other files: its counts or its checksum of the index differ.
     """
     sidecar = read_sidecar(dataset.prefix)
     if sidecar is None:
@@ -113,21 +115,32 @@ def check_index(dataset: IndexedDataset) -> Sidecar | None:
         )
     if sidecar.idx_checksum not in (None, dataset.idx_checksum):
         raise UserError(
-            f"{idx_path(dataset.prefix)}: checksum {dataset.idx_checksum} found, {sidecar.idx_checksum} expected by "
-            f"{path}: the index is damaged, or of other data: copy or preprocess the data again"
+            f"{idx_path(dataset.prefix)}: found checksum {dataset.idx_checksum}, {path} expects "
+            f"{sidecar.idx_checksum}: the index is damaged or of other data: copy or preprocess the data again"
         )
     return sidecar
 
 
+def checksum_errors(path: Path, found: str, sidecar: Sidecar | None, entry: str) -> list[str]:
+    """Return a message if the checksum of a file differs from an entry of its sidecar; an unknown one never differs."""
+    expected = None if sidecar is None else getattr(sidecar, entry)
+    if expected in (None, found):
+        return []
+    return [
+        f"{path}: found checksum {found}, its sidecar expects {expected}: the file is damaged: copy or preprocess the "
+        "data again"
+    ]
+
+
 def missing_loss_mask(dataset: IndexedDataset, sidecar: Sidecar | None) -> str | None:
-    """What is wrong, up to a colon, where the loss mask that belongs to a data set is not there; else None."""
+    """Return the beginning of a message if the loss mask of a data set is missing; else None."""
     if dataset.loss_mask is not None or sidecar is None or not sidecar.has_loss_mask:
         return None
     return f"{loss_mask_path(dataset.prefix)}: no such file, and it belongs to {sidecar_path(dataset.prefix)}"
 
 
 def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
-    """Raises UserError when the sidecar belongs to other files, or names another tokenizer."""
+    """Raise UserError if the sidecar belongs to other files or names another tokenizer."""
     sidecar = check_index(dataset)
     if sidecar is None:
         return
@@ -138,3 +151,31 @@ def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
             f"({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, sha256 "
             f"{sidecar.tokenizer_sha256[:12]}): give that one, or preprocess the data with this one"
         )
+
+
+def content_of(dataset: IndexedDataset) -> dict[str, Any]:
+    """Return a short description of the content of a data set, independent of its location; JSON-able.
+
+    The sidecar's checksum covers every token, but the sidecar may be missing or belong to another file. Therefore
+    blocks from all over the token file are read as well.
+    """
+    sidecar = read_sidecar(dataset.prefix)
+    return {
+        "documents": len(dataset),
+        "tokens": len(dataset.tokens),
+        "dtype": dataset.tokens.dtype.name,
+        "idx_checksum": dataset.idx_checksum,
+        "bin_checksum": None if sidecar is None else sidecar.bin_checksum,
+        "bin_sample": sampled_checksum(dataset.tokens),
+        "loss_mask_sample": None if dataset.loss_mask is None else sampled_checksum(dataset.loss_mask),
+    }
+
+
+def content_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Return one phrase per difference of two contents. An unknown .bin checksum is not a difference."""
+    return [
+        f"{label} is {found[name]}, was {stored[name]}"
+        for name, label in _CONTENT_LABELS.items()
+        if name in stored and stored[name] != found[name]
+        if name != "bin_checksum" or None not in (stored[name], found[name])
+    ]

@@ -1,19 +1,19 @@
-"""Texts tokenised and packed while training reads them, without token files.
+"""Tokenises and packs texts while training reads them, without token files.
 
-The input is cut into shards, and read by a fixed number of streams (--streaming-shards), however many ranks there are.
-Sample n of the run comes from stream n % streams, and a stream belongs to data-parallel rank `stream % size`: as long
-as the size divides the number of streams, every rank reads streams of its own, and a global batch holds the same
-samples in any layout.
+The input is divided into shards and read by a fixed number of streams (--streaming-shards), which does not depend on
+the number of ranks. Sample n of the run comes from stream n % streams, and a stream belongs to data-parallel rank
+`stream % size`. If the size divides the number of streams, every rank reads its own streams, and a global batch
+contains the same samples in any layout.
 
-A stream by itself. In epoch e the shards are permuted by the stream (seed, e, SHARDS) of random numbers, and stream v
-reads those at places v, v + streams, ... of that order, one after the other. It reads blocks of documents until it has
-a window of them (--streaming-shuffle-buffer), which ends with the epoch at the latest; permutes it, window w by the
-stream (seed, w, WINDOWS + v); joins the tokens of all documents, each with its end-of-document token; and goes on with
-the next window. A sample is seq_length + 1 of the joined tokens, the first of them the last of the sample before.
+In epoch e the shards are permuted by the random stream (seed, e, _SHARDS), and stream v reads the shards at positions
+v, v + streams, ... of that order. It reads blocks of documents until it has a window (--streaming-shuffle-buffer),
+which ends with the epoch at the latest. It permutes window w by the random stream (seed, w, _WINDOWS + v), and
+concatenates the tokens of all documents, each followed by the end-of-document token. A sample is seq_length + 1 of
+these tokens; its first token is the last one of the previous sample.
 
-What is kept for a resumed run is where the window began in which the next sample begins, and how many tokens of it are
-used: five numbers for each stream. A resumed run reads that window again, and no more. Records that were passed over
-are kept beside that.
+The state for a resumed run is the beginning of the window in which the next sample begins, and the number of used
+tokens of that window: five numbers per stream. A resumed run reads only that window again. The state also contains the
+skipped records.
 """
 
 import hashlib
@@ -28,24 +28,23 @@ from numpy.typing import NDArray
 from megatron_ladder.data.batches import BatchShape
 from megatron_ladder.data.reading.protocol import BadRecord
 from megatron_ladder.data.samples import SampleRows, permutation
-from megatron_ladder.data.skipped import SkippedRecords
 from megatron_ladder.errors import UserError
 
-SHARDS, WINDOWS = 2, 3
-"""Purposes of random streams, beside those of samples.py; windows of stream v have WINDOWS + v."""
-MOST_STREAMS = 64
-"""What is chosen at most where nothing is said."""
+_SHARDS, _WINDOWS = 2, 3
+"""Purposes of random streams, in addition to those of samples.py; windows of stream v have _WINDOWS + v."""
+_MAX_STREAMS = 64
+"""Largest number of streams that is chosen automatically."""
 
 Encode = Callable[[Sequence[str]], Iterable[Sequence[int] | NDArray[Any]]]
-"""Texts -> their ids, without an end-of-document token."""
+"""Texts -> ids without an end-of-document token."""
 
 
-class Documents(NamedTuple):
-    """What a block of a shard holds."""
+class ShardBlock(NamedTuple):
+    """The documents of a block of a shard."""
 
     texts: list[str]
     bad: tuple[BadRecord, ...] = ()
-    """Records that cannot be read."""
+    """Unreadable records."""
 
 
 class Shard(Protocol):
@@ -53,58 +52,58 @@ class Shard(Protocol):
 
     @property
     def name(self) -> str:
-        """What tells it from others, and from a changed one; not in which folder it is."""
+        """A name that distinguishes it from other and from changed shards, without its directory."""
         ...
 
-    def blocks(self, first: int) -> Iterator[Documents]:
-        """Its documents, some at a time; always the same ones.
+    def blocks(self, first: int) -> Iterator[ShardBlock]:
+        """Yield its blocks, which are always the same.
 
         Args:
-            first: blocks to leave out.
+            first: number of blocks to skip.
         """
         ...
 
     def place(self, block: int, record: int) -> str:
-        """Where a record of a block is found, both counted from 0: `file:line` for a file of lines."""
+        """Return the location of a record of a block, both counted from 0: `file:line` for a file of lines."""
         ...
 
 
-class Position(NamedTuple):
-    """How far a stream is."""
+class StreamPosition(NamedTuple):
+    """The position of a stream."""
 
     epoch: int = 0
     shard: int = 0
-    """Of its own in that epoch, in their order."""
+    """Index among the stream's shards of that epoch."""
     block: int = 0
-    """Of that shard: with this one the window begins in which the next sample begins."""
+    """First block of the window in which the next sample begins."""
     window: int = 0
-    """Number of that window, from the beginning of the run."""
+    """Number of that window since the beginning of the run."""
     used: int = 0
-    """Tokens of the window that lie before the next sample."""
+    """Tokens of the window before the next sample."""
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What decides the samples; the same in every layout."""
+    """Everything that determines the samples; the same in every layout."""
 
     shards: tuple[Shard, ...]
     streams: int
     seq_length: int
     seed: int
     window_documents: int
-    """Of one stream, at least; a window ends with a block."""
+    """Minimum number of documents in a window of one stream; a window ends with a block."""
     eod_id: int
     sources: tuple[dict[str, Any], ...] = ()
-    """What the input holds, as stream_contents.py tells it."""
-    most_bad: int = 0
-    """Records that may be passed over because they cannot be read."""
+    """Descriptions of the input, see `identity.describe_sources`."""
+    max_bad: int = 0
+    """Number of unreadable records that may be skipped."""
 
     def describe(self) -> dict[str, Any]:
-        """For a checkpoint: what a resumed run must have alike."""
+        """Return everything that must be equal in a resumed run, for a checkpoint."""
         return self.cut() | {"sources": list(self.sources)}
 
     def cut(self) -> dict[str, Any]:
-        """How the input is cut, which says what positions mean."""
+        """Return how the input is divided, which defines the meaning of positions."""
         return {
             "streams": self.streams,
             "window_documents": self.window_documents,
@@ -115,16 +114,65 @@ class StreamPlan:
 
 
 class _Window(NamedTuple):
-    begins: Position
-    """With nothing used."""
+    begins: StreamPosition
+    """With 0 used tokens."""
     tokens: NDArray[np.int32]
 
 
-class TextStream:
+class SkippedRecords:
+    """The unreadable records that one rank knows. Each counts once, even if its epoch or window is read again.
+
+    A rank counts the records that its own streams found, and those that a checkpoint lists for all ranks. So any number
+    of ranks can read an input with at most `limit` bad records any number of times.
+    """
+
+    def __init__(
+        self,
+        limit: int = 0,
+        report: Callable[[str], None] = print,
+        known: Iterable[Sequence[int]] = (),
+    ) -> None:
+        """
+        Args:
+            report: receives a line about each record that was not known.
+            known: the combined `state` of any number of ranks.
+        """
+        self._limit, self._report = limit, report
+        self._known = {(shard, block, record) for shard, block, record in known}
+
+    def add(self, shard: int, block: int, bad: Sequence[BadRecord], place: Callable[[int, int], str]) -> None:
+        """Count the bad records of a block.
+
+        Args:
+            shard: index of the shard in the plan.
+            block: number of the block in its shard.
+            place: block and record -> its location, for messages.
+
+        Raises:
+            UserError: there are more than may be skipped.
+        """
+        for record in bad:
+            found = (shard, block, record.number)
+            # A block with too many bad records was not read to its end.
+            if found in self._known and len(bad) <= self._limit:
+                continue
+            where = f"--streaming {place(block, record.number)}: {record.reason}"
+            if len(self._known) >= self._limit:
+                already = f" ({len(self._known)} before it were skipped: --streaming-skip-bad-lines {self._limit})"
+                raise UserError(where + (already if self._limit else ""))
+            self._known.add(found)
+            self._report(f"skipped: {where}")
+
+    def state(self) -> list[list[int]]:
+        """Return shard, block and record of each; JSON-able."""
+        return [list(found) for found in sorted(self._known)]
+
+
+class _ShardStream:
     """One of the streams."""
 
     def __init__(
-        self, plan: StreamPlan, number: int, encode: Encode, position: Position, skipped: SkippedRecords
+        self, plan: StreamPlan, number: int, encode: Encode, position: StreamPosition, skipped: SkippedRecords
     ) -> None:
         self._plan, self._number, self._encode, self._skipped = plan, number, encode, skipped
         self._next, self._used = position._replace(used=0), position.used
@@ -132,16 +180,16 @@ class TextStream:
         self._blocks = self._blocks_from(position)
 
     @property
-    def position(self) -> Position:
-        """Of the next row."""
+    def position(self) -> StreamPosition:
+        """Position of the next row."""
         begins = self._windows[0].begins if self._windows else self._next
         return begins._replace(used=self._used)
 
     def next_row(self) -> NDArray[np.int64]:
-        """The next sample, [seq_length + 1].
+        """Return the next sample [seq_length + 1].
 
         Raises:
-            UserError: the input has no text, or cannot be read, or more of its records cannot than may be passed over.
+            UserError: the input has no text, cannot be read, or has more bad records than may be skipped.
         """
         length = self._plan.seq_length + 1
         while sum(len(window.tokens) for window in self._windows) - self._used < length:
@@ -157,10 +205,10 @@ class TextStream:
         return row
 
     def _read_window(self) -> _Window:
-        """The next one that holds a token; others are passed over.
+        """Return the next window that contains a token.
 
         Raises:
-            UserError: every shard was read from beginning to end since the last token.
+            UserError: every shard was read completely since the last token.
         """
         entered, without_token = self._next, set[int]()
         while True:
@@ -170,13 +218,13 @@ class TextStream:
                 return _Window(begins, tokens)
             read_whole = begins.epoch > entered.epoch or (entered.shard, entered.block) == (0, 0)
             if self._next.epoch > begins.epoch and read_whole:
-                # One epoch says nothing of the input: in each the stream has other shards.
+                # One epoch is not the whole input: the stream has other shards in each epoch.
                 without_token.update(self._own_shards(begins.epoch))
             if len(without_token) == len(self._plan.shards):
                 raise UserError("--streaming: the input has no text")
 
     def _read_texts(self) -> list[str]:
-        """Documents of the next window. Where the epoch had none left there are none, and the window has no number."""
+        """Return the documents of the next window; none, and no window is counted, if the epoch is over."""
         begins, texts = self._next, list[str]()
         for found, after in self._blocks:
             texts += found
@@ -186,19 +234,19 @@ class TextStream:
         return texts
 
     def _tokens_of(self, texts: Sequence[str], window: int) -> NDArray[np.int32]:
-        """The documents in the window's order, joined; nothing where none has a token."""
-        order = permutation(len(texts), self._plan.seed, window, WINDOWS + self._number)
+        """Return the concatenated tokens of the documents in the window's order."""
+        order = permutation(len(texts), self._plan.seed, window, _WINDOWS + self._number)
         documents = self._encode([texts[place] for place in order.tolist()]) if texts else []
         end = np.array([self._plan.eod_id], np.int32)
         pieces = [piece for ids in documents if len(ids) for piece in (np.asarray(ids, np.int32), end)]
         return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
 
     def _own_shards(self, epoch: int) -> list[int]:
-        order = permutation(len(self._plan.shards), self._plan.seed, epoch, SHARDS)
+        order = permutation(len(self._plan.shards), self._plan.seed, epoch, _SHARDS)
         return [int(place) for place in order[self._number :: self._plan.streams]]
 
-    def _blocks_from(self, position: Position) -> Iterator[tuple[list[str], Position]]:
-        """Documents from there on, each time with where those after them begin; none at the end of an epoch."""
+    def _blocks_from(self, position: StreamPosition) -> Iterator[tuple[list[str], StreamPosition]]:
+        """Yield documents from a position on, each time with the position after them; none at the end of an epoch."""
         epoch, shard, block = position.epoch, position.shard, position.block
         while True:
             own = self._own_shards(epoch)
@@ -206,15 +254,15 @@ class TextStream:
                 source = self._plan.shards[own[place]]
                 for number, documents in enumerate(source.blocks(block), start=block):
                     if documents.bad:
-                        self._skipped.take(own[place], number, documents.bad, source.place)
-                    yield documents.texts, Position(epoch, place, number + 1)
+                        self._skipped.add(own[place], number, documents.bad, source.place)
+                    yield documents.texts, StreamPosition(epoch, place, number + 1)
                 block = 0
             epoch, shard = epoch + 1, 0
-            yield [], Position(epoch)
+            yield [], StreamPosition(epoch)
 
 
 class StreamReader:
-    """Reads the samples of one data-parallel rank, from its streams in turn."""
+    """Reads the samples of one data-parallel rank from its streams alternately."""
 
     def __init__(
         self,
@@ -223,28 +271,28 @@ class StreamReader:
         shape: BatchShape,
         data_parallel_rank: int,
         consumed_samples: int,
-        positions: Mapping[int, Position],
+        positions: Mapping[int, StreamPosition],
         vocab_size: int,
         skipped: SkippedRecords | None = None,
     ) -> None:
         """
         Args:
-            consumed_samples: samples that all ranks together have read before.
-            positions: of streams that were read before, this rank's at least; others are at their beginnings.
-            skipped: records that were passed over before; none if not given.
+            consumed_samples: samples that all ranks together have read.
+            positions: positions of the streams that were read before, at least those of this rank.
+            skipped: records that were skipped before; none if not given.
 
         Raises:
             UserError: the data-parallel size does not divide the number of streams.
         """
         if plan.streams % shape.data_parallel_size:
             raise UserError(
-                f"--streaming-shards {plan.streams}: so many streams cannot be dealt to {shape.data_parallel_size} "
-                "data-parallel ranks: start with a data-parallel size that divides them"
+                f"--streaming-shards {plan.streams}: cannot be divided among {shape.data_parallel_size} data-parallel "
+                "ranks: start with a data-parallel size that divides it"
             )
         own = range(data_parallel_rank, plan.streams, shape.data_parallel_size)
-        self._skipped = skipped or SkippedRecords(plan.most_bad)
+        self._skipped = skipped or SkippedRecords(plan.max_bad)
         self._streams = {
-            number: TextStream(plan, number, encode, positions.get(number, Position()), self._skipped)
+            number: _ShardStream(plan, number, encode, positions.get(number, StreamPosition()), self._skipped)
             for number in own
         }
         self._plan, self._shape, self._rank = plan, shape, data_parallel_rank
@@ -252,7 +300,7 @@ class StreamReader:
         self._next = consumed_samples
 
     def read(self) -> SampleRows:
-        """The next rows [n, s + 1]."""
+        """Return the next rows [n, s + 1]."""
         numbers = np.arange(self._next, self._next + self._shape.global_batch_size)
         own = numbers[numbers % self._shape.data_parallel_size == self._rank]
         rows = np.stack([self._streams[number].next_row() for number in (own % self._plan.streams).tolist()])
@@ -265,32 +313,32 @@ class StreamReader:
         return SampleRows(rows, None)
 
     def state(self) -> dict[str, Any]:
-        """Positions of this rank's streams by their numbers, and records that were passed over."""
+        """Return the positions of this rank's streams by their numbers, and the skipped records."""
         positions = {str(number): list(stream.position) for number, stream in self._streams.items()}
         return {"positions": positions, "skipped": self._skipped.state()}
 
 
-def positions_of(states: Sequence[Mapping[str, Any]]) -> dict[int, Position]:
-    """Of the states that all ranks had, whatever their number: where each stream was."""
-    return {int(number): Position(*place) for state in states for number, place in state["positions"].items()}
+def positions_of(states: Sequence[Mapping[str, Any]]) -> dict[int, StreamPosition]:
+    """Return the position of each stream from the states of any number of ranks."""
+    return {int(number): StreamPosition(*place) for state in states for number, place in state["positions"].items()}
 
 
 def skipped_of(states: Sequence[Mapping[str, Any]]) -> list[Sequence[int]]:
-    """Of the states that all ranks had: records that were passed over. Early states do not tell, and had none."""
+    """Return the skipped records from the states of all ranks; states of early releases have none."""
     return [found for state in states for found in state.get("skipped", ())]
 
 
-def choose_streams(asked: int | None, shards: int, data_parallel_size: int) -> int:
-    """How many streams there are: as asked, or the most that the shards and the ranks allow, up to MOST_STREAMS.
+def choose_streams(requested: int | None, shards: int, data_parallel_size: int) -> int:
+    """Return the number of streams: as requested, or the most that shards and ranks allow, up to _MAX_STREAMS.
 
     Raises:
-        UserError: there are fewer shards than streams, or the ranks cannot share the streams evenly.
+        UserError: there are fewer shards than streams, or the ranks do not divide the streams evenly.
     """
-    streams = asked
+    streams = requested
     if streams is None:
-        streams = max(min(shards, MOST_STREAMS) // data_parallel_size, 1) * data_parallel_size
+        streams = max(min(shards, _MAX_STREAMS) // data_parallel_size, 1) * data_parallel_size
         powers = [power for power in (64, 32, 16, 8, 4, 2, 1) if power <= shards and power % data_parallel_size == 0]
-        # A power of two can be dealt to other numbers of ranks later.
+        # A power of two can be divided among other numbers of ranks later.
         streams = powers[0] if powers else streams
     if streams % data_parallel_size:
         raise UserError(
@@ -298,7 +346,7 @@ def choose_streams(asked: int | None, shards: int, data_parallel_size: int) -> i
         )
     if streams > shards:
         raise UserError(
-            f"--streaming-shards {streams}: the input can be cut into {shards} shards only: give more files, or start "
-            "with fewer data-parallel processes" + ("" if asked is None else ", or ask for fewer streams")
+            f"--streaming-shards {streams}: the input has only {shards} shards: give more files, or start "
+            "with fewer data-parallel processes" + ("" if requested is None else ", or request fewer streams")
         )
     return streams

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.data.chat_template import Message, NotRendered, load_chat_template
-from megatron_ladder.data.reading.formats import BYTE_ORDER_MARK, is_json_lines
+from megatron_ladder.data.chat_template import ChatTemplateError, Message, load_chat_template
+from megatron_ladder.data.reading.protocol import BYTE_ORDER_MARK, is_json_lines
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import PromptOptions, token_ids
@@ -60,7 +60,7 @@ class PromptEncoder:
             return (*self._prefix, *encoded) if encoded else ()
         try:
             rendered = self._template.prompt([*self._system, *history, {"role": "user", "content": text}])
-        except NotRendered as error:
+        except ChatTemplateError as error:
             raise UserError(f"{self._template.name}: the template rejects this conversation: {error}") from None
         return tuple(self._tokenizer.encode(rendered))
 

@@ -13,13 +13,20 @@ from megatron_ladder.data.batches import (
     SampleReader,
     UnreadBatches,
 )
-from megatron_ladder.data.encoders.choose import choose_encoder
+from megatron_ladder.data.encoders import choose_encoder
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.data.samples import Samples
-from megatron_ladder.data.skipped import SkippedRecords
-from megatron_ladder.data.streaming import Documents, Position, StreamPlan, StreamReader, positions_of, skipped_of
+from megatron_ladder.data.streaming import (
+    ShardBlock,
+    SkippedRecords,
+    StreamPlan,
+    StreamPosition,
+    StreamReader,
+    positions_of,
+    skipped_of,
+)
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import say
 from megatron_ladder.train.setup import Trainer
@@ -83,7 +90,7 @@ class TextStreams:
 
     def __init__(self, trainer: Trainer, inputs: RunInputs, plan: StreamPlan) -> None:
         self._trainer, self._inputs, self._plan = trainer, inputs, plan
-        self._positions: dict[int, Position] = {}
+        self._positions: dict[int, StreamPosition] = {}
         self._skipped: list[Sequence[int]] = []
         self._batches: GlobalBatchLoader | None = None
 
@@ -112,10 +119,10 @@ class TextStreams:
         mesh, run, shape = trainer.mesh, trainer.run, batch_shape(trainer.run)
         assert tokenizer is not None
         if mesh.model.rank == 0:
-            texts = next(self._plan.shards[0].blocks(0), Documents([])).texts
+            texts = next(self._plan.shards[0].blocks(0), ShardBlock([])).texts
             choice = choose_encoder(tokenizer, "auto", texts)
             say(f"--streaming: {choice.sentence}", mesh.world.rank)
-            skipped = SkippedRecords(self._plan.most_bad, partial(_tell_of, mesh.world.rank), self._skipped)
+            skipped = SkippedRecords(self._plan.max_bad, partial(_tell_of, mesh.world.rank), self._skipped)
             reader = StreamReader(
                 self._plan, choice.encoder.encode, shape, mesh.data.rank, consumed_samples, self._positions,
                 run.model.vocab_size, skipped,

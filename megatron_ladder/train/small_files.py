@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZERS, Checkpoint
-from megatron_ladder.data.files import write_atomically
 from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
+from megatron_ladder.files import write_atomically
 
 IMPORTED = "hugging_face"
 """Key of a manifest: the type and the ids of special tokens of the directory that a model was imported from."""

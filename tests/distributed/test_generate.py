@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.cli.generate import main
-from megatron_ladder.data.tokenizers.plain import NullTokenizer
+from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, check_tensor_parallel, load_model, open_model

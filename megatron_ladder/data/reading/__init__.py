@@ -1,1 +1,1 @@
-"""Documents from any source: JSON lines (also compressed, also from stdin), plain text, Parquet, `datasets`."""
+"""Readers of documents: JSON lines (also compressed or from stdin), plain text, Parquet, `datasets`."""

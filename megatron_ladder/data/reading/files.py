@@ -1,25 +1,38 @@
-"""Files that can be entered anywhere: JSON lines in spans of whole lines, and plain text, a document a file."""
+"""Local files and standard input: JSON lines, plain or compressed, and plain text with one document per file.
 
+Plain files are cut into spans of whole lines without reading them. Compressed files and standard input can only be
+read from their beginning.
+"""
+
+import gzip
 import math
+import sys
+import zlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from megatron_ladder.data.reading.formats import BYTE_ORDER_MARK
 from megatron_ladder.data.reading.json_lines import parse_lines
-from megatron_ladder.data.reading.protocol import SPAN_BYTES, BadRecord, Block, Parsed, Reading, too_large
+from megatron_ladder.data.reading.protocol import (
+    BYTE_ORDER_MARK,
+    SPAN_BYTES,
+    BadRecord,
+    Block,
+    FileSource,
+    Parsed,
+    Reading,
+    WrongInputError,
+    too_large,
+)
 
-
-def file_identity(path: Path) -> dict[str, Any]:
-    """Size and time of a file's last change."""
-    status = path.stat()
-    return {"input": str(path), "bytes": status.st_size, "changed": status.st_mtime_ns}
+COMPRESSIONS = {".gz": "gzip", ".zst": "Zstandard"}
 
 
 @dataclass(frozen=True)
 class LineSpan:
-    """Bytes begin .. end - 1 of a file: whole lines."""
+    """Bytes begin .. end - 1 of a file, which are whole lines."""
 
     path: Path
     begin: int
@@ -27,13 +40,13 @@ class LineSpan:
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of the span."""
+        """Size of the span."""
         return self.end - self.begin
 
     file_bytes = text_bytes
 
     def read(self, reading: Reading) -> Parsed:
-        """Parses the lines."""
+        """Parse the lines."""
         with open(self.path, "rb") as file:
             file.seek(self.begin)
             content = file.read(self.end - self.begin)
@@ -42,61 +55,34 @@ class LineSpan:
 
 @dataclass(frozen=True)
 class HugeLine:
-    """One line that is too large to be read; it was passed over."""
+    """A line that is skipped because it is too large."""
 
-    size: int
-    """Bytes, those of the line feed included."""
+    text_bytes: int
+    """Size, including the line feed."""
     file_bytes: int
     """Its share of the file."""
 
-    @property
-    def text_bytes(self) -> int:
-        """As the size."""
-        return self.size
-
     def read(self, reading: Reading) -> Parsed:
-        """Nothing but the reason."""
-        return Parsed(tuple([] for _ in reading.keys), 1, (BadRecord(0, too_large(self.size, reading)),))
+        """Return one bad record."""
+        return Parsed(tuple([] for _ in reading.keys), 1, (BadRecord(0, too_large(self.text_bytes, reading)),))
 
 
 @dataclass(frozen=True)
-class JsonLinesFile:
-    """A file of JSON lines."""
-
-    path: Path
-    can_be_read_again = True
-
-    @property
-    def name(self) -> str:
-        """The path."""
-        return str(self.path)
-
-    @property
-    def total_bytes(self) -> int:
-        """Size of the file."""
-        return self.path.stat().st_size
-
-    def identity(self) -> dict[str, Any]:
-        """Size and time of the last change."""
-        return file_identity(self.path)
-
-    def place(self, number: int) -> str:
-        """`file:line`."""
-        return f"{self.path}:{number + 1}"
+class JsonLinesFile(FileSource):
+    """An uncompressed file of JSON lines."""
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
-        """Spans that end at line ends, without reading what lies between."""
+        """Yield spans that end at line ends, without reading their content."""
         size = self.total_bytes
         with open(self.path, "rb") as file:
             begin = 0
             while begin < size:
                 file.seek(min(begin + SPAN_BYTES, size))
-                if len(file.readline(reading.most_bytes + 1)) <= reading.most_bytes:
+                if len(file.readline(reading.max_bytes + 1)) <= reading.max_bytes:
                     end = file.tell()
                     yield LineSpan(self.path, begin, end)
                 else:
-                    file.seek(begin)
-                    start = begin + file.read(SPAN_BYTES).rfind(b"\n") + 1
+                    start = start_of_last_line(file, begin)
                     if start > begin:
                         yield LineSpan(self.path, begin, start)
                     end = end_of_line(file, start)
@@ -104,11 +90,17 @@ class JsonLinesFile:
                 begin = end
 
 
+def start_of_last_line(file: BinaryIO, begin: int) -> int:
+    """Return where the line begins that is not complete within SPAN_BYTES from `begin`."""
+    file.seek(begin)
+    return begin + file.read(SPAN_BYTES).rfind(b"\n") + 1
+
+
 def end_of_line(file: BinaryIO, start: int, limit: float = math.inf) -> int:
-    """Where the line ends that goes on at `start`, its line feed included. No more than a piece of it is held.
+    """Return the end of the line that contains byte `start`, including its line feed; needs little memory.
 
     Args:
-        limit: where it is enough to know that the line does not end before; some place from there on is told then.
+        limit: stop the search here, and return a position from `limit` on if the line does not end before it.
     """
     file.seek(start)
     while (piece := file.readline(SPAN_BYTES)) and not piece.endswith(b"\n") and file.tell() < limit:
@@ -117,17 +109,10 @@ def end_of_line(file: BinaryIO, start: int, limit: float = math.inf) -> int:
 
 
 @dataclass(frozen=True)
-class PlainFile:
-    """A file of plain text, which is one document: the source, and its only block."""
+class PlainFile(FileSource):
+    """A file of plain text, which is one document: both the source and its only block."""
 
-    path: Path
     size: int
-    can_be_read_again = True
-
-    @property
-    def name(self) -> str:
-        """The path."""
-        return str(self.path)
 
     @property
     def total_bytes(self) -> int:
@@ -137,21 +122,13 @@ class PlainFile:
     text_bytes = total_bytes
     file_bytes = total_bytes
 
-    def identity(self) -> dict[str, Any]:
-        """Size and time of the last change."""
-        return file_identity(self.path)
-
-    def place(self, number: int) -> str:
-        """`file:line`."""
-        return f"{self.path}:{number + 1}"
-
     def blocks(self, reading: Reading) -> Iterator[Block]:
-        """Itself."""
+        """Yield itself."""
         yield self
 
     def read(self, reading: Reading) -> Parsed:
-        """The text, as it is but for a byte order mark."""
-        if self.size > reading.most_bytes:
+        """Return the text unchanged, except for a byte order mark."""
+        if self.size > reading.max_bytes:
             return Parsed(([],), 0, (BadRecord(0, too_large(self.size, reading)),))
         content = self.path.read_bytes().removeprefix(BYTE_ORDER_MARK)
         try:
@@ -160,3 +137,131 @@ class PlainFile:
             line = content.count(b"\n", 0, error.start)
             reason = f"byte 0x{content[error.start]:02x} is not UTF-8 ({error.reason})"
             return Parsed(([],), 0, (BadRecord(line, reason),))
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """Whole lines."""
+
+    content: bytes
+    file_bytes: int
+    """Bytes of the compressed file that were read for these lines."""
+
+    @property
+    def text_bytes(self) -> int:
+        """Size of the lines."""
+        return len(self.content)
+
+    def read(self, reading: Reading) -> Parsed:
+        """Parse the lines."""
+        return parse_lines(self.content, reading)
+
+
+class _Cut(NamedTuple):
+    content: bytes
+    """Whole lines; empty if a line was skipped."""
+    skipped: int
+    """Size of a line that is too large, else 0."""
+
+    def block(self, file_bytes: int) -> Block:
+        return HugeLine(self.skipped, file_bytes) if self.skipped else _Lines(self.content, file_bytes)
+
+
+def _cut_lines(stream: BinaryIO, max_bytes: int) -> Iterator[_Cut]:
+    """Yield whole lines of a stream, about SPAN_BYTES at a time; lines larger than `max_bytes` are not kept in memory.
+    """
+    rest: list[bytes] = []
+    first = True
+    while chunk := stream.read(SPAN_BYTES):
+        if first:
+            chunk, first = chunk.removeprefix(BYTE_ORDER_MARK), False
+        end = chunk.rfind(b"\n") + 1
+        if end:
+            yield _Cut(b"".join([*rest, chunk[:end]]), 0)
+            rest = [chunk[end:]]
+            continue
+        rest.append(chunk)
+        size = sum(map(len, rest))
+        if size > max_bytes:
+            while (chunk := stream.read(SPAN_BYTES)) and b"\n" not in chunk:
+                size += len(chunk)
+            end = chunk.find(b"\n") + 1
+            yield _Cut(b"", size + end)
+            # The rest of this chunk may contain whole lines.
+            last = chunk.rfind(b"\n") + 1
+            if last > end:
+                yield _Cut(chunk[end:last], 0)
+            rest = [chunk[last:]]
+    content = b"".join(rest)
+    if content:
+        yield _Cut(content, 0)
+
+
+@dataclass(frozen=True)
+class CompressedLines(FileSource):
+    """A file of JSON lines, compressed as its suffix says."""
+
+    def blocks(self, reading: Reading) -> Iterator[Block]:
+        """Yield decompressed lines.
+
+        Raises:
+            UserError: the file is damaged or truncated.
+            OSError: reading fails.
+        """
+        with open(self.path, "rb") as file, _decompressed(file, self.path) as stream:
+            before = 0
+            try:
+                for cut in _cut_lines(stream, reading.max_bytes):
+                    share, before = file.tell() - before, file.tell()
+                    yield cut.block(share)
+            except (EOFError, OSError, zlib.error, _zstd_error()) as error:
+                # Errors of the operating system have a number, those of decompressors do not.
+                if isinstance(error, OSError) and error.errno:
+                    raise OSError(error.errno, error.strerror, str(self.path)) from error
+                compression = COMPRESSIONS[self.path.suffix.lower()]
+                raise WrongInputError(
+                    f"{self.path}: damaged, or not {compression} ({error}), near byte {file.tell():,} of "
+                    f"{self.total_bytes:,}"
+                ) from None
+
+
+def _decompressed(file: BinaryIO, path: Path) -> AbstractContextManager[Any]:
+    return gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else zstd_module().ZstdFile(file)
+
+
+def zstd_module() -> Any:
+    """Import the standard library's module or its backport; raises ImportError if neither is installed."""
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+    return zstd
+
+
+def _zstd_error() -> type[Exception]:
+    try:
+        error: type[Exception] = zstd_module().ZstdError
+    except ImportError:
+        return EOFError
+    return error
+
+
+@dataclass(frozen=True)
+class StandardInput:
+    """JSON lines from standard input."""
+
+    name = "-"
+    total_bytes = None
+    can_be_read_again = False
+
+    def identity(self) -> dict[str, Any]:
+        """Nothing distinguishes one standard input from another, so an interrupted run is not resumed."""
+        return {"input": "-"}
+
+    def place(self, number: int) -> str:
+        """Return `<stdin>:line`."""
+        return f"<stdin>:{number + 1}"
+
+    def blocks(self, reading: Reading) -> Iterator[Block]:
+        """Yield lines as they arrive."""
+        return (cut.block(0) for cut in _cut_lines(sys.stdin.buffer, reading.max_bytes))

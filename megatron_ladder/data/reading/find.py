@@ -1,38 +1,60 @@
-"""From what stands after --input to sources, and from sources to groups of blocks."""
+"""From the arguments of --input to sources, and from sources to groups of blocks."""
 
 import glob
 import os
+import queue
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ladder.data.reading.ahead import blocks_side_by_side
-from megatron_ladder.data.reading.files import JsonLinesFile, PlainFile
-from megatron_ladder.data.reading.formats import COMPRESSIONS, JSON_SUFFIXES, is_json_lines
+from megatron_ladder.data.reading.files import (
+    COMPRESSIONS,
+    CompressedLines,
+    JsonLinesFile,
+    PlainFile,
+    StandardInput,
+    zstd_module,
+)
 from megatron_ladder.data.reading.hub import PREFIX, HubSource
-from megatron_ladder.data.reading.parquet import ParquetFile
-from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, Reading, Source
-from megatron_ladder.data.reading.streams import CompressedLines, StandardInput, zstd_module
+from megatron_ladder.data.reading.parquet import ParquetFile, RowGroup
+from megatron_ladder.data.reading.protocol import (
+    GROUP_BYTES,
+    JSON_SUFFIXES,
+    SPAN_BYTES,
+    Block,
+    Parsed,
+    Reading,
+    Source,
+    is_json_lines,
+)
 from megatron_ladder.errors import UserError
+
+_BLOCKS_AHEAD = 4
+"""Blocks of each source that wait in memory."""
+
+_WAIT_SECONDS = 0.1
+"""Time between two checks whether anyone still needs blocks."""
 
 
 def find_sources(inputs: Sequence[str | Path], reading: Reading) -> list[Source]:
-    """The sources behind words of a command line, in their order; those of a pattern are sorted.
+    """Return the sources of command-line arguments in order; the matches of a pattern are sorted.
 
     Raises:
-        UserError: a line for each word behind which there is nothing that can be read.
+        UserError: one line per argument that cannot be read.
     """
     sources: list[Source] = []
-    mistakes: list[str] = []
+    problems: list[str] = []
     for word in map(str, inputs):
         try:
             sources += _sources_of(word, reading)
         except UserError as error:
-            mistakes += error.mistakes
+            problems += error.messages
     if sum(isinstance(source, StandardInput) for source in sources) > 1:
-        mistakes.append("--input -: standard input can be read once")
-    if mistakes:
-        raise UserError(*mistakes)
+        problems.append("--input -: standard input can be read only once")
+    if problems:
+        raise UserError(*problems)
     return sources
 
 
@@ -53,10 +75,10 @@ def _sources_of(word: str, reading: Reading) -> list[Source]:
 
 def _source_of(path: Path, reading: Reading) -> Source:
     if not path.is_file():
-        found = "is a directory, give its files, '*.jsonl' for one" if path.is_dir() else "no such file"
+        found = "is a directory: give its files, for example '*.jsonl'" if path.is_dir() else "no such file"
         raise UserError(f"--input {path}: {found}")
     if not os.access(path, os.R_OK):
-        raise UserError(f"--input {path}: may not be read")
+        raise UserError(f"--input {path}: no permission to read")
     suffix = path.suffix.lower()
     if is_json_lines(path):
         return JsonLinesFile(path)
@@ -77,7 +99,7 @@ def _source_of(path: Path, reading: Reading) -> Source:
 def _compressed(path: Path, suffix: str) -> Source:
     if not is_json_lines(path.with_suffix("")):
         known = ", ".join(name + suffix for name in JSON_SUFFIXES)
-        raise UserError(f"--input {path}: of compressed files, JSON lines are read ({known}): decompress it")
+        raise UserError(f"--input {path}: only JSON lines can be read compressed ({known}): decompress it")
     if suffix == ".zst":
         try:
             zstd_module()
@@ -86,28 +108,133 @@ def _compressed(path: Path, suffix: str) -> Source:
     return CompressedLines(path)
 
 
+class BufferedSource:
+    """A source that can be read only once, whose first block can be inspected in advance."""
+
+    can_be_read_again = False
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._blocks: Iterator[Block] | None = None
+        self._first: list[Block] = []
+        self.place = source.place
+        self.identity = source.identity
+
+    @property
+    def name(self) -> str:
+        """See Source."""
+        return self._source.name
+
+    @property
+    def total_bytes(self) -> int | None:
+        """See Source."""
+        return self._source.total_bytes
+
+    def first_block(self, reading: Reading) -> Block | None:
+        """Return the first block, which `blocks` still yields; None if there is none. Raises as `blocks`."""
+        if self._blocks is None:
+            self._blocks = self._source.blocks(reading)
+            self._first = [block for block in [next(self._blocks, None)] if block is not None]
+        return self._first[0] if self._first else None
+
+    def blocks(self, reading: Reading) -> Iterator[Block]:
+        """See Source."""
+        self.first_block(reading)
+        assert self._blocks is not None
+        while self._first:
+            yield self._first.pop()
+        yield from self._blocks
+
+
+def first_texts(source: Source, reading: Reading) -> list[str]:
+    """Return about SPAN_BYTES of texts from the beginning of a source; none if its first block contains none."""
+    block = source.first_block(reading) if isinstance(source, BufferedSource) else next(source.blocks(reading), None)
+    if isinstance(block, RowGroup):
+        block = block.beginning(SPAN_BYTES)
+    parsed = Parsed((), 0) if block is None else block.read(reading)
+    return [value for column in parsed.columns for value in column if isinstance(value, str)]
+
+
 class PlacedBlock(NamedTuple):
-    """A block, and which source it is of."""
+    """A block, and the number of its source."""
 
     source: int
     block: Block
 
 
 def group_blocks(
-    sources: Sequence[Source], reading: Reading, side_by_side: int = 1
+    sources: Sequence[Source], reading: Reading, partitions: int = 1
 ) -> Iterator[tuple[PlacedBlock, ...]]:
-    """Blocks of all sources in order, several together, about GROUP_BYTES of text in a group.
+    """Yield the blocks of all sources in order, in groups with about GROUP_BYTES of text.
 
     Args:
-        side_by_side: sources that are read at once; the order does not depend on it.
+        partitions: sources that are read concurrently; it does not change the order.
     """
     group: list[PlacedBlock] = []
     size = 0
-    for number, block in blocks_side_by_side(sources, reading, side_by_side):
-        group.append(PlacedBlock(number, block))
-        size += block.text_bytes
+    for placed in _placed_blocks(sources, reading, partitions):
+        group.append(placed)
+        size += placed.block.text_bytes
         if size >= GROUP_BYTES:
             yield tuple(group)
             group, size = [], 0
     if group:
         yield tuple(group)
+
+
+def _placed_blocks(sources: Sequence[Source], reading: Reading, partitions: int) -> Iterator[PlacedBlock]:
+    if partitions == 1:
+        for number, source in enumerate(sources):
+            yield from (PlacedBlock(number, block) for block in source.blocks(reading))
+        return
+    waiting = deque(enumerate(sources))
+    readers: deque[tuple[int, _Reader]] = deque()
+    try:
+        while waiting or readers:
+            while waiting and len(readers) < partitions:
+                number, source = waiting.popleft()
+                readers.append((number, _Reader(source, reading)))
+            number, reader = readers[0]
+            yield from (PlacedBlock(number, block) for block in reader)
+            readers.popleft()
+    finally:
+        for _, reader in readers:
+            reader.stop()
+
+
+class _Reader:
+    """A thread that reads one source a few blocks ahead. Decompression releases Python's lock, so threads help."""
+
+    def __init__(self, source: Source, reading: Reading) -> None:
+        self._queue: queue.Queue[Block | BaseException | None] = queue.Queue(_BLOCKS_AHEAD)
+        self._stopped = threading.Event()
+        self._source, self._reading = source, reading
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            for block in self._source.blocks(self._reading):
+                if not self._put(block):
+                    return
+            self._put(None)
+        except BaseException as error:  # Raised again in __iter__.
+            self._put(error)
+
+    def _put(self, item: Block | BaseException | None) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put(item, timeout=_WAIT_SECONDS)
+                return True
+            except queue.Full:
+                pass
+        return False
+
+    def __iter__(self) -> Iterator[Block]:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def stop(self) -> None:
+        """Let the thread end, without waiting for it."""
+        self._stopped.set()

@@ -1,12 +1,14 @@
-"""Data sets that the `datasets` library knows: from its hub, or a local file or directory of data files.
+"""Data sets of the `datasets` library: from its hub, or from a local file or directory.
 
     hf://allenai/c4:en@train         name, configuration and split, streamed from the hub
-    hf://data/my_texts               a directory or file of this machine, if there is one of that name
+    hf://data/my_texts               a local directory or file, if one with this name exists
     hf:///data/my_texts@validation   the same with an absolute path
 """
 
+import bisect
 import functools
 import importlib.util
+import itertools
 import re
 import zlib
 from collections.abc import Iterator
@@ -14,25 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.data.reading.hub_middle import without_first
-from megatron_ladder.data.reading.parquet import check_rows
+from megatron_ladder.data.reading.parquet import check_rows, missing_columns
 from megatron_ladder.data.reading.protocol import Block, Parsed, Reading, WrongInputError
 from megatron_ladder.errors import UserError
 
 PREFIX = "hf://"
 BATCH_ROWS = 256
-BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow"}
-"""Suffix of a single file -> what reads it; any other is JSON."""
-NETWORK_MODULES = ("aiohttp", "h11", "http.client", "httpcore", "httpx", "huggingface_hub", "requests", "urllib3")
-"""Beginnings of the modules whose errors are the network's, or the hub's."""
-ASK_AGAIN = (408, 425, 429)
-"""Status codes below 500 that do not say that the request was wrong."""
-OF_THE_CONTENT = (ValueError, LookupError, TypeError, EOFError, zlib.error)
-"""What readers raise for content that they cannot read."""
+_BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow"}
+"""Suffix of a single file -> the library's reader; JSON for all other suffixes."""
+_NETWORK_MODULES = ("aiohttp", "h11", "http.client", "httpcore", "httpx", "huggingface_hub", "requests", "urllib3")
+"""Prefixes of modules whose errors are caused by the network or the hub."""
+_TEMPORARY_STATUSES = (408, 425, 429)
+"""Status codes below 500 that do not mean that the request was wrong."""
+_CONTENT_ERRORS = (ValueError, LookupError, TypeError, EOFError, zlib.error)
+"""Errors that readers raise for content that they cannot read."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class _Rows:
     """Some rows, as columns."""
 
     columns: tuple[list[Any], ...]
@@ -40,55 +41,55 @@ class Rows:
 
     @functools.cached_property
     def text_bytes(self) -> int:
-        """About the characters of the values as JSON."""
-        return sum(json_characters(value) for column in self.columns for value in column)
+        """Approximate number of characters of the values as JSON."""
+        return sum(_json_characters(value) for column in self.columns for value in column)
 
     def read(self, reading: Reading) -> Parsed:
-        """Leaves out rows without a text."""
+        """Remove rows without a text."""
         return check_rows(self.columns, reading)
 
 
-def json_characters(value: object) -> int:
-    """About how long a value is as JSON; a number counts as much as a text of a few characters."""
+def _json_characters(value: object) -> int:
+    """Return the approximate length of a value as JSON; a number counts as 8 characters."""
     if isinstance(value, str | bytes):
         return len(value) + 2
     if isinstance(value, dict):
-        return 2 + sum(len(str(key)) + 4 + json_characters(inner) for key, inner in value.items())
+        return 2 + sum(len(str(key)) + 4 + _json_characters(inner) for key, inner in value.items())
     if isinstance(value, list | tuple):
-        return 2 + sum(2 + json_characters(inner) for inner in value)
+        return 2 + sum(2 + _json_characters(inner) for inner in value)
     return 8
 
 
-def is_of_the_network(error: BaseException) -> bool:
-    """Whether the network, the hub or this machine failed, by an error of the `datasets` library.
+def _is_network_error(error: BaseException) -> bool:
+    """Return whether an error of the `datasets` library was caused by the network, the hub or this machine.
 
-    It wraps what it meets, so the errors before it are asked too.
+    The library wraps errors, so the causes are inspected too.
     """
-    before: BaseException | None = error
-    while before is not None:
-        if _is_of_the_network(before):
+    cause: BaseException | None = error
+    while cause is not None:
+        if _is_direct_network_error(cause):
             return True
-        before = before.__cause__ or before.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
-def _is_of_the_network(error: BaseException) -> bool:
+def _is_direct_network_error(error: BaseException) -> bool:
     if isinstance(error, ConnectionError | TimeoutError):
         return True
     if isinstance(error, OSError) and error.errno:
         return not isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
-    if isinstance(error, ValueError) or not type(error).__module__.startswith(NETWORK_MODULES):
+    if isinstance(error, ValueError) or not type(error).__module__.startswith(_NETWORK_MODULES):
         return False
     status = getattr(getattr(error, "response", None), "status_code", 0)
-    return not 400 <= status < 500 or status in ASK_AGAIN
+    return not 400 <= status < 500 or status in _TEMPORARY_STATUSES
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A data set by its name, configuration and split."""
+    """A data set, identified by its name, configuration and split."""
 
     name: str
-    """As the user gave it."""
+    """The name that the user gave."""
     path: str
     """A name on the hub, or a path."""
     config: str | None
@@ -98,79 +99,72 @@ class HubSource:
 
     @staticmethod
     def parse(text: str) -> "HubSource":
-        """Reads `hf://NAME[:CONFIG][@SPLIT]`; the split is `train` if not given.
-
-        Raises:
-            UserError: for anything else.
-        """
+        """Parse `hf://NAME[:CONFIG][@SPLIT]`, where the split defaults to `train`; raises UserError for other text."""
         found = re.fullmatch(r"hf://([^:@]+)(?::([^:@]+))?(?:@([^:@]+))?", text)
         if found is None:
             raise UserError(f"--input {text}: expected hf://NAME[:CONFIG][@SPLIT]")
         return HubSource(text, found[1], found[2], found[3] or "train")
 
     def identity(self) -> dict[str, Any]:
-        """The name; of local files also their sizes and times."""
+        """Return the name, and sizes and modification times of local files."""
         local = Path(self.path)
         files = sorted(path for path in local.rglob("*") if path.is_file()) if local.is_dir() else [local]
         statuses = [(str(path), path.stat()) for path in files if path.is_file()]
         return {"input": self.name, "files": [[name, status.st_size, status.st_mtime_ns] for name, status in statuses]}
 
     def place(self, number: int) -> str:
-        """The row, counted from 0."""
+        """Return the row, counted from 0."""
         return f"{self.name}: row {number}"
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
-        """Rows as they are streamed.
+        """Stream rows.
 
         Raises:
-            UserError: the library finds no such data set, split or column, or cannot read what it finds.
-            ConnectionError: the hub cannot be reached, or no longer.
+            UserError: the library finds no such data set, split or column, or cannot read the content.
+            ConnectionError: the hub is unreachable.
         """
         yield from self.blocks_of(self._open(), reading)
 
     def blocks_of(self, dataset: Any, reading: Reading) -> Iterator[Block]:
-        """Rows of the data set, or of a part of it, as they are streamed; raises as `blocks`."""
+        """Stream the rows of the library's data set or of a part of it; raises as `blocks`."""
         missing = [key for key in reading.keys if key not in (dataset.column_names or reading.keys)]
         if missing:
-            raise UserError(
-                f"--input {self.name}: no column {', '.join(missing)} (columns found: "
-                f"{', '.join(dataset.column_names)}): name the text's column by --json-keys"
-            )
+            raise UserError(missing_columns(self.name, missing, dataset.column_names))
         batches = dataset.select_columns(list(reading.keys)).iter(BATCH_ROWS)
         while (batch := self._next(batches)) is not None:
-            yield Rows(tuple(list(batch[key]) for key in reading.keys))
+            yield _Rows(tuple(list(batch[key]) for key in reading.keys))
 
     def _next(self, batches: Iterator[Any]) -> Any:
-        """None at the end."""
+        """Return the next batch, or None at the end."""
         try:
             return next(batches, None)
-        except Exception as error:  # Of the network, and of readers of many formats: they have no common ancestor.
-            what = f"--input {self.name}: datasets cannot read it ({_in_a_line(error)})"
-            if is_of_the_network(error):
-                raise ConnectionError(f"{what}: start the same command again, which goes on") from error
-            raise (WrongInputError if isinstance(error, OF_THE_CONTENT) else UserError)(what) from None
+        except Exception as error:  # Errors of the network and of many readers have no common base class.
+            problem = f"--input {self.name}: datasets cannot read it ({_in_a_line(error)})"
+            if _is_network_error(error):
+                raise ConnectionError(f"{problem}: run the same command again to resume") from error
+            raise (WrongInputError if isinstance(error, _CONTENT_ERRORS) else UserError)(problem) from None
 
     def count_shards(self) -> int:
-        """Into how many parts the library can cut it."""
+        """Return the number of parts into which the library can divide the data set."""
         return int(self._open().num_shards)
 
     def shard(self, number: int, count: int) -> Any:
-        """One of so many parts, as the library's data set."""
+        """Return one of `count` parts as the library's data set."""
         return self._open().shard(num_shards=count, index=number)
 
     def data_files(self) -> list[str]:
-        """Paths or addresses of the split's files in their order; none where the library does not tell."""
+        """Return paths or addresses of the split's files in order; none if the library does not know them."""
         import datasets
 
         if Path(self.path).is_file():
             return [self.path]
         files = datasets.load_dataset_builder(self.path, self.config).config.data_files or {}
         splits = {str(split): list(members) for split, members in files.items()}
-        # What is no name of a split is a part of one, or of several.
+        # A name that is not a split's is an expression over splits, such as train[:10%].
         return splits.get(self.split, [file for members in splits.values() for file in members])
 
     def check(self) -> None:
-        """Raises UserError when the library is missing, without loading it."""
+        """Raise UserError if the library is missing, without importing it."""
         if importlib.util.find_spec("datasets") is None:
             raise UserError(f"--input {self.name}: needs the datasets library: pip install datasets")
 
@@ -180,16 +174,16 @@ class HubSource:
         local = Path(self.path)
         try:
             if local.is_file():
-                builder = BUILDERS.get(local.suffix.lower(), "json")
+                builder = _BUILDERS.get(local.suffix.lower(), "json")
                 files = {self.split: str(local)}
                 return datasets.load_dataset(builder, data_files=files, split=self.split, streaming=True)
             return datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
-        except Exception as error:  # Of the hub, the network, files of many kinds: they have no common ancestor.
-            what = f"--input {self.name}: datasets cannot open it ({_in_a_line(error)})"
-            where = "without a network give a directory of data files, hf:///PATH"
-            if is_of_the_network(error):
-                raise ConnectionError(f"{what}: start the same command again, which goes on; {where}") from error
-            raise UserError(f"{what}: {where}") from None
+        except Exception as error:  # Errors of the hub, the network and many file formats have no common base class.
+            problem = f"--input {self.name}: datasets cannot open it ({_in_a_line(error)})"
+            fix = "without a network, give a directory of data files, hf:///PATH"
+            if _is_network_error(error):
+                raise ConnectionError(f"{problem}: run the same command again to resume; {fix}") from error
+            raise UserError(f"{problem}: {fix}") from None
 
 
 def _in_a_line(error: Exception) -> str:
@@ -199,7 +193,7 @@ def _in_a_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class HubShard:
-    """One of the parts into which the library cuts a data set."""
+    """One of the parts into which the library divides a data set."""
 
     whole: HubSource
     number: int
@@ -209,26 +203,54 @@ class HubShard:
 
     @property
     def name(self) -> str:
-        """As the user gave it, and the part."""
+        """The name of the whole data set, and the part."""
         return f"{self.whole.name} part {self.number} of {self.count}"
 
     def identity(self) -> dict[str, Any]:
-        """That of the whole, and the part."""
+        """Return the identity of the whole data set, and the part."""
         return self.whole.identity() | {"shard": [self.number, self.count]}
 
     def place(self, number: int) -> str:
-        """The row, counted from 0."""
+        """Return the row, counted from 0."""
         return f"{self.name}: row {number}"
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
-        """Rows as they are streamed."""
+        """Stream rows."""
         return self.blocks_from(0, reading)
 
     def blocks_from(self, first: int, reading: Reading) -> Iterator[Block]:
-        """Without the first blocks, of which no more is read than the library must."""
+        """Stream rows without the first blocks, of which no more is read than the library requires."""
         dataset = self.whole.shard(self.number, self.count)
         if first:
             files = self.whole.data_files()
             file = files[self.number] if len(files) == self.count else None
-            dataset = without_first(dataset, first * BATCH_ROWS, file)
+            dataset = _skip_rows(dataset, first * BATCH_ROWS, file)
         yield from self.whole.blocks_of(dataset, reading)
+
+
+def _skip_rows(dataset: Any, rows: int, file: str | None) -> Any:
+    """Return the rest of a data set that is streamed from one file, without its first `rows`.
+
+    The library has no index of rows: for `skip` and `load_state_dict` it decodes a file from its beginning. Only
+    Parquet records where rows are, so a Parquet file is entered at a row group.
+
+    Args:
+        file: path or address of the file; None if unknown.
+    """
+    # Earlier releases of the library cannot separate row groups.
+    if file is None or not file.endswith(".parquet") or not hasattr(dataset, "reshard"):
+        return dataset.skip(rows)
+    import datasets
+    import fsspec
+    import pyarrow.parquet
+
+    with fsspec.open(file) as opened:
+        metadata = pyarrow.parquet.read_metadata(opened)
+    sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    begins = [0, *itertools.accumulate(sizes)]
+    groups = dataset.reshard()
+    if not sizes or groups.num_shards != len(sizes):
+        return dataset.skip(rows)
+    first = max(0, min(bisect.bisect_right(begins, rows), len(sizes)) - 1)
+    entered, *others = (groups.shard(len(sizes), number) for number in range(first, len(sizes)))
+    return datasets.concatenate_datasets([entered.skip(rows - begins[first]), *others])

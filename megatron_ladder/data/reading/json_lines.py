@@ -1,7 +1,7 @@
-"""JSON lines: an object a line, of which the values under some keys are wanted.
+"""JSON lines: one object per line, of which the values of some keys are read.
 
-Whole blocks are decoded at once by msgspec, which passes over other keys without making anything of them. Whatever it
-will not take is read again line by line by Python's own decoder, which decides what is an error, and finds its line.
+msgspec decodes whole blocks at once and skips other keys without building objects. A block that it rejects is read
+again line by line with Python's own decoder, which decides what is an error and in which line.
 """
 
 import functools
@@ -15,17 +15,17 @@ import numpy as np
 
 from megatron_ladder.data.reading.protocol import BadRecord, Parsed, Reading, too_large
 
-LINE_FEED = 10
+_LINE_FEED = 10
 
-CHECKED_BYTES = 1 << 12
-"""About how much is decoded at once to find bytes that are not UTF-8; where all is ASCII, nothing is."""
+_CHECKED_BYTES = 1 << 12
+"""Approximate size of the pieces that are decoded to find bytes that are not UTF-8; pure ASCII is not decoded."""
 
 
 def parse_lines(content: bytes, reading: Reading) -> Parsed:
-    """The documents of whole lines (the last one may lack its line feed)."""
-    line_feeds = int(np.count_nonzero(np.frombuffer(content, np.uint8) == LINE_FEED)) if content else 0
+    """Return the documents of whole lines (the last one may lack its line feed)."""
+    line_feeds = int(np.count_nonzero(np.frombuffer(content, np.uint8) == _LINE_FEED)) if content else 0
     lines = line_feeds + (bool(content) and not content.endswith(b"\n"))
-    if len(content) <= reading.most_bytes:
+    if len(content) <= reading.max_bytes:
         columns = _parse_at_once(content, lines, reading)
         if columns is not None:
             return Parsed(columns, lines)
@@ -41,9 +41,9 @@ def _decoder(keys: tuple[str, ...], texts_only: bool) -> Any:
 
 
 def _parse_at_once(content: bytes, lines: int, reading: Reading) -> tuple[list[Any], ...] | None:
-    """None if there is anything unusual in it."""
+    """Return the columns, or None if the content has anything unusual."""
     try:
-        _check_utf8(content)  # msgspec looks only at the texts that are wanted.
+        _check_utf8(content)  # msgspec checks only the values of the keys.
         records = _decoder(reading.keys, reading.texts_only).decode_lines(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
@@ -53,12 +53,12 @@ def _parse_at_once(content: bytes, lines: int, reading: Reading) -> tuple[list[A
 
 
 def _check_utf8(content: bytes) -> None:
-    """Raises UnicodeDecodeError. A piece ends behind a space, which is part of no other character."""
+    """Raise UnicodeDecodeError for invalid UTF-8. A piece ends after a space, which is part of no other character."""
     if content.isascii():
         return
     begin = 0
     while begin < len(content):
-        end = content.find(b" ", begin + CHECKED_BYTES) + 1 or len(content)
+        end = content.find(b" ", begin + _CHECKED_BYTES) + 1 or len(content)
         piece = content[begin:end]
         if not piece.isascii():
             piece.decode()
@@ -74,9 +74,9 @@ def _parse_one_by_one(content: bytes, lines: int, reading: Reading) -> Parsed:
             continue
         try:
             values = _parse_line(line, reading)
-        except _BadLine as error:
+        except _BadLineError as error:
             bad.append(BadRecord(number, str(error)))
-            if len(bad) > reading.most_bad:
+            if len(bad) > reading.max_bad:
                 break
             continue
         numbers.append(number)
@@ -85,8 +85,8 @@ def _parse_one_by_one(content: bytes, lines: int, reading: Reading) -> Parsed:
     return Parsed(columns, lines, tuple(bad), tuple(numbers))
 
 
-class _BadLine(Exception):
-    """The reason is its message."""
+class _BadLineError(Exception):
+    """A line cannot be read; the message is the reason."""
 
 
 def _split(content: bytes) -> Iterator[bytes]:
@@ -99,38 +99,38 @@ def _split(content: bytes) -> Iterator[bytes]:
 
 
 def _parse_line(line: bytes, reading: Reading) -> list[Any]:
-    if len(line) > reading.most_bytes:
-        raise _BadLine(too_large(len(line), reading))
+    if len(line) > reading.max_bytes:
+        raise _BadLineError(too_large(len(line), reading))
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
-        raise _BadLine(f"byte 0x{line[error.start]:02x} is not UTF-8 ({error.reason})") from None
+        raise _BadLineError(f"byte 0x{line[error.start]:02x} is not UTF-8 ({error.reason})") from None
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:
-        raise _BadLine(f"not JSON: {error.msg} at column {error.colno}") from None
+        raise _BadLineError(f"not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        raise _BadLine(f"not JSON that can be read: {error}") from None
+        raise _BadLineError(f"unreadable JSON: {error}") from None
     if not isinstance(record, dict):
-        raise _BadLine(f"a JSON object expected, a {type(record).__name__} found")
+        raise _BadLineError(f"expected a JSON object, found {type(record).__name__}")
     missing = [key for key in reading.keys if key not in record]
     if missing:
         found = ", ".join(map(repr, record)) or "none"
-        raise _BadLine(f"no key {missing[0]!r} (keys found: {found}): name the text's key by --json-keys")
+        raise _BadLineError(f"no key {missing[0]!r} (keys found: {found}): name the text's key with --json-keys")
     values = [record[key] for key in reading.keys]
     reasons = [reason_against(key, value) for key, value in zip(reading.keys, values, strict=True)]
     wrong = [reason for reason in reasons if reason is not None]
     if wrong and reading.texts_only:
-        raise _BadLine(wrong[0])
+        raise _BadLineError(wrong[0])
     return values
 
 
 def reason_against(key: str, value: Any) -> str | None:
-    """Why a value is no text that can be tokenised; None if it is one."""
+    """Return why a value is not a text that can be tokenised; None if it is one."""
     if not isinstance(value, str):
-        return f"a text expected under {key!r}, a {type(value).__name__} found"
+        return f"expected a text under {key!r}, found {type(value).__name__}"
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        return f"\\u{ord(value[error.start]):04x} under {key!r} is half of a character"
+        return f"\\u{ord(value[error.start]):04x} under {key!r} is half of a surrogate pair"
     return None

@@ -1,104 +1,140 @@
-"""What a source of documents is: something that is cut into blocks, each of which can be read by itself.
+"""Sources of documents: a source is cut into blocks, each of which can be read on its own.
 
-Blocks are cut in one process and read in many. A source gives the same blocks each time it is asked.
+One process cuts blocks and many processes read them. A source gives the same blocks each time.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megatron_ladder.errors import UserError
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+
 SPAN_BYTES = 1 << 20
-"""About how much is read at once: what is parsed should be in the processor's cache still."""
+"""Approximate size of one read; what is parsed should still be in the processor's cache."""
 
 GROUP_BYTES = 4 << 20
-"""About how much is tokenised at once: parsing drives a library's words out of the processor's cache, so it should not
-take turns with it too often; small enough for a lively progress line and little memory."""
+"""Approximate amount of text that is tokenised at once. Parsing evicts a library's words from the processor's cache,
+so the two should not alternate too often; larger groups would need more memory and delay progress reports."""
 
 
 class WrongInputError(UserError):
-    """The input itself is wrong: reading it once more would come to the same."""
+    """The content of the input is wrong, so reading it again would fail again."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is taken of every record, and what is borne."""
+    """What is read of every record, and which errors are tolerated."""
 
     keys: tuple[str, ...] = ("text",)
     """Keys of a JSON object, or columns of a table."""
     texts_only: bool = True
-    """Whether a value must be a text; otherwise any JSON value will do, and plain text cannot be read."""
-    most_bytes: int = 64 << 20
-    """Of one line, or one file of plain text."""
-    most_bad: int = 0
-    """Records that may be passed over because they cannot be read."""
+    """Whether values must be texts; otherwise any JSON value is accepted, and plain text cannot be read."""
+    max_bytes: int = 64 << 20
+    """Size limit of a line, or of a file of plain text."""
+    max_bad: int = 0
+    """Number of unreadable records that may be skipped."""
 
 
 class BadRecord(NamedTuple):
     """A record that cannot be read."""
 
     number: int
-    """Of the line or row in its block, from 0."""
+    """Line or row in its block, from 0."""
     reason: str
 
 
 class Parsed(NamedTuple):
-    """What a block holds."""
+    """The content of a block."""
 
     columns: tuple[list[Any], ...]
-    """For each key, the values of all records that can be read."""
+    """For each key, the values of all readable records."""
     records: int
-    """Lines or rows of the block, also those without a document: what numbers go on from in the next block."""
+    """Lines or rows of the block, including those without a document; the next block continues the numbering."""
     bad: tuple[BadRecord, ...] = ()
-    """In order; after one more than `most_bad` of them nothing more was read."""
+    """In order. Reading ends after `max_bad` + 1 of them."""
     numbers: tuple[int, ...] | None = None
-    """Of the records whose values these are, counted as those of bad ones; None where that is 0, 1, 2 and so on."""
+    """Record number of each value, counted as in BadRecord; None for 0, 1, 2 and so on."""
 
 
 class Block(Protocol):
-    """Some records of a source; small, and travels to another process."""
+    """Some records of a source; small, so that it can be sent to another process."""
 
     @property
     def text_bytes(self) -> int:
-        """About how much text it holds."""
+        """Approximate size of its text."""
 
     @property
     def file_bytes(self) -> int:
         """Its share of `Source.total_bytes`."""
 
     def read(self, reading: Reading) -> Parsed:
-        """Its values under the keys."""
+        """Read the values of the keys."""
 
 
 class Source(Protocol):
-    """Where documents come from."""
+    """An origin of documents."""
 
     @property
     def name(self) -> str:
-        """As the user gave it, or the file's path."""
+        """The name that the user gave, or the file's path."""
 
     @property
     def total_bytes(self) -> int | None:
-        """Size of the file; None if nobody knows."""
+        """Size of the file; None if unknown."""
 
     @property
     def can_be_read_again(self) -> bool:
-        """Whether `blocks` may be called twice, and gives the same."""
+        """Whether `blocks` can be called twice and gives the same blocks."""
 
     def identity(self) -> dict[str, Any]:
-        """What tells this source from a changed one; JSON-able."""
+        """Return values that distinguish this source from a changed one; JSON-able."""
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
-        """The source in order, cut into blocks of about SPAN_BYTES."""
+        """Yield the source in order, cut into blocks of about SPAN_BYTES."""
 
     def place(self, number: int) -> str:
-        """Where record `number`, counted from 0, is found: `file:line` for a file of lines."""
+        """Return where record `number`, counted from 0, is located: `file:line` for a file of lines."""
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """The part of `Source` that all local files share; records are lines."""
+
+    path: Path
+    can_be_read_again = True
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the file."""
+        return self.path.stat().st_size
+
+    def identity(self) -> dict[str, Any]:
+        """Return the file's size and modification time."""
+        status = self.path.stat()
+        return {"input": str(self.path), "bytes": status.st_size, "changed": status.st_mtime_ns}
+
+    def place(self, number: int) -> str:
+        """Return `file:line`."""
+        return f"{self.path}:{number + 1}"
 
 
 def too_large(size: int, reading: Reading) -> str:
-    """The reason for which a document is not read."""
+    """Return the reason why a document is not read."""
     return (
-        f"{size:,} bytes are more than a document may have: allow them by --max-document-megabytes, "
-        f"now {reading.most_bytes >> 20}"
+        f"{size:,} bytes exceed the size limit of a document: raise --max-document-megabytes, "
+        f"now {reading.max_bytes >> 20}"
     )
+
+
+def is_json_lines(path: Path) -> bool:
+    """Return whether a file contains JSON lines, judged by its suffix; compressed files do not count."""
+    return path.suffix.lower() in JSON_SUFFIXES

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from megatron_ladder.data.chat_template import ChatTemplate, Message, NotRendered
+from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, Message
 from megatron_ladder.generate.options import (
     LARGEST_PENALTY,
     LARGEST_REPETITION_PENALTY,
@@ -154,7 +154,7 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
         raise ApiError(400, "the model's tokenizer has no chat template; use /v1/completions")
     try:
         prompt = model.encode_chat(model.template.prompt([_message(message) for message in request.messages]))
-    except NotRendered as error:
+    except ChatTemplateError as error:
         raise ApiError(400, f"the chat template rejects these messages: {error}", "messages") from None
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:

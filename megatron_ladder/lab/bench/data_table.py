@@ -1,76 +1,66 @@
-"""What the data benchmark measures: a row of its table is a function, and this is what it takes and returns.
-
-A row of another file is registered in `lab/bench/data_rows.py`.
-"""
+"""The table of the data benchmark. A row is a function from a DataBenchmark to results."""
 
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ladder.lab.bench.paired import PairedTimes, measure
-
 
 @dataclass(frozen=True)
 class DataBenchmark:
-    """What a row may use."""
+    """Settings for a row."""
 
     folder: Path
-    """Exists and is empty but for what rows put there; it is deleted afterwards."""
+    """An existing directory for the files of the row, which is deleted afterwards."""
     rounds: int
-    """Rounds that count, of ways that are compared."""
+    """Measured rounds of the compared variants."""
     megabytes: int
-    """Size of the text that is tokenised, where a row does not say otherwise."""
+    """Size of the text to tokenise, unless a row has its own size."""
     report: Callable[[str], None]
-    """Takes a line that says what is being done."""
+    """Receives progress messages."""
 
 
 @dataclass(frozen=True)
 class DataResult:
-    """One figure beside its target."""
+    """A measured value and its target."""
 
     row: str
-    """Name of the row, as on the command line."""
+    """Name of the row on the command line."""
     case: str
-    """What was measured, in words."""
+    """Description of the measured case."""
     figure: float | None
-    """What was found; None if it could not be measured, and `note` says why."""
+    """The measured value; None if it could not be measured, for the reason in `note`."""
     unit: str
-    """Of the figure."""
+    """Unit of the value."""
     target: float | None
-    """What it is to reach; None if there is no target."""
+    """The target, or None."""
     at_most: bool = False
     """Whether the target is an upper bound."""
     spread: float | None = None
-    """Distance of the quartiles over the rounds."""
+    """Interquartile range over the rounds."""
     note: str = ""
-    """What else a reader should know."""
+    """Further information."""
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None if it cannot be said."""
+        """Whether the target is met; None if unknown."""
         if self.figure is None or self.target is None:
             return None
         return self.figure <= self.target if self.at_most else self.figure >= self.target
 
 
 DataRow = Callable[[DataBenchmark], Sequence[DataResult]]
-"""Measures, and returns a line of the table for each case."""
+"""Measures, and returns one line of the table per case."""
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process and of its children that have ended."""
+    """Return the user and system time of this process and of its children that have ended."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def measure_cpu(benchmark: DataBenchmark, ways: dict[str, Callable[[], object]]) -> PairedTimes:
-    """CPU seconds of every way, interleaved: a busy machine then disturbs all of them alike."""
-    return measure(ways, benchmark.rounds, clock=cpu_seconds)
-
-
 def table(results: Sequence[DataResult]) -> str:
-    """The results as a table in Markdown."""
+    """Return the results as a table in Markdown."""
     lines = ["| row | what | figure | spread | target | |", "|---|---|---|---|---|---|"]
     for result in results:
         figure = "-" if result.figure is None else f"{result.figure:,.3g} {result.unit}"

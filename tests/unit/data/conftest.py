@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, train_sentencepiece
+from megatron_ladder.data.tokenizer_training import train_sentencepiece
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 
 TEXT = Path(tokenizers.__file__).read_text() + Path(np.__file__).read_text()
 

@@ -10,9 +10,9 @@ from megatron_ladder.data.batches import (
     DocumentRules,
     GlobalBatchLoader,
     UnreadBatches,
-    make_micro_batches,
-    pack_rows,
-    unpack_rows,
+    _make_micro_batches,
+    _pack_rows,
+    _unpack_rows,
 )
 from megatron_ladder.data.samples import SampleRows
 from megatron_ladder.errors import UserError
@@ -34,7 +34,7 @@ def rows_with_ends(seed: int, count: int = 6, length: int = 15) -> SampleRows:
 @pytest.mark.parametrize("loss", [False, True])
 def test_ends_of_documents_mean_what_they_mean_in_megatron(positions: bool, attention: bool, loss: bool) -> None:
     rows = rows_with_ends(1)
-    batches = make_micro_batches(rows, DocumentRules(EOD, positions, attention, loss), 2)
+    batches = _make_micro_batches(rows, DocumentRules(EOD, positions, attention, loss), 2)
     assert len(batches) == 3
     for number, batch in enumerate(batches):
         both = torch.from_numpy(rows.tokens[2 * number : 2 * number + 2].astype(np.int64))
@@ -65,7 +65,7 @@ def seen(bounds: torch.Tensor, rows: int, length: int) -> torch.Tensor:
 
 def test_a_mask_of_the_data_and_one_of_ends_are_both_kept() -> None:
     rows = rows_with_ends(2)._replace(loss_mask=np.tile(np.arange(16) % 2, (6, 1)).astype(np.uint8))
-    (batch,) = make_micro_batches(rows, DocumentRules(EOD, eod_mask_loss=True), 6)
+    (batch,) = _make_micro_batches(rows, DocumentRules(EOD, eod_mask_loss=True), 6)
     # The label of place t is token t + 1.
     expected = ((torch.arange(15) + 1) % 2).float() * loss_mask_of(batch.tokens, EOD)
     assert batch.loss_mask is not None and torch.equal(batch.loss_mask, expected)
@@ -74,7 +74,7 @@ def test_a_mask_of_the_data_and_one_of_ends_are_both_kept() -> None:
 def test_marks_of_the_data_come_before_ends() -> None:
     rows = rows_with_ends(3)
     begins = np.random.default_rng(3).random(rows.tokens.shape) < 0.3
-    (batch,) = make_micro_batches(rows._replace(begins=begins), DocumentRules(EOD, True, True), 6)
+    (batch,) = _make_micro_batches(rows._replace(begins=begins), DocumentRules(EOD, True, True), 6)
     expected = sight_of(begins[:, :-1].tolist(), True, True)
     assert batch.positions is not None and torch.equal(batch.positions, expected.positions)
     assert batch.document_bounds is not None
@@ -86,7 +86,7 @@ def test_packed_rows_are_unpacked() -> None:
     tokens = random.integers(0, 2**31, (3, 5))
     mask, begins = random.integers(0, 2, (3, 5)).astype(np.uint8), random.random((3, 5)) < 0.5
     for rows in (SampleRows(tokens, m, b) for m in (None, mask) for b in (None, begins)):
-        for found, expected in zip(unpack_rows(pack_rows(rows), 3), rows, strict=True):
+        for found, expected in zip(_unpack_rows(_pack_rows(rows), 3), rows, strict=True):
             assert (found is None) == (expected is None)
             assert expected is None or np.array_equal(found, expected)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_ladder.config.data import DataConfig
-from megatron_ladder.data.blending import MOST_TURNS, BlendedSource, parse_blend, turns_of, whole_weights
+from megatron_ladder.data.blending import _MAX_TURNS, BlendedSource, _turns_of, _whole_weights, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
 from megatron_ladder.data.loader import OrderOptions, open_sources
-from megatron_ladder.data.paths import DataWords, find_data
+from megatron_ladder.data.paths import DataArguments, find_data
 from megatron_ladder.data.samples import SampleRows, SampleSource
 from megatron_ladder.errors import UserError
 
@@ -35,15 +35,15 @@ def test_no_data_set_is_a_sample_ahead_or_behind() -> None:
     generator = np.random.default_rng(0)
     cases = [generator.integers(1, 60, generator.integers(2, 8)).tolist() for _ in range(150)]
     for weights in [*cases, [1, 1], [1] * 9, [50] + [1] * 50, [999, 1], [3, 2]]:
-        turns = turns_of(weights).tolist()
+        turns = _turns_of(weights).tolist()
         assert [turns.count(i) for i in range(len(weights))] == weights
         assert largest_deviation(weights, turns) <= 1 - Fraction(1, 2 * len(weights) - 2), weights
 
 
 def test_turns_by_hand() -> None:
     # For two data sets each count is w n rounded, halves either way.
-    assert turns_of([3, 7]).tolist() == [1, 0, 1, 1, 0, 1, 1, 1, 0, 1]
-    assert turns_of([5]).tolist() == [0] * 5
+    assert _turns_of([3, 7]).tolist() == [1, 0, 1, 1, 0, 1, 1, 1, 0, 1]
+    assert _turns_of([5]).tolist() == [0] * 5
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def test_turns_by_hand() -> None:
     ],
 )
 def test_weights_become_whole_numbers(weights: str, expected: list[int]) -> None:
-    assert whole_weights([Fraction(word) for word in weights.split()]) == expected
+    assert _whole_weights([Fraction(word) for word in weights.split()]) == expected
 
 
 def test_weights_of_a_long_period_are_rounded() -> None:
     weights = [Fraction(123_456_789), Fraction(987_654_321), Fraction(1)]
-    whole = whole_weights(weights)
-    assert sum(whole) == MOST_TURNS and whole[2] == 1
+    whole = _whole_weights(weights)
+    assert sum(whole) == _MAX_TURNS and whole[2] == 1
     for given, rounded in zip(weights, whole, strict=True):
-        assert abs(given / sum(weights) - Fraction(rounded, MOST_TURNS)) < Fraction(2, MOST_TURNS)
+        assert abs(given / sum(weights) - Fraction(rounded, _MAX_TURNS)) < Fraction(2, _MAX_TURNS)
 
 
 def test_each_data_set_is_read_in_its_own_order_from_any_place(make_dataset: MakeDataset) -> None:
@@ -74,7 +74,7 @@ def test_each_data_set_is_read_in_its_own_order_from_any_place(make_dataset: Mak
     blend = BlendedSource(sources, [Fraction("0.3"), Fraction("0.7")])
     taken, expected = [0, 0], []
     for turn in [1, 0, 1, 1, 0, 1, 1, 1, 0, 1] * 6:
-        expected.append(sources[turn].sample(taken[turn]).tolist())
+        expected.append(sources[turn].samples(np.array([taken[turn]])).tokens[0].tolist())
         taken[turn] += 1
     numbers = np.random.default_rng(1).permutation(len(expected))
     rows = blend.samples(numbers)
@@ -116,24 +116,24 @@ def test_blends_that_are_none(words: str) -> None:
 
 def test_every_data_set_of_a_blend_is_cut(make_dataset: MakeDataset) -> None:
     a, b = make_dataset([10] * 10, "a").prefix, make_dataset([5] * 20, "b").prefix
-    sources = open_sources(DataWords(["2", str(a), "1", str(b)], (), (), ()), "8,2,0", ORDER)
+    sources = open_sources(DataArguments(["2", str(a), "1", str(b)], (), (), ()), "8,2,0", ORDER)
     assert [member.documents for member in sources.train.sources] == [range(8), range(16)]
     assert [member.documents for member in sources.valid.sources] == [range(8, 10), range(16, 20)]
     assert sources.train.weights == [2, 1] and sources.train.sources[0].shuffle and sources.test is None
     assert [one.prefix for one in sources.datasets] == [a, b]
     c = make_dataset([50], "c").prefix
-    unweighted = open_sources(DataWords([str(a), str(c)], (), (), ()), "1", ORDER).train
+    unweighted = open_sources(DataArguments([str(a), str(c)], (), (), ()), "1", ORDER).train
     assert [len(member) for member in unweighted.sources] == [24, 12] and unweighted.weights == [2, 1]
 
 
 def test_all_mistakes_of_a_blend_are_told(make_dataset: MakeDataset, tmp_path: Path) -> None:
     good, short = make_dataset([50], "good").prefix, make_dataset([2], "short").prefix
-    words = DataWords((), ["1", str(good), "1", f"{tmp_path}/x"], ["1", f"{tmp_path}/y", "2"], ())
+    words = DataArguments((), ["1", str(good), "1", f"{tmp_path}/x"], ["1", f"{tmp_path}/y", "2"], ())
     with pytest.raises(UserError) as raised:
         open_sources(words, "1", ORDER)
-    assert len(raised.value.mistakes) == 2 and "weight before each" in raised.value.mistakes[0]
+    assert len(raised.value.messages) == 2 and "weight before each" in raised.value.messages[0]
     with pytest.raises(UserError, match=r"short: the train part \(1 documents\) has 2 tokens"):
-        open_sources(DataWords([str(good), str(short)], (), (), ()), "1", ORDER)
+        open_sources(DataArguments([str(good), str(short)], (), (), ()), "1", ORDER)
 
 
 def test_files_that_stand_for_flags(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_files_that_stand_for_flags(tmp_path: Path) -> None:
     assert find_data(DataConfig(data_args_path=tmp_path / "words")).data_path == ["0.3", "a", "0.7", "b"]
     (tmp_path / "parts").write_text(json.dumps({"train": [0.5, "a", "1", "b"], "valid": "v w", "test": None}))
     found = find_data(DataConfig(per_split_data_args_path=tmp_path / "parts"))
-    assert found == DataWords([], ["0.5", "a", "1", "b"], ["v", "w"], [])
+    assert found == DataArguments([], ["0.5", "a", "1", "b"], ["v", "w"], [])
     given = DataConfig(data_path=(Path("0.3"), Path("x/a")), valid_data_path=(Path("v"),))
-    assert find_data(given) == DataWords(["0.3", "x/a"], [], ["v"], [])
+    assert find_data(given) == DataArguments(["0.3", "x/a"], [], ["v"], [])
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"trian": "a"}', '{"train": 1}', '{"train": [["a"]]}'])
@@ -160,4 +160,4 @@ def test_a_file_and_the_flag_it_stands_for(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(UserError) as raised:
         find_data(both)
-    assert len(raised.value.mistakes) == 4
+    assert len(raised.value.messages) == 4

@@ -15,7 +15,7 @@ import transformers
 
 from megatron_ladder.cli import preprocess_data
 from megatron_ladder.data.chat import Conversation, ConversationEncoder, chat_task, read_messages
-from megatron_ladder.data.chat_template import ChatTemplate, NotRendered
+from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.reading.protocol import Reading
@@ -118,7 +118,7 @@ def test_a_template_without_tokens_for_turns_keeps_all_that_it_writes() -> None:
 def test_a_template_that_rewrites_earlier_messages_is_refused() -> None:
     template = ChatTemplate(THINKING, {}, "here")
     messages = [*MESSAGES[:2], {"role": "assistant", "content": "<think>x</think>y"}, *MESSAGES[3:]]
-    with pytest.raises(NotRendered, match=r"put {% generation %} and {% endgeneration %} around"):
+    with pytest.raises(ChatTemplateError, match=r"put {% generation %} and {% endgeneration %} around"):
         template.render(messages)
 
 
@@ -132,7 +132,7 @@ def test_a_template_that_rewrites_earlier_messages_is_refused() -> None:
     ],
 )
 def test_a_template_runs_in_a_sandbox(source: str, error: str) -> None:
-    with pytest.raises(NotRendered, match=error):
+    with pytest.raises(ChatTemplateError, match=error):
         ChatTemplate(source, {}, "here").render(MESSAGES)
 
 
@@ -140,7 +140,7 @@ def test_where_templates_are_kept(folder: Path, tmp_path: Path) -> None:
     def source(given: Path | None = None) -> str:
         return ConversationEncoder(HuggingFaceTokenizer(folder), given).template.source
 
-    with pytest.raises(UserError, match="--chat: .* has no chat template .* give one by --chat-template FILE"):
+    with pytest.raises(UserError, match="--chat: .* has no chat template .* pass one with --chat-template FILE"):
         source()
     configure(folder, chat_template="in the configuration")
     assert source() == "in the configuration"
@@ -172,16 +172,16 @@ def test_records_with_an_instruction() -> None:
 @pytest.mark.parametrize(
     ("keys", "values", "error"),
     [
-        (["a", "b"], [1, "x"], "a text expected under 'a', a int found"),
-        (["a", "b"], ["x", None], "a text expected under 'b', a NoneType found"),
-        (["a", "b", "c"], ["x", 1, "y"], "a text expected under 'b', a int found"),
-        (["messages"], [[]], "a list of messages expected under 'messages'"),
-        (["messages"], [["a"]], r"messages\[0\]: an object with a 'role' expected"),
-        (["messages"], [[{"role": "user", "content": 3}]], r"messages\[0\]: a text expected under 'content', a int"),
+        (["a", "b"], [1, "x"], "expected a text under 'a', found int"),
+        (["a", "b"], ["x", None], "expected a text under 'b', found NoneType"),
+        (["a", "b", "c"], ["x", 1, "y"], "expected a text under 'b', found int"),
+        (["messages"], [[]], "expected a list of messages under 'messages'"),
+        (["messages"], [["a"]], r"messages\[0\]: expected an object with a 'role'"),
+        (["messages"], [[{"role": "user", "content": 3}]], r"messages\[0\]: expected a text under 'content'"),
     ],
 )
 def test_records_without_a_conversation(keys: list[str], values: list[Any], error: str) -> None:
-    with pytest.raises(NotRendered, match=error):
+    with pytest.raises(ChatTemplateError, match=error):
         read_messages(keys, values)
 
 
@@ -232,7 +232,7 @@ def test_preprocessing_conversations(folder: Path, tmp_path: Path) -> None:
     assert documents_of(prefix) == expected
     sidecar = read_sidecar(prefix)
     assert sidecar is not None and sidecar.conversations and sidecar.documents == 4
-    assert verify(prefix)[-1] == "verified: checksum of the loss mask is that of the sidecar"
+    assert verify(prefix)[-1] == "verified: the checksum of the loss mask equals that in the sidecar"
     preprocess_data.main([*command, "--append-eod"])
     assert documents_of(prefix) == [([*ids, 3], [*mask, 0]) for ids, mask in expected]
 
@@ -261,7 +261,7 @@ def test_a_conversation_that_the_template_does_not_take_is_named(
         "instruction", "output", "--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(folder),
         "--chat-template", str(tmp_path / "template"),
     ]  # fmt: skip
-    with pytest.raises(UserError, match=r"a\.jsonl:4: .*template does not take it: no nn"):
+    with pytest.raises(UserError, match=r"a\.jsonl:4: .*rejects it: no nn"):
         preprocess_data.main(command)
     assert not list(tmp_path.glob("out*"))
     preprocess_data.main([*command, "--skip-bad-lines", "1"])
@@ -279,5 +279,5 @@ def test_flags_of_conversations_that_contradict(folder: Path, tmp_path: Path) ->
 
 
 def test_sentencepiece_has_no_special_tokens_in_a_text(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
-    with pytest.raises(UserError, match="--chat: --tokenizer-type SentencePieceTokenizer does not know special tokens"):
+    with pytest.raises(UserError, match="--chat: --tokenizer-type SentencePieceTokenizer does not recognise"):
         ConversationEncoder(sentencepiece_tokenizer)

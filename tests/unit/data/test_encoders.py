@@ -12,13 +12,15 @@ import sentencepiece
 import tokenizers
 from numpy.typing import NDArray
 
-from megatron_ladder.data import encoding
-from megatron_ladder.data.encoders import choose, with_gigatoken
-from megatron_ladder.data.encoders.byte_pairs import byte_alphabet, read_byte_pairs
-from megatron_ladder.data.encoders.choose import HARD_TEXTS, choose_encoder, make_encoder
-from megatron_ladder.data.encoders.protocol import NotExpressible
-from megatron_ladder.data.encoders.with_gigatoken import GigatokenEncoder
-from megatron_ladder.data.encoding import join
+from megatron_ladder.data import encoders, encoding
+from megatron_ladder.data.encoders import (
+    _HARD_TEXTS,
+    UnsupportedTokenizerError,
+    _GigatokenEncoder,
+    choose_encoder,
+    make_encoder,
+)
+from megatron_ladder.data.encoding import _join
 from megatron_ladder.data.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -36,7 +38,7 @@ RANGES = [(0, 33), (32, 127), (32, 127), (0x80, 0x500), (0x2000, 0x2100), (0x4E0
 RANDOM_TEXTS = [
     "".join(chr(RANDOM.integers(*RANGES[place])) for place in RANDOM.integers(len(RANGES), size=40)) for _ in range(300)
 ]
-TEXTS = [*HARD_TEXTS, *RANDOM_TEXTS, Path(tokenizers.__file__).read_text(), Path(np.__file__).read_text()]
+TEXTS = [*_HARD_TEXTS, *RANDOM_TEXTS, Path(tokenizers.__file__).read_text(), Path(np.__file__).read_text()]
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -59,18 +61,15 @@ def split_by(pattern: str) -> Change:
     return change
 
 
-@pytest.mark.parametrize("library", ["gigatoken", "tiktoken"])
 @pytest.mark.parametrize("change", [lambda values: None, split_by(LLAMA3_PATTERN)], ids=["gpt2", "llama3"])
-def test_faster_libraries_give_the_ids_of_tokenizers(
-    hugging_face_directory: Path, tmp_path: Path, library: str, change: Change
-) -> None:
+def test_gigatoken_gives_the_ids_of_tokenizers(hugging_face_directory: Path, tmp_path: Path, change: Change) -> None:
     tokenizer = changed(hugging_face_directory, tmp_path, change)
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     expected = [plain.encode(text, add_special_tokens=False).ids for text in TEXTS]
-    encoder = make_encoder(tokenizer, library)
+    encoder = make_encoder(tokenizer, "gigatoken")
     assert [ids.tolist() for ids in encoder.encode(TEXTS)] == expected
-    choice = choose_encoder(tokenizer, library, TEXTS)
-    assert choice.encoder.library == library and "its ids are those of tokenizers" in choice.sentence
+    choice = choose_encoder(tokenizer, "auto", TEXTS)
+    assert choice.encoder.library == "gigatoken" and "its ids equal those of tokenizers" in choice.sentence
 
 
 def test_gigatoken_gives_the_ids_of_sentencepiece(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
@@ -90,37 +89,11 @@ def test_no_merge_makes_a_control_piece(tmp_path: Path) -> None:
     )  # fmt: skip
     (tmp_path / "m.model").write_bytes(model.getvalue())
     tokenizer = SentencePieceTokenizer(tmp_path / "m.model")
-    values = json.loads(with_gigatoken._sentencepiece_json(tokenizer))
+    values = json.loads(encoders._sentencepiece_json(tokenizer))
     assert {"<", "s>", "0x41>"} <= set(values["model"]["vocab"])
     made = {left + right for left, right in values["model"]["merges"]}
     assert not made & {"<s>", "</s>", "<unk>", "<0x41>"}
     assert [token["content"] for token in values["added_tokens"]] == ["s>", "0x41>"]
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda values: values.update(normalizer={"type": "NFC"}), "it has a normalizer"),
-        (lambda values: values["added_tokens"][0].update(lstrip=True), "'<|pad|>' takes in what is around it"),
-        (lambda values: values["pre_tokenizer"].update(add_prefix_space=True), "without a prefix"),
-        (lambda values: values["model"]["merges"].reverse(), "not in the order of their ids"),
-        (lambda values: values["model"]["merges"].pop(), "tokens that no merge makes"),
-        (lambda values: values["model"].update(continuing_subword_prefix="##"), "continuing_subword_prefix"),
-        (lambda values: values["model"]["vocab"].pop("a"), "lacks some of the 256 bytes"),
-        (lambda values: values["model"].update(type="Unigram"), "is Unigram, not BPE"),
-    ],
-)
-def test_what_tiktoken_has_no_place_for(hugging_face_directory: Path, change: Change, reason: str) -> None:
-    values = json.loads((hugging_face_directory / "tokenizer.json").read_text())
-    change(values)
-    with pytest.raises(NotExpressible, match=reason.replace("|", r"\|")):
-        read_byte_pairs(json.dumps(values))
-
-
-def test_the_alphabet_is_that_of_the_library() -> None:
-    assert set(byte_alphabet()) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    assert {byte_alphabet()[character] for character in "!~¡ÿ"} == {0x21, 0x7E, 0xA1, 0xFF}
-    assert byte_alphabet()["Ġ"] == 0x20 and byte_alphabet()["Ċ"] == 0x0A
 
 
 class Wrong:
@@ -135,52 +108,43 @@ class Wrong:
         return [np.array(self._tokenizer.encode(text)) + (text == "rare") for text in texts]
 
 
-class Missing:
-    library = "tiktoken"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        raise NotExpressible("not installed (pip install tiktoken)")
-
-
-def test_other_ids_fall_back_with_a_sentence(
+def test_different_ids_fall_back_to_the_reference(
     hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(choose.FASTER, HuggingFaceTokenizer.kind, (Wrong, Missing))
+    monkeypatch.setitem(encoders._FASTER, HuggingFaceTokenizer.kind, Wrong)
     assert choose_encoder(hugging_face_tokenizer, "auto", ["common"]).encoder.library == "gigatoken"
     choice = choose_encoder(hugging_face_tokenizer, "auto", ["common", "rare"])
     assert choice.encoder.library == "tokenizers"
-    assert choice.sentence == (
-        "tokenizers does the work (gigatoken: other ids than tokenizers for 'rare'; tiktoken: not installed "
-        "(pip install tiktoken))"
-    )
-    with pytest.raises(UserError, match="--tokenizer-library gigatoken: other ids than tokenizers for 'rare'"):
+    assert choice.sentence == "tokenizers encodes (gigatoken: its ids differ from those of tokenizers for 'rare')"
+    with pytest.raises(UserError, match="--tokenizer-library gigatoken: its ids differ from those of tokenizers"):
         choose_encoder(hugging_face_tokenizer, "gigatoken", ["rare"])
     assert choose_encoder(hugging_face_tokenizer, "tokenizers", ["rare"]).encoder.library == "tokenizers"
 
 
-def test_a_library_that_knows_nothing_of_a_tokenizer(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
-    with pytest.raises(UserError, match="--tokenizer-library tiktoken: knows nothing of a SentencePieceTokenizer"):
-        choose_encoder(sentencepiece_tokenizer, "tiktoken", [])
-    assert choose_encoder(ByteTokenizer(), "auto", []).sentence == "ByteTokenizer does the work"
+def test_a_library_that_does_not_support_a_tokenizer(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
+    with pytest.raises(UserError, match="--tokenizer-library tokenizers: does not support SentencePieceTokenizer"):
+        choose_encoder(sentencepiece_tokenizer, "tokenizers", [])
+    assert choose_encoder(ByteTokenizer(), "auto", []).sentence == "ByteTokenizer encodes"
 
 
-@pytest.mark.parametrize("library", ["gigatoken", "tiktoken"])
-def test_a_missing_library(
-    library: str, hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
+def test_a_missing_library_falls_back_to_the_reference(
+    hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(NotExpressible, match=rf"not installed \(pip install {library}"):
-        make_encoder(hugging_face_tokenizer, library)
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    with pytest.raises(UnsupportedTokenizerError, match=r"not installed \(pip install gigatoken"):
+        make_encoder(hugging_face_tokenizer, "gigatoken")
+    choice = choose_encoder(hugging_face_tokenizer, "auto", TEXTS)
+    assert choice.encoder.library == "tokenizers" and "tokenizers encodes (gigatoken: not installed" in choice.sentence
 
 
 def test_the_memory_of_words_is_bounded(
     hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(with_gigatoken, "CHECK_CHARACTERS", 1000)
-    encoder = GigatokenEncoder(hugging_face_tokenizer)
+    monkeypatch.setattr(encoders, "_CHECK_CHARACTERS", 1000)
+    encoder = _GigatokenEncoder(hugging_face_tokenizer)
     loads: list[int] = []
-    begin = encoder._begin_anew
-    monkeypatch.setattr(encoder, "_begin_anew", lambda: (loads.append(1), begin()))
+    begin = encoder._load
+    monkeypatch.setattr(encoder, "_load", lambda: (loads.append(1), begin()))
     resident = [0]
 
     class Memory:
@@ -191,20 +155,20 @@ def test_the_memory_of_words_is_bounded(
     begin()
     expected = next(encoder.encode(["word " * 300])).tolist()
     assert not loads
-    resident[0] = with_gigatoken.CACHE_BYTES + 1
+    resident[0] = encoders._CACHE_BYTES + 1
     assert next(encoder.encode(["word " * 300])).tolist() == expected and len(loads) == 1
     assert next(encoder.encode(["word " * 300])).tolist() == expected and len(loads) == 1
 
 
 def test_documents_are_joined_with_their_ends() -> None:
     documents = [np.array(ids, np.uint32) for ids in ([5, 6], [], [7])]
-    joined = join(documents, 9, np.dtype("<u2"))
+    joined = _join(documents, 9, np.dtype("<u2"))
     assert (joined.token_ids.tolist(), joined.lengths.tolist(), joined.largest_id) == ([5, 6, 9, 7, 9], [3, 2], 9)
     assert joined.token_ids.dtype == np.dtype("<u2")
-    assert join(documents, None, np.dtype("<i4")).token_ids.tolist() == [5, 6, 7]
-    assert join(documents[1:2], 9, np.dtype("<u2")).lengths.tolist() == []
+    assert _join(documents, None, np.dtype("<i4")).token_ids.tolist() == [5, 6, 7]
+    assert _join(documents[1:2], 9, np.dtype("<u2")).lengths.tolist() == []
     with pytest.raises(ValueError, match="token id 70000 does not fit uint16"):
-        join([np.array([70_000], np.uint32)], None, np.dtype("<u2"))
+        _join([np.array([70_000], np.uint32)], None, np.dtype("<u2"))
 
 
 @pytest.mark.parametrize("end", [None, 9])
@@ -214,12 +178,12 @@ def test_documents_are_joined_in_blocks(
     monkeypatch: pytest.MonkeyPatch, end: int | None, dtype: str, last: int
 ) -> None:
     """With lengths from nothing to several blocks, that end in a block, at its border and one behind."""
-    monkeypatch.setattr(encoding, "BLOCK_TOKENS", 8)
+    monkeypatch.setattr(encoding, "_BLOCK_TOKENS", 8)
     lengths = [3, 4, 0, 7, 1, 8, 6, 30, 16, 1, 1, 1, 1, 1, last]
     whole = np.random.default_rng(last).integers(0, 60_000, sum(lengths), np.uint32)
     documents = np.split(whole, np.cumsum(lengths)[:-1])
     expected = [token for ids in documents if len(ids) for token in (*ids.tolist(), *([] if end is None else [end]))]
-    joined = join(iter(documents), end, np.dtype(dtype))
+    joined = _join(iter(documents), end, np.dtype(dtype))
     assert joined.token_ids.tolist() == expected and joined.token_ids.dtype == np.dtype(dtype)
     assert joined.lengths.tolist() == [length + (end is not None) for length in lengths if length]
     assert joined.lengths.dtype == np.int32 and joined.largest_id == max(expected)
@@ -229,15 +193,15 @@ def test_documents_are_joined_in_blocks(
 def test_the_largest_id_of_a_type_fits_and_no_other(
     monkeypatch: pytest.MonkeyPatch, dtype: str, most: int
 ) -> None:
-    monkeypatch.setattr(encoding, "BLOCK_TOKENS", 8)
+    monkeypatch.setattr(encoding, "_BLOCK_TOKENS", 8)
     for place in (0, 7, 8, 20):
         ids = np.arange(21, dtype=np.uint32)
         ids[place] = most
-        joined = join([ids], None, np.dtype(dtype))
+        joined = _join([ids], None, np.dtype(dtype))
         assert joined.token_ids.tolist() == ids.tolist() and joined.largest_id == most
         ids[place] += 1
         with pytest.raises(ValueError, match=f"token id {most + 1} does not fit"):
-            join([ids], None, np.dtype(dtype))
+            _join([ids], None, np.dtype(dtype))
 
 
 def test_ids_are_freed_document_by_document() -> None:
@@ -251,4 +215,4 @@ def test_ids_are_freed_document_by_document() -> None:
             del ids
             assert sum(ref() is not None for ref in alive) <= 1
 
-    assert join(encoded(), None, np.dtype("<u2")).lengths.tolist() == list(range(1, 9))
+    assert _join(encoded(), None, np.dtype("<u2")).lengths.tolist() == list(range(1, 9))

@@ -16,10 +16,10 @@ import pyarrow.parquet
 import pytest
 import requests
 
-from megatron_ladder.data.encoders.choose import Choice, choose_encoder
+from megatron_ladder.data.encoders import EncoderChoice, choose_encoder
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.partial import Partial
-from megatron_ladder.data.preprocess import Place, PreprocessOptions, preprocess, run_task, text_task
+from megatron_ladder.data.preprocess import PreprocessOptions, _InputPosition, _text_task, preprocess, run_task
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizers import ByteTokenizer
@@ -27,19 +27,19 @@ from megatron_ladder.errors import ExitCode, UserError, exit_code_of
 
 TEXTS = [f"document {number} of some" for number in range(3000)]
 HUB = "hf://nobody/texts"
-KEPT = "the same command goes on; what is in"
+KEPT = "run the same command again to resume;"
 
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("files.SPAN_BYTES", "streams.SPAN_BYTES", "find.GROUP_BYTES", "parquet.GROUP_BYTES"):
+    for name in ("files.SPAN_BYTES", "find.GROUP_BYTES", "parquet.GROUP_BYTES"):
         monkeypatch.setattr(f"megatron_ladder.data.reading.{name}", 2000)
-    monkeypatch.setattr("megatron_ladder.data.preprocess.COMMIT_SECONDS", 0)
+    monkeypatch.setattr("megatron_ladder.data.preprocess._COMMIT_SECONDS", 0)
 
 
 def run(folder: Path, inputs: Sequence[Path | str], told: list[str], **reading: int) -> list[str]:
     """Preprocesses bytes, and returns the documents; what is reported goes to `told`."""
-    options = PreprocessOptions(report=told.append, show_progress=lambda line: None)
+    options = PreprocessOptions(report=told.append)
     preprocess(inputs, folder / "out", ByteTokenizer(), False, Reading(**reading), options)
     dataset = IndexedDataset(folder / "out_text_document")
     return [bytes(dataset.document(number).tolist()).decode() for number in range(len(dataset))]
@@ -105,13 +105,13 @@ def test_a_network_that_fails_costs_no_progress(tmp_path: Path, hub: Hub) -> Non
     hub.fails_to_open = hub.fails_to_read = None
     told.clear()
     assert run(tmp_path, [HUB], told) == TEXTS
-    assert any(line.startswith("going on behind") for line in told)
+    assert any(line.startswith("resuming after") for line in told)
 
 
 def test_a_hub_that_is_opened_with_the_work_at_hand_costs_no_progress(tmp_path: Path, hub: Hub) -> None:
     """As for conversations, of which nothing is compared before."""
     options, tokenizer = PreprocessOptions(report=lambda line: None), ByteTokenizer()
-    task = text_task(tokenizer, [], Reading(), False, options)
+    task = _text_task(tokenizer, [], Reading(), False, options)
 
     def attempt() -> None:
         run_task(find_sources([HUB], Reading()), tmp_path / "out", tokenizer, task, options)
@@ -149,7 +149,7 @@ def test_a_mistake_that_is_not_the_inputs_keeps_what_was_done(tmp_path: Path, hu
         run(tmp_path, [HUB], told)
     assert KEPT in told[-1]
     hub.fails_to_read = None
-    assert run(tmp_path, [HUB], told) == TEXTS and any(line.startswith("going on behind") for line in told)
+    assert run(tmp_path, [HUB], told) == TEXTS and any(line.startswith("resuming after") for line in told)
 
 
 def test_a_compressed_file_that_cannot_be_read_on_costs_no_progress(
@@ -170,7 +170,7 @@ def test_a_compressed_file_that_cannot_be_read_on_costs_no_progress(
         with pytest.raises(RuntimeError, match=r"a\.jsonl\.gz: Stale file handle"):
             run(tmp_path, [path], told)
     assert KEPT in told[-1]
-    assert run(tmp_path, [path], told) == TEXTS and any(line.startswith("going on behind") for line in told)
+    assert run(tmp_path, [path], told) == TEXTS and any(line.startswith("resuming after") for line in told)
 
 
 def test_a_damaged_row_group_leaves_nothing(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_rows_that_are_not_utf8_can_be_skipped(tmp_path: Path) -> None:
     told: list[str] = []
     with pytest.raises(UserError, match=r"a\.parquet: row 1500: byte 0xff under 'text' is not UTF-8"):
         run(tmp_path, [tmp_path / "a.parquet"], told)
-    assert run(tmp_path, [tmp_path / "a.parquet"], told, most_bad=1) == TEXTS[:1500] + TEXTS[1501:]
+    assert run(tmp_path, [tmp_path / "a.parquet"], told, max_bad=1) == TEXTS[:1500] + TEXTS[1501:]
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSYS, errno.ENOLCK])
@@ -210,7 +210,7 @@ def test_a_file_system_that_does_not_lock_is_no_error(
     monkeypatch.setattr(fcntl, "flock", refuse)
     told: list[str] = []
     assert run(tmp_path, [write_lines(tmp_path / "a.jsonl", TEXTS[:9])], told) == TEXTS[:9]
-    assert any(f"this file system does not lock ({os.strerror(reason)})" in line for line in told)
+    assert any(f"this file system has no locks ({os.strerror(reason)})" in line for line in told)
 
 
 def test_inputs_that_can_be_read_once_are_compared_too(
@@ -218,7 +218,7 @@ def test_inputs_that_can_be_read_once_are_compared_too(
 ) -> None:
     compared: list[str] = []
 
-    def watched(tokenizer: Any, library: Any, texts: list[str]) -> Choice:
+    def watched(tokenizer: Any, library: Any, texts: list[str]) -> EncoderChoice:
         assert not (tmp_path / ".out.partial").exists()
         compared.extend(texts)
         return choose_encoder(tokenizer, library, texts)
@@ -237,20 +237,20 @@ def test_the_journal_does_not_repeat_what_was_skipped(tmp_path: Path, monkeypatc
     lines = path.read_bytes().split(b"\n")
     lines[::3] = [b"oops"] * len(lines[::3])
     path.write_bytes(b"\n".join(lines))
-    take, stop_at = Place.take, [10]
+    take, stop_at = _InputPosition.advance, [10]
 
-    def interrupted(self: Place, *arguments: Any) -> list[str]:
+    def interrupted(self: _InputPosition, *arguments: Any) -> list[str]:
         told = take(self, *arguments)
         if self.groups == stop_at[0]:
             raise KeyboardInterrupt
         return told
 
-    monkeypatch.setattr(Place, "take", interrupted)
+    monkeypatch.setattr(_InputPosition, "advance", interrupted)
     folder = tmp_path / ".out.partial"
     for stopped in (10, 20):
         stop_at[0] = stopped
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, [path], [], most_bad=2000)
+            run(tmp_path, [path], [], max_bad=2000)
         journal = (folder / "journal").read_bytes()
         assert b"oops" not in journal and b"not JSON" not in journal and len(journal) < 600 * stopped
         skipped = (folder / "skipped").read_text().splitlines()
@@ -260,8 +260,8 @@ def test_the_journal_does_not_repeat_what_was_skipped(tmp_path: Path, monkeypatc
     (folder / "skipped").write_text("other lines")
     stop_at[0] = -1
     told: list[str] = []
-    assert run(tmp_path, [path], told, most_bad=2000) == [text for place, text in enumerate(TEXTS) if place % 3]
-    assert any("is damaged: starting anew" in line for line in told)
+    assert run(tmp_path, [path], told, max_bad=2000) == [text for place, text in enumerate(TEXTS) if place % 3]
+    assert any("are damaged: starting from scratch" in line for line in told)
 
 
 def test_a_mistake_before_anything_is_done_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

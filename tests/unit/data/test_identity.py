@@ -12,7 +12,7 @@ import numpy as np
 from megatron_ladder.data.identity import data_changes, describe_training
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.loader import OrderOptions, open_sources
-from megatron_ladder.data.paths import DataWords
+from megatron_ladder.data.paths import DataArguments
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 
 MakeDataset = Callable[..., IndexedDataset]
@@ -22,7 +22,7 @@ LENGTHS = [7, 30, 2, 60]
 def describe(*words: object, split: str = "1", megatron_samples: int | None = None) -> dict[str, Any]:
     """As it comes back from a checkpoint."""
     order = OrderOptions(4, 1, None, megatron_samples)
-    sources = open_sources(DataWords(list(map(str, words)), (), (), ()), split, order, ["train"])
+    sources = open_sources(DataArguments(list(map(str, words)), (), (), ()), split, order, ["train"])
     assert sources.train is not None
     described: dict[str, Any] = json.loads(json.dumps(describe_training(sources.train, "ab")))
     return described

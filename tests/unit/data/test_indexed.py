@@ -76,7 +76,7 @@ def test_every_type_of_megatrons(tmp_path: Path, name: str) -> None:
     idx, data = bytes.fromhex(f"{HEAD} {code} {TAIL} {offsets} {DOCUMENTS}"), bytes.fromhex(tokens)
     prefix = put(tmp_path / "fixture", idx, data)
     if name.startswith("float"):
-        with pytest.raises(UserError, match=rf"fixture\.idx: holds {name}, which no token id is"):
+        with pytest.raises(UserError, match=rf"fixture\.idx: contains {name}, expected integers"):
             IndexedDataset(prefix)
         return
     read = IndexedDataset(prefix)
@@ -157,7 +157,7 @@ def test_lengths_and_offsets_must_agree(tmp_path: Path) -> None:
 
 def test_empty_data_set_is_refused(tmp_path: Path) -> None:
     idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 1) + struct.pack("<q", 0)
-    with pytest.raises(UserError, match="holds no token"):
+    with pytest.raises(UserError, match="has no token"):
         IndexedDataset(put(tmp_path / "empty", idx, b""))
 
 
@@ -168,7 +168,7 @@ def test_missing_data_set_names_its_neighbours(tmp_path: Path) -> None:
             IndexedDataset(tmp_path / given)
     with pytest.raises(UserError, match=r"other\.idx: no such file"):
         IndexedDataset(tmp_path / "other")
-    with pytest.raises(UserError, match="folder"):
+    with pytest.raises(UserError, match="is a directory: give the path"):
         IndexedDataset(Path("."))
 
 

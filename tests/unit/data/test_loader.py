@@ -2,13 +2,14 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader
 from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
 from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_sources
-from megatron_ladder.data.paths import DataWords
+from megatron_ladder.data.paths import DataArguments
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
@@ -21,9 +22,9 @@ GLOBAL_BATCH = 12
 ORDER = OrderOptions(SEQ_LENGTH, seed=1)
 
 
-def shared(*words: object) -> DataWords:
+def shared(*words: object) -> DataArguments:
     """What --data-path names."""
-    return DataWords(list(map(str, words)), (), (), ())
+    return DataArguments(list(map(str, words)), (), (), ())
 
 
 def source_of(make_dataset: MakeDataset) -> SampleSource:
@@ -54,7 +55,7 @@ def global_batch(source: SampleSource, micro: int, size: int, consumed: int) -> 
 def test_a_global_batch_does_not_depend_on_the_layout(make_dataset: MakeDataset, consumed: int) -> None:
     source = source_of(make_dataset)
     assert len(source) == 24
-    expected = [source.sample(number).tolist() for number in range(consumed, consumed + GLOBAL_BATCH)]
+    expected = source.samples(np.arange(consumed, consumed + GLOBAL_BATCH)).tokens.tolist()
     for micro, size in ((1, 1), (12, 1), (4, 3), (1, 12), (2, 3), (3, 2), (6, 2), (1, 4)):
         assert global_batch(source, micro, size, consumed).tolist() == expected
 
@@ -108,12 +109,12 @@ def test_one_data_set_cut_in_three(make_dataset: MakeDataset) -> None:
     assert sources.train is not None and sources.valid is not None and sources.test is None
     assert (sources.train.documents, sources.train.shuffle) == (range(8), True)
     assert (sources.valid.documents, sources.valid.shuffle) == (range(8, 10), False)
-    assert sources.valid.sample(0).tolist() == [80, 81, 82, 83, 84]
+    assert sources.valid.samples(np.array([0])).tokens[0].tolist() == [80, 81, 82, 83, 84]
 
 
 def test_a_data_set_for_each_part(make_dataset: MakeDataset) -> None:
     train, valid = make_dataset([50], "t").prefix, make_dataset([20], "v").prefix
-    sources = open_sources(DataWords((), [str(train)], [str(valid)], ()), "969,30,1", ORDER)
+    sources = open_sources(DataArguments((), [str(train)], [str(valid)], ()), "969,30,1", ORDER)
     assert sources.train is not None and sources.train.tokens == 50
     assert sources.valid is not None and sources.valid.tokens == 20
     assert sources.test is None
@@ -132,10 +133,10 @@ def test_paths_that_contradict_each_other(make_dataset: MakeDataset) -> None:
         (((), (), (), ()), "--data-path is required"),
         (((), (), [prefix], ()), "--data-path is required"),
         (([prefix], [prefix], (), ()), "--data-path .* excludes --train-data-path"),
-        (((), ["1", "a", "b"], (), ()), "--train-data-path 1 a b: expected paths alone, or a weight before each"),
+        (((), ["1", "a", "b"], (), ()), "--train-data-path 1 a b: expected paths only, or a weight before each"),
     ):
         with pytest.raises(UserError, match=found):
-            open_sources(DataWords(*([str(path) for path in words] for words in paths)), "1,0,0", ORDER)
+            open_sources(DataArguments(*([str(path) for path in words] for words in paths)), "1,0,0", ORDER)
     with pytest.raises(UserError, match="--split 0,1,0 leaves no document"):
         open_sources(shared(prefix), "0,1,0", ORDER)
 
@@ -167,5 +168,5 @@ def test_sidecar_of_a_later_program_and_no_sidecar(make_dataset: MakeDataset) ->
     assert read_sidecar(prefix) == sidecar
     for text in (json.dumps(values | {"format_version": 2}), "{", "[]", '{"format_version": 1}'):
         sidecar_path(prefix).write_text(text)
-        with pytest.raises(UserError, match=r"numbers\.json: (format version|not the description)"):
+        with pytest.raises(UserError, match=r"numbers\.json: (found format version|not the sidecar)"):
             read_sidecar(prefix)

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
 from megatron_ladder.data.loader import OrderOptions, open_sources
-from megatron_ladder.data.megatron_order import MegatronSource, greedy_turns, split_sequences
-from megatron_ladder.data.paths import DataWords
+from megatron_ladder.data.megatron_order import _greedy_turns, _MegatronSource, split_sequences
+from megatron_ladder.data.paths import DataArguments
 from megatron_ladder.errors import UserError
 
 MakeDataset = Callable[..., IndexedDataset]
@@ -52,7 +52,7 @@ def run_by_hand(lengths: list[int], first_token: int, samples: int | None) -> li
 
 def test_one_epoch_in_numbers(make_dataset: MakeDataset) -> None:
     # np.random.RandomState(42) shuffles 0..5 and then 0..4 so, int32 and uint32 as in Megatron.
-    order = MegatronSource(make_dataset([4] * 6), range(6), SEQ_LENGTH, 42, 5)._order_of(0)
+    order = _MegatronSource(make_dataset([4] * 6), range(6), SEQ_LENGTH, 42, 5)._order_of(0)
     assert order.documents.tolist() == [0, 1, 5, 2, 4, 3]
     assert order.samples.tolist() == [3, 1, 2, 0, 4]
 
@@ -65,7 +65,7 @@ def test_one_epoch_in_numbers(make_dataset: MakeDataset) -> None:
 def test_runs_of_several_lengths(make_dataset: MakeDataset, samples: int | None, epochs: int, is_apart: bool) -> None:
     # 49 tokens: 12 samples an epoch; after E - 1 epochs (49 (E - 1) - 1) // 4; the threshold is int(0.8 x 12) = 9
     # samples wanted of the last epoch.
-    source = MegatronSource(make_dataset(LENGTHS), range(8), SEQ_LENGTH, SEED, samples)
+    source = _MegatronSource(make_dataset(LENGTHS), range(8), SEQ_LENGTH, SEED, samples)
     assert source.epochs == epochs == epochs_for(samples, 49)
     expected = run_by_hand(LENGTHS, 0, samples)
     assert len(source) == len(expected) >= (samples or 0)
@@ -73,14 +73,14 @@ def test_runs_of_several_lengths(make_dataset: MakeDataset, samples: int | None,
     last_documents = source._order_of(0).documents[-8:]
     assert (sorted(last_documents.tolist()) == list(range(8))) == (is_apart or epochs == 1)
     with pytest.raises(IndexError, match="samples in Megatron's order"):
-        source.sample(len(source))
+        source.samples(np.array([len(source)]))
 
 
 @pytest.mark.parametrize("samples", [11, 12, 23, 24, 36])
 def test_epochs_that_end_with_a_sample(make_dataset: MakeDataset, samples: int) -> None:
     # 48 tokens hold 12 x 4, but the twelfth sample wants one more.
     lengths = [3, 11, 1, 0, 7, 19, 2, 5]
-    source = MegatronSource(make_dataset(lengths), range(8), SEQ_LENGTH, SEED, samples)
+    source = _MegatronSource(make_dataset(lengths), range(8), SEQ_LENGTH, SEED, samples)
     assert source.epochs == (samples + 12) // 12
     assert source.samples(np.arange(len(source))).tokens.tolist() == run_by_hand(lengths, 0, samples)
 
@@ -88,11 +88,11 @@ def test_epochs_that_end_with_a_sample(make_dataset: MakeDataset, samples: int) 
 def test_greedy_turns_by_hand() -> None:
     # n = 0 and 1 both reach for w x 1: [.5, .3, .2] -> 0; then [-.5, .3, .2] -> 1; n = 2: [0, -.4, .4] -> 2; n = 3:
     # [.5, -.1, -.4] -> 0; n = 4: [0, .2, -.2] -> 1; n = 5: [.5, -.5, 0] -> 0; n = 6: [0, -.2, .2] -> 2
-    assert greedy_turns([0.5, 0.3, 0.2], 7).tolist() == [0, 1, 2, 0, 1, 0, 2]
+    assert _greedy_turns([0.5, 0.3, 0.2], 7).tolist() == [0, 1, 2, 0, 1, 0, 2]
 
 
-def shared(*words: object) -> DataWords:
-    return DataWords(list(map(str, words)), (), (), ())
+def shared(*words: object) -> DataArguments:
+    return DataArguments(list(map(str, words)), (), (), ())
 
 
 @pytest.mark.parametrize(("size", "cached"), [(41, False), (41, True), (56, False), (66, False)])
@@ -122,7 +122,7 @@ def test_data_sets_without_weights_are_read_once(make_dataset: MakeDataset) -> N
     a, b = make_dataset(LENGTHS, "a").prefix, make_dataset([40], "b").prefix
     runs = [run_by_hand(LENGTHS, 0, None), run_by_hand([40], 0, None)]
     train = open_sources(shared(a, b), "1", OrderOptions(SEQ_LENGTH, SEED, None, 21), ["train"]).train
-    turns = greedy_turns([12 / 21, 9 / 21], 21).tolist()
+    turns = _greedy_turns([12 / 21, 9 / 21], 21).tolist()
     expected = [runs[turn][turns[:place].count(turn)] for place, turn in enumerate(turns)]
     assert train.samples(np.arange(21)).tokens.tolist() == expected
     with pytest.raises(UserError, match="--megatron-order: the run reads 22 samples, the data sets have 21"):
@@ -174,5 +174,5 @@ def test_the_tokens_that_count_are_chosen_as_in_the_other_order(make_dataset: Ma
             rows = train.samples(np.arange(8))
             assert train.has_loss_mask == (rows.loss_mask is not None) == has_mask
             order = OrderOptions(SEQ_LENGTH, SEED, None, megatron_samples, "assistant")
-            with pytest.raises(UserError, match="--loss-on assistant: .*bare does not tell whose tokens are whose"):
+            with pytest.raises(UserError, match="--loss-on assistant: .*bare has no loss mask"):
                 open_sources(both, "1", order, ["train"])

@@ -68,7 +68,7 @@ def test_what_decides_an_order_decides_its_file(make_dataset: MakeDataset, tmp_p
     seen = []
 
     def files_after(dataset: IndexedDataset, documents: range, seq_length: int, seed: int) -> int:
-        SampleSource(dataset, documents, seq_length, seed, True, cache=tmp_path).sample(0)
+        SampleSource(dataset, documents, seq_length, seed, True, cache=tmp_path).samples(np.array([0]))
         return len(orders(tmp_path))
 
     seen.append(files_after(dataset, range(4), 4, 3))
@@ -133,7 +133,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="the order of samples is not kept"):
+    with pytest.warns(UserWarning, match="the order of samples is not cached"):
         arrays = load_or_build(tmp_path / "gone", {"a": 1}, lambda: [np.arange(3)])
     assert arrays[0].tolist() == [0, 1, 2]
 

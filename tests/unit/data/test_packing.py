@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
-from megatron_ladder.data.packing import PackedSource, open_source, pack
+from megatron_ladder.data.packing import PackedSource, _pack, open_source
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
@@ -37,22 +37,22 @@ def conversations() -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_are_never_too_full_and_seldom_too_empty(room: int, seed: int) -> None:
     lengths = np.random.default_rng(seed).integers(1, room + 1, 300)
-    row_of = pack(lengths, room)
+    row_of = _pack(lengths, room)
     fill = np.bincount(row_of, weights=lengths)
     assert fill.max() <= room and fill.min() > 0
     # Best fit decreasing never takes more than 11/9 of the best packing's rows, and 4 (Johnson, 1973).
     assert len(fill) <= 11 / 9 * max(np.ceil(lengths.sum() / room), (lengths > room / 2).sum()) + 4
-    assert np.array_equal(pack(lengths, room), row_of)
+    assert np.array_equal(_pack(lengths, room), row_of)
 
 
 def test_each_goes_where_it_leaves_least() -> None:
     """By hand: 7 opens row 0; 6 row 1; 4 fits row 1 exactly; 3 fits row 0 exactly; 2 and 2 need a third."""
-    assert pack(np.array([2, 3, 7, 6, 4, 2]), 10).tolist() == [2, 0, 0, 1, 1, 2]
+    assert _pack(np.array([2, 3, 7, 6, 4, 2]), 10).tolist() == [2, 0, 0, 1, 1, 2]
 
 
 def test_packing_a_million_conversations_is_quick() -> None:
     lengths = np.random.default_rng(0).integers(1, 2050, 1_000_000)
-    fill = np.bincount(pack(lengths, 2049), weights=lengths)
+    fill = np.bincount(_pack(lengths, 2049), weights=lengths)
     assert fill.max() <= 2049 and fill.mean() > 0.99 * 2049
 
 
@@ -91,7 +91,7 @@ def test_a_part_and_a_loss_on_all(dataset: IndexedDataset) -> None:
 
 
 def test_what_cannot_be_packed(make_dataset: MakeDataset, dataset: IndexedDataset) -> None:
-    with pytest.raises(UserError, match="--loss-on assistant: .*bare does not tell whose tokens are whose"):
+    with pytest.raises(UserError, match="--loss-on assistant: .*bare has no loss mask"):
         PackedSource(make_dataset([5], "bare"), range(1), SEQ_LENGTH, 1, True)
     with pytest.raises(UserError, match="the valid part has no conversation"):
         PackedSource(dataset, range(8, 9), SEQ_LENGTH, 1, False, part="valid")
@@ -125,5 +125,5 @@ def test_texts_whose_mask_was_left_behind(dataset: IndexedDataset) -> None:
         open_source(bare, documents, SEQ_LENGTH, 1, True, "train")
     assert isinstance(open_source(bare, documents, SEQ_LENGTH, 1, True, "train", "all"), SampleSource)
     write_sidecar(dataset.prefix, replace(sidecar, loss_mask_checksum=None))
-    with pytest.raises(UserError, match="--loss-on assistant: .*numbers does not tell"):
+    with pytest.raises(UserError, match="--loss-on assistant: .*numbers has no loss mask"):
         open_source(bare, documents, SEQ_LENGTH, 1, True, "train", "assistant")

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from megatron_ladder.data.reading.protocol import GROUP_BYTES, Reading
 from megatron_ladder.data.sidecar import Sidecar, read_sidecar
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
+from megatron_ladder.progress import ProgressBar
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -83,6 +85,22 @@ def big_file(path: Path, span_bytes: int, bad_line: int | None = None) -> list[s
     return texts
 
 
+class RecordedProgress(ProgressBar):
+    """Records the totals of the last display."""
+
+    instances: ClassVar[list["RecordedProgress"]] = []
+
+    def __init__(self, description: str, total: float | None, done: float) -> None:
+        super().__init__(description, total, done=done)
+        self.total, self.done, self.documents = total, done, 0
+        self.instances.append(self)
+
+    def advance(self, amount: float, **notes: Any) -> None:
+        self.done += amount
+        self.documents = notes["documents"]
+        super().advance(amount, **notes)
+
+
 def test_workers_keep_the_order(
     tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,14 +108,16 @@ def test_workers_keep_the_order(
         monkeypatch.setattr(f"megatron_ladder.data.{name}", 20_000)
     texts = big_file(tmp_path / "big.jsonl", 20_000)
     assert (tmp_path / "big.jsonl").stat().st_size > 4 * 20_000
-    reported: list[str] = []
-    run([tmp_path / "big.jsonl"], tmp_path / "one", hugging_face_tokenizer, report=reported.append)
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_ladder.data.preprocess.ProgressBar", RecordedProgress)
+        run([tmp_path / "big.jsonl"], tmp_path / "one", hugging_face_tokenizer)
+    (progress,) = RecordedProgress.instances
+    assert progress.total == progress.done == (tmp_path / "big.jsonl").stat().st_size and progress.documents == 1400
     run([tmp_path / "big.jsonl"], tmp_path / "two", hugging_face_tokenizer, workers=2)
     for suffix in ("bin", "idx", "json"):
         paths = [tmp_path / f"{name}_text_document.{suffix}" for name in ("one", "two")]
         assert paths[0].read_bytes() == paths[1].read_bytes()
     assert documents_of(tmp_path / "one_text_document") == hugging_face_tokenizer.encode_batch(texts)
-    assert "(100%), 1,400 documents" in reported[-1] and "ETA 0:00" in reported[-1]
 
 
 @pytest.mark.parametrize(
@@ -105,11 +125,11 @@ def test_workers_keep_the_order(
     [
         (b'{"text": "a"}\n{"text": \n', 2, "not JSON: Expecting value"),
         (b'{"text": "a"}\n\n{"text": "\xff"}\n', 3, "byte 0xff is not UTF-8"),
-        (b'{"text": "a"}\n["a"]', 2, "a JSON object expected, a list found"),
+        (b'{"text": "a"}\n["a"]', 2, "expected a JSON object, found list"),
         (b'{"title": "a", "id": 1}', 1, r"no key 'text' \(keys found: 'title', 'id'\): .*--json-keys"),
-        (b'{"text": null}', 1, "a text expected under 'text', a NoneType found"),
-        (b'{"text": "a"}\n{"text": "\\uD83C"}', 2, r"\\ud83c under 'text' is half of a character"),
-        (b"[" * 100_000, 1, "not JSON that can be read"),
+        (b'{"text": null}', 1, "expected a text under 'text', found NoneType"),
+        (b'{"text": "a"}\n{"text": "\\uD83C"}', 2, r"\\ud83c under 'text' is half of a surrogate pair"),
+        (b"[" * 100_000, 1, "unreadable JSON"),
     ],
 )
 def test_a_bad_line_is_named_and_leaves_nothing(
@@ -158,7 +178,7 @@ def test_no_document_leaves_nothing(
 ) -> None:
     (tmp_path / "none.jsonl").write_text(content)
     with pytest.raises(
-        UserError, match=r"--input .*none\.jsonl: no document with a 'text' that is not empty"
+        UserError, match=r"--input .*none\.jsonl: no document with a non-empty 'text'"
     ):
         run([tmp_path / "none.jsonl"], tmp_path / "out", sentencepiece_tokenizer)
     assert os.listdir(tmp_path) == ["none.jsonl"]
@@ -171,7 +191,7 @@ def test_all_inputs_that_cannot_be_read_are_named(
     inputs = [tmp_path / "missing", tmp_path, tmp_path / "plain.txt"]
     with pytest.raises(UserError) as caught:
         run(inputs, tmp_path / "out", sentencepiece_tokenizer, json_keys=("body",))
-    missing, directory, plain = caught.value.mistakes
+    missing, directory, plain = caught.value.messages
     assert "missing: no such file" in missing and "is a directory" in directory and "no keys body" in plain
     with pytest.raises(UserError, match="--output-prefix .*plain.txt/out: cannot be written"):
         run([inputs[2]], tmp_path / "plain.txt" / "out", sentencepiece_tokenizer)
@@ -216,7 +236,7 @@ def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert f"out_text_document: 1 documents, {len(tokens):,} tokens" in capsys.readouterr().out
     with pytest.raises(UserError) as caught:
         preprocess_data.main([*run, "--workers", "0", "--json-keys", "a/b", "a/b"])
-    assert len(caught.value.mistakes) == 3
+    assert len(caught.value.messages) == 3
 
 
 def test_training_on_a_sample_reads_from_all_over(tmp_path: Path) -> None:

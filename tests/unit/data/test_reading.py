@@ -15,14 +15,12 @@ import pytest
 import requests
 from backports import zstd
 
-from megatron_ladder.data.reading.files import HugeLine
-from megatron_ladder.data.reading.find import find_sources, group_blocks
-from megatron_ladder.data.reading.first import first_texts
-from megatron_ladder.data.reading.hub import is_of_the_network
+from megatron_ladder.data.reading.files import HugeLine, _cut_lines
+from megatron_ladder.data.reading.find import find_sources, first_texts, group_blocks
+from megatron_ladder.data.reading.hub import _is_network_error
 from megatron_ladder.data.reading.json_lines import parse_lines
 from megatron_ladder.data.reading.parquet import ParquetFile, RowGroup
 from megatron_ladder.data.reading.protocol import Block, Reading, WrongInputError
-from megatron_ladder.data.reading.streams import cut_lines
 from megatron_ladder.errors import UserError
 
 TEXTS = [f"number {number} é🎉\n" * (number % 40) for number in range(400)]
@@ -44,7 +42,7 @@ def read_all(inputs: list[str | Path], reading: Reading | None = None, side_by_s
 
 @pytest.fixture
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("files.SPAN_BYTES", "find.GROUP_BYTES", "streams.SPAN_BYTES"):
+    for name in ("files.SPAN_BYTES", "find.GROUP_BYTES"):
         monkeypatch.setattr(f"megatron_ladder.data.reading.{name}", 3000)
 
 
@@ -135,7 +133,7 @@ def caused_by(error: Exception) -> Exception:
     ],
 )
 def test_errors_of_the_network_are_told_from_those_of_the_content(error: Exception, expected: bool) -> None:
-    assert is_of_the_network(error) == is_of_the_network(caused_by(error)) == expected
+    assert _is_network_error(error) == _is_network_error(caused_by(error)) == expected
 
 
 def test_structured_values_fill_groups(tmp_path: Path, small_spans: None) -> None:
@@ -170,7 +168,7 @@ def test_sources_read_side_by_side_keep_their_order(folder: Path, small_spans: N
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(CONTENT)))
     assert read_all(["-"]) == [TEXTS]
-    with pytest.raises(UserError, match="standard input can be read once"):
+    with pytest.raises(UserError, match="standard input can be read only once"):
         find_sources(["-", "-"], Reading())
 
 
@@ -246,7 +244,7 @@ def test_a_file_that_was_written_anew_is_not_read_on(folder: Path, monkeypatch: 
 def test_only_the_beginning_of_a_row_group_is_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_parquet(folder / "e.parquet", TEXTS, monkeypatch)
     monkeypatch.setattr("megatron_ladder.data.reading.parquet.GROUP_BYTES", 1 << 20)
-    monkeypatch.setattr("megatron_ladder.data.reading.first.SPAN_BYTES", 2000)
+    monkeypatch.setattr("megatron_ladder.data.reading.find.SPAN_BYTES", 2000)
     texts = first_texts(ParquetFile(folder / "e.parquet"), Reading())
     assert texts == TEXTS[: len(texts)] and 0 < len(texts) < len(TEXTS) // 4
 
@@ -301,7 +299,7 @@ def test_rows_that_are_not_utf8_are_bad_records(tmp_path: Path) -> None:
     messages = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1, 2, 3, 4], pyarrow.int32()), contents)
     pyarrow.parquet.write_table(pyarrow.table({"text": not_utf8(texts), "messages": messages}), tmp_path / "a.parquet")
     for key, expected in (("text", ["one", "three"]), ("messages", [[{"content": "one"}], [{"content": "three"}]])):
-        reading = Reading((key,), texts_only=key == "text", most_bad=9)
+        reading = Reading((key,), texts_only=key == "text", max_bad=9)
         (block,) = ParquetFile(tmp_path / "a.parquet").blocks(reading)
         parsed = block.read(reading)
         assert (parsed.columns, parsed.records, parsed.numbers) == ((expected,), 4, (0, 2))
@@ -361,7 +359,7 @@ LINES = [
 @pytest.mark.parametrize("line", LINES)
 def test_blocks_are_read_as_lines_are(line: bytes) -> None:
     """A block around one line must give what Python's decoder gives for each line alone."""
-    parsed = parse_lines(b'{"text": "before"}\n' + line + b'\n{"text": "after"}', Reading(most_bad=9))
+    parsed = parse_lines(b'{"text": "before"}\n' + line + b'\n{"text": "after"}', Reading(max_bad=9))
     expected = text_of(line)
     texts = ["before", "after"] if expected is None else ["before", expected, "after"]
     assert parsed.columns == (texts,) and parsed.records == 3
@@ -387,7 +385,7 @@ def test_bytes_that_are_not_utf8_are_found_far_inside(
     notes = b"z" * place + filler * 5_000
     good = b'{"text": "a", "note": "' + notes + b'"}\n'
     bad = b'{"text": "b", "note": "' + notes + wrong + notes + b'"}\n'
-    parsed = parse_lines(good + bad + good, Reading(most_bad=9))
+    parsed = parse_lines(good + bad + good, Reading(max_bad=9))
     assert parsed.columns == (["a", "a"],)
     assert [(record.number, "is not UTF-8" in record.reason) for record in parsed.bad] == [(1, True)]
     # What is good needs no second look.
@@ -396,12 +394,12 @@ def test_bytes_that_are_not_utf8_are_found_far_inside(
 
 
 def test_an_object_over_two_lines_is_no_document() -> None:
-    parsed = parse_lines(b'{"text":\n"a"}\n', Reading(most_bad=9))
+    parsed = parse_lines(b'{"text":\n"a"}\n', Reading(max_bad=9))
     assert parsed.columns == ([],) and [record.number for record in parsed.bad] == [0, 1]
 
 
 def test_a_huge_line_is_never_held(tmp_path: Path, small_spans: None) -> None:
-    reading = Reading(most_bytes=10_000, most_bad=9)
+    reading = Reading(max_bytes=10_000, max_bad=9)
     lines = [json.dumps({"text": "y" * size}) for size in (10, 2000, 40_000, 10, 9_000, 12_000, 10)]
     content = "\n".join(lines).encode()
     (tmp_path / "a.jsonl").write_bytes(content)
@@ -420,6 +418,6 @@ def test_a_huge_line_is_never_held(tmp_path: Path, small_spans: None) -> None:
 
 
 def test_cuts_of_a_stream_are_whole_lines(small_spans: None) -> None:
-    cuts = list(cut_lines(io.BytesIO(CONTENT), 1 << 20))
+    cuts = list(_cut_lines(io.BytesIO(CONTENT), 1 << 20))
     assert len(cuts) > 10 and b"".join(cut.content for cut in cuts) == CONTENT
     assert all(cut.content.endswith(b"\n") for cut in cuts)

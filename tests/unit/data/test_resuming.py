@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_ladder.cli import preprocess_data
-from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.partial import Partial, PartialFile
-from megatron_ladder.data.preprocess import Place, PreprocessOptions, preprocess
+from megatron_ladder.data.indexed import HashedFile, IndexedDataset
+from megatron_ladder.data.partial import Partial
+from megatron_ladder.data.preprocess import PreprocessOptions, _InputPosition, preprocess
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.sidecar import check_sidecar, read_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
@@ -27,7 +27,7 @@ SUFFIXES = ("bin", "idx", "json")
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("reading.files.SPAN_BYTES", "reading.find.GROUP_BYTES", "preprocess.GROUP_BYTES"):
         monkeypatch.setattr(f"megatron_ladder.data.{name}", SPAN)
-    monkeypatch.setattr("megatron_ladder.data.preprocess.COMMIT_SECONDS", 0)
+    monkeypatch.setattr("megatron_ladder.data.preprocess._COMMIT_SECONDS", 0)
 
 
 def write_lines(path: Path, first: int = 0) -> list[str]:
@@ -40,7 +40,7 @@ def write_lines(path: Path, first: int = 0) -> list[str]:
 def run(inputs: list[Path], prefix: Path, append_eod: bool = False, **reading: int) -> list[str]:
     """Preprocesses bytes, and returns what was reported."""
     told: list[str] = []
-    options = PreprocessOptions(report=told.append, show_progress=lambda line: None)
+    options = PreprocessOptions(report=told.append)
     preprocess(inputs, prefix, ByteTokenizer(), append_eod, Reading(**reading), options)
     return told
 
@@ -53,16 +53,16 @@ def files_of(prefix: Path) -> list[bytes]:
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Ctrl-C in the group whose number is put into the list; counts groups in its second place."""
     at = [-1, 0]
-    take = Place.take
+    take = _InputPosition.advance
 
-    def interrupted(self: Place, *arguments: object) -> list[str]:
+    def interrupted(self: _InputPosition, *arguments: object) -> list[str]:
         at[1] += 1
         told = take(self, *arguments)  # type: ignore[arg-type]
         if self.groups == at[0]:
             raise KeyboardInterrupt
         return told
 
-    monkeypatch.setattr(Place, "take", interrupted)
+    monkeypatch.setattr(_InputPosition, "advance", interrupted)
     yield at
 
 
@@ -82,7 +82,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, interrupt: list[int], stoppe
     told = run(inputs, tmp_path / "out")
     # The group at which it was interrupted was counted, but not written: it is done again.
     assert interrupt[1] == groups - stopped_at + 1
-    assert any(line.startswith("going on behind") for line in told) == (stopped_at > 1)
+    assert any(line.startswith("resuming after") for line in told) == (stopped_at > 1)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert not (tmp_path / ".out.partial").exists()
 
@@ -97,7 +97,7 @@ from megatron_ladder.data import partial, preprocess as module, reading
 from megatron_ladder.data.reading import files, find
 from megatron_ladder.data.tokenizers import ByteTokenizer
 files.SPAN_BYTES = find.GROUP_BYTES = module.GROUP_BYTES = {SPAN}
-module.COMMIT_SECONDS = 0
+module._COMMIT_SECONDS = 0
 commit = partial.Partial.commit
 def killed(self, place, **others):
     commit(self, place, **others)
@@ -132,12 +132,12 @@ def begin(tmp_path: Path, interrupt: list[int], append_eod: bool = False) -> Pat
 def test_what_changed_in_between_is_named(tmp_path: Path, interrupt: list[int]) -> None:
     begin(tmp_path, interrupt)
     told = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
-    assert "begun before with other --append-eod, end-of-document token: starting anew" in told
+    assert "an earlier run was started with other --append-eod, end-of-document token: starting from scratch" in told
     begin(tmp_path, interrupt, append_eod=True)
     os.utime(tmp_path / "a.jsonl", (1, 1))
     texts = write_lines(tmp_path / "a.jsonl", 7000)
     told = run([tmp_path / "a.jsonl"], tmp_path / "out")
-    assert "begun before with other input, --append-eod: starting anew" in told
+    assert "an earlier run was started with other input, --append-eod: starting from scratch" in told
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert [bytes(dataset.document(number).tolist()).decode() for number in range(len(dataset))] == texts
 
@@ -149,7 +149,7 @@ def test_another_tokenizer_starts_anew(
     told: list[str] = []
     options = PreprocessOptions(report=told.append)
     preprocess([tmp_path / "a.jsonl"], tmp_path / "out", sentencepiece_tokenizer, options=options)
-    assert "begun before with other tokenizer: starting anew" in told
+    assert "an earlier run was started with other tokenizer: starting from scratch" in told
 
 
 def test_another_end_of_a_document_starts_anew(
@@ -159,7 +159,7 @@ def test_another_end_of_a_document_starts_anew(
     begin(tmp_path, interrupt, append_eod=True)
     monkeypatch.setattr(ByteTokenizer, "eod_id", 9)
     told = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
-    assert "begun before with other end-of-document token: starting anew" in told
+    assert "an earlier run was started with other end-of-document token: starting from scratch" in told
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert {int(dataset.document(number)[-1]) for number in range(len(dataset))} == {9}
     begin(tmp_path, interrupt)
@@ -174,7 +174,7 @@ def test_damaged_beginnings_are_thrown_away(tmp_path: Path, interrupt: list[int]
     content[10] ^= 1
     (folder / damage).write_bytes(content)
     told = run([tmp_path / "a.jsonl"], tmp_path / "out")
-    assert any("is damaged: starting anew" in line for line in told)
+    assert any("are damaged: starting from scratch" in line for line in told)
     run([tmp_path / "a.jsonl"], tmp_path / "whole")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
@@ -188,7 +188,7 @@ def test_what_came_after_the_last_line_of_the_journal_is_cut_off(tmp_path: Path,
     with pytest.raises(KeyboardInterrupt):
         run([tmp_path / "a.jsonl"], tmp_path / "out")
     interrupt[0] = -1
-    assert any(line.startswith("going on") for line in run([tmp_path / "a.jsonl"], tmp_path / "out"))
+    assert any(line.startswith("resuming after") for line in run([tmp_path / "a.jsonl"], tmp_path / "out"))
     run([tmp_path / "a.jsonl"], tmp_path / "whole")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
@@ -241,7 +241,7 @@ def test_no_crash_while_publishing_leaves_a_mixture(
     # The former data set goes sidecar first, then index; the new one comes tokens first, then index.
     assert found == (b"a" * 10 if step < 2 else b"" if step < 5 else b"b" * 10)
     told = run([tmp_path / "b.jsonl"], tmp_path / "out")
-    assert ("finished before, but not published: publishing" in told) == crashed
+    assert ("an earlier run finished without publishing its output: publishing it" in told) == crashed
     assert bytes(IndexedDataset(prefix).tokens.tolist()) == b"b" * 10
     check_sidecar(IndexedDataset(prefix), ByteTokenizer())
     assert not (tmp_path / ".out.partial").exists()
@@ -257,7 +257,7 @@ def test_two_runs_with_one_output_do_not_meet(tmp_path: Path, interrupt: list[in
         with pytest.raises(UserError, match="--output-prefix .*out: another process is writing there"):
             run([tmp_path / "a.jsonl"], tmp_path / "out")
         other.communicate(b"\n")
-    assert any(line.startswith("going on") for line in run([tmp_path / "a.jsonl"], tmp_path / "out"))
+    assert any(line.startswith("resuming after") for line in run([tmp_path / "a.jsonl"], tmp_path / "out"))
 
 
 def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
 def test_the_index_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lines(tmp_path / "a.jsonl")
     run([tmp_path / "a.jsonl"], tmp_path / "one")
-    monkeypatch.setattr("megatron_ladder.data.partial.INDEX_DOCUMENTS", 70)
+    monkeypatch.setattr("megatron_ladder.data.indexed._INDEX_BLOCK", 70)
     run([tmp_path / "a.jsonl"], tmp_path / "many")
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 
@@ -294,7 +294,7 @@ def test_bad_lines_are_skipped_counted_and_listed(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_bytes(BAD)
     inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    told = run(inputs, tmp_path / "out", most_bad=4)
+    told = run(inputs, tmp_path / "out", max_bad=4)
     skipped = [line for line in told if line.startswith("skipped")]
     assert [line.split(": ")[0] for line in skipped] == [
         f"skipped {tmp_path}/{place}" for place in ("a.jsonl:2", "a.jsonl:5", "b.jsonl:2", "b.jsonl:5")
@@ -302,7 +302,7 @@ def test_bad_lines_are_skipped_counted_and_listed(tmp_path: Path) -> None:
     sidecar = read_sidecar(tmp_path / "out_text_document")
     assert sidecar is not None and (sidecar.documents, sidecar.skipped) == (6, 4)
     with pytest.raises(UserError, match=r"b\.jsonl:5: .*\(3 before it were skipped: --skip-bad-lines 3\)"):
-        run(inputs, tmp_path / "few", most_bad=3)
+        run(inputs, tmp_path / "few", max_bad=3)
     assert not [name for name in os.listdir(tmp_path) if "few" in name]
 
 
@@ -331,16 +331,16 @@ def test_a_large_text_is_refused_by_its_flag(tmp_path: Path) -> None:
 
 
 def test_a_partial_file_goes_on_behind_what_is_sure(tmp_path: Path) -> None:
-    file = PartialFile(tmp_path / "f")
+    file = HashedFile(tmp_path / "f")
     file.append(b"abc")
     size, checksum = file.size, file.checksum
     file.append(np.arange(3, dtype="<u2"))
     file.close()
-    again = PartialFile.reopen(tmp_path / "f", size, checksum)
+    again = HashedFile.reopen(tmp_path / "f", size, checksum)
     assert again is not None
     again.append(b"d")
     again.sync()
     assert (tmp_path / "f").read_bytes() == b"abcd"
     again.close()
-    assert PartialFile.reopen(tmp_path / "f", 5, checksum) is None
-    assert PartialFile.reopen(tmp_path / "g", 0, checksum) is None
+    assert HashedFile.reopen(tmp_path / "f", 5, checksum) is None
+    assert HashedFile.reopen(tmp_path / "g", 0, checksum) is None

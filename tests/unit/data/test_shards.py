@@ -14,7 +14,6 @@ import pytest
 from megatron_ladder.data import shards as shards_module
 from megatron_ladder.data.reading import files as files_module
 from megatron_ladder.data.reading import parquet as parquet_module
-from megatron_ladder.data.reading import streams as streams_module
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.shards import find_input
 from megatron_ladder.errors import UserError
@@ -39,18 +38,18 @@ TEXTS = [f"text {number} " + "x" * (number * 37 % 400) for number in range(500)]
 def test_a_file_of_lines_is_cut_without_losing_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int
 ) -> None:
-    monkeypatch.setattr(shards_module, "LEAST_BYTES", least)
+    monkeypatch.setattr(shards_module, "_MIN_BYTES", least)
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
     path.write_bytes(path.read_bytes().removesuffix(b"\n"))
     parts = texts_of([path])
     assert [text for part in parts for text in part] == TEXTS
-    wanted = min(path.stat().st_size / least, shards_module.ENOUGH_SHARDS)
+    wanted = min(path.stat().st_size / least, shards_module._ENOUGH_SHARDS)
     assert wanted / 1.1 <= len(parts) <= wanted + 2
 
 
 def test_blocks_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards_module, "SPAN_BYTES", 1000)
-    monkeypatch.setattr(shards_module, "LEAST_BYTES", 20_000)
+    monkeypatch.setattr(shards_module, "_MIN_BYTES", 20_000)
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
     for shard in find_input([str(path)], "text").shards:
         blocks = list(shard.blocks(0))
@@ -79,15 +78,15 @@ def test_a_huge_line_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for module in (shards_module, files_module):
         monkeypatch.setattr(module, "SPAN_BYTES", 1000)
         monkeypatch.setattr(module, "open", lambda path, mode: Counted(io.FileIO(path)), raising=False)
-    monkeypatch.setattr(shards_module, "LEAST_BYTES", 20_000)
+    monkeypatch.setattr(shards_module, "_MIN_BYTES", 20_000)
     path, huge = tmp_path / "a.jsonl", "y" * 300_000
     write_lines(path, [*TEXTS[:30], huge, *TEXTS[30:60]])
     monkeypatch.setattr(Counted, "most", 0)
-    reading = Reading(most_bytes=2000)
+    reading = Reading(max_bytes=2000)
     shards = [dataclasses.replace(shard, reading=reading) for shard in find_input([str(path)], "text").shards]  # type: ignore[type-var]
     blocks = [(number, block) for number, shard in enumerate(shards) for _, block in shard._spans()]  # type: ignore[attr-defined]
     (bad,) = [(number, bad) for number, block in blocks for bad in block.read(reading).bad]
-    assert bad[0] == 0 and "300,0" in bad[1].reason and "are more than a document may have" in bad[1].reason
+    assert bad[0] == 0 and "300,0" in bad[1].reason and "exceed the size limit of a document" in bad[1].reason
     texts = [text for _, block in blocks for text in block.read(reading).columns[0]]
     assert texts == TEXTS[:60]
     assert Counted.most <= 3000
@@ -180,7 +179,7 @@ def test_a_large_row_group_is_one_shard_of_several_blocks(tmp_path: Path, monkey
 
 
 def test_many_files_are_a_shard_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "ENOUGH_SHARDS", 4)
+    monkeypatch.setattr(shards_module, "_ENOUGH_SHARDS", 4)
     for number in range(5):
         write_lines(tmp_path / f"{number}.jsonl", TEXTS[100 * number : 100 * number + 100])
     assert [len(part) for part in texts_of([tmp_path / "*.jsonl"])] == [100] * 5
@@ -206,9 +205,9 @@ def bad_places(inputs: list[Path | str], first: int = 0) -> list[str]:
 
 
 def test_bad_records_are_told_by_their_place_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (shards_module, streams_module):
+    for module in (shards_module, files_module):
         monkeypatch.setattr(module, "SPAN_BYTES", 1000)
-    monkeypatch.setattr(shards_module, "LEAST_BYTES", 20_000)
+    monkeypatch.setattr(shards_module, "_MIN_BYTES", 20_000)
     lines = [json.dumps({"text": text}) for text in TEXTS]
     lines[3], lines[250], lines[499] = '{"text": 1}', "{", '{"body": ""}'
     content = "".join(f"{line}\n" for line in lines).encode()
@@ -217,11 +216,11 @@ def test_bad_records_are_told_by_their_place_in_the_file(tmp_path: Path, monkeyp
     for name in ("a.jsonl", "b.jsonl.gz"):
         found = bad_places([tmp_path / name])
         assert [place.partition(" ")[0] for place in found] == [f"{tmp_path}/{name}:{line}:" for line in (4, 251, 500)]
-        assert "a text expected" in found[0] and "not JSON" in found[1] and "--streaming-key" in found[2]
+        assert "expected a text" in found[0] and "not JSON" in found[1] and "--streaming-key" in found[2]
     assert bad_places([tmp_path / "b.jsonl.gz"], first=5) == bad_places([tmp_path / "b.jsonl.gz"])[1:]
-    monkeypatch.setattr(shards_module, "LINES_COUNTED_BYTES", 0)
+    monkeypatch.setattr(shards_module, "_LINES_COUNTED_BYTES", 0)
     (_, far, _) = bad_places([tmp_path / "a.jsonl"])
-    found_at = re.match(r".*/a\.jsonl: line (\d+) from byte (\d+) on: not JSON", far)
+    found_at = re.match(r".*/a\.jsonl: line (\d+) after byte (\d+): not JSON", far)
     assert found_at and content[int(found_at[2]) :].split(b"\n")[int(found_at[1]) - 1] == b"{"
 
     table = pyarrow.table({"text": [None if number in (5, 71) else text for number, text in enumerate(TEXTS)]})
@@ -229,7 +228,7 @@ def test_bad_records_are_told_by_their_place_in_the_file(tmp_path: Path, monkeyp
     pyarrow.parquet.write_table(table, tmp_path / "set" / "c.parquet", row_group_size=30)
     for word in (tmp_path / "set" / "c.parquet", f"hf://{tmp_path}/set"):
         found = bad_places([word])
-        assert [re.findall(r"row (\d+): a text expected", place) for place in found] == [["5"], ["71"]]
+        assert [re.findall(r"row (\d+): expected a text", place) for place in found] == [["5"], ["71"]]
     assert bad_places([f"hf://{tmp_path}/set"], first=1) == []
     (tmp_path / "d.txt").write_bytes(b"a\n\xff")
     assert bad_places([tmp_path / "d.txt"])[0].startswith(f"{tmp_path}/d.txt:2: byte 0xff")

@@ -14,11 +14,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_ladder.data import stream_contents
-from megatron_ladder.data.identity import data_changes
+from megatron_ladder.data import identity
+from megatron_ladder.data.identity import data_changes, describe_sources
 from megatron_ladder.data.reading.hub import HubSource
 from megatron_ladder.data.shards import find_input
-from megatron_ladder.data.stream_contents import describe_sources
 from megatron_ladder.data.streaming import StreamPlan
 
 LINES = [json.dumps({"text": f"text {number} " + "x" * (number * 37 % 400)}) for number in range(200)]
@@ -100,7 +99,7 @@ def test_checkpoints_that_tell_less_are_compared_by_what_they_tell(tmp_path: Pat
     early = found | {"stream": {name: value for name, value in found["stream"].items() if name != "sources"}}
     assert data_changes(early, found) == []
     other = early | {"stream": early["stream"] | {"shards_sha256": "ab"}}
-    assert data_changes(other, found) == ["--streaming: names or sizes of files are others than they were"]
+    assert data_changes(other, found) == ["--streaming: names or sizes of files have changed"]
     (source,) = found["stream"]["sources"]
     del source["sample"]
     write(tmp_path / "a.jsonl", 2)
@@ -108,7 +107,7 @@ def test_checkpoints_that_tell_less_are_compared_by_what_they_tell(tmp_path: Pat
 
 
 def test_many_changed_sources_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_contents, "BLOCKS_IN_ALL", 40)
+    monkeypatch.setattr(identity, "_TOTAL_BLOCKS", 40)
     for number in range(20):
         write(tmp_path / f"{number:02}.jsonl", 1)
     before = described(tmp_path / "*.jsonl")

@@ -13,9 +13,9 @@ from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.batches import BatchShape
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.reading.protocol import BadRecord
-from megatron_ladder.data.skipped import SkippedRecords
 from megatron_ladder.data.streaming import (
-    Documents,
+    ShardBlock,
+    SkippedRecords,
     StreamPlan,
     StreamReader,
     choose_streams,
@@ -38,10 +38,10 @@ class Numbers:
         self._blocks = [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
         self.read = 0
 
-    def blocks(self, first: int) -> Iterator[Documents]:
+    def blocks(self, first: int) -> Iterator[ShardBlock]:
         for block in self._blocks[first:]:
             self.read += 1
-            yield Documents([str(number) for number in block])
+            yield ShardBlock([str(number) for number in block])
 
     def place(self, block: int, record: int) -> str:
         return f"{self.name}:{block}:{record}"
@@ -231,9 +231,9 @@ class Texts:
     def __init__(self, name: str, texts: Sequence[str | None]) -> None:
         self.name, self._texts = name, texts
 
-    def blocks(self, first: int) -> Iterator[Documents]:
+    def blocks(self, first: int) -> Iterator[ShardBlock]:
         for text in self._texts[first:]:
-            yield Documents([], (BadRecord(0, "not JSON"),)) if text is None else Documents([text])
+            yield ShardBlock([], (BadRecord(0, "not JSON"),)) if text is None else ShardBlock([text])
 
     def place(self, block: int, record: int) -> str:
         return f"{self.name}:{block + record + 1}"
@@ -278,17 +278,17 @@ def test_one_shard_with_text_among_many_without_is_found() -> None:
         StreamReader(nothing, encode_marked, BatchShape(SEQ_LENGTH, 16, 1), 0, 0, {}, 2000).read()
 
 
-def spoiled_plan(most_bad: int) -> StreamPlan:
+def spoiled_plan(max_bad: int) -> StreamPlan:
     """Three shards, of which the second and the third hold bad records: three in all."""
     texts: list[list[str | None]] = [["1", "2"], ["3", None, "4"], [None, "5", None, "6"]]
     shards = tuple(Texts(f"{name}.jsonl", members) for name, members in zip("abc", texts, strict=True))
-    return StreamPlan(shards, 2, SEQ_LENGTH, 1, 2, EOD, most_bad=most_bad)
+    return StreamPlan(shards, 2, SEQ_LENGTH, 1, 2, EOD, max_bad=max_bad)
 
 
-def spoiled_reader(most_bad: int, told: list[str], rank: int = 0, size: int = 1, states: Sequence[Any] = (),
+def spoiled_reader(max_bad: int, told: list[str], rank: int = 0, size: int = 1, states: Sequence[Any] = (),
                    consumed: int = 0) -> StreamReader:  # fmt: skip
-    plan, states = spoiled_plan(most_bad), json.loads(json.dumps(states))
-    skipped = SkippedRecords(most_bad, told.append, skipped_of(states))
+    plan, states = spoiled_plan(max_bad), json.loads(json.dumps(states))
+    skipped = SkippedRecords(max_bad, told.append, skipped_of(states))
     shape = BatchShape(SEQ_LENGTH, 2, 1, size)
     return StreamReader(plan, encode_marked, shape, rank, consumed, positions_of(states), 2000, skipped)
 
@@ -335,8 +335,8 @@ def test_a_block_that_was_not_read_to_its_end_is_no_block(tmp_path: Path) -> Non
     skipped = SkippedRecords(1, known=[[0, 0, 3], [0, 0, 4]])
     bad = (BadRecord(3, "torn"), BadRecord(4, "torn"))
     with pytest.raises(UserError, match="a:3: torn .2 before it were skipped"):
-        skipped.take(0, 0, bad, lambda block, record: f"a:{record}")
-    skipped.take(0, 0, bad[:1], lambda block, record: f"a:{record}")
+        skipped.add(0, 0, bad, lambda block, record: f"a:{record}")
+    skipped.add(0, 0, bad[:1], lambda block, record: f"a:{record}")
 
 
 def test_ids_that_the_model_lacks() -> None:
@@ -351,13 +351,13 @@ def test_how_many_streams_there_are() -> None:
     assert choose_streams(None, 100, 3) == 63 and choose_streams(None, 3, 3) == 3
     assert choose_streams(6, 6, 3) == 6
     for asked, shards, size, said in (
-        (None, 3, 4, r"--streaming-shards 4: the input can be cut into 3 shards only"),
-        (8, 7, 1, r"--streaming-shards 8: .* 7 shards only: .* ask for fewer"),
+        (None, 3, 4, r"--streaming-shards 4: the input has only 3 shards"),
+        (8, 7, 1, r"--streaming-shards 8: .* only 7 shards: .* request fewer"),
         (6, 9, 4, r"--streaming-shards 6 is not a multiple of the data-parallel size 4"),
     ):
         with pytest.raises(UserError, match=said):
             choose_streams(asked, shards, size)
-    with pytest.raises(UserError, match="so many streams cannot be dealt to 3 data-parallel ranks"):
+    with pytest.raises(UserError, match="cannot be divided among 3 data-parallel ranks"):
         reader_of(plan_of(), 0, 3, batch=6)
 
 
@@ -366,19 +366,19 @@ def test_a_resumed_run_knows_its_input() -> None:
     assert json.loads(json.dumps(found)) == found and data_changes(found, found) == []
     other = dataclasses.replace(plan_of(), shards=make_shards()[:-1] + (Numbers(5000, [1]),))
     for changed, said in (
-        (plan_of(window=13), "--streaming-shuffle-buffer: documents .* is 13, was 12"),
+        (plan_of(window=13), "--streaming-shuffle-buffer: the number of documents .* is 13, was 12"),
         (plan_of(streams=2), "--streaming-shards: the number of streams is 2, was 4"),
         (dataclasses.replace(plan_of(), shards=make_shards()[:8]), "--streaming: the number of shards .* is 8, was 11"),
-        (other, "--streaming: names or sizes of files are others"),
-        (dataclasses.replace(plan_of(), eod_id=5), "--tokenizer-model: the token that ends a document is 5, was 0"),
+        (other, "--streaming: names or sizes of files have changed"),
+        (dataclasses.replace(plan_of(), eod_id=5), "--tokenizer-model: the end-of-document token is 5, was 0"),
     ):
         (line,) = data_changes(found, found | {"stream": changed.describe()})
         assert re.search(said, line)
     earlier = {name: value for name, value in found["stream"].items() if name != "eod_id"}
     assert data_changes(found | {"stream": earlier}, found) == []
     assert "--tokenizer-model: sha256 is cd, was ab" in data_changes(found, found | {"tokenizer_sha256": "cd"})
-    assert "texts are streamed" in data_changes({"train": {}}, found)[0]
-    assert "token files are read" in data_changes(found, {"train": {}})[0]
+    assert "the data is streamed text" in data_changes({"train": {}}, found)[0]
+    assert "the data is token files" in data_changes(found, {"train": {}})[0]
 
 
 def test_a_state_that_tells_less_is_taken() -> None:

@@ -6,6 +6,7 @@ import sentencepiece
 import tokenizers
 
 from megatron_ladder.cli import train_tokenizer
+from megatron_ladder.data.tokenizer_training import train_bpe, train_sentencepiece
 from megatron_ladder.data.tokenizers import (
     ByteTokenizer,
     GPT2BPETokenizer,
@@ -19,8 +20,6 @@ from megatron_ladder.data.tokenizers import (
     load_tokenizer,
     load_tokenizer_from_directory,
     source_of,
-    train_bpe,
-    train_sentencepiece,
 )
 from megatron_ladder.errors import UserError
 
@@ -116,7 +115,7 @@ def test_end_of_sequence_is_found_where_it_is_named(hugging_face_directory: Path
 
     alone = tmp_path / "tokenizer.json"
     alone.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="which token ends a document is not known"):
+    with pytest.raises(UserError, match="the end-of-document token is unknown"):
         HuggingFaceTokenizer(alone)
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "el"}')
     assert HuggingFaceTokenizer(alone).eod_id == library.token_to_id("el")
@@ -197,7 +196,7 @@ def test_a_copy_that_was_exchanged_is_refused(
     (tmp_path / "megatron_ladder_tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="lacks file, sha256, tokenizer_type"):
         load_tokenizer_from_directory(tmp_path)
-    with pytest.raises(UserError, match="holds no tokenizer"):
+    with pytest.raises(UserError, match="contains no tokenizer"):
         load_tokenizer_from_directory(tmp_path / "nowhere")
 
 

@@ -12,7 +12,7 @@ import xxhash
 from megatron_ladder.cli.inspect_data import main as inspect_data
 from megatron_ladder.cli.merge_datasets import main as merge_datasets
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
-from megatron_ladder.data.inspect import histogram, parse_documents, verify
+from megatron_ladder.data.inspect import _histogram, parse_documents, verify
 from megatron_ladder.data.sidecar import Sidecar, check_index, read_sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.errors import UserError
@@ -43,7 +43,7 @@ def refusals_of(prefix: Path) -> list[str]:
         dataset = IndexedDataset(prefix)
         check_index(dataset)
     except UserError as error:
-        return list(error.mistakes)
+        return list(error.messages)
     return []
 
 
@@ -66,7 +66,7 @@ def test_every_corruption_of_an_index_is_refused_when_it_is_opened(tmp_path: Pat
     for at, byte in ((17, 3), (len(whole) - 8 * 3, 5)):
         path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
         IndexedDataset(prefix)
-        assert "d.idx: checksum xxh3_128:" in refusals_of(prefix)[0]
+        assert "d.idx: found checksum xxh3_128:" in refusals_of(prefix)[0]
     path.write_bytes(whole)
     assert refusals_of(prefix) == []
 
@@ -83,21 +83,21 @@ def test_every_truncation_and_corruption_of_tokens_is_refused(tmp_path: Path) ->
         ]
     for at in (0, 100, 583):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(UserError, match=r"d\.bin: checksum xxh3_128:\w+ found"):
+        with pytest.raises(UserError, match=r"d\.bin: found checksum xxh3_128:\w+, its sidecar"):
             verify(prefix)
     path.write_bytes(whole)
-    assert verify(prefix)[-1] == "verified: checksum of .bin is that of the sidecar"
+    assert verify(prefix)[-1] == "verified: the checksum of .bin equals that in the sidecar"
 
 
 def test_what_can_be_verified_without_a_sidecar(make_dataset: MakeDataset) -> None:
     dataset = make_dataset([7, 3])
     lines = verify(dataset.prefix)
     assert [line for line in lines if "checksum" in line] == [
-        f"verified: checksum of .{ending} is not known: a change that keeps the file well-formed may stay"
+        f"verified: the checksum of .{ending} is unknown: a change that keeps the file valid is not detected"
         for ending in ("idx", "bin")
     ]
     loss_mask_path(dataset.prefix).write_bytes(bytes(9) + b"\x02")
-    with pytest.raises(UserError, match="loss_mask.bin: holds 2, expected 0 and 1"):
+    with pytest.raises(UserError, match="loss_mask.bin: has value 2, expected 0 and 1"):
         verify(dataset.prefix)
 
 
@@ -116,10 +116,10 @@ def test_merged_data_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert merged is not None and (merged.documents, merged.tokens, merged.append_eod) == (6, 19, False)
     assert merged.largest_id == max(part.largest_id for part in parts if part is not None)
     assert verify(tmp_path / "out")[-2:] == [
-        f"verified: checksum of {name} is that of the sidecar" for name in (".bin", "the loss mask")
+        f"verified: the checksum of {name} equals that in the sidecar" for name in (".bin", "the loss mask")
     ]
     said = capsys.readouterr().out
-    assert "copied 0.0 of 0.0 MB" in said and said.endswith("out: 6 documents, 19 tokens, of 3 data sets\n")
+    assert said.endswith("out: 6 documents, 19 tokens, of 3 data sets\n")
 
 
 def test_a_changed_or_missing_loss_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,19 +139,19 @@ def test_a_changed_or_missing_loss_mask(tmp_path: Path, capsys: pytest.CaptureFi
     # Of an earlier release: the mask must be there, its bytes are not known.
     refused(r"d_loss_mask\.bin: no such file, and it belongs to .*d\.json: copy it as well")
     path.write_bytes(before)
-    assert "checksum of the loss mask is not known" in verify(prefix)[-1]
+    assert "the checksum of the loss mask is unknown" in verify(prefix)[-1]
     sidecar = read_sidecar(prefix)
     assert sidecar is not None
     write_sidecar(prefix, replace(sidecar, loss_mask_checksum=f"xxh3_128:{xxhash.xxh3_128_hexdigest(before)}"))
-    assert verify(prefix)[-1] == "verified: checksum of the loss mask is that of the sidecar"
+    assert verify(prefix)[-1] == "verified: the checksum of the loss mask equals that in the sidecar"
     path.write_bytes(bytes([1]) + before[1:])
-    refused(r"d_loss_mask\.bin: checksum xxh3_128:\w+ found, xxh3_128:\w+ expected .*the loss mask is damaged")
+    refused(r"d_loss_mask\.bin: found checksum xxh3_128:\w+, its sidecar expects xxh3_128:\w+: the file is damaged")
     path.unlink()
     inspect_data([str(prefix)])
     assert "d_loss_mask.bin: no such file" in capsys.readouterr().out
     path.write_bytes(before)
     merge_datasets(merge)
-    assert verify(tmp_path / "out")[-1] == "verified: checksum of the loss mask is that of the sidecar"
+    assert verify(tmp_path / "out")[-1] == "verified: the checksum of the loss mask equals that in the sidecar"
     assert loss_mask_path(tmp_path / "out").read_bytes() == bytes(3) + before
 
 
@@ -176,10 +176,10 @@ def test_what_does_not_go_together_leaves_no_file(tmp_path: Path) -> None:
     damaged = write(tmp_path / "d", [5], bin_checksum="xxh3_128:0")
     before = sorted(os.listdir(tmp_path))
     for inputs, found in (
-        ([a, wide], r"w: holds int32, .*a uint16"),
+        ([a, wide], r"w: has tokens of int32, .*a of uint16"),
         ([a, foreign], r"f: tokenizer_sha256 is cd, of .*a ab: .*\n.*f: eod_id is 3, of .*a 2"),
-        ([a, damaged], r"d\.bin: checksum .* found, xxh3_128:0 expected"),
-        ([a, a], r"a: is named twice"),
+        ([a, damaged], r"d\.bin: found checksum .*, its sidecar expects xxh3_128:0"),
+        ([a, a], r"a: is given twice"),
         ([tmp_path / "none"], r"none\.idx: no such file"),
     ):
         with pytest.raises(UserError, match=found):
@@ -191,7 +191,7 @@ def test_what_does_not_go_together_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"w\.bin: its \.idx is missing"):
         merge_datasets(["--input", str(tmp_path), "--output-prefix", f"{tmp_path}/out"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty: holds no data set"):
+    with pytest.raises(UserError, match="empty: contains no data set"):
         merge_datasets(["--input", f"{tmp_path}/empty", "--output-prefix", f"{tmp_path}/out"])
     with pytest.raises(UserError, match="--output-prefix"):
         merge_datasets(["--input", str(a), "--output-prefix", f"{tmp_path}/no/out"])
@@ -208,7 +208,7 @@ def test_inspected_documents_have_their_text(
     flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer.files[0])]
     inspect_data([str(tmp_path / "d"), *flags, "--documents", "0", "2-2", "--verify"])
     said = capsys.readouterr().out
-    assert f"{tmp_path}/d: 3 documents, " in said and "verified: sizes" in said
+    assert f"{tmp_path}/d: 3 documents, " in said and "verified: the sizes" in said
     assert texts[0] in said and texts[2] in said and texts[1] not in said
     inspect_data(["--data-path", str(tmp_path / "d"), "--documents", "1"])
     ids = " ".join(map(str, tokenizer.encode(texts[1])))
@@ -225,8 +225,8 @@ def test_numbers_of_documents() -> None:
 
 
 def test_lengths_between_powers_of_two() -> None:
-    lines = list(histogram(np.array([0, 1, 1, 2, 3, 4, 7, 8, 1023, 1024])))
+    lines = list(_histogram(np.array([0, 1, 1, 2, 3, 4, 7, 8, 1023, 1024])))
     assert [line.split()[:2] for line in lines[1:]] == [
         ["0", "1"], ["1-1", "2"], ["2-3", "2"], ["4-7", "2"], ["8-15", "1"], ["512-1,023", "1"], ["1,024-2,047", "1"],
     ]  # fmt: skip
-    assert lines[0] == "  tokens a document: least 0, median 4, 90% 1,023, 99% 1,024, most 1,024"
+    assert lines[0] == "  tokens per document: minimum 0, median 4, 90% 1,023, 99% 1,024, maximum 1,024"

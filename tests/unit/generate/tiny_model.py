@@ -12,7 +12,8 @@ from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
 from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.data.tokenizers import SentencePieceTokenizer, copy_tokenizer, train_sentencepiece
+from megatron_ladder.data.tokenizer_training import train_sentencepiece
+from megatron_ladder.data.tokenizers import SentencePieceTokenizer, copy_tokenizer
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
 from megatron_ladder.model.language_model import LanguageModel

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.shards import find_input
-from megatron_ladder.data.streaming import Position, StreamPlan
+from megatron_ladder.data.streaming import StreamPlan, StreamPosition
 from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.reading import TextStreams
@@ -31,7 +31,7 @@ def test_positions_of_other_data_are_not_gone_on_from(tmp_path: Path) -> None:
     }  # fmt: skip
     manifest = json.loads(json.dumps(manifest))
     streams.resume(manifest)
-    assert streams._positions == {0: Position(3, 0, 0, 3, 5)} and streams._skipped == [[0, 1, 2]]
+    assert streams._positions == {0: StreamPosition(3, 0, 0, 3, 5)} and streams._skipped == [[0, 1, 2]]
 
     path.write_text('{"text": "3 4"}\n{"text": "1 2"}\n')
     other, _ = streams_of(dataclasses.replace(plan, sources=find_input([str(path)], "text").sources))
@@ -42,4 +42,4 @@ def test_positions_of_other_data_are_not_gone_on_from(tmp_path: Path) -> None:
 
     del manifest["data"]["stream"]["sources"]
     other.resume(manifest)
-    assert other._positions == {0: Position(3, 0, 0, 3, 5)}
+    assert other._positions == {0: StreamPosition(3, 0, 0, 3, 5)}

@@ -1,9 +1,9 @@
 from megatron_ladder.data.tokenizers import ByteTokenizer
-from megatron_ladder.lab.bench.data_speed import Fresh
+from megatron_ladder.lab.bench.data_tokenizing import _FreshEncoder
 
 
 def test_the_bare_library_does_all_of_its_work() -> None:
     """Encoders give ids as they are asked for, and a time in which nobody asks would be none."""
     tokenizer = ByteTokenizer()
-    encoded = Fresh(tokenizer, tokenizer.kind, ["ab", "", "c"]).encode()
+    encoded = _FreshEncoder(tokenizer, tokenizer.kind, ["ab", "", "c"]).encode()
     assert isinstance(encoded, list) and [ids.tolist() for ids in encoded] == [[97, 98], [], [99]]

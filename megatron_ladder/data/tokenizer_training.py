@@ -9,21 +9,21 @@ import tokenizers
 from megatron_ladder.errors import UserError
 
 MAX_LINE_BYTES = 1 << 16
-"""SentencePiece passes over longer lines when it trains."""
+"""SentencePiece ignores longer lines in training."""
 
-END_OF_TEXT = "<|endoftext|>"
-"""Ends a document in a tokenizer.json that is trained here."""
+_END_OF_TEXT = "<|endoftext|>"
+"""The end-of-document token of a tokenizer.json that is trained here."""
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a byte-pair SentencePiece model and returns the content of its .model file.
+    """Train a byte-pair SentencePiece model and return the content of its .model file.
 
-    Every text comes back from its ids as it was: no normalisation, whitespace kept, and characters outside
-    of the vocabulary (newlines and tabs are always among them) are spelled in bytes. Ids: 0 unk, 1 bos,
-    2 eos, 3 to 258 the bytes. Equal texts give equal files.
+    Decoding restores every text exactly: there is no normalisation, whitespace is kept, and characters outside of the
+    vocabulary (newlines and tabs always are) are encoded as bytes. Ids: 0 unk, 1 bos, 2 eos, 3 to 258 the bytes. Equal
+    texts give equal files.
 
     Raises:
-        UserError: when `vocab_size` does not fit the texts.
+        UserError: `vocab_size` does not fit the texts.
     """
     model = io.BytesIO()
     try:
@@ -48,40 +48,38 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        # Its messages begin with a place in its source and end by naming options of its own.
+        # Its messages begin with a position in its source code and end by naming its own options.
         reason = str(error).rpartition(")] ")[2].partition(" Increase")[0] or "it has no text to learn from"
-        raise UserError(
-            f"--vocab-size {vocab_size}: SentencePiece cannot make such a model ({reason})"
-        ) from None
+        raise UserError(f"--vocab-size {vocab_size}: SentencePiece cannot make such a model ({reason})") from None
     return model.getvalue()
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Non-empty lines, as SentencePiece trains on lines; a line feed is a byte token anyway."""
+    """Yield non-empty lines: SentencePiece trains on lines, and a line feed is a byte token in any case."""
     return (line for text in texts for line in text.split("\n") if line)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a byte-level byte-pair tokenizer as GPT-2's and returns the content of its tokenizer.json.
+    """Train a byte-level byte-pair tokenizer like GPT-2's and return the content of its tokenizer.json.
 
-    Every text comes back from its ids as it was. Id 0 is <|endoftext|>; then come the 256 bytes.
+    Decoding restores every text exactly. Id 0 is <|endoftext|>, followed by the 256 bytes.
 
     Raises:
-        UserError: when `vocab_size` does not fit the texts.
+        UserError: `vocab_size` does not fit the texts.
     """
     if vocab_size < 257:
-        raise UserError(f"--vocab-size {vocab_size}: expected 257 or more: 256 bytes and {END_OF_TEXT}")
+        raise UserError(f"--vocab-size {vocab_size}: expected 257 or more: 256 bytes and {_END_OF_TEXT}")
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[_END_OF_TEXT],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
     found = library.get_vocab_size()
     if found < vocab_size:
-        raise UserError(f"--vocab-size {vocab_size}: too high for these texts, which give {found} tokens")
+        raise UserError(f"--vocab-size {vocab_size}: too high for these texts, which give only {found} tokens")
     return library.to_str(pretty=True).encode()

@@ -1,0 +1,405 @@
+"""Tokenizers behind one protocol, how a command line selects one, and how one is copied with a checkpoint.
+
+Ids are those of the text alone: no tokenizer adds a beginning-of-sequence token.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import sentencepiece
+import tokenizers
+
+from megatron_ladder.errors import UserError
+from megatron_ladder.files import write_atomically
+
+TokenizerType = Literal[
+    "SentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "GPTSentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "HFTokenizer",
+    "GPT2BPETokenizer",
+    "ByteTokenizer",
+    "NullTokenizer",
+]
+"""Values of --tokenizer-type; the first three are synonyms, and so are the next two."""
+
+DESCRIPTION_FILE = "megatron_ladder_tokenizer.json"
+_FORMAT_VERSION = 1
+
+_COMMON_END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+"""Searched in this order if no companion file names the end-of-document token."""
+
+
+class Tokenizer(Protocol):
+    """Converts text to ids and back."""
+
+    kind: str
+    """The --tokenizer-type that loads it; of several synonyms the first."""
+    files: tuple[Path, ...]
+    """The files that a copy needs, --tokenizer-model first. Empty for a tokenizer without a vocabulary file."""
+    contents: tuple[bytes, ...]
+    """Content of each file when the tokenizer was loaded; the file itself may have changed or disappeared since."""
+    sha256: str
+    """Hash of everything that determines the ids: tokenizers with equal hashes give equal ids."""
+    vocab_size: int
+    """The largest id + 1."""
+    eod_id: int
+    """The token that ends a document, and a generated text."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; none for an empty one."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; control tokens give no text, and incomplete characters give U+FFFD."""
+
+
+class ByteTokenizer:
+    """Uses the bytes of UTF-8 as ids 0 to 255; 256 ends a document. For tests."""
+
+    kind = "ByteTokenizer"
+    files: tuple[Path, ...] = ()
+    contents: tuple[bytes, ...] = ()
+    sha256 = hashlib.sha256(b"ByteTokenizer").hexdigest()
+    vocab_size = 257
+    eod_id = 256
+
+    def encode(self, text: str) -> list[int]:
+        """See Tokenizer."""
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See Tokenizer."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See Tokenizer."""
+        return bytes(int(number) for number in ids if number < self.eod_id).decode(errors="replace")
+
+
+class NullTokenizer:
+    """Reads a text as decimal ids separated by spaces; the next id ends a document (as in Megatron)."""
+
+    kind = "NullTokenizer"
+    files: tuple[Path, ...] = ()
+    contents: tuple[bytes, ...] = ()
+
+    def __init__(self, vocab_size: int) -> None:
+        """
+        Args:
+            vocab_size: number of ids that texts may contain; the end-of-document token is one more.
+        """
+        if vocab_size < 1:
+            raise UserError(f"--vocab-size {vocab_size}: expected 1 or more")
+        self.sha256 = hashlib.sha256(f"NullTokenizer {vocab_size}".encode()).hexdigest()
+        self.vocab_size = vocab_size + 1
+        self.eod_id = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """See Tokenizer; raises UserError for a word that is not an id of the vocabulary."""
+        ids = []
+        for word in text.split():
+            if not word.isdecimal() or int(word) >= self.eod_id:
+                raise UserError(f"--tokenizer-type NullTokenizer: {word!r} found, expected 0 to {self.eod_id - 1}")
+            ids.append(int(word))
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See Tokenizer."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See Tokenizer."""
+        return " ".join(str(int(number)) for number in ids if number != self.eod_id)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece .model file.
+
+    SentencePiece represents spaces as U+2581, so this character itself is decoded as a space.
+    """
+
+    kind = "SentencePieceTokenizer"
+
+    def __init__(self, model: Path) -> None:
+        """Raises UserError if the file is missing, is not a SentencePiece model or has no end-of-sequence piece."""
+        content = _read_model_file("--tokenizer-model", model, "a SentencePiece .model file")
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except RuntimeError as error:
+            raise UserError(f"--tokenizer-model {model}: not a SentencePiece model ({error})") from None
+        self.files: tuple[Path, ...] = (model,)
+        self.contents: tuple[bytes, ...] = (content,)
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.vocab_size: int = self._processor.vocab_size()
+        self.eod_id: int = self._processor.eos_id()
+        if self.eod_id < 0:
+            raise UserError(f"--tokenizer-model {model}: has no end-of-sequence piece: train it with an eos_id")
+
+    def pieces_outside_of_text(self) -> frozenset[str]:
+        """Return the pieces that represent no text (control tokens, single bytes), as spelled in the vocabulary."""
+        processor = self._processor
+        return frozenset(
+            processor.id_to_piece(number)
+            for number in range(self.vocab_size)
+            if processor.is_control(number) or processor.is_byte(number) or processor.is_unknown(number)
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """See Tokenizer."""
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See Tokenizer."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See Tokenizer."""
+        text: str = self._processor.decode([int(number) for number in ids])
+        return text
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json of the `tokenizers` library, or a directory that contains one."""
+
+    kind = "HuggingFaceTokenizer"
+
+    _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
+    """Files next to tokenizer.json that may name the end-of-sequence token."""
+    _CHAT_TEMPLATE = "chat_template.jinja"
+    """File next to tokenizer.json that a copy needs as well."""
+
+    def __init__(self, model: Path) -> None:
+        """Raises UserError if the file is missing, is not a tokenizer.json, or has no end-of-document token."""
+        path = model / "tokenizer.json" if model.is_dir() else model
+        content = _read_model_file("--tokenizer-model", path, "a tokenizer.json, or a directory that contains one")
+        try:
+            library = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # The library raises nothing narrower.
+            raise UserError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
+        companions = [path.with_name(name) for name in (*self._COMPANIONS, self._CHAT_TEMPLATE)]
+        contents = {path: content} | {file: file.read_bytes() for file in companions if file.is_file()}
+        self._initialize(library, contents, hashlib.sha256(content).hexdigest())
+
+    def _initialize(self, library: tokenizers.Tokenizer, contents: Mapping[Path, bytes], sha256: str) -> None:
+        # Padding and truncation are settings for batches of a fixed length; here they would change documents.
+        library.no_padding()
+        library.no_truncation()
+        self._tokenizer = library
+        self.files: tuple[Path, ...] = tuple(contents)
+        self.contents: tuple[bytes, ...] = tuple(contents.values())
+        self.sha256 = sha256
+        vocabulary = library.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod_id = self._find_eod(vocabulary)
+
+    def _find_eod(self, vocabulary: dict[str, int]) -> int:
+        for companion, content in zip(self.files, self.contents, strict=True):
+            if companion.name not in self._COMPANIONS:
+                continue
+            token = _parse_json_object(companion, content).get("eos_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if token is not None and token not in vocabulary:
+                raise UserError(f"{companion}: eos_token {token!r} is not in the vocabulary of {self.files[0]}")
+            if token is not None:
+                return vocabulary[token]
+        for token in _COMMON_END_TOKENS:
+            if token in vocabulary:
+                return vocabulary[token]
+        raise UserError(
+            f"--tokenizer-model {self.files[0]}: the end-of-document token is unknown (none of "
+            f"{' '.join(_COMMON_END_TOKENS)} is in the vocabulary): name it as eos_token in "
+            f"{self.files[0].with_name(self._COMPANIONS[0])}"
+        )
+
+    def as_json(self) -> str:
+        """Return the content of an equivalent tokenizer.json without padding and truncation."""
+        return self._tokenizer.to_str()
+
+    def encode(self, text: str) -> list[int]:
+        """See Tokenizer."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See Tokenizer; the library uses its own threads."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See Tokenizer."""
+        return self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True)
+
+
+class GPT2BPETokenizer(HuggingFaceTokenizer):
+    """GPT-2's byte-pair encoding, read from its vocab.json and merges.txt."""
+
+    kind = "GPT2BPETokenizer"
+
+    END = "<|endoftext|>"
+
+    def __init__(self, vocab_file: Path, merge_file: Path | None = None) -> None:
+        """
+        Args:
+            merge_file: the merges.txt next to the vocabulary if not given.
+
+        Raises:
+            UserError: a file is missing, the files do not belong together, or the vocabulary lacks <|endoftext|>.
+        """
+        merge_file = vocab_file.with_name("merges.txt") if merge_file is None else merge_file
+        contents = (
+            _read_model_file("--vocab-file", vocab_file, "GPT-2's vocab.json"),
+            _read_model_file("--merge-file", merge_file, "GPT-2's merges.txt"),
+        )
+        try:
+            vocabulary = json.loads(contents[0])
+            lines = [line for line in contents[1].decode().split("\n") if line and not line.startswith("#version")]
+            merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
+            library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+        except Exception as error:  # The library raises nothing narrower.
+            raise UserError(
+                f"--vocab-file {vocab_file} --merge-file {merge_file}: not GPT-2's pair of files ({error})"
+            ) from None
+        if self.END not in vocabulary:
+            raise UserError(f"--vocab-file {vocab_file}: lacks {self.END}, which ends a document")
+        library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.decoder = tokenizers.decoders.ByteLevel()
+        library.add_special_tokens([self.END])
+        # File names are up to the user; the concatenated contents are unambiguous.
+        sha256 = hashlib.sha256(contents[0] + contents[1]).hexdigest()
+        self._initialize(library, dict(zip((vocab_file, merge_file), contents, strict=True)), sha256)
+
+    def _find_eod(self, vocabulary: dict[str, int]) -> int:
+        return vocabulary[self.END]
+
+
+_KINDS: dict[str, str] = {
+    "Llama2Tokenizer": SentencePieceTokenizer.kind,
+    "GPTSentencePieceTokenizer": SentencePieceTokenizer.kind,
+    "HFTokenizer": HuggingFaceTokenizer.kind,
+} | {
+    tokenizer.kind: tokenizer.kind
+    for tokenizer in (
+        SentencePieceTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer, ByteTokenizer, NullTokenizer
+    )
+}  # fmt: skip
+"""--tokenizer-type -> the first of its synonyms."""
+
+WITHOUT_FILES = (ByteTokenizer.kind, NullTokenizer.kind)
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """The flags that select a tokenizer; small, so that it can be sent to another process."""
+
+    tokenizer_type: str
+    """--tokenizer-type."""
+    tokenizer_model: Path | None = None
+    """--tokenizer-model, or --vocab-file."""
+    merge_file: Path | None = None
+    """--merge-file, for GPT2BPETokenizer only."""
+    vocab_size: int | None = None
+    """--vocab-size, for NullTokenizer only."""
+
+
+def load_source(source: TokenizerSource) -> Tokenizer:
+    """Load a tokenizer; raises UserError for an unknown type, a missing flag or an unreadable file."""
+    if source.tokenizer_type not in _KINDS:
+        known = ", ".join(get_args(TokenizerType))
+        raise UserError(f"--tokenizer-type {source.tokenizer_type}: expected one of {known}")
+    kind, model = _KINDS[source.tokenizer_type], source.tokenizer_model
+    if kind == ByteTokenizer.kind:
+        return ByteTokenizer()
+    if kind == NullTokenizer.kind:
+        if source.vocab_size is None:
+            raise UserError("--tokenizer-type NullTokenizer needs --vocab-size")
+        return NullTokenizer(source.vocab_size)
+    if model is None:
+        flags = "--vocab-file and --merge-file" if kind == GPT2BPETokenizer.kind else "--tokenizer-model"
+        raise UserError(f"--tokenizer-type {source.tokenizer_type} needs {flags}")
+    if kind == GPT2BPETokenizer.kind:
+        return GPT2BPETokenizer(model, source.merge_file)
+    return SentencePieceTokenizer(model) if kind == SentencePieceTokenizer.kind else HuggingFaceTokenizer(model)
+
+
+def load_tokenizer(tokenizer_type: str, tokenizer_model: Path) -> Tokenizer:
+    """Load a tokenizer that a type and a file determine; raises as `load_source`."""
+    return load_source(TokenizerSource(tokenizer_type, tokenizer_model))
+
+
+def source_of(tokenizer: Tokenizer) -> TokenizerSource:
+    """Return the source from which another process loads an equal tokenizer."""
+    if tokenizer.kind in WITHOUT_FILES:
+        return TokenizerSource(tokenizer.kind, vocab_size=tokenizer.vocab_size - 1)
+    merge_file = tokenizer.files[1] if tokenizer.kind == GPT2BPETokenizer.kind else None
+    return TokenizerSource(tokenizer.kind, tokenizer.files[0], merge_file)
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return file names and contents for a copy of the tokenizer: its files as loaded, and a description of them."""
+    source = source_of(tokenizer)
+    description = {
+        "format_version": _FORMAT_VERSION,
+        "tokenizer_type": tokenizer.kind,
+        "file": source.tokenizer_model and source.tokenizer_model.name,
+        "merge_file": source.merge_file and source.merge_file.name,
+        "sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+    }
+    contents = {file.name: content for file, content in zip(tokenizer.files, tokenizer.contents, strict=True)}
+    return contents | {DESCRIPTION_FILE: (json.dumps(description, indent=2) + "\n").encode()}
+
+
+def copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write the tokenizer to a directory from which `load_tokenizer_from_directory` loads it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in tokenizer_files(tokenizer).items():
+        write_atomically(directory / name, content)
+
+
+def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
+    """Load a copy made by `copy_tokenizer`; raises UserError if it is missing or its files have changed."""
+    path = directory / DESCRIPTION_FILE
+    if not path.is_file():
+        raise UserError(f"{path}: no such file: {directory} contains no tokenizer")
+    description = _parse_json_object(path, path.read_bytes())
+    missing = {"tokenizer_type", "file", "sha256"} - set(description)
+    if missing:
+        raise UserError(f"{path}: lacks {', '.join(sorted(missing))}: copy the tokenizer again")
+    files = [
+        directory / Path(name).name if isinstance(name, str) else None
+        for name in (description["file"], description.get("merge_file"))
+    ]
+    vocab_size = description.get("vocab_size", 2) - 1
+    tokenizer = load_source(TokenizerSource(description["tokenizer_type"], files[0], files[1], vocab_size))
+    if tokenizer.sha256 != description["sha256"]:
+        changed = tokenizer.files[0] if tokenizer.files else path
+        raise UserError(
+            f"{changed}: sha256 is {tokenizer.sha256}, {path.name} expects {description['sha256']}: "
+            "copy the tokenizer again"
+        )
+    return tokenizer
+
+
+def _read_model_file(flag: str, model: Path, expected: str) -> bytes:
+    if not model.is_file():
+        found = "is a directory" if model.is_dir() else "no such file"
+        raise UserError(f"{flag} {model}: {found}, expected {expected}")
+    return model.read_bytes()
+
+
+def _parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(content)
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    return values

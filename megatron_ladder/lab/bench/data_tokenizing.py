@@ -1,0 +1,315 @@
+"""Rows of the data benchmark that tokenise: against the bare library, against a loop per line, and memory.
+
+The text consists of the source code and documentation of Python's standard library and of the installed packages,
+shuffled with a fixed seed. Tokenizers are trained on parts of it.
+"""
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from megatron_ladder.data.encoders import Encoder, UnsupportedTokenizerError, make_encoder
+from megatron_ladder.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
+from megatron_ladder.data.tokenizer_training import train_bpe, train_sentencepiece
+from megatron_ladder.data.tokenizers import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    TokenizerSource,
+    load_source,
+    source_of,
+)
+from megatron_ladder.errors import UserError
+from megatron_ladder.lab.bench.data_table import DataBenchmark, DataResult, cpu_seconds
+from megatron_ladder.lab.bench.paired import measure
+
+_CASES = (
+    ("tokenizer.json", "tokenizers", 0.9, 0.1),
+    ("tokenizer.json", "gigatoken", 0.6, 2.0),
+    ("SentencePiece", "sentencepiece", 0.9, 0.15),
+    ("SentencePiece", "gigatoken", 0.6, 1.0),
+)
+"""Tokenizer, library, target, and share of the text. The start takes the same time with every library, so faster
+libraries get more text; in a real run the start is negligible."""
+
+_WORKERS = 2
+_CHUNK_LINES = 32
+"""Lines that a worker of the loop receives at once, as in Megatron."""
+_LOOP_SHARE = 0.1
+"""Share of the text for the slower variant; apart from the start, both variants are linear in the size."""
+
+_SIZE_FACTOR = 20
+"""Size of the file of the memory row, relative to the benchmark's text: 2 GB by default."""
+_SAMPLE_SECONDS = 0.05
+_NEW_WORD_INTERVAL = 20
+"""One of so many words is unique to its document, so that a cache of words keeps growing."""
+
+_TEXT_SUFFIXES = frozenset({".md", ".py", ".pyi", ".rst", ".txt"})
+_MAX_CHARACTERS = 1_000_000
+"""Longer files are generated tables."""
+_BPE_VOCABULARY, _BPE_TEXTS = 32_000, 1000
+_SENTENCEPIECE_VOCABULARY, _SENTENCEPIECE_TEXTS = 8_000, 300
+"""SentencePiece's trainer takes more than a minute with more texts."""
+
+
+def tokenizer_shares(benchmark: DataBenchmark) -> Sequence[DataResult]:
+    """Compare the speed from JSON lines to published token files, including the start, with that of the bare library.
+
+    The bare library encodes texts in memory, one by one or in a batch. Its cache of words is empty, and so is the UTF-8
+    representation that Python caches in each text after its first use.
+    """
+    texts = _take_texts(max(share for *_, share in _CASES) * benchmark.megabytes)
+    tokenizers = {"tokenizer.json": _trained_bpe(benchmark.folder, texts)}
+    tokenizers["SentencePiece"] = _trained_sentencepiece(benchmark.folder, texts)
+    results = []
+    for name, library, target, share in _CASES:
+        sizes = itertools.accumulate(map(len, texts))
+        limit = share * benchmark.megabytes * 1e6
+        part = [text for text, size in zip(texts, sizes, strict=True) if size <= limit] or texts[:1]
+        try:
+            results.append(_share(benchmark, name, tokenizers[name], library, target, part))
+        except UnsupportedTokenizerError as error:
+            results.append(DataResult("tokenizers", f"{name}, {library}", None, "", target, note=str(error)))
+        benchmark.report(f"{name} on {library}")
+    return results
+
+
+class _FreshEncoder:
+    """An encoder and texts without caches; they are renewed outside of the measured time before each use."""
+
+    def __init__(self, tokenizer: Tokenizer, library: str, texts: Sequence[str]) -> None:
+        self._make: Callable[[], Encoder] = lambda: make_encoder(tokenizer, library)
+        self._encoder = self._make()
+        self.texts = list(texts)
+
+    def renew(self) -> None:
+        """Drop the cache of words and the UTF-8 representation of the texts."""
+        self._encoder = self._make()
+        self.texts = [text.encode().decode() for text in self.texts]
+
+    def encode(self) -> object:
+        """Encode all texts; encoders work on demand, so all ids are requested."""
+        return list(self._encoder.encode(self.texts))
+
+
+def _share(
+    benchmark: DataBenchmark, name: str, tokenizer: Tokenizer, library: str, target: float, texts: Sequence[str]
+) -> DataResult:
+    lines = benchmark.folder / "text.jsonl"
+    size = _write_json_lines(lines, texts)
+    fresh = _FreshEncoder(tokenizer, library, texts)
+    options = PreprocessOptions(library=library, report=lambda line: None)
+    bare: Callable[[], object] = (
+        (lambda: tokenizer.encode_batch(fresh.texts)) if library in ("tokenizers", "sentencepiece")
+        else fresh.encode
+    )  # fmt: skip
+    times = measure(
+        {
+            "bare": bare,
+            "whole": lambda: preprocess([lines], benchmark.folder / "speed", tokenizer, True, options=options),
+        },
+        benchmark.rounds,
+        before_each=fresh.renew,
+        clock=cpu_seconds,
+    )
+    share = times.ratio("bare", "whole")
+    speeds = [f"{size / 1e6 / times.median(way):.1f}" for way in ("bare", "whole")]
+    note = f"{size / 1e6:.0f} MB; bare {speeds[0]}, whole {speeds[1]} MB/s of CPU time"
+    case = f"{name}, {library}"
+    return DataResult("tokenizers", case, share.median, "of bare", target, spread=share.spread, note=note)
+
+
+class _LineEncoder:
+    """A worker of the loop."""
+
+    tokenizer: Tokenizer
+    """The tokenizer of this process."""
+
+    @classmethod
+    def initialize(cls, source: TokenizerSource) -> None:
+        """Load the tokenizer once per process, with one thread."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        cls.tokenizer = load_source(source)
+
+    @classmethod
+    def encode(cls, line: str) -> list[int]:
+        """Return the ids of the line's text, followed by the end-of-document token."""
+        ids = list(cls.tokenizer.encode(json.loads(line)["text"]))
+        if ids:
+            ids.append(cls.tokenizer.eod_id)
+        return ids
+
+
+def _preprocess_line_by_line(lines: Path, prefix: Path, tokenizer: Tokenizer) -> None:
+    """Tokenise like Megatron's `tools/preprocess_data.py`, for comparison.
+
+    A worker receives a line, parses it with the standard library, encodes the text in one call, and returns a list of
+    ids. The parent converts it to an array, writes it, and records its length. The tokenizer is called directly,
+    without transformers around it, so the loop is faster than Megatron's.
+    """
+    pool = multiprocessing.get_context("spawn").Pool(_WORKERS, _LineEncoder.initialize, (source_of(tokenizer),))
+    with (
+        open(lines, encoding="utf-8") as file,
+        IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer,
+    ):
+        for ids in pool.imap(_LineEncoder.encode, file, _CHUNK_LINES):
+            writer.add_document(ids)
+        writer.publish()
+    pool.close()
+    pool.join()
+
+
+def loop_ratios(benchmark: DataBenchmark) -> Sequence[DataResult]:
+    """Compare the CPU seconds per MB of the loop with those of this program, with the same tokenizer and workers."""
+    texts = _take_texts(benchmark.megabytes)
+    whole, part = benchmark.folder / "whole.jsonl", benchmark.folder / "part.jsonl"
+    loop_size = _write_json_lines(part, texts[: max(1, int(_LOOP_SHARE * len(texts)))])
+    our_size = _write_json_lines(whole, texts)
+    sentencepiece = _trained_sentencepiece(benchmark.folder, texts)
+    results = []
+    for name, tokenizer, library, target in (
+        ("tokenizer.json, fastest library", _trained_bpe(benchmark.folder, texts), "auto", 15.0),
+        ("SentencePiece, fastest library", sentencepiece, "auto", 4.0),
+        ("SentencePiece, its own library", sentencepiece, "sentencepiece", 1.0),
+    ):
+        ours, size = (whole, our_size) if library == "auto" else (part, loop_size)
+        ways = _loop_and_ours(benchmark.folder, (part, ours), tokenizer, library)
+        times = measure(ways, benchmark.rounds, clock=cpu_seconds)
+        ratio, scale = times.ratio("loop", "ours"), size / loop_size
+        speeds = [
+            f"{of_way / 1e6 / times.median(way):.1f}" for way, of_way in (("loop", loop_size), ("ours", size))
+        ]
+        note = f"loop {speeds[0]}, ours {speeds[1]} MB/s of CPU time"
+        results.append(
+            DataResult("loop", name, scale * ratio.median, "x", target, spread=scale * ratio.spread, note=note)
+        )
+        benchmark.report(name)
+    return results
+
+
+def _loop_and_ours(
+    folder: Path, inputs: tuple[Path, Path], tokenizer: Tokenizer, library: str
+) -> dict[str, Callable[[], object]]:
+    options = PreprocessOptions(workers=_WORKERS, library=library, report=lambda line: None)
+    return {
+        "loop": lambda: _preprocess_line_by_line(inputs[0], folder / "loop", tokenizer),
+        "ours": lambda: preprocess([inputs[1]], folder / "ours", tokenizer, True, options=options),
+    }
+
+
+def peak_memory(benchmark: DataBenchmark) -> Sequence[DataResult]:
+    """Measure the largest total memory of the command and its two workers, counting shared pages in each process."""
+    texts = _take_texts(benchmark.megabytes)
+    tokenizer = _trained_bpe(benchmark.folder, texts)
+    megabytes = _SIZE_FACTOR * benchmark.megabytes
+    _write_large_file(benchmark.folder / "large.jsonl", megabytes, texts)
+    del texts
+    benchmark.report(f"tokenising {megabytes:,} MB")
+    command = [
+        sys.executable, "-c", "from megatron_ladder.cli.preprocess_data import entry_point; entry_point()",
+        "--input", str(benchmark.folder / "large.jsonl"), "--output-prefix", str(benchmark.folder / "out"),
+        "--tokenizer-type", tokenizer.kind, "--tokenizer-model", str(tokenizer.files[0]), "--workers", str(_WORKERS),
+    ]  # fmt: skip
+    peaks = {"resident": 0, "proportional": 0}
+    begun = time.monotonic()
+    with open(benchmark.folder / "log", "wb") as log:
+        root = Path(__file__).resolve().parents[3]
+        with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=root) as process:
+            while process.poll() is None:
+                for name, size in _memory_of(process.pid).items():
+                    peaks[name] = max(peaks[name], size)
+                time.sleep(_SAMPLE_SECONDS)
+    if process.returncode:
+        log_text = (benchmark.folder / "log").read_text()
+        raise UserError(f"preprocess_data.py ended with {process.returncode}: {log_text[-2000:]}")
+    speed = megabytes / (time.monotonic() - begun)
+    note = f"shared pages counted once: {peaks['proportional'] / 1e9:.2f} GB; {speed:.1f} MB/s"
+    case = f"{megabytes:,} MB, {_WORKERS} workers"
+    return [DataResult("memory", case, peaks["resident"] / 1e9, "GB", 1.0, at_most=True, note=note)]
+
+
+def _memory_of(pid: int) -> dict[str, int]:
+    sizes = {"resident": 0, "proportional": 0}
+    try:
+        parent = psutil.Process(pid)
+        for process in (parent, *parent.children(recursive=True)):
+            memory = process.memory_full_info()
+            sizes["resident"] += memory.rss
+            sizes["proportional"] += memory.pss
+    except psutil.Error:
+        pass  # A process has just ended.
+    return sizes
+
+
+def _write_large_file(path: Path, megabytes: int, texts: Sequence[str]) -> None:
+    """Write the texts repeatedly, each time with other unique words."""
+    size = number = 0
+    with open(path, "wb") as file:
+        while size < megabytes * 1_000_000:
+            words = texts[number % len(texts)].split(" ")
+            words[::_NEW_WORD_INTERVAL] = [
+                f"{word}{number:x}q{place:x}" for place, word in enumerate(words[::_NEW_WORD_INTERVAL])
+            ]
+            size += file.write(json.dumps({"text": " ".join(words)}, ensure_ascii=False).encode() + b"\n")
+            number += 1
+
+
+def _real_texts() -> Iterator[str]:
+    """Yield the contents of files in an order that is the same for the same installation."""
+    paths = sysconfig.get_paths()
+    folders = dict.fromkeys(Path(paths[name]) for name in ("stdlib", "purelib", "platlib"))
+    # The directory of packages may be inside that of the standard library.
+    files = list(dict.fromkeys(path for folder in folders for path in sorted(folder.rglob("*"))))
+    random.Random(0).shuffle(files)
+    for path in files:
+        if path.suffix not in _TEXT_SUFFIXES:
+            continue
+        try:
+            text = path.read_bytes().decode()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if 0 < len(text) <= _MAX_CHARACTERS:
+            yield text
+
+
+def _take_texts(megabytes: float) -> list[str]:
+    """Return about `megabytes` of real texts, which are repeated if there are fewer."""
+    texts: list[str] = []
+    size = 0
+    for text in itertools.cycle(_real_texts()):
+        texts.append(text)
+        size += len(text)
+        if size >= megabytes * 1e6:
+            break
+    return texts
+
+
+def _write_json_lines(path: Path, texts: Sequence[str]) -> int:
+    """Write one object per text, and return the size of the file in bytes."""
+    with open(path, "wb") as file:
+        for number, text in enumerate(texts):
+            file.write(json.dumps({"text": text, "id": number}, ensure_ascii=False).encode() + b"\n")
+    return path.stat().st_size
+
+
+def _trained_bpe(folder: Path, texts: Sequence[str]) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    path.write_bytes(train_bpe(texts[:_BPE_TEXTS], _BPE_VOCABULARY))
+    return HuggingFaceTokenizer(path)
+
+
+def _trained_sentencepiece(folder: Path, texts: Sequence[str]) -> Tokenizer:
+    path = folder / "tokenizer.model"
+    path.write_bytes(train_sentencepiece(texts[:_SENTENCEPIECE_TEXTS], _SENTENCEPIECE_VOCABULARY))
+    return SentencePieceTokenizer(path)
