@@ -9,7 +9,7 @@ docstring is its help. The type determines how many values the flag takes and ho
     tuple[T, ...]              one or more values after one flag
     T | None                   as T; None if the flag is not given
 
-Bounds of a value, and flags that it requires or excludes, are declared in `flag`. All errors of a command line are
+_Bounds of a value, and flags that it requires or excludes, are declared in `flag`. All errors of a command line are
 collected and raised together as one UserError.
 """
 
@@ -33,7 +33,7 @@ Config = TypeVar("Config")
 
 
 @dataclasses.dataclass(frozen=True)
-class Bounds:
+class _Bounds:
     """The numbers that a flag accepts; None means without limit."""
 
     minimum: float | None = None
@@ -78,7 +78,7 @@ def flag(
     Args:
         default: value without the flag; the flag is required if there is none.
         aliases: further spellings, with leading dashes.
-        minimum, maximum, above, below: limits of a number, or of each number of a tuple; see `Bounds`.
+        minimum, maximum, above, below: limits of a number, or of each number of a tuple; see `_Bounds`.
         requires: flags without which this one has no effect. A flag with a value (`"--optimizer adam"`) must have
             that value; without one it must have any value but its default.
         excludes: flags that contradict this one, in the same notation.
@@ -86,7 +86,7 @@ def flag(
     """
     metadata = {
         "aliases": tuple(aliases),
-        "bounds": Bounds(minimum, maximum, above, below),
+        "bounds": _Bounds(minimum, maximum, above, below),
         "requires": (requires,) if isinstance(requires, str) else tuple(requires),
         "excludes": (excludes,) if isinstance(excludes, str) else tuple(excludes),
         "details": details,
@@ -101,7 +101,7 @@ def flag_name(field_name: str) -> str:
 
 # Parsing sources dominates the time to read a command line, and studies read many command lines.
 @functools.cache
-def field_docstrings(config_class: type) -> dict[str, str]:
+def _field_docstrings(config_class: type) -> dict[str, str]:
     """Return the string literal below each field of a dataclass, by field name."""
     documented: dict[str, str] = {}
     for ancestor in reversed(config_class.__mro__):
@@ -191,7 +191,7 @@ class _CollectingParser(argparse.ArgumentParser):
         raise UserError(message[:1].lower() + message[1:])
 
 
-def build_parser(config_classes: Sequence[type], program: str, description: str) -> argparse.ArgumentParser:
+def _build_parser(config_classes: Sequence[type], program: str, description: str) -> argparse.ArgumentParser:
     """Build a parser with one argument group per dataclass. It leaves values as text for `parse_command_line`."""
     parser = _CollectingParser(
         prog=program,
@@ -202,13 +202,13 @@ def build_parser(config_classes: Sequence[type], program: str, description: str)
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for config_class in config_classes:
-        group = parser.add_argument_group(section_title(config_class))
+        group = parser.add_argument_group(_section_title(config_class))
         for one in section_flags(config_class):
             _add_flag(group, one)
     return parser
 
 
-def section_title(config_class: type) -> str:
+def _section_title(config_class: type) -> str:
     """Return the heading of a dataclass's flags: the first line of its docstring."""
     return inspect.cleandoc(config_class.__doc__ or config_class.__name__).split("\n")[0].rstrip(".")
 
@@ -237,7 +237,7 @@ class Flag:
 
 def section_flags(config_class: type) -> list[Flag]:
     """Return all flags of a dataclass, inherited ones last."""
-    documented = field_docstrings(config_class)
+    documented = _field_docstrings(config_class)
     hints = typing.get_type_hints(config_class)
     own_first = sorted(dataclasses.fields(config_class), key=lambda f: f.name not in config_class.__annotations__)
     flags = []
@@ -309,7 +309,7 @@ def parse_command_line(
         UserError: with one message per error of the command line.
     """
     errors: list[str] = []
-    parser = build_parser(config_classes, program, description)
+    parser = _build_parser(config_classes, program, description)
     known = [option for action in parser._actions for option in action.option_strings]
     words = _take_unknown_flags(list(argv), known, errors)
     try:

@@ -42,7 +42,7 @@ COMMANDS = (Command((ExposedCommunicationConfig,)),)
 
 
 @dataclass(frozen=True)
-class StepRow:
+class _StepRow:
     """Communication of one step."""
 
     iteration: int
@@ -53,7 +53,7 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class SubBlockRow:
+class _SubBlockRow:
     """Communication that one sub-block, or the code outside sub-blocks, launched; the mean over all steps."""
 
     name: str
@@ -64,23 +64,23 @@ class SubBlockRow:
     exposed_seconds: float
 
 
-def step_rows(found: Communication) -> list[StepRow]:
+def _step_rows(found: Communication) -> list[_StepRow]:
     """Return the rows of all steps, in order."""
     rows = []
     for iteration, seconds in sorted(found.step_seconds.items()):
         own = [collective for collective in found.collectives if collective.iteration == iteration]
-        rows.append(StepRow(iteration, seconds, len(own), _in_flight(own), _exposed(own)))
+        rows.append(_StepRow(iteration, seconds, len(own), _in_flight(own), _exposed(own)))
     return rows
 
 
-def sub_block_rows(found: Communication) -> list[SubBlockRow]:
+def _sub_block_rows(found: Communication) -> list[_SubBlockRow]:
     """Return the rows of all sub-blocks, by layer, forward before backward; code outside sub-blocks comes last."""
     steps = len(found.step_seconds)
     rows = []
     for owner in sorted({collective.owner for collective in found.collectives}, key=_row_order):
         own = [collective for collective in found.collectives if collective.owner == owner]
         rows.append(
-            SubBlockRow(owner.name, owner.direction, len(own) / steps, _in_flight(own) / steps, _exposed(own) / steps)
+            _SubBlockRow(owner.name, owner.direction, len(own) / steps, _in_flight(own) / steps, _exposed(own) / steps)
         )
     return rows
 
@@ -100,7 +100,7 @@ def _row_order(owner: tuple[str, str]) -> tuple[bool, int, str, bool]:
     return name == ELSEWHERE, int(number[0]) if number else 0, name, direction == "backward"
 
 
-def table(found: Communication, steps: Sequence[StepRow], sub_blocks: Sequence[SubBlockRow]) -> str:
+def _table(found: Communication, steps: Sequence[_StepRow], sub_blocks: Sequence[_SubBlockRow]) -> str:
     """Format both tables, after a line that defines their columns."""
     counted = {
         "cpu": "CPU: exposed is the time inside waits; in flight is the time from launch to the end of the wait.",
@@ -126,7 +126,7 @@ def table(found: Communication, steps: Sequence[StepRow], sub_blocks: Sequence[S
     return "\n".join(lines)
 
 
-def draw(found: Communication, rows: Sequence[SubBlockRow], title: str) -> "Figure":
+def _draw(found: Communication, rows: Sequence[_SubBlockRow], title: str) -> "Figure":
     """Draw one bar per sub-block, forward above and backward below: in-flight time pale, exposed time bold."""
     # matplotlib is optional; its absence is reported by parse_options.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -172,8 +172,8 @@ def main(argv: Sequence[str]) -> None:
         found = communication(read_events(config.trace), config.communication_kernels)
     except ValueError as error:
         raise UserError(f"--trace {config.trace}: {error}: give a file that --profile wrote") from None
-    steps, sub_blocks = step_rows(found), sub_block_rows(found)
-    print(table(found, steps, sub_blocks))
+    steps, sub_blocks = _step_rows(found), _sub_block_rows(found)
+    print(_table(found, steps, sub_blocks))
     if config.json is not None:
         result: dict[str, Any] = {
             "device": found.device,
@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> None:
         }
         config.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if config.plot is not None:
-        draw(found, sub_blocks, f"communication of a step, {config.trace.name}").savefig(config.plot, dpi=120)
+        _draw(found, sub_blocks, f"communication of a step, {config.trace.name}").savefig(config.plot, dpi=120)
 
 
 def entry_point() -> NoReturn:

@@ -43,7 +43,7 @@ COMMANDS = (Command((PlotLossConfig,)),)
 
 
 @dataclass(frozen=True)
-class ScalarCurve:
+class _ScalarCurve:
     """Values of a scalar, by ascending iteration."""
 
     iterations: tuple[int, ...]
@@ -51,16 +51,16 @@ class ScalarCurve:
 
 
 @dataclass(frozen=True)
-class RunCurves:
+class _RunCurves:
     """Curves of one run. Losses are in nats per token."""
 
     label: str
-    train_loss: ScalarCurve
-    valid_loss: ScalarCurve | None
-    tokens_per_second: ScalarCurve | None
+    train_loss: _ScalarCurve
+    valid_loss: _ScalarCurve | None
+    tokens_per_second: _ScalarCurve | None
 
 
-def read_run(directory: Path, label: str) -> RunCurves:
+def _read_run(directory: Path, label: str) -> _RunCurves:
     """Read the event files of a directory.
 
     Raises:
@@ -74,7 +74,7 @@ def read_run(directory: Path, label: str) -> RunCurves:
     if TRAIN_LOSS not in tags:
         found = f"scalars are {', '.join(tags)}" if tags else "there are no scalars"
         raise UserError(f"--tensorboard-dir {directory}: no '{TRAIN_LOSS}' in its event files, {found}")
-    return RunCurves(
+    return _RunCurves(
         label,
         _read_curve(events, TRAIN_LOSS),
         _read_curve(events, VALID_LOSS) if VALID_LOSS in tags else None,
@@ -82,14 +82,14 @@ def read_run(directory: Path, label: str) -> RunCurves:
     )
 
 
-def _read_curve(events: EventAccumulator, tag: str) -> ScalarCurve:
+def _read_curve(events: EventAccumulator, tag: str) -> _ScalarCurve:
     """Read a scalar. A resumed run repeats iterations that were not saved; the values written last count."""
     written = sorted(events.Scalars(tag), key=lambda event: event.wall_time)
     by_iteration = dict(sorted({event.step: event.value for event in written}.items()))
-    return ScalarCurve(tuple(by_iteration), tuple(by_iteration.values()))
+    return _ScalarCurve(tuple(by_iteration), tuple(by_iteration.values()))
 
 
-def smooth(values: Sequence[float], weight: float) -> list[float]:
+def _smooth(values: Sequence[float], weight: float) -> list[float]:
     """Return, at each value, the average of all values with weights `weight ** distance`.
 
     The average is two-sided because an average of past values lags behind a falling loss, and would be above the
@@ -115,7 +115,7 @@ def _decaying_sums(values: Sequence[float], weight: float) -> list[tuple[float, 
     return sums
 
 
-def draw(runs: Sequence[RunCurves], title: str, smoothing: float) -> "Figure":
+def _draw(runs: Sequence[_RunCurves], title: str, smoothing: float) -> "Figure":
     """Draw the loss over iterations and, if any run recorded them, tokens per second below."""
     # matplotlib is optional; its absence is reported by parse_options.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -144,11 +144,11 @@ def draw(runs: Sequence[RunCurves], title: str, smoothing: float) -> "Figure":
     return figure
 
 
-def _draw_loss(axis: "Axes", run: RunCurves, color: str, smoothing: float) -> None:
+def _draw_loss(axis: "Axes", run: _RunCurves, color: str, smoothing: float) -> None:
     train = run.train_loss
     if smoothing > 0:
         axis.plot(train.iterations, train.values, color=color, alpha=0.25, linewidth=0.8)
-    bold = smooth(train.values, smoothing)
+    bold = _smooth(train.values, smoothing)
     axis.plot(train.iterations, bold, color=color, label=f"{run.label}: training")
     if run.valid_loss:
         valid = run.valid_loss
@@ -179,17 +179,17 @@ def _find_errors(config: PlotLossConfig) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the command line and draw the picture."""
+    """Read the command line and _draw the picture."""
     config = parse_options(argv)
     labels = config.labels or tuple(directory.resolve().name for directory in config.tensorboard_dir)
-    runs: list[RunCurves] = []
+    runs: list[_RunCurves] = []
     errors = ErrorCollector()
     for directory, label in zip(config.tensorboard_dir, labels, strict=True):
         with errors.collect():
-            runs.append(read_run(directory, label))
+            runs.append(_read_run(directory, label))
     errors.raise_if_any()
     config.output.parent.mkdir(parents=True, exist_ok=True)
-    draw(runs, config.title, config.smoothing).savefig(config.output, dpi=120)
+    _draw(runs, config.title, config.smoothing).savefig(config.output, dpi=120)
     for run in runs:
         last, value = run.train_loss.iterations[-1], run.train_loss.values[-1]
         print(f"{run.label}: training loss {value:.4f} at iteration {last}")

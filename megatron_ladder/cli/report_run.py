@@ -33,7 +33,7 @@ COMMANDS = (Command((ReportRunConfig,)),)
 
 
 @dataclass
-class Attempt:
+class _Attempt:
     """The part of a run between one start and the next."""
 
     start: datetime
@@ -54,7 +54,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Summary:
+class _Summary:
     """Totals of a record."""
 
     wall_seconds: float
@@ -66,7 +66,7 @@ class Summary:
     """Steps whose results were lost, so that they were repeated or are missing."""
     interruptions: int
     """Attempts without a regular end with exit code 0."""
-    attempts: list[Attempt]
+    attempts: list[_Attempt]
 
     @property
     def goodput(self) -> float:
@@ -74,13 +74,13 @@ class Summary:
         return self.kept_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
 
-def read_attempts(events: Sequence[dict[str, Any]]) -> list[Attempt]:
+def _read_attempts(events: Sequence[dict[str, Any]]) -> list[_Attempt]:
     """Split a record at its starts."""
-    attempts: list[Attempt] = []
+    attempts: list[_Attempt] = []
     for event in events:
         if event["event"] == "start":
             trains = event.get("reason") != EVALUATES
-            attempts.append(Attempt(event["time"], event["iteration"], trains=trains))
+            attempts.append(_Attempt(event["time"], event["iteration"], trains=trains))
         elif attempts:
             if event["event"] == "progress":
                 attempts[-1].progress.append(event)
@@ -91,13 +91,13 @@ def read_attempts(events: Sequence[dict[str, Any]]) -> list[Attempt]:
     return attempts
 
 
-def summarize(events: Sequence[dict[str, Any]]) -> Summary:
+def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
     """Compute the totals of a record that has at least one start.
 
     A step is kept unless a later start that trains begins before it. A progress event that covers several steps, some
     of them kept, counts proportionally.
     """
-    attempts = read_attempts(events)
+    attempts = _read_attempts(events)
     kept_seconds, done, kept = 0.0, 0.0, 0.0
     for number, attempt in enumerate(attempts):
         horizon = min([later.first for later in attempts[number + 1 :] if later.trains], default=attempt.reached)
@@ -109,7 +109,7 @@ def summarize(events: Sequence[dict[str, Any]]) -> Summary:
             kept += kept_here
     cut_off = [attempt for attempt in attempts if attempt.end is None or attempt.end["code"] != 0]
     running = attempts[-1].end is None
-    return Summary(
+    return _Summary(
         wall_seconds=(events[-1]["time"] - attempts[0].start).total_seconds(),
         kept_seconds=kept_seconds,
         steps=round(kept),
@@ -119,7 +119,7 @@ def summarize(events: Sequence[dict[str, Any]]) -> Summary:
     )
 
 
-def describe(events: Sequence[dict[str, Any]], summary: Summary) -> str:
+def _describe(events: Sequence[dict[str, Any]], summary: _Summary) -> str:
     """Format the report."""
     counts = {kind: sum(event["event"] == kind for event in events) for kind in ("skip", "spike", "hang", "restart")}
     saves = [event for event in events if event["event"] == "save end"]
@@ -141,7 +141,7 @@ def describe(events: Sequence[dict[str, Any]], summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def draw(events: Sequence[dict[str, Any]], summary: Summary) -> "Figure":
+def _draw(events: Sequence[dict[str, Any]], summary: _Summary) -> "Figure":
     """Draw loss and throughput over the hours since the first start, with vertical lines at notable events."""
     # matplotlib is optional; its absence is reported by main.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -196,7 +196,7 @@ def parse_options(argv: Sequence[str], found: list[str] | None = None) -> Report
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the record, print the report and draw the picture."""
+    """Read the record, print the report and _draw the picture."""
     errors = ErrorCollector()
     config = parse_options(argv, errors.messages)
     errors.add(*matplotlib_errors())
@@ -209,9 +209,9 @@ def main(argv: Sequence[str]) -> None:
         errors.add(f"--run {config.run}: {RECORD_NAME} cannot be read: {error.strerror}: give the --save of a run")
     errors.raise_if_any()
     output = config.output or config.run / "report.png"
-    summary = summarize(events)
-    print(describe(events, summary))
-    draw(events, summary).savefig(output, dpi=120)
+    summary = _summarize(events)
+    print(_describe(events, summary))
+    _draw(events, summary).savefig(output, dpi=120)
     print(f"plot: {output}")
 
 

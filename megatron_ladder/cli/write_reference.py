@@ -26,7 +26,7 @@ class WriteReferenceConfig:
 COMMANDS = (Command((WriteReferenceConfig,)),)
 
 
-def reference_pages() -> dict[str, str]:
+def _reference_pages() -> dict[str, str]:
     """Return the text of all pages by file name."""
     modules = {script_of(program): load_program(program) for program in PROGRAMS}
     pages = {f"{Path(path).stem}.md": _program_page(path, module) for path, module in modules.items()}
@@ -152,7 +152,7 @@ def parse_options(argv: Sequence[str]) -> WriteReferenceConfig:
 def main(argv: Sequence[str]) -> None:
     """Read the command line and write the pages."""
     config = parse_options(argv)
-    pages = reference_pages()
+    pages = _reference_pages()
     try:
         config.output_dir.mkdir(parents=True, exist_ok=True)
         for name, text in pages.items():

@@ -117,19 +117,19 @@ def start_process_group(
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         return device
-    host = find_host()
+    host = _find_host()
     store = open_store(place.rank, place.world_size, timeout)
     hosts = agree(store, place.rank, place.world_size, RankReport(host, settings or {}), timeout)
     if peers is not None:
         peers.hosts = hosts
         peers.open_board(store)
         peers.beat(place.rank, 0)
-    choose_interface(host, hosts)
+    _choose_interface(host, hosts)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     return device
 
 
-def find_host() -> Host:
+def _find_host() -> Host:
     """Return this machine, with the address from which it reaches MASTER_ADDR.
 
     Raises:
@@ -137,7 +137,7 @@ def find_host() -> Host:
     """
     master, name = os.environ["MASTER_ADDR"], socket.gethostname()
     try:
-        return Host(name, address_towards(master))
+        return Host(name, _address_towards(master))
     except OSError as error:
         raise UserError(
             f"MASTER_ADDR {master} cannot be reached from {name}: {error.strerror}: give the launcher --master_addr "
@@ -145,7 +145,7 @@ def find_host() -> Host:
         ) from error
 
 
-def address_towards(target: str) -> str:
+def _address_towards(target: str) -> str:
     """Return this machine's address on the route to a machine, given by name or address.
 
     Raises:
@@ -158,23 +158,23 @@ def address_towards(target: str) -> str:
         return str(probe.getsockname()[0]).partition("%")[0]
 
 
-def choose_interface(here: Host, hosts: Sequence[Host]) -> None:
+def _choose_interface(here: Host, hosts: Sequence[Host]) -> None:
     """Make gloo use the network interface that leads to the other hosts, unless GLOO_SOCKET_IFNAME is set.
 
     Gloo's default is the interface to which the machine's own name resolves. On many systems this is the loopback
     interface, which no other host can reach, and to which MASTER_ADDR may also resolve on the first host.
     """
     address = here.address
-    afar = [host.address for host in hosts if not is_loopback(host.address)]
-    if is_loopback(address) and afar:
-        address = address_towards(afar[0])
+    afar = [host.address for host in hosts if not _is_loopback(host.address)]
+    if _is_loopback(address) and afar:
+        address = _address_towards(afar[0])
     for interface, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             return
 
 
-def is_loopback(address: str) -> bool:
+def _is_loopback(address: str) -> bool:
     """Return whether only processes on the same machine can reach the address."""
     return address.startswith("127.") or address == "::1"
 
@@ -188,7 +188,7 @@ def reporting_errors(place: RankInfo) -> Iterator[None]:
         if place.launched:
             with contextlib.suppress(UserError):
                 timeout = timedelta(seconds=ERROR_SECONDS)
-                report_errors(place.rank, place.world_size, find_host(), error.messages, timeout)
+                report_errors(place.rank, place.world_size, _find_host(), error.messages, timeout)
         raise
 
 

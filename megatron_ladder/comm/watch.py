@@ -39,7 +39,7 @@ MOST_COLLECTIVES = 4
 
 
 @dataclass(frozen=True)
-class RecordedCollective:
+class _RecordedCollective:
     """A collective that this rank launched."""
 
     name: str
@@ -62,7 +62,7 @@ class RecordedCollective:
         return f"{self.name} {self.number} in group {self.group!r}{members}, {self.shapes}"
 
 
-def recorded_collectives() -> list[RecordedCollective]:
+def _recorded_collectives() -> list[_RecordedCollective]:
     """Return the collectives in torch's flight recorder, in launch order.
 
     The recorder keeps the last TORCH_FR_BUFFER_SIZE collectives. The list is empty if that is 0 or if torch has no
@@ -79,7 +79,7 @@ def recorded_collectives() -> list[RecordedCollective]:
         group = groups.get(group_name)
         inputs = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
         found.append(
-            RecordedCollective(
+            _RecordedCollective(
                 name=entry["profiling_name"].partition(":")[2],
                 group="world" if description == "default_pg" else description,
                 ranks=() if group is None else tuple(dist.get_process_group_ranks(group)),
@@ -92,12 +92,12 @@ def recorded_collectives() -> list[RecordedCollective]:
     return found
 
 
-def _unfinished_collectives() -> list[RecordedCollective]:
+def _unfinished_collectives() -> list[_RecordedCollective]:
     """Return the collectives that are not finished; the last one if all are.
 
     The recorder may mark a failed collective as finished.
     """
-    collectives = recorded_collectives()
+    collectives = _recorded_collectives()
     return [collective for collective in collectives if not collective.finished] or collectives[-1:]
 
 
@@ -122,10 +122,10 @@ def lost_peers(message: str, peers: Peers) -> list[int]:
     """
     partners = sorted({rank for one in _unfinished_collectives() for rank in one.ranks} - {_this_rank()})
     at_address = [rank for rank in peers.named_in(message) if rank in partners]
-    return at_address or silent_ranks(partners, peers)
+    return at_address or _silent_ranks(partners, peers)
 
 
-def silent_ranks(partners: list[int], peers: Peers) -> list[int]:
+def _silent_ranks(partners: list[int], peers: Peers) -> list[int]:
     """Return the partners that did not record that they wait, or else any such ranks, or else all partners."""
     others = [rank for rank in range(len(peers.hosts)) if rank != _this_rank()]
     return peers.silent(partners) or peers.silent(others) or partners
@@ -240,7 +240,7 @@ class HangWatch:
             if time.time() - self._progress < limit * REPORT_AT:
                 self._report_progress()
                 continue
-            collectives = recorded_collectives()
+            collectives = _recorded_collectives()
             progress = max(self._progress, collectives[-1].started if collectives else 0.0)
             silent = time.time() - progress
             if silent < limit * REPORT_AT:
@@ -253,7 +253,7 @@ class HangWatch:
                 self._report(silent)
             peer = _awaited_peer(self._worker)
             if silent >= limit * END_AT and peer is not None:
-                lost = silent_ranks([peer], self._peers)
+                lost = _silent_ranks([peer], self._peers)
                 text = f"{describe_lost(lost, self._peers)}: no message for {silent:.0f} s"
                 self._end(LostPeerError(text, lost))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ladder.cli.exposed_communication import step_rows, sub_block_rows
+from megatron_ladder.cli.exposed_communication import _step_rows, _sub_block_rows
 from megatron_ladder.lab.bench.exposed import ELSEWHERE, Event, communication, read_events
 from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.step import train_step
@@ -104,7 +104,7 @@ def test_a_sharded_stream_is_traced(gloo_pools: GlooPools, tmp_path: Path) -> No
         "layers.0.mlp forward", "all_gather wait", "reduce_scatter wait", "layers.1.attention norm forward",
         "all_gather start",
     ]  # fmt: skip
-    rows = {(row.name, row.direction): row for row in sub_block_rows(communication(read_events(path)))}
+    rows = {(row.name, row.direction): row for row in _sub_block_rows(communication(read_events(path)))}
     # For each of two micro-batches: the gather for the next sub-block, and the scatter.
     assert rows["layers.1.attention", "forward"].collectives == 4
 
@@ -128,12 +128,12 @@ def test_each_collective_of_a_real_trace_has_its_sub_block(
     (path,) = tmp_path.iterdir()
     found = communication(read_events(path))
     assert found.device == "cpu" and set(found.step_seconds) == {3, 4}
-    rows = {(row.name, row.direction): row for row in sub_block_rows(found)}
+    rows = {(row.name, row.direction): row for row in _sub_block_rows(found)}
     sub_blocks = [f"layers.{layer}.{kind}" for layer in range(3) for kind in ("attention", "mlp")]
     assert list(rows)[:-1] == [(name, direction) for name in sub_blocks for direction in ("forward", "backward")]
     for row in list(rows.values())[:-1]:
         assert row.collectives == (forward if row.direction == "forward" else backward), row
     assert list(rows)[-1] == (ELSEWHERE, "")
-    for step in step_rows(found):
+    for step in _step_rows(found):
         assert 0 < step.exposed_seconds < step.seconds
         assert step.exposed_seconds <= step.in_flight_seconds

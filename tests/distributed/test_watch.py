@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_ladder.comm.agreement import Host, Peers
 from megatron_ladder.comm.launch import naming_lost_peers
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.watch import HangWatch, recorded_collectives
+from megatron_ladder.comm.watch import HangWatch, _recorded_collectives
 from megatron_ladder.errors import LostPeerError
 from tests.distributed.pool import GlooPools
 
@@ -74,7 +74,7 @@ def records() -> list[tuple[str, str, tuple[int, ...], int, str, bool]]:
     dist.all_gather_into_tensor(torch.empty(4), torch.ones(2), group=mesh.model.process_group)
     # The thread that ended it writes that down a moment later.
     time.sleep(0.3)
-    found = recorded_collectives()[-3:]
+    found = _recorded_collectives()[-3:]
     return [(one.name, one.group, one.ranks, one.number, one.shapes, one.finished) for one in found]
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.flags import build_parser, flag, parse_command_line, to_plain, value_errors
+from megatron_ladder.flags import _build_parser, flag, parse_command_line, to_plain, value_errors
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def test_a_caller_may_look_for_more_mistakes() -> None:
 
 
 def test_help_is_the_docstrings() -> None:
-    text = " ".join(build_parser([Example], "example.py", "An example.").format_help().split())
+    text = " ".join(_build_parser([Example], "example.py", "An example.").format_help().split())
     assert "Example. More words" in text
     assert "--lr X The rate, in 100% of cases. (required)" in text
     assert "--steps N, --iterations N Steps. (default: 3)" in text
@@ -142,7 +142,7 @@ def test_a_value_outside_its_limits_is_one_error(words: str, error: str) -> None
 
 
 def test_help_shows_limits() -> None:
-    text = " ".join(build_parser([Bounded], "bounded.py", "").format_help().split())
+    text = " ".join(_build_parser([Bounded], "bounded.py", "").format_help().split())
     assert "Ranks. (2 or more; required)" in text
     assert "A rate. (above 0, at most 1; default: 0.5)" in text
     assert "A depth. (1 or more; requires --style deep)" in text

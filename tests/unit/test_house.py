@@ -1,13 +1,14 @@
-"""The rules of the house that a program can check, read from the syntax trees of the sources.
+"""Rules of the code base that can be checked in the syntax trees of the sources.
 
-Each rule is a function from a source to the mistakes in it. The functions are first shown a source that breaks
-their rule, so that a green run over the package means something.
+Each rule is a function from sources to the violations in them. Each function is tested with sources that break its
+rule, so that an empty result for the package is meaningful.
 """
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ HOMES = {
     "deepspeed": ("engine/",),
     "apex": ("parallel/apex.py",),
 }
-"""Where alone these libraries are imported or probed for."""
+"""The only places that import these libraries or check for them."""
 
 MOST_LINES_OF_A_FUNCTION = 90
 MOST_LINES_OF_A_FILE = 470
@@ -60,7 +61,7 @@ def all_files() -> list[Path]:
 
 
 def imported_modules(source: str, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of everything imported, at any depth of nesting, by statement or by name."""
+    """Yield the line and absolute name of everything imported, at any nesting level, by statement or by name."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -77,42 +78,42 @@ def imported_modules(source: str, module: str, is_package: bool = False) -> Iter
                 yield node.lineno, str(node.args[0].value)
 
 
-def import_mistakes(source: str, relative: str) -> list[str]:
-    """Imports of a file of the package (`relative` to it) that run against the order, or stray from home."""
+def import_errors(source: str, relative: str) -> list[str]:
+    """Find imports of a package file that violate MAY_IMPORT or HOMES; `relative` is its path in the package."""
     module = ".".join([PACKAGE, *Path(relative).with_suffix("").parts]).removesuffix(".__init__")
     room = Path(relative).parts[0].removesuffix(".py")
     is_package = relative.endswith("__init__.py")
     if room != "__init__" and room not in MAY_IMPORT:
-        return [f"{relative}: say in MAY_IMPORT what {room} may import"]
-    mistakes = []
+        return [f"{relative}: add {room} to MAY_IMPORT"]
+    errors = []
     for line, name in imported_modules(source, module, is_package):
         top, *below = name.split(".")
         if top == PACKAGE and below and below[0] in MAY_IMPORT:
             allowed = MAY_IMPORT.get(room, set()) | {room}
             if below[0] not in allowed:
-                mistakes.append(f"{relative}:{line}: {room} may not import {below[0]}")
+                errors.append(f"{relative}:{line}: {room} must not import {below[0]}")
         elif top in HOMES and not relative.startswith(HOMES[top]):
-            mistakes.append(f"{relative}:{line}: {top} is imported in {', '.join(HOMES[top])} alone")
-    return mistakes
+            errors.append(f"{relative}:{line}: {top} must only be imported in {', '.join(HOMES[top])}")
+    return errors
 
 
-def size_mistakes(source: str, name: str) -> list[str]:
+def size_errors(source: str, name: str) -> list[str]:
     lines = len(source.splitlines())
-    mistakes = [f"{name}: {lines} lines"] if lines > MOST_LINES_OF_A_FILE else []
+    errors = [f"{name}: {lines} lines"] if lines > MOST_LINES_OF_A_FILE else []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MOST_LINES_OF_A_FUNCTION:
-                mistakes.append(f"{name}:{node.lineno}: {node.name} has {length} lines")
-    return mistakes
+                errors.append(f"{name}:{node.lineno}: {node.name} has {length} lines")
+    return errors
 
 
 def undocumented_fields(source: str, name: str) -> list[str]:
-    """Fields of dataclasses without a string below them, of which --help would have nothing to say.
+    """Find dataclass fields without a docstring, for which --help would have no text.
 
-    A dataclass that documents none of its fields is not one of those that become flags.
+    A dataclass without any field docstring does not define flags.
     """
-    mistakes = []
+    errors = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.ClassDef):
             continue
@@ -125,8 +126,8 @@ def undocumented_fields(source: str, name: str) -> list[str]:
                 is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
                 documented[f"{name}:{statement.lineno}: {ast.unparse(statement.target)} of {node.name}"] = is_text
         if any(documented.values()):
-            mistakes.extend(where for where, is_text in documented.items() if not is_text)
-    return mistakes
+            errors.extend(where for where, is_text in documented.items() if not is_text)
+    return errors
 
 
 def asynchronous_calls(source: str) -> int:
@@ -138,16 +139,97 @@ def asynchronous_calls(source: str) -> int:
     )
 
 
+def shared_class_names(sources: Mapping[str, str]) -> list[str]:
+    """Find names of public classes that several files define."""
+    places: dict[str, list[str]] = {}
+    for path, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in places.items() if len(paths) > 1]
+
+
+def definitions_without_client(sources: Mapping[str, str], scripts: str = "") -> list[str]:
+    """Find public functions and classes that no other file of the package and no script uses.
+
+    A class in the annotations or bases of a public definition of its file may be public.
+
+    Args:
+        sources: package files by path relative to the package.
+        scripts: text of the scripts that use the package.
+    """
+    modules = {_module_of(path): path for path in sources}
+    trees = {path: ast.parse(source) for path, source in sources.items()}
+    used = {reference for path, tree in trees.items() for reference in _references(tree, path, modules)}
+    found = []
+    for path, tree in trees.items():
+        annotated = _annotated_names(tree)
+        for node in tree.body:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name[0] == "_":
+                continue
+            is_annotation = isinstance(node, ast.ClassDef) and node.name in annotated
+            in_script = re.search(rf"\b{node.name}\b", scripts)
+            if not (is_annotation or in_script or (path, node.name) in used):
+                found.append(f"{path}: {node.name}")
+    return found
+
+
+def _module_of(path: str) -> str:
+    return ".".join([PACKAGE, *Path(path).with_suffix("").parts]).removesuffix(".__init__")
+
+
+def _references(tree: ast.Module, path: str, modules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield file and name of the definitions that one file takes from other files."""
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            parents = _module_of(path).split(".")
+            parents = parents[: len(parents) - node.level + path.endswith("__init__.py")] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:
+                if f"{base}.{alias.name}" in modules:
+                    aliases[alias.asname or alias.name] = modules[f"{base}.{alias.name}"]
+                elif base in modules:
+                    yield modules[base], alias.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            yield aliases[node.value.id], node.attr
+
+
+def _annotated_names(tree: ast.Module) -> set[str]:
+    """Return the names in annotations and bases of the public definitions of a file."""
+    expressions: list[ast.expr | None] = []
+    definitions = [node for node in tree.body if isinstance(node, ast.stmt)]
+    for node in definitions:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            expressions += node.bases
+            methods = [m for m in node.body if not getattr(m, "name", "").startswith("_") or m.name == "__init__"]
+            expressions += [e for member in methods for e in _annotations(member)]
+        elif not getattr(node, "name", "").startswith("_"):
+            expressions += _annotations(node)
+    text = " ".join(ast.unparse(expression) for expression in expressions if expression is not None)
+    return set(re.findall(r"\w+", text))
+
+
+def _annotations(node: ast.stmt) -> list[ast.expr | None]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+        return [node.returns, *(argument.annotation for argument in arguments if argument is not None)]
+    if isinstance(node, ast.AnnAssign):
+        return [node.annotation, node.value]
+    return [node.value] if isinstance(node, ast.Assign) else []
+
+
 def broken(rule: Callable[[str, str], list[str]], files: list[Path], root: Path) -> list[str]:
     return [
-        mistake
+        error
         for path in files
-        for mistake in rule(path.read_text(encoding="utf-8"), path.relative_to(root).as_posix())
+        for error in rule(path.read_text(encoding="utf-8"), path.relative_to(root).as_posix())
     ]
 
 
 def test_imports_run_one_way() -> None:
-    assert broken(import_mistakes, package_files(), ROOT / PACKAGE) == []
+    assert broken(import_errors, package_files(), ROOT / PACKAGE) == []
 
 
 @pytest.mark.parametrize(
@@ -172,8 +254,8 @@ def test_imports_run_one_way() -> None:
         ("train/loop.py", 'importlib.util.find_spec("apex.normalization")'),
     ],
 )
-def test_a_wrong_import_is_found(relative: str, source: str) -> None:
-    assert len(import_mistakes(source, relative)) == 1
+def test_a_forbidden_import_is_found(relative: str, source: str) -> None:
+    assert len(import_errors(source, relative)) == 1
 
 
 @pytest.mark.parametrize(
@@ -188,8 +270,8 @@ def test_a_wrong_import_is_found(relative: str, source: str) -> None:
         ("blueprint/model.py", "from megatron_ladder import __version__"),
     ],
 )
-def test_a_right_import_passes(relative: str, source: str) -> None:
-    assert import_mistakes(source, relative) == []
+def test_an_allowed_import_passes(relative: str, source: str) -> None:
+    assert import_errors(source, relative) == []
 
 
 @pytest.mark.parametrize("module", [PACKAGE, f"{PACKAGE}.errors"])
@@ -206,14 +288,14 @@ def test_collectives_are_started_asynchronously_in_one_file() -> None:
 
 
 def test_functions_and_files_are_short() -> None:
-    assert broken(size_mistakes, all_files(), ROOT) == []
+    assert broken(size_errors, all_files(), ROOT) == []
 
 
 def test_a_long_function_and_a_long_file_are_found() -> None:
     body = "    x = 1\n"
-    assert size_mistakes("def f():\n" + body * 89, "a.py") == []
-    assert size_mistakes("class C:\n def f():\n" + body * 90, "a.py") == ["a.py:2: f has 91 lines"]
-    assert size_mistakes("x = 1\n" * 471, "a.py") == ["a.py: 471 lines"]
+    assert size_errors("def f():\n" + body * 89, "a.py") == []
+    assert size_errors("class C:\n def f():\n" + body * 90, "a.py") == ["a.py:2: f has 91 lines"]
+    assert size_errors("x = 1\n" * 471, "a.py") == ["a.py: 471 lines"]
 
 
 def test_every_field_of_a_configuration_is_documented() -> None:
@@ -222,7 +304,22 @@ def test_every_field_of_a_configuration_is_documented() -> None:
 
 
 def test_an_undocumented_field_is_found() -> None:
-    source = '@dataclass(frozen=True)\nclass C:\n    a: int\n    """Said."""\n    b: int = 1\n    c: int\n'
+    source = '@dataclass(frozen=True)\nclass C:\n    a: int\n    """Documented."""\n    b: int = 1\n    c: int\n'
     assert undocumented_fields(source, "a.py") == ["a.py:5: b of C", "a.py:6: c of C"]
     assert undocumented_fields(source.replace("@dataclass(frozen=True)\n", ""), "a.py") == []
     assert undocumented_fields("@dataclass\nclass Pair:\n    a: int\n    b: int\n", "a.py") == []
+
+
+def test_a_shared_class_name_is_found() -> None:
+    sources = {"data/a.py": "class Plan: ...\nclass _Row: ...", "lab/b.py": "class Plan: ...\nclass _Row: ..."}
+    assert shared_class_names(sources) == ["Plan: data/a.py, lab/b.py"]
+
+
+def test_a_public_definition_without_client_is_found() -> None:
+    sources = {
+        "model/a.py": "class Row: ...\nclass Alone: ...\ndef rows() -> Row: ...\ndef unused(): rows()\ndef _own(): ...",
+        "model/b.py": "from .a import rows\nfrom megatron_ladder.model import c\nc.helper()",
+        "model/c.py": "def helper(): ...\ndef other(): ...\nasync def script(): ...",
+    }
+    found = ["model/a.py: Alone", "model/a.py: unused", "model/c.py: other"]
+    assert definitions_without_client(sources, "run(script)") == found

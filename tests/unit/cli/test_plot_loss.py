@@ -8,7 +8,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_ladder.cli import plot_loss
-from megatron_ladder.cli.plot_loss import RunCurves, ScalarCurve, draw, main, read_run, smooth
+from megatron_ladder.cli.plot_loss import _draw, _read_run, _RunCurves, _ScalarCurve, _smooth, main
 from megatron_ladder.errors import UserError
 
 
@@ -28,19 +28,19 @@ def run_directory(tmp_path: Path) -> Path:
 
 
 def test_reads_the_three_curves(run_directory: Path) -> None:
-    run = read_run(run_directory, "mine")
-    assert run == RunCurves(
+    run = _read_run(run_directory, "mine")
+    assert run == _RunCurves(
         "mine",
-        ScalarCurve((1, 2, 3), (8.0, 6.0, 5.0)),
-        ScalarCurve((2,), (6.5,)),
-        ScalarCurve((1, 2, 3), (900.0, 1000.0, 1100.0)),
+        _ScalarCurve((1, 2, 3), (8.0, 6.0, 5.0)),
+        _ScalarCurve((2,), (6.5,)),
+        _ScalarCurve((1, 2, 3), (900.0, 1000.0, 1100.0)),
     )
 
 
 def test_what_a_resumed_run_wrote_last_counts(tmp_path: Path) -> None:
     write_events(tmp_path, "train/lm loss", {1: 8.0, 2: 6.0, 3: 99.0}, wall_time=1.0)
     write_events(tmp_path, "train/lm loss", {3: 5.0, 4: 4.0}, wall_time=1000.0)
-    assert read_run(tmp_path, "").train_loss == ScalarCurve((1, 2, 3, 4), (8.0, 6.0, 5.0, 4.0))
+    assert _read_run(tmp_path, "").train_loss == _ScalarCurve((1, 2, 3, 4), (8.0, 6.0, 5.0, 4.0))
 
 
 def test_smoothing_by_hand() -> None:
@@ -49,25 +49,25 @@ def test_smoothing_by_hand() -> None:
         (4 / 2 + 8 + 2 / 2) / (1 / 2 + 1 + 1 / 2),
         (4 / 4 + 8 / 2 + 2) / (1 / 4 + 1 / 2 + 1),
     ]
-    assert smooth([4.0, 8.0, 2.0], 0.5) == pytest.approx(expected)
-    assert smooth([4.0, 8.0], 0.0) == [4.0, 8.0]
-    assert smooth([3.0, 4.0, 5.0, 6.0, 7.0], 0.8)[2] == pytest.approx(5.0), "no lag on a slope"
+    assert _smooth([4.0, 8.0, 2.0], 0.5) == pytest.approx(expected)
+    assert _smooth([4.0, 8.0], 0.0) == [4.0, 8.0]
+    assert _smooth([3.0, 4.0, 5.0, 6.0, 7.0], 0.8)[2] == pytest.approx(5.0), "no lag on a slope"
 
 
 def test_smoothing_steps_over_bad_numbers() -> None:
-    smoothed = smooth([4.0, math.nan, 8.0, math.inf], 0.5)
+    smoothed = _smooth([4.0, math.nan, 8.0, math.inf], 0.5)
     assert math.isnan(smoothed[1])
     assert smoothed[2] == pytest.approx((4 / 4 + 8) / (1 / 4 + 1))
     assert smoothed[3] == math.inf
 
 
 def test_figure_holds_raw_bold_and_validation_lines() -> None:
-    train = ScalarCurve((1, 2), (4.0, 8.0))
+    train = _ScalarCurve((1, 2), (4.0, 8.0))
     runs = [
-        RunCurves("a", train, ScalarCurve((2,), (7.0,)), ScalarCurve((1, 2), (10.0, 20.0))),
-        RunCurves("b", ScalarCurve((1, 2), (3.0, 3.0)), None, None),
+        _RunCurves("a", train, _ScalarCurve((2,), (7.0,)), _ScalarCurve((1, 2), (10.0, 20.0))),
+        _RunCurves("b", _ScalarCurve((1, 2), (3.0, 3.0)), None, None),
     ]
-    figure = draw(runs, "Two runs", 0.5)
+    figure = _draw(runs, "Two runs", 0.5)
     loss, throughput = figure.axes
     drawn = [list(map(float, line.get_ydata())) for line in loss.lines]
     assert drawn == [[4, 8], pytest.approx([16 / 3, 20 / 3]), [7], [3, 3], [3, 3]]
@@ -82,7 +82,7 @@ def test_figure_holds_raw_bold_and_validation_lines() -> None:
 
 
 def test_one_panel_without_throughput() -> None:
-    (loss,) = draw([RunCurves("a", ScalarCurve((1,), (4.0,)), None, None)], "t", 0.0).axes
+    (loss,) = _draw([_RunCurves("a", _ScalarCurve((1,), (4.0,)), None, None)], "t", 0.0).axes
     assert loss.get_xlabel() == "iteration"
     assert len(loss.lines) == 1, "without smoothing the curve is drawn once"
 

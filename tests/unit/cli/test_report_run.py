@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ladder.cli.report_run import describe, main, summarize
+from megatron_ladder.cli.report_run import _describe, _summarize, main
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.record import RunRecord
 from tests.distributed.commands import REPOSITORY_ROOT
@@ -42,10 +42,10 @@ EVENTS = [
 
 
 def test_goodput_counts_steps_that_were_kept() -> None:
-    summary = summarize(EVENTS)
+    summary = _summarize(EVENTS)
     assert (summary.wall_seconds, summary.steps, summary.lost_steps, summary.interruptions) == (50.0, 10, 4, 1)
     assert summary.kept_seconds == pytest.approx(10.0) and summary.goodput == pytest.approx(0.2)
-    told = describe(EVENTS, summary)
+    told = _describe(EVENTS, summary)
     assert "goodput: 20.0%: 10.0 s in 10 steps that were kept" in told
     assert "interruptions: 1; starts: 2; restarts by run_resilient.py: 1" in told
     assert "saves: 1, which blocked training for 0.5 s" in told
@@ -60,7 +60,7 @@ def test_steps_lost_twice_count_twice() -> None:
         event(3, "start", iteration=0), progress(5, 2, 2, 2.0),
         event(6, "start", iteration=0), progress(8, 2, 2, 2.0),
     ]  # fmt: skip
-    summary = summarize(events)
+    summary = _summarize(events)
     # The last one may run on.
     assert (summary.steps, summary.lost_steps, summary.interruptions, summary.kept_seconds) == (2, 4, 2, 2.0)
 
@@ -71,7 +71,7 @@ def test_an_evaluation_of_an_older_checkpoint_loses_no_steps() -> None:
         event(61, "evaluation", iteration=4, loss=2.0),
         event(62, "stop", reason="evaluated", code=0),
     ]
-    summary = summarize([*EVENTS, *looked])
+    summary = _summarize([*EVENTS, *looked])
     assert (summary.steps, summary.lost_steps, summary.interruptions) == (10, 4, 1)
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from megatron_ladder.cli.programs import PROGRAMS, Command, console_scripts, load_program, script_of
-from megatron_ladder.cli.write_reference import _sections, main, reference_pages
+from megatron_ladder.cli.write_reference import _reference_pages, _sections, main
 from megatron_ladder.config.run import parse_run
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag
@@ -36,7 +36,7 @@ class Oven:
 def test_the_committed_pages_are_up_to_date() -> None:
     folder = ROOT / "docs" / "reference"
     committed = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
-    written = reference_pages()
+    written = _reference_pages()
     stale = sorted(name for name in written.keys() | committed.keys() if written.get(name) != committed.get(name))
     assert stale == [], "docs/reference is outdated: run tools/write_reference.py, and remove pages of deleted programs"
 
@@ -72,7 +72,7 @@ def test_a_page_has_the_flags_of_help(program: str, capsys: pytest.CaptureFixtur
                 module.parse_options(words)
         lines = re.findall(r"^  (-.*)$", capsys.readouterr().out, re.MULTILINE)
         shown |= {name for line in lines for name in re.findall(r"(?<![\w-])--[\w-]+", line.partition("   ")[0])}
-    page = reference_pages()[f"{Path(script_of(program)).stem}.md"]
+    page = _reference_pages()[f"{Path(script_of(program)).stem}.md"]
     rows = re.findall(r"^\| (`--.*?) \| ", page, re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"--[\w-]+", row)} == shown - {"--help"}
 
@@ -91,7 +91,7 @@ def test_a_table_of_a_dataclass() -> None:
 
 def test_pages_are_written_and_an_unusable_directory_is_an_error(tmp_path: Path) -> None:
     main(["--output-dir", str(tmp_path / "new")])
-    assert (tmp_path / "new" / "README.md").read_text(encoding="utf-8") == reference_pages()["README.md"]
+    assert (tmp_path / "new" / "README.md").read_text(encoding="utf-8") == _reference_pages()["README.md"]
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="--output-dir .*file: cannot be written"):
         main(["--output-dir", str(tmp_path / "file")])

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from megatron_ladder.comm import agreement
 from megatron_ladder.comm.agreement import Host, Peers, RankReport, agree, name_ranks
-from megatron_ladder.comm.watch import silent_ranks
+from megatron_ladder.comm.watch import _silent_ranks
 from megatron_ladder.errors import LostPeerError, UserError
 
 HOSTS = [Host("node-a", "10.0.0.1"), Host("node-a", "10.0.0.1"), Host("node-b", "10.0.0.2"), Host("node-b", "10.0.0.2")]
@@ -178,6 +178,6 @@ def test_if_all_partners_wait_another_rank_is_lost() -> None:
     peers.board.append(agreement.WAITING, "")
     for rank in (1, 2):
         peers.say_waiting(rank, True)
-    assert silent_ranks([2], peers) == [3] and silent_ranks([3], peers) == [3]
+    assert _silent_ranks([2], peers) == [3] and _silent_ranks([3], peers) == [3]
     peers.say_waiting(3, True)
-    assert silent_ranks([2], peers) == [2], "all wait, and nobody is found"
+    assert _silent_ranks([2], peers) == [2], "all wait, and nobody is found"

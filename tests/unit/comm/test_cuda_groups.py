@@ -95,7 +95,7 @@ def test_queues_are_checked_before_cuda_starts(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"start {device}"))
     monkeypatch.setattr(launch.dist, "init_process_group", lambda backend, **_: done.append(backend))
     # There are no other ranks.
-    monkeypatch.setattr(launch, "find_host", lambda: Host("node", "127.0.0.1"))
+    monkeypatch.setattr(launch, "_find_host", lambda: Host("node", "127.0.0.1"))
     monkeypatch.setattr(launch, "open_store", lambda *_: None)
     monkeypatch.setattr(launch, "agree", lambda store, rank, world_size, report, timeout: [report.host] * world_size)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -11,10 +11,10 @@ from megatron_ladder.comm.agreement import Host
 from megatron_ladder.comm.launch import (
     LAUNCHER_VARIABLES,
     RankInfo,
-    address_towards,
+    _address_towards,
+    _choose_interface,
+    _find_host,
     check_device,
-    choose_interface,
-    find_host,
     naming_lost_peers,
     read_rank_info,
 )
@@ -67,10 +67,10 @@ def test_lost_peers_are_told_from_other_faults() -> None:
 
 
 def test_an_address_is_found_on_the_way_to_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert address_towards("127.0.0.1") == "127.0.0.1" and address_towards("localhost") in ("127.0.0.1", "::1")
+    assert _address_towards("127.0.0.1") == "127.0.0.1" and _address_towards("localhost") in ("127.0.0.1", "::1")
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     with pytest.raises(UserError, match="MASTER_ADDR no-such-host.invalid cannot be reached from .*--master_addr"):
-        find_host()
+        _find_host()
 
 
 @pytest.mark.parametrize(
@@ -92,20 +92,20 @@ def test_gloo_uses_the_interface_that_leads_to_the_others(
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    choose_interface(Host("here", here), [Host("any", one) for one in hosts])
+    _choose_interface(Host("here", here), [Host("any", one) for one in hosts])
     assert os.environ["GLOO_SOCKET_IFNAME"] == chosen
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    choose_interface(Host("here", here), [Host("any", one) for one in hosts])
+    _choose_interface(Host("here", here), [Host("any", one) for one in hosts])
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
 
 
 def test_a_first_host_that_knows_itself_as_loopback_asks_for_the_way_to_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megatron_ladder.comm.launch.address_towards", {"10.0.0.2": "10.0.0.1"}.__getitem__)
+    monkeypatch.setattr("megatron_ladder.comm.launch._address_towards", {"10.0.0.2": "10.0.0.1"}.__getitem__)
     interfaces = {"lo": [SimpleNamespace(address="127.0.1.1")], "fabric": [SimpleNamespace(address="10.0.0.1")]}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    choose_interface(Host("a", "127.0.1.1"), [Host("a", "127.0.1.1"), Host("b", "10.0.0.2")])
+    _choose_interface(Host("a", "127.0.1.1"), [Host("a", "127.0.1.1"), Host("b", "10.0.0.2")])
     assert os.environ["GLOO_SOCKET_IFNAME"] == "fabric"

@@ -9,7 +9,7 @@ from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED, take_megatr
 from megatron_ladder.config.run import SECTIONS, RunConfig, parse_run, resolve_run
 from megatron_ladder.config.training import ProfileConfig
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
-from megatron_ladder.flags import build_parser
+from megatron_ladder.flags import _build_parser
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
 
@@ -102,7 +102,7 @@ def test_a_valid_profile_is_accepted() -> None:
 
 
 def test_no_flag_is_both_ours_and_megatrons() -> None:
-    known = {word for action in build_parser(SECTIONS, "", "")._actions for word in action.option_strings}
+    known = {word for action in _build_parser(SECTIONS, "", "")._actions for word in action.option_strings}
     assert not known & (set(ACCEPTED) | set(REFUSED))
     assert not set(ACCEPTED) & set(REFUSED)
     assert all(REFUSED.values())
