@@ -16,6 +16,7 @@ from torch import nn
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
+from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory, safe_path
 from megatron_ladder.convert.tokenizer_files import token_ids
@@ -25,7 +26,7 @@ from megatron_ladder.data.tokenizers import (
     load_tokenizer,
     load_tokenizer_from_directory,
 )
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, compile_operations
@@ -69,7 +70,7 @@ def open_model(directory: Path, tokenizer_type: str | None, tokenizer_model: Pat
         is_hf = (directory / CONFIG_NAME).exists()
         stored = _open_hf(directory, given) if is_hf else _open_checkpoint(directory, given)
     except UserError as error:
-        first, *more = error.mistakes
+        first, *more = error.messages
         raise UserError(first if first.startswith("--") else f"--model {first}", *more) from None
     tokenizer, config = stored.tokenizer, stored.config
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
@@ -154,16 +155,11 @@ def load_model(
     options = StackOptions(overlap, operations=compile_operations(operations) if compiled else operations)
     memory = torch.device("meta") if on_cpu else device
     model = LanguageModel(stored.config, mesh, options, dtype=dtype, device=memory).requires_grad_(False)
-    errors: tuple[str, ...] = ()
-    try:
+    errors = ErrorCollector()
+    with errors.collect():
         if on_cpu:
             load_for_cpu(model, stored.fill)
         else:
             stored.fill(model)
-    except UserError as error:
-        errors = error.mistakes
-    by_rank = mesh.world.broadcast_object(mesh.world.gather_objects(errors))
-    all_errors = dict.fromkeys(message for errors in by_rank for message in errors)
-    if all_errors:
-        raise UserError(*all_errors)
+    raise_on_all_ranks(mesh.world, errors.messages)
     return model

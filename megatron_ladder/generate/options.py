@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag, parse_command_line
 
 PROGRAM = "generate.py"
@@ -195,9 +195,7 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
     """
     errors: list[str] = []
     options = GenerateOptions(*parse_command_line(SECTIONS, argv, PROGRAM, DESCRIPTION, found=errors))
-    errors += [*_input_errors(options), *_serve_errors(options)]
-    if errors:
-        raise UserError(*errors)
+    raise_user_errors([*errors, *_input_errors(options), *_serve_errors(options)])
     return options
 
 

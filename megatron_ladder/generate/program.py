@@ -32,7 +32,7 @@ from megatron_ladder.comm.launch import (
 )
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.chat_template import Message
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.loading import DTYPES, StoredModel, check_tensor_parallel, load_model, open_model
@@ -66,24 +66,24 @@ def generate(options: GenerateOptions) -> None:
         UserError: the input is invalid. It is raised before any process group exists, except for errors in standard
             input, which only rank 0 reads, and for damaged weight files.
     """
-    place = read_rank_info()
+    rank_info = read_rank_info()
     stored = open_model(options.model.model, options.model.tokenizer_type, options.model.tokenizer_model)
-    _check_hardware(place, options.model, stored.config)
-    run = _prepare_mode(place, options, stored)
+    _check_hardware(rank_info, options.model, stored.config)
+    run = _prepare_mode(rank_info, options, stored)
     with naming_lost_peers():
-        run(_build_engine(place, options.model, stored))
+        run(_build_engine(rank_info, options.model, stored))
         stop_process_group()
 
 
-def _check_hardware(place: RankInfo, options: ModelOptions, config: ModelConfig) -> None:
-    if options.tp is not None and options.tp != place.world_size:
+def _check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelConfig) -> None:
+    if options.tp is not None and options.tp != rank_info.world_size:
         raise UserError(
-            f"--tp {options.tp}: the launcher started {place.world_size} processes; remove --tp, or start {options.tp}"
+            f"--tp {options.tp}: the launcher started {rank_info.world_size} processes; remove --tp, or start as many"
         )
-    check_tensor_parallel(config, place.world_size)
-    if torch.cuda.is_available() and place.local_rank >= torch.cuda.device_count():
+    check_tensor_parallel(config, rank_info.world_size)
+    if torch.cuda.is_available() and rank_info.local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"--tp {place.world_size}: each process needs a GPU, and this machine has {torch.cuda.device_count()}; "
+            f"--tp {rank_info.world_size}: each process needs a GPU, and this machine has {torch.cuda.device_count()}; "
             "reduce --tp, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     if options.cuda_graph and not torch.cuda.is_available():
@@ -92,12 +92,12 @@ def _check_hardware(place: RankInfo, options: ModelOptions, config: ModelConfig)
         require_compiler("--compile-sub-blocks")
 
 
-def _prepare_mode(place: RankInfo, options: GenerateOptions, stored: StoredModel) -> Mode:
+def _prepare_mode(rank_info: RankInfo, options: GenerateOptions, stored: StoredModel) -> Mode:
     if options.serve.serve:
         _require_server_packages()
         from megatron_ladder.generate.serve.server import prepare_server
 
-        return prepare_server(place, options.serve, stored, options.model.model)
+        return prepare_server(rank_info, options.serve, stored, options.model.model)
     encoder = _make_encoder(options, stored)
     if options.bench.bench:
         return _prepare_benchmark(options, stored.config)
@@ -125,38 +125,37 @@ def _make_encoder(options: GenerateOptions, stored: StoredModel) -> PromptEncode
         for flag in given
         if given[flag]
     ]
-    if errors:
-        raise UserError(*errors)
+    raise_user_errors(errors)
     return None
 
 
-def _build_engine(place: RankInfo, options: ModelOptions, stored: StoredModel) -> GenerationEngine:
+def _build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel) -> GenerationEngine:
     begun = time.monotonic()
-    mesh, device = _join_ranks(place, stored.config)
+    mesh, device = _join_ranks(rank_info, stored.config)
     dtype_name = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     model = load_model(stored, mesh, DTYPES[dtype_name], device, options.overlap, options.compile_sub_blocks)
-    if place.rank == 0:
+    if rank_info.rank == 0:
         config = stored.config
         for warning in stored.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         print(
             f"{stored.directory}: {config.residual_mode}, {config.num_layers} layers, {dtype_name} on "
-            f"{device.type}, tensor parallel {place.world_size}, loaded in {time.monotonic() - begun:.1f} s",
+            f"{device.type}, tensor parallel {rank_info.world_size}, loaded in {time.monotonic() - begun:.1f} s",
             file=sys.stderr,
             flush=True,
         )
     return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if options.cuda_graph else None)
 
 
-def _join_ranks(place: RankInfo, config: ModelConfig) -> tuple[ProcessMesh, torch.device]:
+def _join_ranks(rank_info: RankInfo, config: ModelConfig) -> tuple[ProcessMesh, torch.device]:
     """Return the groups and the device of this rank; a single process needs no process group."""
-    if not place.launched:
-        return ProcessMesh.single(), place.device()
+    if not rank_info.launched:
+        return ProcessMesh.single(), rank_info.device()
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         # By default each rank starts one thread per core, and the ranks slow each other down.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.world_size))
-    device = start_process_group(place, TIMEOUT_MINUTES)
-    return ProcessMesh.build(place.world_size, kv_replicas=key_value_replicas(config, place.world_size)), device
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank_info.world_size))
+    device = start_process_group(rank_info, TIMEOUT_MINUTES)
+    return ProcessMesh.build(rank_info.world_size, kv_replicas=key_value_replicas(config, rank_info.world_size)), device
 
 
 def _prepare_prompts(options: GenerateOptions, stored: StoredModel, encoder: PromptEncoder | None) -> Mode:
@@ -169,8 +168,7 @@ def _prepare_prompts(options: GenerateOptions, stored: StoredModel, encoder: Pro
                 for prompt in prompts
                 if len(prompt.ids) == 1
             ]
-        if errors:
-            raise UserError(*errors)
+        raise_user_errors(errors)
         return prompts
 
     prompts = read(None) if options.prompts.given else None
@@ -187,18 +185,17 @@ def _prepare_prompts(options: GenerateOptions, stored: StoredModel, encoder: Pro
 
 def _read_standard_input(engine: GenerationEngine, read: Callable[[str], list[Prompt]]) -> list[Prompt]:
     """Read prompts on rank 0, because the ranks share standard input; return them, or raise UserError, on all ranks."""
-    found: tuple[list[Prompt], tuple[str, ...]] = [], ()
+    prompts: list[Prompt] = []
+    errors = ErrorCollector()
     if engine.group.rank == 0:
-        try:
-            found = read(sys.stdin.read()), ()
-        except UserError as error:
-            found = [], error.mistakes
-        except UnicodeDecodeError as error:
-            found = [], (f"standard input: not UTF-8: {error.reason} at byte {error.start}",)
-    prompts, errors = engine.group.broadcast_object(found)
-    if errors:
-        raise UserError(*errors)
-    return list(prompts)
+        with errors.collect():
+            try:
+                prompts = read(sys.stdin.read())
+            except UnicodeDecodeError as error:
+                errors.add(f"standard input: not UTF-8: {error.reason} at byte {error.start}")
+    prompts, messages = engine.group.broadcast_object((prompts, errors.messages))
+    raise_user_errors(messages)
+    return prompts
 
 
 def _continue(
@@ -297,7 +294,7 @@ def _next_line(
             prompt = Prompt("this line", text, encoder.encode(text, history))
             errors = prompt_errors([prompt], config, max_new_tokens)
         except UserError as error:
-            errors = list(error.mistakes)
+            errors = list(error.messages)
         if not errors:
             return prompt
         print(*errors, sep="\n", file=sys.stderr, flush=True)

@@ -135,7 +135,7 @@ class Sampler:
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
 
-    def place(self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int]) -> None:
+    def assign(self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int]) -> None:
         """Assign a slot to another request."""
         self._parameters[slot] = parameters
         self._generators[slot].manual_seed(parameters.seed)
@@ -150,7 +150,7 @@ class Sampler:
             self._seen[slot] = False
             self._seen[slot, list(prompt_ids)] = True
 
-    def __call__(self, logits_shard_v: Tensor, slots: Sequence[int]) -> Chosen:
+    def choose(self, logits_shard_v: Tensor, slots: Sequence[int]) -> Chosen:
         """Choose the next tokens of some slots; every rank must pass the same slots.
 
         Args:
@@ -163,7 +163,7 @@ class Sampler:
             model_logits = model_logits.clone()
             model_logits[:, valid:] = -math.inf
         logits = self._penalized(model_logits, parameters, slots)
-        tokens, candidates = self._choose(logits, model_logits, parameters, slots)
+        tokens, candidates = self._choose_tokens(logits, model_logits, parameters, slots)
         self._count(tokens, slots)
         if not any(one.logprobs for one in parameters):
             return Chosen(tokens.tolist(), None)
@@ -193,7 +193,7 @@ class Sampler:
             found[:, : ends_at - self._start] = table[list(slots), self._start : ends_at]
         return found
 
-    def _choose(
+    def _choose_tokens(
         self, logits: Tensor, model_logits: Tensor, parameters: Sequence[SamplingParameters], slots: Sequence[int]
     ) -> tuple[Tensor, _Candidates]:
         """Return the tokens [b] on the CPU, equal on every rank, and the candidates."""

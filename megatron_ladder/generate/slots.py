@@ -114,7 +114,7 @@ class SlotBatch:
     def release(self, slot: int) -> None:
         """Free a slot, finished or not."""
         self.samples[slot] = None
-        self._sampler.place(slot, GREEDY, ())
+        self._sampler.assign(slot, GREEDY, ())
 
     def admit(self, requests: Mapping[int, GenerationRequest]) -> list[NewToken]:
         """Fill free slots, with all prompts in one batch.
@@ -126,7 +126,7 @@ class SlotBatch:
             BadNumbersError: logits are not finite.
         """
         for slot, request in requests.items():
-            self._sampler.place(slot, request.sampling, request.prompt_ids)
+            self._sampler.assign(slot, request.sampling, request.prompt_ids)
         logits_shard_v = self._prefill(requests)
         for slot, request in requests.items():
             stream = None if self._tokenizer is None else IncrementalDecoder(self._tokenizer, request.prompt_ids)
@@ -179,7 +179,7 @@ class SlotBatch:
 
     @torch.inference_mode()
     def _choose(self, logits_shard_v: Tensor, slots: Sequence[int]) -> list[NewToken]:
-        chosen = self._sampler(logits_shard_v, slots)
+        chosen = self._sampler.choose(logits_shard_v, slots)
         new_tokens = []
         for row, slot in enumerate(slots):
             sample = self.samples[slot]

@@ -257,7 +257,7 @@ def test_standard_input_and_its_errors_reach_two_ranks(model: Path) -> None:
 def test_a_damaged_shard_of_one_rank_ends_all_ranks(tmp_path: Path, gloo_pools: GlooPools) -> None:
     save_model(tmp_path, "llama")
     results = gloo_pools(2).run(load_damaged_shard, tmp_path)
-    assert results == [(f"{tmp_path / 'model.safetensors'}: ends early",)] * 2
+    assert results == [(f"{tmp_path / 'model.safetensors'}: ends early (on rank 1)",)] * 2
 
 
 def load_damaged_shard(folder: Path) -> tuple[str, ...]:
@@ -270,7 +270,7 @@ def load_damaged_shard(folder: Path) -> tuple[str, ...]:
     try:
         load_model(replace(stored, fill=fill), mesh_of(2), torch.float32, torch.device("cpu"), overlap=True)
     except UserError as error:
-        return error.mistakes
+        return error.messages
     return ()
 
 

@@ -16,7 +16,7 @@ import uvicorn
 from megatron_ladder.comm.launch import RankInfo, reporting_errors
 from megatron_ladder.data.chat_template import ChatTemplate, load_chat_template
 from megatron_ladder.data.tokenizers import Tokenizer
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel
 from megatron_ladder.generate.options import ServeOptions
@@ -34,7 +34,7 @@ _FLUSH_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class ServerSetup:
+class _ServerSetup:
     """Everything that the server needs in addition to the engine."""
 
     options: ServeOptions
@@ -47,15 +47,9 @@ class ServerSetup:
 
 
 def prepare_server(
-    place: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path
+    rank_info: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path
 ) -> Callable[[GenerationEngine], None]:
-    """Check the flags and return a function that serves with an engine; see `set_up_server` and `_serve`."""
-    setup = set_up_server(place, options, stored, directory)
-    return lambda engine: _serve(engine, setup)
-
-
-def set_up_server(place: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path) -> ServerSetup:
-    """Check the flags, read the keys, and listen on rank 0.
+    """Check the flags, read the keys, and listen on rank 0; return a function that serves with an engine.
 
     Args:
         directory: value of --model, from which the model's name is derived.
@@ -63,47 +57,47 @@ def set_up_server(place: RankInfo, options: ServeOptions, stored: StoredModel, d
     Raises:
         UserError: with one line per error.
     """
-    errors = []
+    setup = _set_up(rank_info, options, stored, directory)
+    return lambda engine: _serve(engine, setup)
+
+
+def _set_up(rank_info: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path) -> _ServerSetup:
+    errors = ErrorCollector()
     available = stored.config.max_position_embeddings
     positions = options.max_request_tokens or min(available, _DEFAULT_POSITIONS)
     if positions > available:
-        errors.append(f"--max-request-tokens {positions}: the model has only {available} positions; reduce the value")
+        errors.add(f"--max-request-tokens {positions}: the model has only {available} positions; reduce the value")
     if stored.tokenizer is None:
-        errors.append(
+        errors.add(
             "--serve needs a tokenizer, and the model's directory has none; use --tokenizer-type and --tokenizer-model"
         )
     keys: tuple[bytes, ...] = ()
-    if options.api_key_file is not None:
-        try:
-            keys = read_keys(options.api_key_file)
-        except UserError as error:
-            errors += error.mistakes
-    if errors or stored.tokenizer is None:
-        raise UserError(*errors)
+    with errors.collect():
+        keys = _read_keys(options.api_key_file)
+    errors.raise_if_any()
     tokenizer = stored.tokenizer
+    assert tokenizer is not None
     listener = None
-    if place.rank == 0:
-        with reporting_errors(place):
-            listener = listen(options.host, options.port)
+    if rank_info.rank == 0:
+        with reporting_errors(rank_info):
+            listener = _listen(options.host, options.port)
     model = ServedModel(
         name=options.model_name or directory.resolve().name,
         encode=PromptEncoder(tokenizer, stored.prefix, chat=False, system=None).encode,
         encode_chat=lambda text: tuple(tokenizer.encode(text)),
-        template=_load_template(tokenizer) if place.rank == 0 else None,
+        template=_load_template(tokenizer) if rank_info.rank == 0 else None,
         vocab_size=stored.config.vocab_size,
         positions=positions,
         max_samples=options.max_concurrent + options.max_queue,
         eos_ids=stored.eos_ids,
     )
-    return ServerSetup(options, model, tokenizer, keys, listener)
+    return _ServerSetup(options, model, tokenizer, keys, listener)
 
 
-def read_keys(path: Path) -> tuple[bytes, ...]:
-    """Return the keys of a file with one key per line.
-
-    Raises:
-        UserError: the file has no key, or one that a header cannot contain.
-    """
+def _read_keys(path: Path | None) -> tuple[bytes, ...]:
+    """Return the keys of a file with one key per line; raises UserError if it has none, or an invalid one."""
+    if path is None:
+        return ()
     try:
         lines = [line.strip() for line in path.read_bytes().splitlines()]
     except OSError as error:
@@ -117,7 +111,7 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
     return keys
 
 
-def listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; raises UserError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
@@ -136,7 +130,7 @@ def _load_template(tokenizer: Tokenizer) -> ChatTemplate | None:
         return None
 
 
-def _serve(engine: GenerationEngine, setup: ServerSetup) -> None:
+def _serve(engine: GenerationEngine, setup: _ServerSetup) -> None:
     """Serve until a signal stops rank 0; every rank must call it.
 
     Raises:
@@ -146,15 +140,15 @@ def _serve(engine: GenerationEngine, setup: ServerSetup) -> None:
     channel = PlanChannel(engine.group.over_gloo(PLAN_TIMEOUT))
     if setup.listener is None:
         # Launchers send signals to all ranks. The other ranks stop when rank 0 says so, or when it is gone.
-        with handled_signals(signal.SIG_IGN):
+        with _handled_signals(signal.SIG_IGN):
             run_plans(batch, channel)
         return
-    server = ServerThread(setup, setup.listener)
+    server = _ServerThread(setup, setup.listener)
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.stop()
 
-    with handled_signals(stop):
+    with _handled_signals(stop):
         server.start()
         print(_greeting(setup, setup.listener), file=sys.stderr, flush=True)
         try:
@@ -167,10 +161,10 @@ def _serve(engine: GenerationEngine, setup: ServerSetup) -> None:
             server.join(_FLUSH_SECONDS)
 
 
-class ServerThread(threading.Thread):
+class _ServerThread(threading.Thread):
     """Runs uvicorn next to the engine's thread."""
 
-    def __init__(self, setup: ServerSetup, listener: socket.socket) -> None:
+    def __init__(self, setup: _ServerSetup, listener: socket.socket) -> None:
         super().__init__(name="server", daemon=True)
         options = setup.options
         self.scheduler = Scheduler(options.max_concurrent, self._deliver, options.grace_seconds)
@@ -215,7 +209,7 @@ def _dispatch(events: Sequence[tuple[Ticket, Event]]) -> None:
 
 
 @contextlib.contextmanager
-def handled_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+def _handled_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
     """Install a handler of SIGINT and SIGTERM inside the block.
 
     An ignored signal stays ignored: the process that started the ranks handles Ctrl-C and sends them SIGTERM instead.
@@ -229,7 +223,7 @@ def handled_signals(handler: Callable[[int, FrameType | None], None] | signal.Ha
             signal.signal(number, earlier)
 
 
-def _greeting(setup: ServerSetup, listener: socket.socket) -> str:
+def _greeting(setup: _ServerSetup, listener: socket.socket) -> str:
     options = setup.options
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host

@@ -32,7 +32,7 @@ class ServiceLimits:
     """Time to receive a body."""
 
 
-class Metrics:
+class _Metrics:
     """Counters of the server; only its thread uses them."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Service:
     ) -> None:
         """`api_keys`: a request must have one of them; if there are none, no key is required."""
         self.scheduler, self.model, self.tokenizer, self.limits = scheduler, model, tokenizer, limits
-        self.metrics = Metrics()
+        self.metrics = _Metrics()
         self.stopping = False
         self.started = int(time.time())
         self._api_keys = api_keys

@@ -21,7 +21,7 @@ from megatron_ladder.generate.loading import StoredModel
 from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.requests import NewToken
 from megatron_ladder.generate.serve.plans import PlanChannel, run_plans
-from megatron_ladder.generate.serve.server import ServerThread, set_up_server
+from megatron_ladder.generate.serve.server import _ServerThread, _set_up
 from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, kill_tree
 from tests.reference import greedy_continuation
 from tests.unit.generate.plain_tokenizers import Words
@@ -47,7 +47,7 @@ def greedy_ids(prompt: Sequence[int], count: int) -> list[int]:
 class Served:
     """A running server."""
 
-    server: ServerThread
+    server: _ServerThread
     engine: GenerationEngine
     port: int
     worker: threading.Thread
@@ -99,10 +99,10 @@ def serving(
     tokenizer.files, tokenizer.vocab_size = files, config.vocab_size
     stored = StoredModel(Path("tiny"), config, tokenizer, frozenset({EOS}), (), lambda model: None)
     flags = ServeOptions(**{"serve": True, "port": 0, "max_concurrent": 3, "grace_seconds": 0.0} | options)
-    setup = set_up_server(RankInfo(0, 1, 0), flags, stored, Path("/models/tiny"))
+    setup = _set_up(RankInfo(0, 1, 0), flags, stored, Path("/models/tiny"))
     assert setup.listener is not None
     port = setup.listener.getsockname()[1]
-    server = ServerThread(setup, setup.listener)
+    server = _ServerThread(setup, setup.listener)
     batch = engine.new_batch(flags.max_concurrent, setup.model.positions)
 
     def deliver(tokens: Sequence[NewToken]) -> None:

@@ -47,7 +47,7 @@ def without_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def errors_of(argv: list[str]) -> tuple[str, ...]:
     with pytest.raises(UserError) as raised:
         main(argv)
-    return raised.value.mistakes
+    return raised.value.messages
 
 
 def test_all_errors_of_a_command_line_are_reported() -> None:

@@ -36,10 +36,10 @@ class ForcedTokens:
         self.tokens = iter(tokens)
         self.logits: list[Tensor] = []
 
-    def place(self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int]) -> None:
+    def assign(self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int]) -> None:
         pass
 
-    def __call__(self, logits: Tensor, slots: Sequence[int]) -> Chosen:
+    def choose(self, logits: Tensor, slots: Sequence[int]) -> Chosen:
         self.logits.append(logits)
         return Chosen(next(self.tokens).tolist(), None)
 

@@ -184,7 +184,7 @@ def test_a_conversation_includes_its_history(
 def first_error_of(folder: Path) -> str:
     with pytest.raises(UserError) as raised:
         main(["--model", str(folder), "--tokens", "1"])
-    return raised.value.mistakes[0]
+    return raised.value.messages[0]
 
 
 def test_damaged_directories_are_rejected(tmp_path: Path) -> None:

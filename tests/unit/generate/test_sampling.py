@@ -20,16 +20,16 @@ from megatron_ladder.generate.sampling import (
 CPU = torch.device("cpu")
 
 
-def sampler(*parameters: SamplingParameters, vocab_size: int = 3) -> Sampler:
+def new_sampler(*parameters: SamplingParameters, vocab_size: int = 3) -> Sampler:
     """Return a sampler of one rank with one slot per argument."""
     made = Sampler(len(parameters), vocab_size, 0, CommGroup.alone(), CPU)
     for slot, one in enumerate(parameters):
-        made.place(slot, one, ())
+        made.assign(slot, one, ())
     return made
 
 
-def tokens_of(choose: Sampler, logits: Tensor) -> list[int]:
-    return choose(logits, range(len(logits))).tokens
+def tokens_of(sampler: Sampler, logits: Tensor) -> list[int]:
+    return sampler.choose(logits, range(len(logits))).tokens
 
 
 def allowed(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -60,8 +60,8 @@ def test_filters_follow_their_definition(top_k: int, top_p: float, min_p: float)
 def test_top_k_beyond_the_vocabulary_keeps_all_tokens() -> None:
     """Even beyond 64 bits, and in a greedy row, which ignores its filters."""
     huge = SamplingParameters(top_k=1 << 70, seed=3)
-    choose = sampler(huge, SamplingParameters(temperature=0.0, top_k=1 << 70))
-    drawn = [tokens_of(choose, torch.tensor([[0.0, 1.0, 2.0]] * 2)) for _ in range(100)]
+    sampler = new_sampler(huge, SamplingParameters(temperature=0.0, top_k=1 << 70))
+    drawn = [tokens_of(sampler, torch.tensor([[0.0, 1.0, 2.0]] * 2)) for _ in range(100)]
     assert {first for first, _ in drawn} == {0, 1, 2} and {second for _, second in drawn} == {2}
 
 
@@ -69,8 +69,8 @@ def test_top_k_beyond_the_vocabulary_keeps_all_tokens() -> None:
 def test_candidates_are_added_until_they_include_every_possible_token(parameters: SamplingParameters) -> None:
     """With 600 nearly equal logits the first 64 candidates are too few; a draw near the end shows it."""
     logits = torch.linspace(0, 0.1, 600).unsqueeze(0)
-    choose = sampler(parameters, vocab_size=600)
-    drawn = {tokens_of(choose, logits)[0] for _ in range(600)}
+    sampler = new_sampler(parameters, vocab_size=600)
+    drawn = {tokens_of(sampler, logits)[0] for _ in range(600)}
     expected = allowed(logits[0].tolist(), 0, parameters.top_p, parameters.min_p)
     assert drawn <= expected and len(drawn) > 300
     assert min(drawn) < 60
@@ -78,8 +78,8 @@ def test_candidates_are_added_until_they_include_every_possible_token(parameters
 
 def test_a_draw_ignores_padding_and_finds_the_last_token() -> None:
     logits = torch.tensor([[-1e9, -1e9, 0.0, 1e3, 1e3]])
-    assert tokens_of(sampler(SamplingParameters()), logits) == [2]
-    assert tokens_of(sampler(SamplingParameters(temperature=0.0)), logits) == [2]
+    assert tokens_of(new_sampler(SamplingParameters()), logits) == [2]
+    assert tokens_of(new_sampler(SamplingParameters(temperature=0.0)), logits) == [2]
 
 
 def test_draw_inverts_the_cumulative_distribution() -> None:
@@ -93,31 +93,31 @@ def test_draw_inverts_the_cumulative_distribution() -> None:
 def test_seen_tokens_are_penalized_in_their_slot_only() -> None:
     """By the definition: 2.0 / 1.5 < 1.4, and -1 * 1.5 < -1.2."""
     parameters = SamplingParameters(temperature=0.0, repetition_penalty=1.5)
-    choose = Sampler(2, 3, 0, CommGroup.alone(), CPU)
-    choose.place(0, parameters, (0,))
-    choose.place(1, SamplingParameters(temperature=0.0), (0,))
+    sampler = Sampler(2, 3, 0, CommGroup.alone(), CPU)
+    sampler.assign(0, parameters, (0,))
+    sampler.assign(1, SamplingParameters(temperature=0.0), (0,))
     logits = torch.tensor([[2.0, 1.4, 0.0], [2.0, 1.4, 0.0]])
-    assert tokens_of(choose, logits) == [1, 0]
-    assert tokens_of(choose, logits) == [0, 0]
-    choose.place(0, parameters, (1,))
-    assert tokens_of(choose, torch.tensor([[-1.2, -1.0, -9.0]] * 2)) == [0, 1]
+    assert tokens_of(sampler, logits) == [1, 0]
+    assert tokens_of(sampler, logits) == [0, 0]
+    sampler.assign(0, parameters, (1,))
+    assert tokens_of(sampler, torch.tensor([[-1.2, -1.0, -9.0]] * 2)) == [0, 1]
 
 
 def test_generated_tokens_are_penalized_by_presence_and_by_count() -> None:
     """By the definition: 0.5 less for presence, 0.2 less for each occurrence, in the token's slot only."""
     parameters = SamplingParameters(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2)
-    choose = Sampler(2, 3, 0, CommGroup.alone(), CPU)
-    choose.place(0, parameters, (0, 0, 0))
-    choose.place(1, SamplingParameters(temperature=0.0), ())
+    sampler = Sampler(2, 3, 0, CommGroup.alone(), CPU)
+    sampler.assign(0, parameters, (0, 0, 0))
+    sampler.assign(1, SamplingParameters(temperature=0.0), ())
     logits = torch.tensor([[2.0, 1.1, 0.0, 9.0]] * 2)[:, :3]
     # Token 0 sinks from 2.0 to 1.3, 1.1 and 0.9; tokens of the prompt do not count.
-    found = [tokens_of(choose, logits - torch.tensor([[0.0, 0.05, 0.0]])) for _ in range(5)]
+    found = [tokens_of(sampler, logits - torch.tensor([[0.0, 0.05, 0.0]])) for _ in range(5)]
     assert found == [[0, 0], [0, 0], [0, 0], [1, 0], [0, 0]]
-    choose.place(0, parameters, ())
-    assert tokens_of(choose, logits) == [0, 0]
-    choose.place(0, SamplingParameters(temperature=0.0, presence_penalty=-2.0), ())
-    assert tokens_of(choose, torch.tensor([[0.0, 1.0, 0.0]] * 2)) == [1, 1]
-    assert tokens_of(choose, torch.tensor([[2.5, 1.0, 0.0]] * 2)) == [1, 0]
+    sampler.assign(0, parameters, ())
+    assert tokens_of(sampler, logits) == [0, 0]
+    sampler.assign(0, SamplingParameters(temperature=0.0, presence_penalty=-2.0), ())
+    assert tokens_of(sampler, torch.tensor([[0.0, 1.0, 0.0]] * 2)) == [1, 1]
+    assert tokens_of(sampler, torch.tensor([[2.5, 1.0, 0.0]] * 2)) == [1, 0]
 
 
 def test_most_likely_tokens_are_returned_with_the_chosen_one() -> None:
@@ -126,11 +126,11 @@ def test_most_likely_tokens_are_returned_with_the_chosen_one() -> None:
         SamplingParameters(temperature=2.0, frequency_penalty=1.0, logprobs=True, top_logprobs=3),
         SamplingParameters(logprobs=True), SamplingParameters(logprobs=True, top_logprobs=20),
     ]  # fmt: skip
-    choose = sampler(*parameters, vocab_size=6)
+    sampler = new_sampler(*parameters, vocab_size=6)
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)) + torch.tensor([0.0] * 6 + [9.0] * 2)
     expected = logits[:, :6].log_softmax(-1).sort(-1, descending=True)
     for _ in range(3):
-        found = choose(logits, (0, 1, 2)).alternatives
+        found = sampler.choose(logits, (0, 1, 2)).alternatives
         assert found is not None and [len(row) for row in found] == [3, 0, 6]
         for row, alternatives in enumerate(found):
             assert [token for token, _ in alternatives] == expected.indices[row, : len(alternatives)].tolist()
@@ -139,14 +139,14 @@ def test_most_likely_tokens_are_returned_with_the_chosen_one() -> None:
 
 
 def test_logprobs_ignore_penalties_and_temperature() -> None:
-    choose = sampler(
+    sampler = new_sampler(
         SamplingParameters(temperature=0.3, top_k=2, logprobs=True), SamplingParameters(repetition_penalty=2.0),
         vocab_size=4,
     )  # fmt: skip
     logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
     expected = logits[:, :4].log_softmax(-1)
     for _ in range(5):
-        chosen = choose(logits, (0, 1))
+        chosen = sampler.choose(logits, (0, 1))
         assert chosen.logprobs is not None
         for row, (token, logprob) in enumerate(zip(chosen.tokens, chosen.logprobs, strict=True)):
             assert abs(expected[row, token].item() - logprob) < 1e-6
@@ -154,9 +154,9 @@ def test_logprobs_ignore_penalties_and_temperature() -> None:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_temperature(temperature: float) -> None:
-    choose = sampler(SamplingParameters(temperature=temperature, seed=5))
+    sampler = new_sampler(SamplingParameters(temperature=temperature, seed=5))
     logits = torch.tensor([[0.3, 1.5, -0.2]])
-    counts = Counter(tokens_of(choose, logits)[0] for _ in range(3000))
+    counts = Counter(tokens_of(sampler, logits)[0] for _ in range(3000))
     weights = [math.exp(value / temperature) for value in logits[0].tolist()]
     for token, weight in enumerate(weights):
         probability = weight / sum(weights)
@@ -166,8 +166,8 @@ def test_frequencies_follow_the_temperature(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30])
 def test_temperature_zero_takes_the_most_likely_token(temperature: float) -> None:
-    choose = sampler(SamplingParameters(temperature=temperature), SamplingParameters(temperature=50.0, top_k=1))
-    assert tokens_of(choose, torch.tensor([[1.0, 2.0, 1.999], [5.0, 1e4, -1e4]])) == [1, 1]
+    sampler = new_sampler(SamplingParameters(temperature=temperature), SamplingParameters(temperature=50.0, top_k=1))
+    assert tokens_of(sampler, torch.tensor([[1.0, 2.0, 1.999], [5.0, 1e4, -1e4]])) == [1, 1]
 
 
 def test_a_request_draws_the_same_tokens_in_any_batch() -> None:
@@ -178,10 +178,10 @@ def test_a_request_draws_the_same_tokens_in_any_batch() -> None:
         SamplingParameters(seed=3, top_p=0.8, temperature=1.3),
     ]
     steps = torch.randn(12, 4, 80, generator=torch.Generator().manual_seed(0))
-    together = sampler(*parameters, vocab_size=80)
+    together = new_sampler(*parameters, vocab_size=80)
     batch = [tokens_of(together, logits) for logits in steps]
     for row, one in enumerate(parameters):
-        alone = sampler(one, vocab_size=80)
+        alone = new_sampler(one, vocab_size=80)
         assert [tokens_of(alone, logits[row : row + 1])[0] for logits in steps] == [tokens[row] for tokens in batch]
 
 
@@ -191,7 +191,8 @@ def test_seeds_differ_by_prompt_and_by_seed() -> None:
     assert request_seed(1, [1, 2]) == seeds[0]
     size = 100_000
     draws = [
-        tokens_of(sampler(SamplingParameters(seed=seed), vocab_size=size), torch.zeros(1, size))[0] for seed in seeds
+        tokens_of(new_sampler(SamplingParameters(seed=seed), vocab_size=size), torch.zeros(1, size))[0]
+        for seed in seeds
     ]
     assert len(set(draws)) == 4
 
@@ -201,5 +202,5 @@ def test_seeds_differ_by_prompt_and_by_seed() -> None:
     "parameters", [SamplingParameters(temperature=0.0), SamplingParameters(), SamplingParameters(top_k=2)]
 )
 def test_non_finite_logits_give_no_token(bad: float, parameters: SamplingParameters) -> None:
-    found = tokens_of(sampler(parameters, parameters), torch.tensor([[-1e9, -1e9, 3.0], [1.0, bad, 0.0]]))
+    found = tokens_of(new_sampler(parameters, parameters), torch.tensor([[-1e9, -1e9, 3.0], [1.0, bad, 0.0]]))
     assert found == [2, NO_TOKEN]

@@ -20,7 +20,7 @@ from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 from megatron_ladder.generate.serve import app as app_module
 from megatron_ladder.generate.serve.protocol import ApiRequest, parse_completion
 from megatron_ladder.generate.serve.responses import CompletionChoice, ResponseWriter
-from megatron_ladder.generate.serve.server import handled_signals, listen, read_keys
+from megatron_ladder.generate.serve.server import _handled_signals, _listen, _read_keys
 from tests.unit.generate.plain_tokenizers import Bytes
 from tests.unit.generate.served import EOS, Served, greedy_ids, ids_of, serving
 
@@ -390,7 +390,7 @@ def test_ignored_signals_stay_ignored(ignored: tuple[signal.Signals, ...]) -> No
     try:
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
-        with handled_signals(stop):
+        with _handled_signals(stop):
             assert [signal.getsignal(number) is stop for number in both] == [not ignored, True]
         assert [signal.getsignal(number) == signal.SIG_IGN for number in both] == [bool(ignored), False]
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -405,15 +405,15 @@ def test_all_errors_of_the_flags_are_reported(tmp_path: Path) -> None:
         parse_options(words.split())
     beginnings = ["--port 70000", "--max-concurrent 0", "--max-queue -1", "--max-request-tokens 1"]
     beginnings += ["--serve does not use the sampling flags", "--serve does not use the output flags"]
-    assert [line.startswith(start) for line, start in zip(raised.value.mistakes, beginnings, strict=True)] == [True] * 6
+    assert [line.startswith(start) for line, start in zip(raised.value.messages, beginnings, strict=True)] == [True] * 6
     with pytest.raises(UserError, match="--port 80 requires --serve"):
         parse_options("--model m --tokens 1 --port 80".split())
     keys = tmp_path / "keys"
     for content, expected in ((b"\n \n", "contains no key"), (b"a\nb c\n", ":2: "), (b"\xc3\xa4\n", ":1: ")):
         keys.write_bytes(content)
         with pytest.raises(UserError, match=expected):
-            read_keys(keys)
+            _read_keys(keys)
     with pytest.raises(UserError, match="cannot be read"):
-        read_keys(tmp_path / "none")
-    with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="cannot listen"):
-        listen("127.0.0.1", taken.getsockname()[1])
+        _read_keys(tmp_path / "none")
+    with _listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="cannot listen"):
+        _listen("127.0.0.1", taken.getsockname()[1])
