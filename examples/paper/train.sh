@@ -48,7 +48,7 @@ while [ $# -gt 0 ]; do
         --master-port) master_port=$2 ;;
         --node-rank) node_rank=$2 ;;
         --max-restarts) max_restarts=$2 ;;
-        *) fail "$1: unknown: --help tells the flags; those of pretrain_ladder.py stand behind --" ;;
+        *) fail "$1: unknown flag: see --help; flags of pretrain_ladder.py go after --" ;;
     esac
     shift 2
 done

@@ -352,31 +352,31 @@ def open_and_close() -> tuple[list[bool], int, list[str]]:
     gone = [line.endswith(" (deleted)\n") for line in our_mappings()[before:]]
     link.close()
     link.close()
-    said = []
+    messages = []
     for use in (flying.work.wait, lambda: link.start_all_reduce(torch.ones(3))):
         with pytest.raises(RuntimeError) as caught:
             use()
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
     del flying, caught
-    return gone, len(our_mappings()) - before, said
+    return gone, len(our_mappings()) - before, messages
 
 
 def test_nothing_is_left_behind(gloo_pools: GlooPools) -> None:
-    said = ["this emulated link is closed"] * 2
-    assert gloo_pools(2).run(open_and_close) == [([True, True], 0, said)] * 2
+    messages = ["this emulated link is closed"] * 2
+    assert gloo_pools(2).run(open_and_close) == [([True, True], 0, messages)] * 2
 
 
 def lost_peer() -> str:
     """Return the error of a rank whose peer does not launch."""
     with EmulatedLink(everyone(), FREE, timeout_seconds=0.2) as link:
         link.all_reduce(torch.ones(3))
-        said = ""
+        messages = ""
         if dist.get_rank() == 0:
             with pytest.raises(LostPeerError) as caught:
                 link.all_reduce(torch.ones(3))
-            said = str(caught.value)
+            messages = str(caught.value)
         link.barrier()
-    return said
+    return messages
 
 
 def test_a_lost_peer_is_named(gloo_pools: GlooPools) -> None:
@@ -392,8 +392,8 @@ def out_of_step() -> str:
 
 
 def test_ranks_out_of_step_are_reported(gloo_pools: GlooPools) -> None:
-    for said in gloo_pools(2).run(out_of_step):
-        assert "all-reduce 1 " in said and "rank 0: 12 bytes" in said and "rank 1: 16 bytes" in said
+    for messages in gloo_pools(2).run(out_of_step):
+        assert "all-reduce 1 " in messages and "rank 0: 12 bytes" in messages and "rank 1: 16 bytes" in messages
 
 
 def refusals(folder: Path) -> list[str]:

@@ -91,9 +91,9 @@ def test_the_script_launches_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     run = read_command(words, processes)
     assert run.data.streaming == ("hf://HuggingFaceFW/fineweb-edu:sample-350BT",) and run.data.valid_data_path
     assert run.checkpoint.save == run.checkpoint.load == Path("/runs/a b") and run.training.seed == 7
-    mistakes = list(check(CheckOptions(), ["--hosts", "a b", "--gpus-per-host", "3", "--micro", "2"]))
-    assert mistakes == [
-        f"{size} {wiring}: --micro: unknown: --help tells the flags; those of pretrain_ladder.py stand behind --"
+    errors = list(check(CheckOptions(), ["--hosts", "a b", "--gpus-per-host", "3", "--micro", "2"]))
+    assert errors == [
+        f"{size} {wiring}: --micro: unknown flag: see --help; flags of pretrain_ladder.py go after --"
         for size in SIZES for wiring in WIRINGS
     ]  # fmt: skip
 

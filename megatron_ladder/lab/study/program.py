@@ -90,6 +90,8 @@ def run_study(
                 "command resumes the study"
             )
             return
+        finally:
+            run.progress.close()
         if any(result.trial.kind == "tokens" for result in run.results.values()):
             print_report_path((report or write_report)(options.output_dir, options.report_dir or options.output_dir))
     if run.failures:
@@ -145,7 +147,7 @@ class StudyRun:
         self.study = study
         self.failures: list[str] = []
         self.results: dict[str, Result] = {}
-        self.progress = GridProgress(self._cost, self._position)
+        self.progress = GridProgress(self._position)
         self._pool = Pool(self.options.jobs, received)
         self._received = received
         self._resolved: dict[tuple[str, str], RunConfig] = {}
@@ -320,18 +322,11 @@ class StudyRun:
         if times is not None:
             self._update(replace(self.study, step_times={**self.study.step_times, size: times}))
 
-    def _cost(self, trial: Trial) -> float:
-        run = self._run_of(trial)
-        return float(trial.iterations * run.tokens_per_step * parameter_count(run.model).total * self._slots(trial))
-
     def _position(self, trial: Trial) -> TrialPosition:
         if trial.name in self.results:
-            return TrialPosition(trial.iterations, None, None)
+            return TrialPosition(trial.iterations, None)
         history = read_history(folder_of(self.options, trial))
-        if not history.progress:
-            return TrialPosition(0, None, None)
-        last = history.progress[-1]
-        return TrialPosition(history.iteration, float(last["loss"]), float(last["tokens_per_second"]))
+        return TrialPosition(history.iteration, float(history.progress[-1]["loss"]) if history.progress else None)
 
 
 def _last_lines(path: Path) -> str:

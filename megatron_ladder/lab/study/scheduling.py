@@ -8,19 +8,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from megatron_ladder.lab.study.trial import Trial
 from megatron_ladder.processes import Child, end_children, start_child
+from megatron_ladder.progress import ProgressBar
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 120.0
 """Time that a stopped job has to save before it is killed."""
-TERMINAL_SECONDS, PLAIN_SECONDS = 2.0, 30.0
-"""Time between two status lines: overwritten on a terminal, appended elsewhere."""
+UPDATE_SECONDS = 2.0
+"""Time between two reads of the running trials' progress."""
 
 
 @dataclass(frozen=True)
@@ -115,92 +115,70 @@ class TrialPosition:
 
     iteration: int
     loss: float | None
-    tokens_per_second: float | None
 
 
-@dataclass
 class GridProgress:
-    """Progress of all trials, weighted by their cost.
+    """Progress of a study in training steps of this start, and one line per trial that ended.
 
-    It is not a `ProgressBar`, because its total changes while learning rates and step times are being found, and its
-    line shows every running trial.
+    Attributes:
+        expected: all trials, as far as they are known.
+        done: names of finished trials.
     """
 
-    cost: Callable[[Trial], float]
-    """Cost of a whole trial, in any unit."""
-    position: Callable[[Trial], TrialPosition]
-    stream: TextIO = field(default_factory=lambda: sys.stdout)
-    clock: Callable[[], float] = time.monotonic
-    expected: Sequence[Trial] = ()
-    """All trials, as far as they are known."""
-    done: set[str] = field(default_factory=set)
-    """Names of trials."""
-
-    def __post_init__(self) -> None:
-        self._began = self.clock()
-        self._shown = -PLAIN_SECONDS
-        self._worked = 0.0
-        """Cost of the work since then on trials that ended."""
-        self._found: dict[str, float] = {}
-        """Name -> share that was done before this start."""
-        self._status_width = 0
+    def __init__(self, position: Callable[[Trial], TrialPosition], stream: TextIO | None = None) -> None:
+        """`position` reads the progress of a trial; the default stream is stdout."""
+        self.expected: Sequence[Trial] = ()
+        self.done: set[str] = set()
+        self._position = position
+        self._stream = stream or sys.stdout
+        self._bar: ProgressBar | None = None
+        self._found: dict[str, int] = {}
+        """Name -> steps before this start."""
+        self._ended_steps = 0
+        """Steps in this start of trials that ended."""
+        self._shown_steps = 0
+        self._next_update = 0.0
 
     def say(self, text: str) -> None:
-        """Print a line above the status."""
-        self._clear()
-        print(text, file=self.stream, flush=True)
+        """Print a line above the bar."""
+        if self._bar is not None:
+            self._bar.print(text)
+        else:
+            print(text, file=self._stream, flush=True)
 
     def start(self, trial: Trial) -> None:
         """Record how far a trial is before it starts or resumes."""
-        self._found[trial.name] = self._share(trial)
+        self._found[trial.name] = self._position(trial).iteration
 
     def end(self, trial: Trial, text: str, is_done: bool = True) -> None:
         """Record and print that a trial has ended."""
-        self._worked += self.cost(trial) * (self._share(trial) - self._found.get(trial.name, 0.0))
+        self._ended_steps += self._position(trial).iteration - self._found.pop(trial.name, 0)
         if is_done:
             self.done.add(trial.name)
         self.say(f"[{len(self.done)}/{len(self.expected)}] {trial.name}: {text}")
 
     def update(self, running: Sequence[Trial]) -> None:
-        """Print the status if it is due."""
-        now, is_terminal = self.clock(), self.stream.isatty()
-        if now - self._shown < (TERMINAL_SECONDS if is_terminal else PLAIN_SECONDS):
+        """Show the progress of the grid and of each running trial, if it is due."""
+        if time.monotonic() < self._next_update:
             return
-        self._shown = now
-        text = self.status(running)
-        self._clear()
-        print(text, end="" if is_terminal else "\n", file=self.stream, flush=True)
-        self._status_width = len(text) if is_terminal else 0
+        self._next_update = time.monotonic() + UPDATE_SECONDS
+        at = {trial.name: self._position(trial) for trial in running}
+        steps = self._ended_steps + sum(at[name].iteration - self._found.get(name, 0) for name in at)
+        left = sum(trial.iterations for trial in self.expected if trial.name not in self.done)
+        left -= sum(position.iteration for position in at.values())
+        notes = {f"{one.kind} {one.wiring} seed {one.seed}": _describe(one, at[one.name]) for one in running}
+        if self._bar is None:
+            self._bar = ProgressBar("study", None, unit=" steps", stream=self._stream)
+        self._bar.set_total(steps + max(0, left))
+        self._bar.advance(steps - self._shown_steps, trials=f"{len(self.done)}/{len(self.expected)}", **notes)
+        self._shown_steps = steps
 
-    def status(self, running: Sequence[Trial]) -> str:
-        """Return one line with the progress of the grid and of each running trial."""
-        elapsed = self.clock() - self._began
-        partial = sum(self.cost(trial) * self._share(trial) for trial in running)
-        begun = sum(self.cost(trial) * self._found.get(trial.name, 0.0) for trial in running)
-        worked = self._worked + partial - begun
-        left = sum(self.cost(trial) for trial in self.expected if trial.name not in self.done) - partial
-        words = [f"{len(self.done)}/{len(self.expected)} trials", *(self._describe(trial) for trial in running)]
-        words.append(f"{_duration(elapsed)} so far")
-        if worked > 0:
-            words.append(f"{_duration(max(left, 0.0) * elapsed / worked)} left")
-        return " | ".join(words)
-
-    def _describe(self, trial: Trial) -> str:
-        at = self.position(trial)
-        words = f"{trial.kind} {trial.wiring} seed {trial.seed} lr {trial.learning_rate:g}: "
-        words += f"{at.iteration}/{trial.iterations}"
-        if at.loss is not None and at.tokens_per_second is not None:
-            words += f", loss {at.loss:.3f}, {at.tokens_per_second:,.0f} tokens/s"
-        return words
-
-    def _share(self, trial: Trial) -> float:
-        return min(1.0, self.position(trial).iteration / max(1, trial.iterations))
-
-    def _clear(self) -> None:
-        if self._status_width:
-            print("\r" + " " * self._status_width + "\r", end="", file=self.stream)
-            self._status_width = 0
+    def close(self) -> None:
+        """Show the final state."""
+        if self._bar is not None:
+            self._bar.close()
 
 
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+def _describe(trial: Trial, at: TrialPosition) -> str:
+    loss = "" if at.loss is None else f" (loss {at.loss:.3f})"
+    return f"{at.iteration}/{trial.iterations}{loss}"

@@ -26,7 +26,7 @@ class LossVerdict(Enum):
 
 
 def _t_quantile(degrees: int) -> float:
-    """Return the half width of the interval in standard errors, for so many degrees of freedom."""
+    """Return the half width of the interval in standard errors."""
     # Imported here because scipy comes with the extra [lab] and takes time to import.
     from scipy import stats
 

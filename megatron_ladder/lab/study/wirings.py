@@ -13,7 +13,7 @@ TIMED_WIRINGS = (*SHARED_STREAM_MODES, STALENESS_2)
 
 
 def find_wiring(name: str, num_layers: int) -> StudiedWiring:
-    """Return the wiring of a name, for a model of so many layers.
+    """Return the wiring with a name, for a model of `num_layers` layers.
 
     Raises:
         KeyError: there is no wiring of that name.

@@ -196,4 +196,4 @@ def test_invalid_traces_are_rejected(tmp_path: Path) -> None:
         main(["--trace", str(without_steps)])
     with pytest.raises(UserError) as caught:
         main(["--trace", str(without_steps), "--plot", "x.txt", "--communication-kernels", "("])
-    assert [mistake.split()[0] for mistake in caught.value.mistakes] == ["--communication-kernels", "--plot"]
+    assert [error.split()[0] for error in caught.value.messages] == ["--communication-kernels", "--plot"]

@@ -55,11 +55,11 @@ def test_all_errors_are_reported_together() -> None:
         "the first argument", "--comm-sms 0: expected 1 to 32", "--rounds 2: expected 4 or more", "--sizes huge",
         "--alpha fast", "--link-preset wire", "--link-preset infiniband",
     ]  # fmt: skip
-    assert [m.startswith(s) for m, s in zip(caught.value.mistakes, starts, strict=True)] == [True] * len(starts)
+    assert [m.startswith(s) for m, s in zip(caught.value.messages, starts, strict=True)] == [True] * len(starts)
 
 
 @pytest.mark.parametrize(
-    ("words", "mistake"),
+    ("words", "error"),
     [
         ("--tp 1", "--tp 1: expected 2 or more"),
         ("--device cuda --emulated-tp 1", "--emulated-tp 1: expected 2 or more"),
@@ -75,7 +75,7 @@ def test_all_errors_are_reported_together() -> None:
         ("--alpha 1c,fast", "--alpha fast"),
     ],
 )
-def test_contradictions_are_rejected(words: str, mistake: str) -> None:
+def test_contradictions_are_rejected(words: str, error: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(["decode", *words.split()])
-    assert len(caught.value.mistakes) == 1 and caught.value.mistakes[0].startswith(mistake)
+    assert len(caught.value.messages) == 1 and caught.value.messages[0].startswith(error)

@@ -68,6 +68,6 @@ def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UserError) as caught:
         main(words)
     starts = ["--sequence -1", "--batch 0", "--rounds 3", "--size huge", "--wirings desync", "transformers is not"]
-    assert [mistake.startswith(s) for mistake, s in zip(caught.value.mistakes, starts, strict=True)] == [True] * 6
+    assert [error.startswith(s) for error, s in zip(caught.value.messages, starts, strict=True)] == [True] * 6
     with pytest.raises(UserError, match="--layers 7: small-train has 6 layers"):
         main("--size small-train --layers 7 --no-transformers --backend none".split())

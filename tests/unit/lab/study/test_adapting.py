@@ -57,10 +57,10 @@ def request_of(folder: Path, words: str = WORDS) -> Request:
 
 def run_of(command: Sequence[str]) -> RunConfig:
     """Parse the command as the trainer does, without errors."""
-    mistakes: list[str] = []
+    errors: list[str] = []
     words = command[[word.endswith("pretrain_ladder.py") for word in command].index(True) + 1 :]
-    run = resolve_run(parse_run(words, mistakes), 300, 1, mistakes)
-    assert not mistakes
+    run = resolve_run(parse_run(words, errors), 300, 1, errors)
+    assert not errors
     return run
 
 
@@ -148,7 +148,7 @@ def test_lost_standard_models_are_reported(done: Done, tmp_path: Path) -> None:
     shutil.rmtree(next((tmp_path / "copy" / "trials").glob("adapt-*-seed2-*upper2-0pct*")))
     with pytest.raises(UserError, match="its checkpoints are gone") as raised:
         pretend(tmp_path / "copy")
-    folder, mend = raised.value.mistakes
+    folder, mend = raised.value.messages
     assert "seed2-" in folder and "--keep-checkpoints" in mend
 
 
@@ -163,7 +163,7 @@ def test_the_wirings_are_those_of_the_folder(tmp_path: Path) -> None:
 def test_all_errors_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         request_of(tmp_path, f"{WORDS} --adapt-layers 1 3 --healing-rate-share 0 --wirings standard --jobs 0")
-    starts = [line.split(":")[0] for line in raised.value.mistakes]
+    starts = [line.split(":")[0] for line in raised.value.messages]
     assert sorted(starts) == ["--adapt-layers 3", "--healing-rate-share 0.0", "--jobs 0", "--wirings"]
     # Three heads cannot be split between two ranks, which matters only if desync-2x is compared.
     assert request_of(tmp_path, "adapt --sizes 2x48x64x3x3x300").options.sizes == ("2x48x64x3x3x300",)

@@ -24,7 +24,7 @@ def request_of(words: str) -> Any:
 def mistakes_of(words: str) -> tuple[str, ...]:
     with pytest.raises(UserError) as caught:
         request_of(words)
-    return caught.value.mistakes
+    return caught.value.messages
 
 
 def test_defaults_are_the_study_of_two_cores() -> None:
@@ -57,7 +57,7 @@ def test_the_report_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "mistake"),
+    ("words", "error"),
     [
         ("--wirings standard gated", "--wirings gated: expected some of standard, ladder"),
         ("--wirings ladder parallel", "--wirings ladder parallel: add standard, with which all others are compared"),
@@ -83,9 +83,9 @@ def test_the_report_alone() -> None:
         ("-- --tensor-model-parallel-size 3", "--num-attention-heads 4 is not divisible"),
     ],
 )
-def test_errors_name_the_flag(words: str, mistake: str) -> None:
+def test_errors_name_the_flag(words: str, error: str) -> None:
     found = mistakes_of(words)
-    assert any(one.startswith(mistake) for one in found), found
+    assert any(one.startswith(error) for one in found), found
 
 
 def test_all_errors_are_reported_together_and_once() -> None:
@@ -100,9 +100,9 @@ def trial_of(wiring: str, **changes: Any) -> Trial:
 
 
 def resolved(wiring: str, words: str = "", **changes: Any) -> RunConfig:
-    mistakes: list[str] = []
-    run = resolve_trial(request_of(words), (), trial_of(wiring, **changes), mistakes)
-    assert mistakes == []
+    errors: list[str] = []
+    run = resolve_trial(request_of(words), (), trial_of(wiring, **changes), errors)
+    assert errors == []
     return run
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ladder import progress
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.study import program, scheduling
 from megatron_ladder.lab.study.data import StudyData
@@ -256,7 +257,7 @@ def test_a_study_resumes_after_a_signal(stand: Stand, monkeypatch: pytest.Monkey
     stand.options = replace(stand.options, learning_rates=(2e-3,))
     stand.behaviour = lambda trial: {**usual(trial), "seconds": 60.0}
 
-    def update(progress: GridProgress, running: list[Trial]) -> None:
+    def update(grid: GridProgress, running: list[Trial]) -> None:
         records = [stand.options.output_dir / "trials" / one.name / "checkpoints/run.jsonl" for one in running]
         while not all(record.exists() and "progress" in record.read_text() for record in records):
             time.sleep(0.01)
@@ -285,8 +286,8 @@ def test_other_settings_are_rejected(tmp_path: Path) -> None:
     assert load_or_create_study(tmp_path, study_of(machine={"cores": "64"}, command=("x",))) == done
     with pytest.raises(UserError) as caught:
         load_or_create_study(tmp_path, study_of(seeds=(1, 2, 3), training_flags=(), link="2c"))
-    assert len(caught.value.mistakes) == 3
-    assert "seeds: was [1, 2], now [1, 2, 3]" in caught.value.mistakes[0]
+    assert len(caught.value.messages) == 3
+    assert "seeds: was [1, 2], now [1, 2, 3]" in caught.value.messages[0]
 
 
 def test_a_folder_has_one_study_at_a_time(stand: Stand) -> None:
@@ -298,27 +299,26 @@ def test_a_folder_has_one_study_at_a_time(stand: Stand) -> None:
         stand.run()
 
 
-def test_progress_covers_the_whole_grid(tmp_path: Path) -> None:
+def test_progress_covers_the_whole_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(scheduling, "UPDATE_SECONDS", 0.0)
     trials = [Trial("tokens", "ladder", SIZE, seed, 1e-3, 100) for seed in (1, 2, 3, 4)]
-    at = {trial.name: 0 for trial in trials}
-    now = 0.0
+    at = dict.fromkeys((trial.name for trial in trials), 0)
     out = io.StringIO()
-    progress = GridProgress(
-        lambda trial: 10.0, lambda trial: TrialPosition(at[trial.name], 2.5, 99.0), out, lambda: now, expected=trials
-    )
+    grid = GridProgress(lambda trial: TrialPosition(at[trial.name], 2.5), out)
+    grid.expected = trials
     at[trials[0].name] = 50
     for trial in trials[:2]:
-        progress.start(trial)
-    now, at[trials[0].name] = 100.0, 100
-    progress.end(trials[0], "well")
-    at[trials[1].name] = 50
-    # In 100 s, half of the first trial and half of the second were done; two and a half trials are left.
-    assert progress.status([trials[1]]) == (
-        "1/4 trials | tokens ladder seed 2 lr 0.001: 50/100, loss 2.500, 99 tokens/s | 0:01:40 so far | 0:04:10 left"
-    )
-    progress.update([trials[1]])
-    progress.update([trials[1]])
-    assert len(out.getvalue().splitlines()) == 2 and out.getvalue().startswith("[1/4] tokens-")
+        grid.start(trial)
+    at[trials[0].name], at[trials[1].name] = 100, 40
+    grid.end(trials[0], "well")
+    grid.update([trials[1]])
+    grid.close()
+    first, *_, last = out.getvalue().splitlines()
+    assert first == f"[1/4] {trials[0].name}: well"
+    # This start did half of the first trial and 40 steps of the second; 260 steps are left.
+    assert last.startswith("study:  26% 90/350 ")
+    assert "trials=1/4, tokens ladder seed 2=40/100 (loss 2.500)" in last
 
 
 def test_a_trial_interrupted_before_its_last_evaluation_repeats_its_last_steps(stand: Stand) -> None:

@@ -29,7 +29,7 @@ def test_the_report_of_a_finished_study(tmp_path: Path) -> None:
     text = path.read_text()
     assert path == tmp_path / "page" / "deep" / "report.md" and "not finished" not in text
     assert sorted(one.name for one in path.parent.iterdir()) == ["curves-tiny.png", "differences-tiny.png", "report.md"]
-    for said in (
+    for expected in (
         "python tools/study.py run\npython tools/benchmark.py\n",
         "- **ladder** ends 0.1960 to 0.2016 nats worse than standard, also significant among 3 comparisons (Holm's",
         "- **ladder** ends 0.2001 to 0.2024 nats better than standard, also significant among 2 comparisons (Holm's",
@@ -38,7 +38,7 @@ def test_the_report_of_a_finished_study(tmp_path: Path) -> None:
         "Seeds: 1, 2, 3", "torch: 2.13.0", "megatron_ladder: 0.1.0", "warm-up over 10%",
         "30 runs, 0.30 hours of steps in total, 0 interruptions",
     ):  # fmt: skip
-        assert said in text, said
+        assert expected in text, expected
     assert text.count("torch") == 1
 
 

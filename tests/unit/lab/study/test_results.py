@@ -96,4 +96,4 @@ def test_a_missing_study_and_invalid_results_are_reported(tmp_path: Path) -> Non
         path.write_text(json.dumps({"trial": {}}))
     with pytest.raises(UserError) as caught:
         read_results(tmp_path)
-    assert len(caught.value.mistakes) == 2
+    assert len(caught.value.messages) == 2
