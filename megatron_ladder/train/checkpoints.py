@@ -1,11 +1,11 @@
-"""How a run's checkpoints are written and found again; all ranks take part in each.
+"""Saving and resuming of a run; all ranks take part in both.
 
-With --async-save the state is copied to host memory, and a thread of each rank writes it while training goes on. At
-most one save is in flight: the next one waits for it. A save that fails costs nothing but itself: earlier
-checkpoints are as they were, the run says what happened and trains on; only when the save that ends a run fails does
-the run end with an error.
+With --async-save the state is copied to host memory, and a thread of each rank writes it while training continues. At
+most one save is in flight; the next one waits for it. A failed save is reported, leaves earlier checkpoints as they
+were, and training continues. Only if the final save of a run fails does the run end with an error.
 """
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,24 +16,28 @@ import torch
 
 from megatron_ladder import __version__
 from megatron_ladder.checkpoint.async_save import Background, FileHandover, HostMemory
-from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZERS, Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.checkpoint.retention import Retention
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions, SaveOutcome, TrainingSave
+from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
 from megatron_ladder.errors import UserError
+from megatron_ladder.files import write_atomically
 from megatron_ladder.train.inputs import RunInputs, describe_data
-from megatron_ladder.train.log import say
+from megatron_ladder.train.log import print_rank_0
 from megatron_ladder.train.resume import schedule_note
 from megatron_ladder.train.setup import Trainer
-from megatron_ladder.train.small_files import SmallFiles
 
-ENDING_SECONDS = 30.0
-"""How long a run that fails lets a save in flight finish."""
+_FAILING_SECONDS = 30.0
+"""Time that a failing run gives a save in flight to finish."""
+_IMPORTED = "hugging_face"
+"""Key of a manifest: type and special token ids of the directory from which a model was imported."""
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 class OnEvent(Protocol):
-    """Hears of what happens, on rank 0 alone, in the thread that trains.
+    """Receives events on rank 0, in the training thread.
 
     Kinds: "save begin" (iteration, reason, asynchronous), "save end" (iteration, reason, directory, bytes, seconds,
     blocked_seconds, removed), "save failed" (iteration, reason, error), "load" (directory, iteration, seconds, bytes),
@@ -41,44 +45,43 @@ class OnEvent(Protocol):
     """
 
     def __call__(self, kind: str, /, **fields: Any) -> None:
-        """One event."""
+        """Handle one event."""
 
 
 class DataStreams(Protocol):
-    """What only the data knows of its place; saved with every checkpoint under `data_streams` of the manifest."""
+    """Data whose position is more than a number of samples; every checkpoint stores it under `data_streams`."""
 
     def state_dict(self) -> Any:
-        """This data-parallel rank's state, JSON-able and small; None on ranks that leave it to another one."""
+        """Return this data-parallel rank's state, JSON-able and small; None on ranks that another one represents."""
 
     def resume(self, manifest: Mapping[str, Any]) -> None:
-        """Takes the states of all data-parallel ranks that saved, in their order; there may have been more or fewer.
+        """Restore the states of all data-parallel ranks that saved, whose number may differ from today's.
 
         Args:
-            manifest: of the checkpoint; the earliest have no `data_streams`.
+            manifest: the checkpoint's manifest; the oldest ones have no `data_streams`.
         """
 
 
-class _Begun(NamedTuple):
-    """A save between its two parts."""
+class _StartedSave(NamedTuple):
+    """A save after its collective part."""
 
     saving: TrainingSave
     reason: str
-    began: float
+    start: float
     blocked_seconds: float
 
 
-class _Flight(NamedTuple):
+class _SaveInFlight(NamedTuple):
     """A save that a thread writes."""
 
-    begun: _Begun
+    started: _StartedSave
     work: Background[SaveOutcome | None]
 
 
 class CheckpointSaver:
     """The checkpoints of one run: `resume` before the first step, `save` after steps, `poll` after every step.
 
-    As a context manager it waits for a save in flight at the end. Every method but `poll` is called by all ranks
-    alike.
+    As a context manager it waits at the end for a save in flight. All ranks must call every method except `poll`.
     """
 
     def __init__(
@@ -94,13 +97,13 @@ class CheckpointSaver:
         self._world = trainer.mesh.world
         self._on_event = on_event
         self._streams = streams
-        self._small_files = SmallFiles(inputs.tokenizer)
+        self._small_files = _SmallFiles(inputs.tokenizer)
         self._host = HostMemory()
         self._loaded: Path | None = None
         self._saved: int | None = None
-        self._flight: _Flight | None = None
-        self._landed: SaveOutcome | None = None
-        self._noted: set[str] = set()
+        self._in_flight: _SaveInFlight | None = None
+        self._outcome: SaveOutcome | None = None
+        self._reported_notes: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -110,62 +113,63 @@ class CheckpointSaver:
     ) -> None:
         if kind is None:
             self.wait()
-        elif self._flight is not None:
-            # Peers may be gone, and collectives with them; the files may still become a checkpoint.
-            self._flight.work.wait(ENDING_SECONDS)
+        elif self._in_flight is not None:
+            # Peers may be gone, so collectives are impossible, but the files may still become a checkpoint.
+            self._in_flight.work.wait(_FAILING_SECONDS)
             self.poll()
 
     def resume(self) -> tuple[int, int]:
-        """Loads the checkpoint, if there is one; returns steps done and samples seen.
+        """Load the checkpoint, if there is one, and return the numbers of steps done and of samples consumed.
 
         Raises:
-            UserError: there are checkpoints, and none is whole.
+            UserError: there are checkpoints, but none is complete and undamaged.
         """
-        load, save, rank = self._config.load, self._config.save, self._world.rank
+        load, save = self._config.load, self._config.save
         if load is None or self._inputs.checkpoint is None:
             if load is not None:
-                say(f"*** --load {load} holds no checkpoint: the run starts anew ***", rank)
-            elif save is not None and rank == 0 and (names := published_checkpoints(save)):
-                say(f"*** --save {save} holds {names[-1]}, and --load is not given: the run starts anew ***", rank)
+                self._print(f"*** --load {load} holds no checkpoint: the run starts from scratch ***")
+            elif save is not None and self._world.rank == 0 and (names := published_checkpoints(save)):
+                found = f"--save {save} holds {names[-1]}, and --load is not given"
+                self._print(f"*** {found}: the run starts from scratch ***")
             return 0, 0
-        began = time.perf_counter()
+        start = time.perf_counter()
         checkpoint = self._load(load, self._inputs.checkpoint)
         self._loaded = checkpoint.directory
         stored_bytes = sum(record["size"] for record in checkpoint.manifest["files"])
         self._event(
             "load", directory=str(checkpoint.directory), iteration=checkpoint.iteration,
-            seconds=round(time.perf_counter() - began, 3), bytes=stored_bytes,
+            seconds=round(time.perf_counter() - start, 3), bytes=stored_bytes,
         )  # fmt: skip
-        if rank == 0 and self._config.save is not None:
-            for line in self._small_files.carry_on(checkpoint):
-                say(f"*** {line} ***", rank)
+        if self._world.rank == 0 and save is not None:
+            for note in self._small_files.inherit(checkpoint):
+                self._print(f"*** {note} ***")
         if self._config.finetune:
-            say(f"takes the weights of {checkpoint.directory}: starts at iteration 0", rank)
+            self._print(f"takes the weights of {checkpoint.directory}: starts at iteration 0")
             return 0, 0
         if self._trainer.run.logging.skip_train:
-            say(f"evaluates {checkpoint.directory}: {checkpoint.iteration} steps done", rank)
+            self._print(f"evaluates {checkpoint.directory}: {checkpoint.iteration} steps done")
             return checkpoint.iteration, checkpoint.consumed_samples
         if self._streams is not None:
             self._streams.resume(checkpoint.manifest)
         self._trainer.guard.set_state(checkpoint.manifest.get("guard", {}))
-        say(f"continues from {checkpoint.directory}: {checkpoint.iteration} steps done", rank)
-        if note := schedule_note(self._trainer.run, checkpoint):
-            say(note, rank)
+        self._print(f"continues from {checkpoint.directory}: {checkpoint.iteration} steps done")
+        if schedule := schedule_note(self._trainer.run, checkpoint):
+            self._print(schedule)
         return checkpoint.iteration, checkpoint.consumed_samples
 
     def save(self, iteration: int, consumed_samples: int, reason: str = "interval", final: bool = False) -> None:
-        """Publishes a checkpoint in --save, if that was given, or begins to; after a save in flight.
+        """Publish a checkpoint in --save, or start to; does nothing without --save.
 
-        An iteration that this run has saved already is not saved again.
+        Waits for a save in flight first. An iteration that this run has saved already is not saved again.
 
         Args:
-            reason: why, for the record.
-            final: whether the run ends after it, so that it is written at once.
+            reason: reason of the save, for the record.
+            final: whether the run ends after this save, which is then synchronous.
 
         Raises:
             UserError: a `final` save failed.
         """
-        in_flight = None if self._flight is None else self._flight.begun.saving.iteration
+        in_flight = None if self._in_flight is None else self._in_flight.started.saving.iteration
         if self._config.save is None or (iteration == in_flight and not final):
             return
         self.wait()
@@ -174,49 +178,49 @@ class CheckpointSaver:
         asynchronous = self._config.async_save and not final
         self._event("save begin", iteration=iteration, reason=reason, asynchronous=asynchronous)
         try:
-            begun = self._begin(iteration, consumed_samples, reason, self._host if asynchronous else None)
+            started = self._start(iteration, consumed_samples, reason, self._host if asynchronous else None)
             if asynchronous:
-                self._flight = self._take_off(begun)
+                self._in_flight = self._write_in_background(started)
                 return
-            outcome = self._world.broadcast_object(begun.saving.write(self._world.gather_objects))
-            self._report(begun._replace(blocked_seconds=time.perf_counter() - begun.began), outcome)
+            outcome = self._world.broadcast_object(started.saving.write(self._world.gather_objects))
+            self._report(started._replace(blocked_seconds=time.perf_counter() - started.start), outcome)
         except SaveError as error:
             self._report_failure(iteration, reason, str(error))
         if final and self._saved != iteration:
             raise UserError(f"--save {self._config.save}: the last checkpoint could not be written")
 
     def poll(self) -> None:
-        """Tells, on rank 0, that a save in flight has ended; for after every step. Not a collective."""
-        if self._flight is not None and self._landed is None and self._flight.work.finished:
-            self._landed = self._flight.work.result()
-            if self._landed is not None:
-                self._report(self._flight.begun, self._landed)
+        """Report, on rank 0, a save in flight that has ended; to be called after every step. Not a collective."""
+        if self._in_flight is not None and self._outcome is None and self._in_flight.work.finished:
+            self._outcome = self._in_flight.work.result()
+            if self._outcome is not None:
+                self._report(self._in_flight.started, self._outcome)
 
     def wait(self) -> None:
-        """Returns when no save is in flight."""
-        if self._flight is None:
+        """Wait until no save is in flight."""
+        if self._in_flight is None:
             return
-        self._flight.work.wait()
+        self._in_flight.work.wait()
         self.poll()
-        outcome = self._world.broadcast_object(self._landed)
+        outcome = self._world.broadcast_object(self._outcome)
         if outcome.error is None:
-            self._saved = self._flight.begun.saving.iteration
-        self._flight, self._landed = None, None
+            self._saved = self._in_flight.started.saving.iteration
+        self._in_flight, self._outcome = None, None
 
-    def _begin(self, iteration: int, consumed_samples: int, reason: str, host: HostMemory | None) -> _Begun:
-        config, began = self._config, time.perf_counter()
+    def _start(self, iteration: int, consumed_samples: int, reason: str, host: HostMemory | None) -> _StartedSave:
+        config, start = self._config, time.perf_counter()
         assert config.save is not None
         retention = Retention(config.keep_last_n_checkpoints, config.save_retain_interval, self._loaded)
         saving = TrainingSave.begin(
             config.save, self._header(iteration, consumed_samples), self._trainer.engine.state, self._world,
             self._small_files.write, SaveOptions(config.checksum, retention, host),
         )  # fmt: skip
-        return _Begun(saving, reason, began, time.perf_counter() - began)
+        return _StartedSave(saving, reason, start, time.perf_counter() - start)
 
-    def _take_off(self, begun: _Begun) -> _Flight:
+    def _write_in_background(self, started: _StartedSave) -> _SaveInFlight:
         seconds = 60 * self._trainer.run.parallel.distributed_timeout_minutes
-        handover = FileHandover(begun.saving.directory, self._world.rank, self._world.size, seconds)
-        return _Flight(begun, Background(lambda: begun.saving.write(handover.gather), "checkpoint writer"))
+        handover = FileHandover(started.saving.directory, self._world.rank, self._world.size, seconds)
+        return _SaveInFlight(started, Background(lambda: started.saving.write(handover.gather), "checkpoint writer"))
 
     def _header(self, iteration: int, consumed_samples: int) -> dict[str, Any]:
         run, tokenizer = self._trainer.run, self._inputs.tokenizer
@@ -237,54 +241,128 @@ class CheckpointSaver:
             header["data_streams"] = [states[rank] for rank in range(data.size)] if states else []
         return header
 
-    def _report(self, begun: _Begun, outcome: SaveOutcome) -> None:
-        saving, seconds = begun.saving, time.perf_counter() - begun.began
-        # What could not be removed is met again by every save.
-        for note in (note for note in outcome.notes if note not in self._noted):
-            say(f"*** {note} ***", self._world.rank)
-        self._noted.update(outcome.notes)
+    def _report(self, started: _StartedSave, outcome: SaveOutcome) -> None:
+        saving, seconds = started.saving, time.perf_counter() - started.start
+        # Every save finds again what could not be removed, so each note is printed once.
+        for note in (note for note in outcome.notes if note not in self._reported_notes):
+            self._print(f"*** {note} ***")
+        self._reported_notes.update(outcome.notes)
         if outcome.error is not None:
-            self._report_failure(saving.iteration, begun.reason, outcome.error)
+            self._report_failure(saving.iteration, started.reason, outcome.error)
             return
         self._saved = saving.iteration
-        rank = self._world.rank
-        say(f"saved {outcome.directory}", rank)
+        self._print(f"saved {outcome.directory}")
         for name in outcome.removed:
-            say(f"removed {name}", rank)
+            self._print(f"removed {name}")
         self._event(
-            "save end", iteration=saving.iteration, reason=begun.reason, directory=outcome.directory,
-            bytes=saving.total_bytes, seconds=round(seconds, 3), blocked_seconds=round(begun.blocked_seconds, 3),
+            "save end", iteration=saving.iteration, reason=started.reason, directory=outcome.directory,
+            bytes=saving.total_bytes, seconds=round(seconds, 3), blocked_seconds=round(started.blocked_seconds, 3),
             removed=list(outcome.removed),
         )  # fmt: skip
 
     def _report_failure(self, iteration: int, reason: str, error: str) -> None:
         text = f"iteration {iteration} was not saved: {error}; earlier checkpoints are as they were"
-        say(f"*** --save {self._config.save}: {text} ***", self._world.rank)
+        self._print(f"*** --save {self._config.save}: {text} ***")
         self._event("save failed", iteration=iteration, reason=reason, error=error)
 
     def _event(self, kind: str, **fields: Any) -> None:
         if self._world.rank == 0:
             self._on_event(kind, **fields)
 
+    def _print(self, text: str) -> None:
+        print_rank_0(text, self._world.rank)
+
     def _load(self, load: Path, opened: Checkpoint) -> Checkpoint:
-        config, rank = self._config, self._world.rank
-        weights_alone = self._trainer.run.loads_only_weights
+        config, only_weights = self._config, self._trainer.run.loads_only_weights
         model = opened.model()
 
         def refuse(checkpoint: Checkpoint) -> list[str]:
-            # The command line was compared with the one that was opened at the start.
+            # The command line was only compared with the checkpoint that was opened at the start.
             other = checkpoint.model() != model
             return [f"{checkpoint.directory}: is of another model than {opened.directory}"] if other else []
 
         checkpoint, faults = load_newest(
             load, self._trainer.engine.state, self._world, refuse,
-            optimizer=config.load_optim and not weights_alone,
-            generators=config.load_rng and not weights_alone,
-            progress=f"verifying {load}" if rank == 0 else None,
+            optimizer=config.load_optim and not only_weights,
+            generators=config.load_rng and not only_weights,
+            progress=f"verifying {load}" if self._world.rank == 0 else None,
         )  # fmt: skip
         if faults:
             for fault in faults:
-                say(f"*** {fault} ***", rank)
-            say(f"*** {checkpoint.directory}: is used instead ***", rank)
+                self._print(f"*** {fault} ***")
+            self._print(f"*** {checkpoint.directory}: is used instead ***")
             self._event("fallback", directory=str(checkpoint.directory), faults=faults)
         return checkpoint
+
+
+class _SmallFiles:
+    """The files next to the tensors in a run's checkpoints: its tokenizer, and files of an imported model.
+
+    All are read when the run starts and written with every save, so later changes to the originals have no effect.
+    Only used on rank 0, which publishes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._files = {} if tokenizer is None else tokenizer_files(tokenizer)
+        self._imported: Any = None
+
+    def inherit(self, checkpoint: Checkpoint) -> list[str]:
+        """Take over the files that a loaded checkpoint has of the directory from which its model was imported.
+
+        The run's own tokenizer wins if both have a file. Nothing is taken over from a model with another tokenizer,
+        whose ids and chat template have another meaning.
+
+        Returns:
+            One line per file that is not taken over, with the reason.
+        """
+        notes, found = [], dict[str, bytes]()
+        stored = {record["name"] for record in checkpoint.manifest["files"]}
+        for path in (checkpoint.directory / name for name in CARRIED if name in stored):
+            try:
+                found[path.name] = path.read_bytes()
+            except OSError as error:
+                notes.append(f"{path}: cannot be read: {error.strerror}: checkpoints of this run do not include it")
+        imported = checkpoint.manifest.get(_IMPORTED)
+        if self._has_another_tokenizer(checkpoint, found):
+            lost = [name for name in (CHAT_TEMPLATE, GENERATION_CONFIG) if name in found]
+            lost += ["the ids of special tokens"] if imported is not None else []
+            if lost:
+                notes.append(
+                    f"{checkpoint.directory}: has another tokenizer than this run, so these are not taken over: "
+                    f"{', '.join(lost)}"
+                )
+            return notes
+        if "chat_template" in _json_object(self._files.get(_TOKENIZER_CONFIG, b"")):
+            # The inherited file would override the run's own template.
+            found.pop(CHAT_TEMPLATE, None)
+        self._files = found | self._files
+        self._imported = imported
+        return notes
+
+    def header(self) -> dict[str, Any]:
+        """Return the fields of the manifest that describe the files."""
+        known = self._tokenizer
+        header: dict[str, Any] = {"tokenizer": None if known is None else {"type": known.kind, "sha256": known.sha256}}
+        return header if self._imported is None else header | {_IMPORTED: self._imported}
+
+    def write(self, directory: Path) -> None:
+        """Write the files into the directory of a save."""
+        for name, content in self._files.items():
+            write_atomically(directory / name, content)
+
+    def _has_another_tokenizer(self, checkpoint: Checkpoint, found: dict[str, bytes]) -> bool:
+        ours, theirs = self._tokenizer, checkpoint.manifest.get("tokenizer")
+        if ours is None or (theirs is None and not any(name in found for name in TOKENIZERS)):
+            return False
+        same = theirs is not None and theirs["sha256"] == ours.sha256
+        # A directory may hold one tokenizer in two formats, of which the import records only one.
+        return not same and not (ours.contents and ours.contents[0] in found.values())
+
+
+def _json_object(content: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(content)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,15 +1,13 @@
-"""One run at a time in a directory of checkpoints.
+"""Ensures that only one run at a time writes to a directory of checkpoints.
 
     SAVE/run.lock       {"host", "boot", "pid", "born", "started"} of the run that writes here; empty if none does
 
-The kernel's lock on that file (`flock`) settles it on one machine, and on file systems that carry it between machines.
-Where they do not, the holder's words do: on the same machine its process lives or not; of another machine the file
-counts as held for as long as its time of change moves, which its holder sees to every few seconds.
+The kernel's lock on that file decides on one machine, and on file systems that share locks between machines. On other
+file systems the content decides: on the same machine, whether the process is alive; for another machine, whether the
+file's modification time still changes, because the holder updates it every few seconds.
 """
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -24,30 +22,31 @@ from typing import Any, Self
 import psutil
 
 from megatron_ladder.errors import UserError
+from megatron_ladder.files import lock_file
 
-LOCK_NAME = "run.lock"
-BEAT_SECONDS = 10.0
-"""How often a holder touches its lock."""
-STALE_SECONDS = 45.0
-"""A lock of another machine that was not touched for so long is a dead run's."""
-MOST_BYTES = 4096
-"""Of a lock file."""
+_LOCK_NAME = "run.lock"
+_BEAT_SECONDS = 10.0
+"""Time between two updates of the modification time by the holder."""
+_STALE_SECONDS = 45.0
+"""A lock of another machine that was not updated for this time belongs to a dead run."""
+_MOST_BYTES = 4096
+"""Maximum size of a lock file."""
 
 
 class SaveLock:
-    """`with SaveLock(folder):` around a run that writes to `folder`; one process of the run does it."""
+    """Context manager around a run that writes to `folder`; one process of the run enters it."""
 
     def __init__(
         self,
         folder: Path,
-        stale_seconds: float = STALE_SECONDS,
-        beat_seconds: float = BEAT_SECONDS,
+        stale_seconds: float = _STALE_SECONDS,
+        beat_seconds: float = _BEAT_SECONDS,
         flag: str = "--save",
     ) -> None:
-        """`flag`: by which the folder was given."""
+        """`flag` is the flag that names the folder, for error messages."""
         self._folder = folder
         self._flag = flag
-        self._path = folder / LOCK_NAME
+        self._path = folder / _LOCK_NAME
         self._stale_seconds = stale_seconds
         self._beat_seconds = beat_seconds
         self._descriptor = -1
@@ -55,22 +54,22 @@ class SaveLock:
         self._thread = threading.Thread(target=self._beat, name="save lock", daemon=True)
 
     def __enter__(self) -> Self:
-        """Takes the lock, a dead run's too.
+        """Acquire the lock, taking over that of a dead run.
 
         Raises:
-            UserError: another run holds it; its host, pid and start are told.
+            UserError: another run holds the lock; the message has its host, pid and start time.
         """
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            kernel_locks = self._flock()
+            kernel_locks = self._lock()
             holder = self._read()
             if holder and self._is_alive(holder):
                 raise self._refusal(holder)
-            self._write(this_process())
+            self._write(_this_process())
             if not kernel_locks:
-                # Two that found the same dead lock have both written; the later one's words stay.
+                # Two processes that found the same dead lock have both written; the content of the later one remains.
                 time.sleep(min(1.0, self._stale_seconds))
-                if self._read() != this_process():
+                if self._read() != _this_process():
                     raise self._refusal(self._read())
         except BaseException:
             os.close(self._descriptor)
@@ -87,44 +86,41 @@ class SaveLock:
             os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 
-    def _flock(self) -> bool:
-        """Whether the file system has such locks; raises UserError if another process has this one."""
+    def _lock(self) -> bool:
+        """Return whether the file system has locks; raise UserError if another process holds this one."""
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise self._refusal(self._read()) from None
-            return False
-        return True
+            return lock_file(self._descriptor) is None
+        except BlockingIOError:
+            raise self._refusal(self._read()) from None
 
     def _is_alive(self, holder: dict[str, Any]) -> bool:
-        me = this_process()
+        me = _this_process()
         if holder.get("host") == me["host"]:
             same_boot = holder.get("boot") == me["boot"]
-            return same_boot and holder.get("born") == born(int(holder.get("pid", -1)))
-        return not self._goes_stale()
+            return same_boot and holder.get("born") == _start_ticks(int(holder.get("pid", -1)))
+        return not self._becomes_stale()
 
-    def _goes_stale(self) -> bool:
-        """Whether the file's time of change stays, by the file server's clock, until it is old enough."""
+    def _becomes_stale(self) -> bool:
+        """Wait until the file is old enough, by the file server's clock; return False if it is updated before."""
         changed = os.fstat(self._descriptor).st_mtime
         while True:
-            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=LOCK_NAME) as probe:
+            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=_LOCK_NAME) as probe:
                 age = os.fstat(probe.fileno()).st_mtime - changed
             if age >= self._stale_seconds:
                 return True
-            print(f"{self._path}: another host's lock, {age:.0f} s old: waits whether it is touched", flush=True)
+            print(f"{self._path}: lock of another host, updated {age:.0f} s ago; waiting for an update", flush=True)
             time.sleep(min(self._beat_seconds, self._stale_seconds - age + 0.1))
             if os.stat(self._path).st_mtime != changed:
                 return False
 
     def _refusal(self, holder: dict[str, Any]) -> UserError:
-        who = "pid {pid} on {host}, started {started}".format_map({**dict.fromkeys(this_process(), "?"), **holder})
+        who = "pid {pid} on {host}, started {started}".format_map({**dict.fromkeys(_this_process(), "?"), **holder})
         where = f"{self._flag} {self._folder}"
         return UserError(f"{where}: another run writes there: {who}: end it, or give another directory")
 
     def _read(self) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
-            found = json.loads(os.pread(self._descriptor, MOST_BYTES, 0))
+            found = json.loads(os.pread(self._descriptor, _MOST_BYTES, 0))
             if isinstance(found, dict):
                 return found
         return {}
@@ -140,23 +136,23 @@ class SaveLock:
                 os.utime(self._descriptor)
 
 
-def this_process() -> dict[str, Any]:
-    """What tells this process from all others: host, boot, pid, and when it was born."""
+def _this_process() -> dict[str, Any]:
+    """Return what identifies this process among all machines: host, boot, pid, and start time."""
     seconds = psutil.Process().create_time()
     return {
         "host": socket.gethostname(),
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "pid": os.getpid(),
-        "born": born(os.getpid()),
+        "born": _start_ticks(os.getpid()),
         "started": datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds"),
     }
 
 
-def born(pid: int) -> int | None:
-    """Clock ticks from the machine's boot to the start of a process; None if there is none, or it is a zombie."""
+def _start_ticks(pid: int) -> int | None:
+    """Return the clock ticks from boot to the start of a process; None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    # proc(5): the state is the third field and the start time the 22nd; two stand before the parenthesis.
+    # proc(5): the state is field 3 and the start time field 22; the first two precede the closing parenthesis.
     return None if fields[0] in "ZX" else int(fields[19])

@@ -1,32 +1,40 @@
-"""What a user sees of a run: derived numbers before it, one line an interval, TensorBoard."""
+"""What a run reports: a banner, one line per interval, TensorBoard curves, and events in the record."""
 
 import contextlib
+import hashlib
 import json
+import os
 import resource
+import socket
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, parameter_count
+from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import partition
-from megatron_ladder.train.curves import Curves
-from megatron_ladder.train.record import RunRecord
+from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of
+from megatron_ladder.train.record import EVALUATES, RunRecord
 from megatron_ladder.train.setup import Trainer
+from megatron_ladder.train.step import StepResult
 
 
-def say(text: str, rank: int) -> None:
-    """Prints on the first rank, at once; a terminal that is gone, or a full disk, loses the text and not the run."""
+def print_rank_0(text: str, rank: int) -> None:
+    """Print on rank 0 and flush. If the terminal is gone or the disk full, the text is lost but the run continues."""
     if rank == 0:
         with contextlib.suppress(OSError):
             print(text, flush=True)
 
 
 def banner(trainer: Trainer) -> str:
-    """The derived numbers of a run."""
+    """Return the derived numbers of a run, one per line."""
     run, model = trainer.run, trainer.run.model
     flops = ModelFlops(model, run.training.seq_length)
     tensor_parallel = run.parallel.tensor_model_parallel_size
@@ -75,7 +83,7 @@ def _precision(run: RunConfig) -> str:
 
 
 def _stages(run: RunConfig) -> str:
-    """With p stages and m micro-batches, 1F1B idles for p - 1 of m + p - 1 of its steps (arXiv 2104.04473)."""
+    """With p stages and m micro-batches, 1F1B is idle in p - 1 of its m + p - 1 slots (arXiv 2104.04473)."""
     ranges = partition(run)
     idle = (len(ranges) - 1) / (run.accumulation_steps + len(ranges) - 1)
     layers = ", ".join(str(layers.start) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}" for layers in ranges)
@@ -99,20 +107,24 @@ def _overlap(run: RunConfig) -> str:
 
 
 class RunLog:
-    """Console, TensorBoard and record of rank 0; the other ranks call it too, and it does nothing there."""
+    """Console, TensorBoard and record of rank 0. The other ranks call it too, without effect."""
 
     def __init__(self, trainer: Trainer, first_iteration: int, record: RunRecord, trains: bool = True) -> None:
-        """`first_iteration`: the first step that this process will take; it takes none unless it `trains`."""
+        """
+        Args:
+            first_iteration: the first step of this process.
+            trains: False if this process takes no step.
+        """
         run = trainer.run
         self._record = record
         self._run = run
         self._rank = trainer.mesh.world.rank
         self._device = trainer.device
         self._flops_per_step = ModelFlops(run.model, run.training.seq_length).training * run.global_batch_size
-        told = f"```json\n{json.dumps(run.to_dict(), indent=2)}\n```"
+        configuration = f"```json\n{json.dumps(run.to_dict(), indent=2)}\n```"
         folder = run.logging.tensorboard_dir if self._rank == 0 else None
-        self._curves = Curves(folder, first_iteration - 1, told, goes_on=trains)
-        self._since = time.perf_counter()
+        self._curves = _Curves(folder, first_iteration - 1, configuration, hide_later=trains)
+        self._interval_start = time.perf_counter()
         self._last = first_iteration - 1
 
     def __enter__(self) -> Self:
@@ -124,10 +136,10 @@ class RunLog:
         self._curves.close(self._last)
 
     def training(self, iteration: int, loss: float, learning_rate: float, gradient_norm: float) -> None:
-        """One line for the steps since the last one; `loss` is their mean."""
+        """Report the steps since the last call; `loss` is their mean."""
         now = time.perf_counter()
-        steps, seconds = iteration - self._last, now - self._since
-        self._since, self._last = now, iteration
+        steps, seconds = iteration - self._last, now - self._interval_start
+        self._interval_start, self._last = now, iteration
         if self._rank != 0:
             return
         run = self._run
@@ -136,10 +148,10 @@ class RunLog:
         flops = self._flops_per_step / step_seconds
         left = (run.training.train_iters - iteration) * step_seconds
         total = run.training.train_iters
-        say(
+        print_rank_0(
             f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} "
             f"| learning rate {learning_rate:.3e} | grad norm {gradient_norm:.3f} | {tokens_per_second:,.0f} tokens/s "
-            f"| {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step | ETA {duration(left)}",
+            f"| {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step | ETA {_duration(left)}",
             self._rank,
         )
         self._record.write(
@@ -155,54 +167,40 @@ class RunLog:
                 "speed/tokens per second": tokens_per_second,
                 "speed/model TFLOP per second": flops / 1e12,
                 "speed/seconds per step": step_seconds,
-                "memory/peak GB": peak_memory(self._device) / 1e9,
+                "memory/peak GB": _peak_memory(self._device) / 1e9,
             },
         )
 
     def activations(self, kept_bytes: int) -> None:
-        """What the first forward pass left occupied for its backward, on the fullest rank."""
-        say(f"activations kept by one micro-batch: {kept_bytes / 1e6:,.1f} MB on the fullest process", self._rank)
+        """Report the memory that the first forward pass keeps for backward, on the rank with the most."""
+        text = f"activations kept by one micro-batch: {kept_bytes / 1e6:,.1f} MB on the fullest process"
+        print_rank_0(text, self._rank)
 
     def validation(self, iteration: int, loss: float) -> None:
-        """One line for an evaluation."""
-        say(f"iteration {iteration} | valid lm loss {loss:.4f}", self._rank)
+        """Report an evaluation."""
+        print_rank_0(f"iteration {iteration} | valid lm loss {loss:.4f}", self._rank)
         self._record.write_first("evaluation", iteration=iteration, loss=loss)
         self._curves.scalars(iteration, {"valid/lm loss": loss})
 
-    def without_time(self) -> "PausedClock":
-        """`with log.without_time():` around what is no training, so that it does not count in tokens/s."""
-        return PausedClock(self)
-
-    def shift(self, seconds: float) -> None:
-        """Moves the beginning of the current interval."""
-        self._since += seconds
-
-
-class PausedClock:
-    """Takes the time spent inside out of the log's current interval."""
-
-    def __init__(self, log: RunLog) -> None:
-        self._log = log
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._log.shift(time.perf_counter() - self._began)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time inside the block from tokens/s."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._interval_start += time.perf_counter() - start
 
 
-def peak_memory(device: torch.device) -> int:
-    """The most bytes this process has held: on its GPU, or resident on a machine without."""
+def _peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has used: of its GPU, or else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def duration(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
+def _duration(seconds: float) -> str:
+    """Format as `1:02:03` or `2:03`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -213,3 +211,109 @@ def _engineering(value: float) -> str:
         if value >= size:
             return f"{value / size:.2f} {prefix}"
     return f"{value:.0f} "
+
+
+class _Curves:
+    """TensorBoard curves. The first write that fails is reported and ends the curves, but not the run."""
+
+    def __init__(self, folder: Path | None, iteration: int, configuration: str, hide_later: bool = True) -> None:
+        """
+        Args:
+            folder: receives a new event file; None writes nothing.
+            iteration: number of steps done before.
+            configuration: Markdown, shown next to the curves.
+            hide_later: hide existing points after `iteration`, which an interrupted run wrote.
+        """
+        self._folder = folder
+        self._writer: Any = None
+        if folder is not None:
+            self._try(iteration, lambda: self._open(str(folder), iteration + 1 if hide_later else None, configuration))
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Add a point to each curve and flush."""
+
+        def write() -> None:
+            for tag, value in values.items():
+                self._writer.add_scalar(tag, value, iteration)
+            self._writer.flush()
+
+        if self._writer is not None:
+            self._try(iteration, write)
+
+    def close(self, iteration: int) -> None:
+        """Close the file; `iteration` is the last step."""
+        if self._writer is not None:
+            self._try(iteration, self._writer.close)
+
+    def _open(self, folder: str, purge_step: int | None, configuration: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(folder, purge_step=purge_step)
+        self._writer.add_text("configuration", configuration, 0)
+
+    def _try(self, iteration: int, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except ImportError:
+            raise
+        except Exception as error:  # File systems of many kinds raise errors without a common base class.
+            self._writer = None
+            problem = f"cannot be written ({error}): no more curves from iteration {iteration} on"
+            # Stdout may be on the same full disk.
+            with contextlib.suppress(OSError):
+                print(f"*** --tensorboard-dir {self._folder}: {problem} ***", flush=True)
+
+
+def describe_start(trainer: Trainer, iteration: int) -> dict[str, Any]:
+    """Return the fields of the record's event `start`; `iteration` is the number of steps done before."""
+    run = trainer.run
+    configuration = json.dumps(run.to_dict(), sort_keys=True)
+    return {
+        "iteration": iteration,
+        "reason": EVALUATES if run.logging.skip_train else "goes on" if iteration else "begins",
+        "train_iters": run.training.train_iters,
+        "layout": f"{trainer.mesh.describe()}, ZeRO {run.parallel.zero_stage}",
+        "configuration": hashlib.sha256(configuration.encode()).hexdigest()[:16],
+        "versions": {"megatron_ladder": __version__, "torch": torch.__version__},
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+
+
+def report_finding(record: RunRecord, rank: int, iteration: int, result: StepResult) -> None:
+    """Print and record what was wrong with a step, if anything."""
+    finding = result.finding
+    if finding is None:
+        return
+    print_rank_0(finding.text + (": the step was left out" if finding.skipped else ""), rank)
+    record.write_first(
+        "skip" if finding.skipped else "spike",
+        iteration=iteration,
+        reason=finding.kind,
+        loss=result.loss,
+        gradient_norm=result.gradient_norm,
+        **finding.details,
+    )
+
+
+@contextmanager
+def recording_failures(record: RunRecord, peers: Peers) -> Iterator[None]:
+    """Record the reason of a run that ends with an error."""
+    try:
+        yield
+    except LostPeerError as error:
+        record_lost_peers(record, peers, error)
+        raise
+    except Exception as error:
+        # All ranks raise BadNumbersError; any other error may occur on one rank only.
+        if record.rank == 0 or not isinstance(error, BadNumbersError):
+            reason, code = f"{type(error).__name__}: {error}", int(exit_code_of(error))
+            record.write("stop", rank=record.rank, reason=reason, code=code)
+        raise
+
+
+def record_lost_peers(record: RunRecord, peers: Peers, error: LostPeerError) -> None:
+    """Record lost ranks, on the lowest rank that is not lost, because all remaining ranks notice the loss."""
+    if record.rank == min({*range(len(peers.hosts))} - {*error.lost}, default=record.rank):
+        reason = str(error).splitlines()[0]
+        record.write("hang", ranks=list(error.lost), where=peers.describe(error.lost), reason=reason)

@@ -1,4 +1,4 @@
-"""The run, from a command line to its last checkpoint."""
+"""A run, from its command line to its last checkpoint."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,18 @@ from megatron_ladder.comm.launch import (
 )
 from megatron_ladder.comm.watch import HangWatch
 from megatron_ladder.train.checkpoints import CheckpointSaver
-from megatron_ladder.train.events import describe_start, note_finding, record_loss_of, recording_failures
 from megatron_ladder.train.inputs import RunInputs, read_inputs
 from megatron_ladder.train.lock import SaveLock
-from megatron_ladder.train.log import RunLog, banner, say
-from megatron_ladder.train.memory import ActivationMeter
-from megatron_ladder.train.profile import step_contexts
+from megatron_ladder.train.log import (
+    RunLog,
+    banner,
+    describe_start,
+    print_rank_0,
+    record_lost_peers,
+    recording_failures,
+    report_finding,
+)
+from megatron_ladder.train.profile import ActivationMeter, step_contexts
 from megatron_ladder.train.reading import TrainingData, packing_notes, sample_batches
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer, build_trainer
@@ -31,8 +37,8 @@ from megatron_ladder.train.step import evaluate, train_step
 from megatron_ladder.train.stop import Stopper, StopSignals
 
 
-class Session(NamedTuple):
-    """What a process has of a run besides its computation."""
+class _Session(NamedTuple):
+    """What a process has of a run besides the trainer."""
 
     inputs: RunInputs
     reading: TrainingData
@@ -42,47 +48,47 @@ class Session(NamedTuple):
 
 
 def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
-    """Trains as the command line says, and saves.
+    """Run the training that a command line describes.
 
     Args:
-        signals: those that ask for the end, if somebody notes them.
+        signals: signals that request a graceful shutdown, if they are handled.
 
     Raises:
-        UserError: something in it is wrong; nothing was started.
-        BadNumbersError: loss or gradient are not finite, in too many steps in a row.
+        UserError: the command line or a file is invalid; nothing was started.
+        BadNumbersError: loss or gradient were not finite in too many consecutive steps.
         LostPeerError: another rank ended, or a collective timed out.
     """
     start, place, peers = time.monotonic(), read_rank_info(), Peers()
-    with ExitStack() as until_the_end:
+    with ExitStack() as whole_run:
         with reporting_errors(place):
             inputs = read_inputs(argv, place)
             check_device(place)
             folder = inputs.run.checkpoint.save
             if folder is not None and place.rank == 0:
-                until_the_end.enter_context(SaveLock(folder))
+                whole_run.enter_context(SaveLock(folder))
         stopper = Stopper(inputs.run.reliability, signals, place.rank, start)
         record = RunRecord(folder, place.rank)
         with recording_failures(record, peers), naming_lost_peers(peers):
             trainer = build_trainer(inputs, place, peers)
-            say("\n".join([banner(trainer), *packing_notes(inputs.sources)]), place.rank)
+            print_rank_0("\n".join([banner(trainer), *packing_notes(inputs.sources)]), place.rank)
             reading = TrainingData(trainer, inputs)
             with CheckpointSaver(trainer, inputs, record.write, reading.streams) as checkpoints:
                 iteration, consumed_samples = checkpoints.resume()
                 record.write_first("start", **describe_start(trainer, iteration))
-                session = Session(inputs, reading, checkpoints, stopper, record)
+                session = _Session(inputs, reading, checkpoints, stopper, record)
                 if inputs.run.logging.skip_train:
-                    reason = evaluate_loaded(trainer, session, iteration)
+                    reason = _evaluate_loaded(trainer, session, iteration)
                 else:
-                    reason = train(trainer, session, iteration, consumed_samples)
+                    reason = _train(trainer, session, iteration, consumed_samples)
             record.write_first("stop", reason=reason, code=0)
             stop_process_group()
 
 
-def evaluate_loaded(trainer: Trainer, session: Session, iteration: int) -> str:
-    """Evaluates the model as it was loaded, after `iteration` steps; takes none and saves nothing.
+def _evaluate_loaded(trainer: Trainer, session: _Session, iteration: int) -> str:
+    """Evaluate the loaded model, without training or saving, and return why the run ends.
 
-    Returns:
-        Why the run ended.
+    Args:
+        iteration: number of steps that the model was trained for.
     """
     valid = session.inputs.sources.valid
     assert valid is not None
@@ -94,106 +100,102 @@ def evaluate_loaded(trainer: Trainer, session: Session, iteration: int) -> str:
     return "evaluated"
 
 
-def train(trainer: Trainer, session: Session, iteration: int, consumed_samples: int) -> str:
-    """Steps until --train-iters or the wish of a rank, with log lines, evaluations and checkpoints between them.
+def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples: int) -> str:
+    """Train until --train-iters or a stop request, with log lines, evaluations and checkpoints.
+
+    Args:
+        iteration: number of steps done before.
 
     Returns:
-        Why it ended.
+        The reason of the end.
     """
     run, rank, inputs = trainer.run, trainer.mesh.world.rank, session.inputs
     last, first = run.training.train_iters, iteration + 1
     if iteration >= last:
-        say(f"nothing to do: {iteration} of {last} steps are done", rank)
+        print_rank_0(f"nothing to do: {iteration} of {last} steps are done", rank)
         return "nothing to do"
-    reason = agree_to_stop(trainer, session.stopper)
+    reason = _agreed_stop_reason(trainer, session.stopper)
     if reason is not None:
-        say(f"{reason}: ends before its first step; nothing was trained, so nothing is saved", rank)
+        print_rank_0(f"{reason}: ends before its first step; nothing was trained, so nothing is saved", rank)
         return reason
     losses: list[float] = []
     with (
         closing(session.reading.begin(consumed_samples)) as batches,
         RunLog(trainer, first, session.record) as log,
-        meter_activations(trainer) as meter,
-        hang_watch(trainer, session.record) as watch,
+        ActivationMeter(trainer.engine.module, trainer.device) as meter,
+        _hang_watch(trainer, session.record) as watch,
     ):
 
         @contextmanager
-        def aside() -> Iterator[None]:
-            """Around what is no training."""
-            with log.without_time(), watch.patient():
+        def not_training() -> Iterator[None]:
+            with log.paused(), watch.patient():
                 yield
 
-        profiled = step_contexts(run, trainer.mesh.world, trainer.device, first, aside)
+        profiled = step_contexts(run, trainer.mesh.world, trainer.device, first, not_training)
         while iteration < last and reason is None:
             iteration += 1
             with profiled(iteration):
                 result = train_step(trainer, next(batches), iteration, session.stopper.votes)
             watch.step_done(iteration)
             session.checkpoints.poll()
-            note_finding(session.record, rank, iteration, result)
+            report_finding(session.record, rank, iteration, result)
             trainer.guard.stop_if_hopeless(result.finding)
             reason = session.stopper.reason(result.extra_sums, iteration)
-            ends = reason is not None or iteration == last
+            is_final = reason is not None or iteration == last
             if not result.skipped:
                 losses.append(result.loss)
             if iteration == first:
                 log.activations(meter.largest(trainer.mesh.world))
-            if losses and (ends or _is_due(iteration, run.logging.log_interval)):
+            if losses and (is_final or _is_due(iteration, run.logging.log_interval)):
                 log.training(iteration, sum(losses) / len(losses), result.learning_rate, result.gradient_norm)
                 losses.clear()
-            # Saved first: what an evaluation may meet must not cost the steps before it.
-            if ends or _is_due(iteration, run.checkpoint.save_interval):
-                with aside():
-                    reason = save_checkpoint(trainer, session, iteration, batches.consumed_samples, reason)
+            # The checkpoint comes before the evaluation, so that a failing evaluation does not cost the last steps.
+            if is_final or _is_due(iteration, run.checkpoint.save_interval):
+                with not_training():
+                    reason = _save_checkpoint(trainer, session, iteration, batches.consumed_samples, reason)
             evaluates = iteration == last or _is_due(iteration, run.logging.eval_interval)
             if evaluates and reason is None and inputs.sources.valid is not None:
-                with aside(), closing(sample_batches(trainer, inputs.sources.valid, consumed_samples=0)) as valid:
+                with not_training(), closing(sample_batches(trainer, inputs.sources.valid, 0)) as valid:
                     log.validation(iteration, evaluate(trainer, valid, run.logging.eval_iters))
     if reason is not None:
-        say(f"{reason}: ends after iteration {iteration} of {last}", rank)
+        print_rank_0(f"{reason}: ends after iteration {iteration} of {last}", rank)
     return reason or "all steps are done"
 
 
-def save_checkpoint(
-    trainer: Trainer, session: Session, iteration: int, consumed_samples: int, reason: str | None
+def _save_checkpoint(
+    trainer: Trainer, session: _Session, iteration: int, consumed_samples: int, reason: str | None
 ) -> str | None:
-    """Saves after a step, and says why the run ends with it, if it does; all ranks take part.
+    """Save after a step, and return why the run ends now, if it does; all ranks must call it.
 
     Args:
-        reason: why it ends, if that is known before.
+        reason: why the run ends, if that is known already.
     """
     final = reason is not None or iteration == trainer.run.training.train_iters
     session.checkpoints.save(iteration, consumed_samples, reason or "interval", final)
     if final:
         return reason
-    # A save may take longer than a launcher waits after its signal, so there is no time for another step.
-    reason = agree_to_stop(trainer, session.stopper)
+    # A save may take longer than a launcher waits after its signal, which then leaves no time for another step.
+    reason = _agreed_stop_reason(trainer, session.stopper)
     if reason is not None:
-        # If it is in flight or has failed; an iteration that is saved is not saved again.
+        # Waits for the save in flight and repeats it only if it failed.
         session.checkpoints.save(iteration, consumed_samples, reason, final=True)
     return reason
 
 
-def agree_to_stop(trainer: Trainer, stopper: Stopper) -> str | None:
-    """Why the run ends before its first step, if it does; all ranks take part."""
+def _agreed_stop_reason(trainer: Trainer, stopper: Stopper) -> str | None:
+    """Return why all ranks stop now, without waiting for a step, or None; all ranks must call it."""
     votes = torch.tensor(stopper.votes(), dtype=torch.float64, device=trainer.device)
     return stopper.reason(trainer.mesh.world.all_reduce(votes).tolist())
 
 
-def meter_activations(trainer: Trainer) -> ActivationMeter:
-    """Measures the first forward pass, of this rank's stage if there are several."""
-    return ActivationMeter(trainer.engine.module, trainer.device)
-
-
-def hang_watch(trainer: Trainer, record: RunRecord) -> HangWatch:
-    """Short timeouts after the first step, and stacks before one is over."""
+def _hang_watch(trainer: Trainer, record: RunRecord) -> HangWatch:
+    """Return the watch that shortens timeouts after the first step, and prints stacks before one expires."""
     parallel, peers = trainer.run.parallel, trainer.peers
     startup = timedelta(minutes=parallel.distributed_timeout_minutes)
     running = timedelta(seconds=parallel.distributed_timeout_seconds_after_first_step)
-    return HangWatch(peers, startup, running, lambda error: record_loss_of(record, peers, error))
+    return HangWatch(peers, startup, running, lambda error: record_lost_peers(record, peers, error))
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:
-    """Whether what happens every `interval` steps happens now."""
+    """Return whether an action of every `interval` steps is due after this step."""
     return interval is not None and iteration % interval == 0
-

@@ -1,9 +1,8 @@
-"""--profile: a trace of some steps, in which sub-blocks and all-reduces have names.
+"""Measurements of a run: --profile traces, and the memory that a forward pass keeps for backward.
 
-On the ranks that are profiled the model is built with `record_function` as its `Span` and with a tensor-parallel group
-that names its collectives; on all others, and without --profile, nothing is named and nothing is asked at each step.
-Every rank waits for the profilers to begin, so that their start is not taken for communication, and for the traces to
-be written.
+Profiled ranks build their model with `record_function` as its `Span`, and with a tensor-parallel group that names its
+collectives. Other ranks, and runs without --profile, pay nothing per step. All ranks wait until the profilers have
+started, so that their start does not look like communication, and until the traces are written.
 """
 
 import os
@@ -11,9 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Self
 
 import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -22,7 +26,7 @@ from megatron_ladder.config.run import RunConfig
 
 
 def named_for_profiler(run: RunConfig, mesh: ProcessMesh) -> tuple[ProcessMesh, Span]:
-    """The mesh and the names that a model is built with on this rank."""
+    """Return the mesh and the span with which this rank builds its model."""
     if not run.profile.profile or mesh.world.rank not in run.profile.profile_ranks:
         return mesh, no_span
     tensor, kv_replica = (RecordedGroup(group, record_function) for group in (mesh.tensor, mesh.kv_replica))
@@ -36,11 +40,11 @@ def step_contexts(
     first_iteration: int,
     pause: Callable[[], AbstractContextManager[object]],
 ) -> Callable[[int], AbstractContextManager[object]]:
-    """What stands around each step, given its number; every rank must enter it alike.
+    """Return a function from a step's number to the context for the step; every rank must enter it.
 
     Args:
-        first_iteration: the first step that this process takes; a resumed run may be beyond the profile.
-        pause: stands around what is no training.
+        first_iteration: the first step of this process; a resumed run may start after the profiled steps.
+        pause: context for work that is not training.
     """
     config = run.profile
     if not config.profile:
@@ -57,7 +61,7 @@ def step_contexts(
 
 
 class _StepProfiler:
-    """Begins the profile before step `first`, and ends and writes it after step `last`."""
+    """Starts the profiler before step `first`; stops it and writes the trace after step `last`."""
 
     def __init__(
         self,
@@ -68,7 +72,7 @@ class _StepProfiler:
         device: torch.device,
         pause: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """`path`: of the trace; None on a rank that is not profiled."""
+        """`path` is the trace file; None on a rank that is not profiled."""
         self._path = path
         self._first = first
         self._last = last
@@ -82,43 +86,115 @@ class _StepProfiler:
 
     @contextmanager
     def __call__(self, iteration: int) -> Iterator[None]:
-        """Around a step; those of the profile get the name `iteration N`."""
+        """Return the context for a step; profiled steps are named `iteration N`."""
         if not self._first <= iteration <= self._last:
             yield
             return
         if iteration == self._first:
             with self._pause():
-                self._begin()
+                self._start()
         with nullcontext() if self._profiler is None else record_function(f"iteration {iteration}"):
             yield
         if iteration == self._last:
             with self._pause():
-                self._end()
+                self._stop()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         if self._profiler is not None:
             self._profiler.start()
         self._world.barrier()
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         if self._profiler is not None and self._path is not None:
             self._profiler.stop()
             try:
-                write_trace(self._profiler, self._path)
+                # Written under another name first, so that a trace of the final name is complete.
+                temporary = self._path.with_name(f".{self._path.name}")
+                self._profiler.export_chrome_trace(str(temporary))
+                os.replace(temporary, self._path)
                 print(f"profile: {self._path}", flush=True)
             except OSError as error:
-                # A run of days does not end for a trace.
+                # A trace is not worth ending a run for.
                 print(f"*** --profile: {self._path} cannot be written: {error.strerror} ***", flush=True)
             self._profiler = None
         self._world.barrier()
 
 
-def write_trace(profiler: profile, path: Path) -> None:
-    """Writes beside and renames, so that a trace of this name is whole.
+class _NewStorages(TorchDispatchMode):
+    """Records every storage that an operator creates, without keeping it alive."""
 
-    Raises:
-        OSError: the file cannot be written.
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                if storage.data_ptr() not in given:
+                    self._seen[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive(self) -> int:
+        """Return the bytes of the storages that still exist."""
+        return sum(size for reference, size in self._seen.values() if not reference.expired())
+
+
+class ActivationMeter:
+    """Measures the first forward pass with gradients of a model; costs nothing afterwards.
+
+    On CUDA it asks the allocator; elsewhere it tracks the tensors that operators create.
     """
-    beside = path.with_name(f".{path.name}")
-    profiler.export_chrome_trace(str(beside))
-    os.replace(beside, path)
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.kept_bytes: int | None = None
+        """Memory that the pass left occupied, including its output; None before it."""
+        self._device = device
+        self._before = 0
+        self._storages: _NewStorages | None = None
+        self._stance: AbstractContextManager[object] | None = None
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_forward_hook(self._end),
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove_hooks()
+
+    def largest(self, world: CommGroup) -> int:
+        """Return the maximum over all ranks, in bytes; all ranks must call it."""
+        kept = torch.tensor(float(self.kept_bytes or 0), dtype=torch.float64, device=self._device)
+        return int(world.all_reduce(kept, torch.distributed.ReduceOp.MAX))
+
+    def _begin(self, *_: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._device.type == "cuda":
+            self._before = torch.cuda.memory_allocated(self._device)
+        else:
+            # A dispatch mode cannot see into compiled functions.
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._storages = _NewStorages()
+            self._storages.__enter__()
+
+    def _end(self, *_: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._storages is None:
+            self.kept_bytes = torch.cuda.memory_allocated(self._device) - self._before
+        else:
+            self._storages.__exit__(None, None, None)
+            assert self._stance is not None
+            self._stance.__exit__(None, None, None)
+            self.kept_bytes = self._storages.alive()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._storages = None

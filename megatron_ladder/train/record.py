@@ -1,11 +1,11 @@
-"""What has happened to a run, in `run.jsonl` beside its checkpoints: one line of JSON for each event, only appended.
+"""The record of a run: `run.jsonl` next to its checkpoints, with one JSON line per event; lines are only appended.
 
     {"time": "2026-01-31T12:00:00.123+00:00", "event": "save", "iteration": 100, ...}
 
-Each line is one `write` to a file opened for appending, so lines of several processes on one machine do not mix.
-A process that dies may leave its last line torn; the next one begins a new line, and readers pass over the torn one.
+Each line is one `write` to a file opened for appending, so lines of several processes on one machine do not mix. A
+process that dies may leave an incomplete last line; the next writer starts a new line, and readers skip it.
 
-Importing this file imports no torch.
+Importing this file does not import torch.
 """
 
 import contextlib
@@ -19,43 +19,43 @@ from typing import Any
 
 RECORD_NAME = "run.jsonl"
 EVALUATES = "evaluates"
-"""The reason of a `start` that takes no step, whatever steps are done: those after it are not lost."""
+"""The `reason` of a `start` that takes no step. Later steps in the record remain valid after such a start."""
 
 
 class RunRecord:
-    """Appends events of a rank to the record of a directory; does nothing without one."""
+    """Appends events of a rank to the record of a directory; without a directory it does nothing."""
 
     def __init__(self, folder: Path | None, rank: int = 0) -> None:
         self.rank = rank
         self._path = None if folder is None else folder / RECORD_NAME
 
     def write_first(self, event: str, /, **fields: Any) -> None:
-        """Appends an event that all ranks know of, on the first rank."""
+        """Append an event that all ranks know, on rank 0 only."""
         if self.rank == 0:
             self.write(event, **fields)
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Appends an event; a full disk loses the line and not the run.
+        """Append an event. On a full disk the line is lost, but the run continues.
 
         Args:
-            fields: JSON-able; numbers that are not finite become text.
+            fields: JSON-able values; numbers that are not finite are stored as strings.
         """
         if self._path is None:
             return
-        told = {name: _plain(value) for name, value in fields.items()}
-        line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **told})
+        values = {name: _plain(value) for name, value in fields.items()}
+        line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **values})
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 size = os.fstat(descriptor).st_size
-                torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-                os.write(descriptor, f"{os.linesep if torn else ''}{line}\n".encode())
+                incomplete = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+                os.write(descriptor, f"{os.linesep if incomplete else ''}{line}\n".encode())
             finally:
                 os.close(descriptor)
 
 
 def read_record(folder: Path) -> list[dict[str, Any]]:
-    """The events of a directory's record, in their order; lines that are torn are left out.
+    """Return the events of a directory's record in order, without incomplete lines.
 
     Raises:
         OSError: there is no record, or it cannot be read.

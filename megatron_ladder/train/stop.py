@@ -1,9 +1,9 @@
-"""How a run is asked to end: signals, a time limit, a number of steps, a file.
+"""Graceful shutdown: on signals, after a time limit or a number of steps, or when a file appears.
 
-A wish is one rank's; the end is everybody's. What each rank has noted travels with the norm of the gradient, in the
-collective that every step has anyway, so all ranks learn of it in the same step and end after it together.
+Each rank votes to stop, and all ranks stop together: the votes are summed in the collective of the gradient norm, which
+every step has anyway, so all ranks learn of a vote in the same step.
 
-Importing this file imports no torch: signals are taken over before anything that takes long.
+Importing this file does not import torch, so that signals are handled before anything that takes long.
 """
 
 import contextlib
@@ -18,24 +18,24 @@ from typing import Self
 
 from megatron_ladder.config.training import ReliabilityConfig
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SECONDS = 2.0
-"""Signals within it are one: a launcher hands on what the terminal has sent already, and may send two itself."""
-LOOK_SECONDS = 1.0
-"""How often the kill switch is looked for."""
+"""Signals within this time count as one: a launcher forwards signals that the terminal sent too, and may send two."""
+_LOOK_SECONDS = 1.0
+"""Time between two checks of the kill switch."""
 
 
 class StopSignals:
-    """Inside `with StopSignals() as signals`, SIGTERM and SIGINT are noted, and the second one ends the process.
+    """Context manager that notes SIGTERM and SIGINT; the second signal ends the process.
 
-    A thread reads what the C handler writes to a pipe, so the second signal ends a process too whose main thread
-    waits in a collective and cannot run a handler of Python. A signal that the parent has set to be ignored stays so.
+    A thread reads what the C handler writes to a pipe. So the second signal ends even a process whose main thread is
+    blocked in a collective, where it cannot run a Python handler. A signal that the parent ignores stays ignored.
     """
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        """Numbers of signals, the first one at most once."""
-        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        """The number of the first signal, if any."""
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
         self._pipe = (-1, -1)
         self._old_pipe = -1
         self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
@@ -63,7 +63,7 @@ class StopSignals:
     def _listen(self) -> None:
         noted = 0.0
         while number := os.read(self._pipe[0], 1):
-            if number[0] not in SIGNALS:
+            if number[0] not in _SIGNALS:
                 continue
             if not self.received:
                 noted = time.monotonic()
@@ -75,39 +75,39 @@ class StopSignals:
 
 
 class Stopper:
-    """Whether a run is to end after the step that it is in."""
+    """Decides whether a run ends after the current step."""
 
     def __init__(self, config: ReliabilityConfig, signals: StopSignals | None, rank: int, start: float) -> None:
-        """`start`: `time.monotonic()` when the process began."""
+        """`start` is `time.monotonic()` at the start of the process."""
         self._config = config
         self._signals = signals
         self._rank = rank
         self._start = start
-        self._looked = -LOOK_SECONDS
+        self._looked = -_LOOK_SECONDS
         self._killed = False
 
     def votes(self) -> list[float]:
-        """What this rank has noted: 1 or 0 for each reason, to be summed over ranks."""
+        """Return this rank's vote for each reason, 1 or 0, to be summed over ranks."""
         received = self._signals.received if self._signals is not None else []
         minutes = self._config.exit_duration_in_mins
         late = minutes is not None and time.monotonic() - self._start > 60 * minutes
-        noted = [*(number in received for number in SIGNALS), late, self._sees_kill_switch()]
-        return [float(wish) for wish in noted]
+        reasons = [*(number in received for number in _SIGNALS), late, self._sees_kill_switch()]
+        return [float(vote) for vote in reasons]
 
     def reason(self, sums: Sequence[float], iteration: int = 0) -> str | None:
-        """Why all ranks end after this step, if they do.
+        """Return why all ranks end after this step, or None.
 
         Args:
-            sums: `votes` of all ranks, added up.
-            iteration: the step; 0 before the first one.
+            sums: the votes of all ranks, summed.
+            iteration: the step; 0 before the first step.
         """
         texts = [
-            *(signal.Signals(number).name for number in SIGNALS),
+            *(signal.Signals(number).name for number in _SIGNALS),
             f"--exit-duration-in-mins {self._config.exit_duration_in_mins}",
             f"--kill-switch-file {self._config.kill_switch_file}",
         ]
-        for text, ranks in zip(texts, sums, strict=True):
-            if ranks > 0:
+        for text, votes in zip(texts, sums, strict=True):
+            if votes > 0:
                 return text
         interval = self._config.exit_interval
         if interval is not None and iteration > 0 and iteration % interval == 0:
@@ -116,7 +116,7 @@ class Stopper:
 
     def _sees_kill_switch(self) -> bool:
         path = self._config.kill_switch_file
-        if path is None or self._rank != 0 or time.monotonic() - self._looked < LOOK_SECONDS:
+        if path is None or self._rank != 0 or time.monotonic() - self._looked < _LOOK_SECONDS:
             return self._killed
         self._looked = time.monotonic()
         with contextlib.suppress(OSError):

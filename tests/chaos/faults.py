@@ -271,7 +271,7 @@ def timing(save: Path) -> Callable[[int], None]:
 
         for owner, name in (
             (guards.Guard, "judge"), (guards.Guard, "stop_if_hopeless"), (stop.Stopper, "votes"),
-            (stop.Stopper, "reason"), (record.RunRecord, "write"), (loop, "note_finding"), (HangWatch, "step_done"),
+            (stop.Stopper, "reason"), (record.RunRecord, "write"), (loop, "report_finding"), (HangWatch, "step_done"),
         ):  # fmt: skip
             timed(owner, name)
         norm = step_module.gradient_norm

@@ -14,7 +14,7 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.log import RunLog, banner
-from megatron_ladder.train.memory import ActivationMeter
+from megatron_ladder.train.profile import ActivationMeter
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import evaluate, train_step

@@ -21,7 +21,7 @@ from megatron_ladder.lab.plan.calibration import Calibration, apply_calibration
 from megatron_ladder.lab.plan.measure import Measurement, Sizes
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.train.memory import ActivationMeter
+from megatron_ladder.train.profile import ActivationMeter
 from megatron_ladder.train.step import train_step
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import mesh_of

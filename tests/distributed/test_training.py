@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.engine.optimizer import build_schedule
-from megatron_ladder.train.memory import ActivationMeter
+from megatron_ladder.train.profile import ActivationMeter
 from megatron_ladder.train.step import evaluate, train_step
 from tests.distributed.pool import GlooPools
 from tests.distributed.sharded import Pieces, assert_pieces

@@ -92,7 +92,7 @@ def test_one_process_starts_anew_loudly_and_never_compiles(tokens: Path, tmp_pat
         env={"TORCH_EXTENSIONS_DIR": str(extensions)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"--load {tmp_path / 'empty'} holds no checkpoint: the run starts anew" in done.stdout
+    assert f"--load {tmp_path / 'empty'} holds no checkpoint: the run starts from scratch" in done.stdout
     assert "valid lm loss" in done.stdout and "ETA" in done.stdout
     assert sorted(os.listdir(extensions)) == ["deepspeed_shm_comm"]
     assert os.listdir(extensions / "deepspeed_shm_comm") == ["lock"]

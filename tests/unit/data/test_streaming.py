@@ -24,7 +24,7 @@ from megatron_ladder.data.streaming import (
 )
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import value_errors
-from megatron_ladder.train.reading import TextStreams
+from megatron_ladder.train.reading import _TextStreams
 
 EOD, SEQ_LENGTH, STREAMS = 0, 7, 4
 
@@ -387,7 +387,7 @@ def test_a_state_that_tells_less_is_taken() -> None:
     told = plan.cut()
     earlier = {name: value for name, value in told.items() if name != "eod_id"}
     for state, taken in ((told, True), (earlier, True), (told | {"eod_id": 5}, False), (earlier | {"new": 1}, False)):
-        streams = TextStreams(None, None, plan)  # type: ignore[arg-type]
+        streams = _TextStreams(None, None, plan)  # type: ignore[arg-type]
         streams.load_state_dict([{"plan": state, "positions": {"2": [1, 2, 3, 4, 5]}, "skipped": []}])
         assert bool(streams._positions) == taken
 

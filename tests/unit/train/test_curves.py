@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megatron_ladder.train.curves import Curves
+from megatron_ladder.train.log import _Curves
 
 # TensorBoard's own thread dies of the error, and says so, maybe a test later.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -27,7 +27,7 @@ def fail(*_: object) -> NoReturn:
 def test_a_full_disk_costs_the_curves_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    curves = Curves(tmp_path, 0, "configuration")
+    curves = _Curves(tmp_path, 0, "configuration")
     curves.scalars(1, {"loss": 2.0})
     monkeypatch.setattr(RecordWriter, "write", fail)
     for iteration in (2, 3):
@@ -43,7 +43,7 @@ def test_a_full_disk_costs_the_curves_alone(
 def test_an_end_that_cannot_be_written_costs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    curves = Curves(tmp_path, 0, "configuration")
+    curves = _Curves(tmp_path, 0, "configuration")
     curves.scalars(1, {"loss": 2.0})
     monkeypatch.setattr(RecordWriter, "close", fail)
     curves.close(1)
@@ -54,19 +54,19 @@ def test_a_folder_that_cannot_be_made_costs_the_curves_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    curves = Curves(tmp_path / "file" / "folder", 6, "configuration")
+    curves = _Curves(tmp_path / "file" / "folder", 6, "configuration")
     curves.scalars(7, {"loss": 2.0})
     curves.close(7)
     assert capsys.readouterr().out.count("no more curves from iteration 6 on") == 1
 
 
-@pytest.mark.parametrize(("goes_on", "kept"), [(True, [1, 3]), (False, [1, 2, 3])])
-def test_points_of_steps_that_are_taken_again_are_hidden(tmp_path: Path, goes_on: bool, kept: list[int]) -> None:
-    before = Curves(tmp_path, 0, "configuration")
+@pytest.mark.parametrize(("hide_later", "kept"), [(True, [1, 3]), (False, [1, 2, 3])])
+def test_points_of_steps_that_are_taken_again_are_hidden(tmp_path: Path, hide_later: bool, kept: list[int]) -> None:
+    before = _Curves(tmp_path, 0, "configuration")
     for iteration in (1, 2):
         before.scalars(iteration, {"loss": 2.0})
     before.close(2)
-    after = Curves(tmp_path, 1, "configuration", goes_on)
+    after = _Curves(tmp_path, 1, "configuration", hide_later)
     after.scalars(3, {"loss": 2.0})
     after.close(3)
     assert steps(tmp_path) == kept

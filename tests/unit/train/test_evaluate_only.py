@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_ladder.train import log, loop
-from megatron_ladder.train.events import describe_start
+from megatron_ladder.train.log import describe_start
 
 
 @pytest.mark.parametrize(
@@ -22,17 +22,17 @@ def test_its_start_is_marked(skips: bool, iteration: int, reason: str) -> None:
 def test_it_hides_no_points(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
 
-    def curves(folder: object, iteration: int, told: str, goes_on: bool) -> MagicMock:
-        opened.append((iteration, goes_on))
+    def curves(folder: object, iteration: int, configuration: str, hide_later: bool) -> MagicMock:
+        opened.append((iteration, hide_later))
         return MagicMock()
 
     trainer = MagicMock()
     trainer.run.to_dict.return_value = {}
     monkeypatch.setattr(log, "ModelFlops", MagicMock())
-    monkeypatch.setattr(log, "Curves", curves)
+    monkeypatch.setattr(log, "_Curves", curves)
     monkeypatch.setattr(loop, "evaluate", lambda *_: 2.0)
     monkeypatch.setattr(loop, "sample_batches", MagicMock())
-    assert loop.evaluate_loaded(trainer, MagicMock(), 4) == "evaluated"
+    assert loop._evaluate_loaded(trainer, MagicMock(), 4) == "evaluated"
     with log.RunLog(trainer, 5, MagicMock()):
         pass
     assert opened == [(4, False), (4, True)]

@@ -1,5 +1,6 @@
 """Who may write to a directory: locks of the living, of the dead, and of other hosts."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -14,8 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.train import lock
-from megatron_ladder.train.lock import LOCK_NAME, SaveLock, born, this_process
+from megatron_ladder.train.lock import _LOCK_NAME, SaveLock, _start_ticks, _this_process
 from tests.distributed.commands import REPOSITORY_ROOT
 
 HOLDER = """
@@ -43,7 +43,7 @@ def held_elsewhere(folder: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def write_lock(folder: Path, **changes: Any) -> None:
-    (folder / LOCK_NAME).write_text(json.dumps({**this_process(), **changes}))
+    (folder / _LOCK_NAME).write_text(json.dumps({**_this_process(), **changes}))
 
 
 def test_a_second_run_is_told_of_the_first(tmp_path: Path) -> None:
@@ -57,15 +57,15 @@ def test_a_second_run_is_told_of_the_first(tmp_path: Path) -> None:
         process.wait()
         # A dead one's is taken over at once.
         with SaveLock(tmp_path):
-            assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
-    assert (tmp_path / LOCK_NAME).read_text() == ""
+            assert json.loads((tmp_path / _LOCK_NAME).read_text())["pid"] == os.getpid()
+    assert (tmp_path / _LOCK_NAME).read_text() == ""
 
 
 def without_kernel_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
 
 
 def test_without_kernel_locks_the_process_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_another_hosts_lock_counts_while_it_is_touched(tmp_path: Path) -> None:
 
     def touch() -> None:
         while not done.wait(0.1):
-            os.utime(tmp_path / LOCK_NAME)
+            os.utime(tmp_path / _LOCK_NAME)
 
     toucher = threading.Thread(target=touch)
     toucher.start()
@@ -105,28 +105,28 @@ def test_another_hosts_lock_counts_while_it_is_touched(tmp_path: Path) -> None:
     began = time.monotonic()
     with SaveLock(tmp_path, stale_seconds=1.0, beat_seconds=0.3):
         assert time.monotonic() - began > 0.5
-        assert json.loads((tmp_path / LOCK_NAME).read_text())["host"] != "elsewhere"
+        assert json.loads((tmp_path / _LOCK_NAME).read_text())["host"] != "elsewhere"
 
 
 def test_a_lock_whose_holder_is_unreadable_is_free(tmp_path: Path) -> None:
-    (tmp_path / LOCK_NAME).write_text('{"host": "el')
+    (tmp_path / _LOCK_NAME).write_text('{"host": "el')
     with SaveLock(tmp_path):
         pass
 
 
 def test_a_holder_touches_its_lock(tmp_path: Path) -> None:
     with SaveLock(tmp_path, beat_seconds=0.05):
-        os.utime(tmp_path / LOCK_NAME, (0, 0))
+        os.utime(tmp_path / _LOCK_NAME, (0, 0))
         deadline = time.monotonic() + 5
-        while (tmp_path / LOCK_NAME).stat().st_mtime == 0:
+        while (tmp_path / _LOCK_NAME).stat().st_mtime == 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
 
 def test_a_birth_is_told_from_a_zombie_and_from_nobody() -> None:
-    assert born(os.getpid()) == this_process()["born"]
-    assert born(2**22 + 1) is None
+    assert _start_ticks(os.getpid()) == _this_process()["born"]
+    assert _start_ticks(2**22 + 1) is None
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert born(child.pid) is None
+    assert _start_ticks(child.pid) is None
     child.wait()

@@ -9,7 +9,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.train.memory import ActivationMeter
+from megatron_ladder.train.profile import ActivationMeter
 from tests.unit.generate.tiny_model import tiny_config
 
 CPU = torch.device("cpu")

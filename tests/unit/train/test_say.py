@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import pytest
 
-from megatron_ladder.train.log import say
+from megatron_ladder.train.log import print_rank_0
 from tests.distributed.commands import REPOSITORY_ROOT
 
 PROGRAM = """
@@ -31,7 +31,7 @@ class HungUp(io.StringIO):
 
 def test_what_cannot_be_printed_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", HungUp())
-    say("lost", 0)
+    print_rank_0("lost", 0)
 
 
 def test_a_run_whose_last_words_cannot_be_printed_is_done() -> None:

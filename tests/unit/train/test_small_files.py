@@ -101,7 +101,7 @@ def test_nothing_of_another_tokenizer_is_taken_over(
     manifest = Checkpoint.open(directory).manifest
     assert "hugging_face" not in manifest and manifest["tokenizer"]["type"] == "ByteTokenizer"
     said = capsys.readouterr().out
-    assert "is of another tokenizer than this run: its chat_template.jinja, generation_config.json" in said
+    assert "these are not taken over: chat_template.jinja, generation_config.json" in said
 
 
 def test_what_cannot_be_removed_is_told_once(
