@@ -26,7 +26,7 @@ def run_of(words: str) -> RunConfig:
 def checkpoint_of(run: RunConfig, kinds: tuple[str, ...] = ("weight", "exp_avg")) -> Any:
     manifest = {"run": run.to_dict()}
     return SimpleNamespace(
-        directory=Path("c/iter_0000050"), manifest=manifest, tensors=lambda kind: {"w": 1} if kind in kinds else {}
+        directory=Path("c/iter_0000050"), manifest=manifest, stored=lambda kind: {"w": 1} if kind in kinds else {}
     )
 
 
