@@ -15,7 +15,6 @@ REQUIRED = [
     "msgspec>=0.19,<1",
     "numpy>=2.0,<3",
     "psutil>=6",
-    "safetensors>=0.6,<1",
     "sentencepiece>=0.2.1,<0.3",
     "tensorboard>=2.19,<3",
     "tokenizers>=0.22,<1",
@@ -36,7 +35,10 @@ HF = ["transformers>=5.0,<6"]
 SERVE = ["starlette>=1.0,<2", "uvicorn>=0.40,<1"]
 # To fit the planner's model to measurements, and for statistics of studies.
 LAB = ["scipy>=1.14,<2"]
-TEST = ["mypy>=1.18", "openai>=3,<4", "pytest>=8.4", "ruff>=0.14", *DATA, *HF, *LAB, *PLOT, *SERVE]
+TEST = [
+    "mypy>=1.18", "openai>=3,<4", "pytest>=8.4", "ruff>=0.14", "safetensors>=0.6,<1",
+    *DATA, *HF, *LAB, *PLOT, *SERVE,
+]  # fmt: skip
 
 
 def read_version() -> str:

@@ -1,8 +1,8 @@
-"""Compares models on conversations that they were not trained on, and prints a table.
+"""Compares models on held-out conversations and prints a table.
 
-For every model: the perplexity of what the assistant says, by tools/generate.py --score, given all that was said
-before. Where lm-eval is installed, also the share of conversations in which the model finds the last answer more likely
-than three answers from other conversations (a local task, made here), and the tasks of --lm-eval-tasks.
+The table has the perplexity of the assistant's messages, computed by tools/generate.py --score. If lm-eval is
+installed, it also has the share of conversations in which the model prefers the last answer to three answers from other
+conversations (a local task that this script creates), and the tasks of --lm-eval-tasks.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages  # noqa: E402
 from megatron_ladder.data.chat_template import ChatTemplateError, Message  # noqa: E402
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer  # noqa: E402
-from megatron_ladder.errors import UserError, run_program  # noqa: E402
+from megatron_ladder.errors import UserError, raise_user_errors, run_program  # noqa: E402
 from megatron_ladder.flags import parse_command_line  # noqa: E402
 
 GENERATE = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
@@ -46,29 +46,29 @@ class EvaluateOptions:
     """Models and conversations."""
 
     models: tuple[str, ...]
-    """NAME=DIR for each: a Hugging Face directory, or a directory of training checkpoints."""
+    """NAME=DIR for each model: a Hugging Face directory or a directory of training checkpoints."""
     tokenizer: Path
-    """Directory with the tokenizer.json and the chat template of all of them."""
+    """Directory with the tokenizer.json and the chat template of all models."""
     held_out: Path
-    """JSON lines of conversations."""
+    """Conversations as JSON lines."""
     output: Path
-    """Folder for what goes to and comes from the other programs, and for table.md."""
+    """Folder for table.md, and for the input and output of the other programs."""
     chat_keys: tuple[str, ...] = ("messages",)
-    """As of preprocess_data.py."""
+    """Keys of a conversation, as for preprocess_data.py."""
     conversations: int = 200
-    """Of the file, from its beginning."""
+    """Number of conversations to read from the beginning of the file."""
     seq_length: int = 4096
-    """Longer conversations are left out."""
+    """Skip longer conversations."""
     tp: int = 1
-    """Processes that share a model."""
+    """Number of tensor-parallel processes."""
     lm_eval_tasks: tuple[str, ...] = ()
-    """Further tasks of lm-eval, which it downloads."""
+    """More tasks of lm-eval; lm-eval downloads them."""
     no_lm_eval: bool = False
-    """Leave lm-eval aside though it is installed."""
+    """Do not use lm-eval even if it is installed."""
 
 
 class HeldOut(NamedTuple):
-    """One conversation."""
+    """A held-out conversation."""
 
     messages: Sequence[Message]
     text: str
@@ -76,10 +76,10 @@ class HeldOut(NamedTuple):
 
 
 def read_held_out(options: EvaluateOptions, encoder: ConversationEncoder) -> list[HeldOut]:
-    """The first conversations of the file that are short enough.
+    """Return the first conversations of the file that are short enough.
 
     Raises:
-        UserError: the file cannot be read, a line is no conversation, or none is left.
+        UserError: the file cannot be read, a line is not a conversation, or no conversation is short enough.
     """
     found: list[HeldOut] = []
     try:
@@ -92,39 +92,39 @@ def read_held_out(options: EvaluateOptions, encoder: ConversationEncoder) -> lis
             messages = read_messages(options.chat_keys, [record.get(key) for key in options.chat_keys])
             rendered = encoder.render(messages)
         except (AttributeError, json.JSONDecodeError, ChatTemplateError) as error:
-            raise UserError(f"--held-out {options.held_out}, line {number}: no conversation: {error}") from None
+            raise UserError(f"--held-out {options.held_out}, line {number}: not a conversation: {error}") from None
         (tokens,) = encoder.encode([rendered])
         if tokens.loss_mask[1:].any() and len(tokens.token_ids) <= options.seq_length:
             found.append(HeldOut(messages, rendered.text, tokens))
     if not found:
         raise UserError(
-            f"--held-out {options.held_out}: no conversation with an answer and at most --seq-length "
-            f"{options.seq_length} tokens: give others"
+            f"--held-out {options.held_out}: no conversation has an answer and at most --seq-length "
+            f"{options.seq_length} tokens; use a longer --seq-length or other conversations"
         )
     return found
 
 
 def perplexity(held_out: Sequence[HeldOut], scores: Sequence[Mapping[str, Any]]) -> float:
-    """Of the tokens that the assistant says, all conversations together.
+    """Return the perplexity of the assistant's tokens over all conversations.
 
     Args:
-        scores: what tools/generate.py --score --logprobs --json says of each text.
+        scores: output of tools/generate.py --score --logprobs --json for each text.
 
     Raises:
-        RuntimeError: other tokens were scored than training reads.
+        RuntimeError: the scored tokens are not those that training reads.
     """
     total, count = 0.0, 0
     for conversation, score in zip(held_out, scores, strict=True):
         if score["prompt_ids"] != conversation.tokens.token_ids.tolist():
-            raise RuntimeError(f"{GENERATE.name} scored other tokens than training reads: {score['prompt_ids'][:20]}")
-        said = conversation.tokens.loss_mask[1:].astype(bool).tolist()
-        chosen = [logprob for logprob, counts in zip(score["logprobs"], said, strict=True) if counts]
+            raise RuntimeError(f"{GENERATE.name} scored tokens that training does not read: {score['prompt_ids'][:20]}")
+        counted = conversation.tokens.loss_mask[1:].astype(bool).tolist()
+        chosen = [logprob for logprob, counts in zip(score["logprobs"], counted, strict=True) if counts]
         total, count = total + sum(chosen), count + len(chosen)
     return math.exp(-total / count)
 
 
 def score(model: Path, texts: Path, options: EvaluateOptions) -> list[dict[str, Any]]:
-    """Runs tools/generate.py; its messages go to stderr."""
+    """Score texts with tools/generate.py, whose messages go to stderr."""
     command = [
         sys.executable, str(GENERATE), "--model", str(model), "--tp", str(options.tp), "--prompt-file", str(texts),
         "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(options.tokenizer),
@@ -135,46 +135,46 @@ def score(model: Path, texts: Path, options: EvaluateOptions) -> list[dict[str, 
 
 
 def run(command: Sequence[str], stdout: int | None) -> str:
-    """What the command writes.
+    """Run a command and return its output.
 
     Raises:
-        UserError: it failed; it has said why on stderr.
+        UserError: the command failed; its message is on stderr.
     """
     done = subprocess.run(command, stdout=stdout, text=True)
     if done.returncode:
-        raise UserError(f"{' '.join(command[1:4])}: ended with exit code {done.returncode}; see above")
+        raise UserError(f"{' '.join(command[1:4])}: exited with code {done.returncode}; see above")
     return done.stdout or ""
 
 
 def write_task(held_out: Sequence[HeldOut], encoder: ConversationEncoder, folder: Path) -> None:
-    """A task of lm-eval: whose answer is it? Three wrong ones are drawn from other conversations."""
+    """Write an lm-eval task: find the right answer among three from other conversations."""
     numbers = random.Random(0)
     last = [conversation.messages[-1] for conversation in held_out]
     answers = sorted({message["content"] for message in last if is_text_answer(message)})
     if len(answers) < CHOICES:
-        raise UserError(f"--held-out: {len(answers)} different last answers, at least {CHOICES} needed: give more")
+        raise UserError(f"--held-out: {len(answers)} different last answers, expected {CHOICES}; add conversations")
     lines = []
     for conversation, message in zip(held_out, last, strict=True):
         if not is_text_answer(message):
             continue
         right = message["content"]
         others = [answer for answer in numbers.sample(answers, CHOICES) if answer != right][: CHOICES - 1]
-        place = numbers.randrange(CHOICES)
-        choices = [*others[:place], right, *others[place:]]
+        index = numbers.randrange(CHOICES)
+        choices = [*others[:index], right, *others[index:]]
         context = encoder.template.prompt(conversation.messages[:-1])
-        lines.append(json.dumps({"context": context, "choices": choices, "answer": place}) + "\n")
+        lines.append(json.dumps({"context": context, "choices": choices, "answer": index}) + "\n")
     (folder / f"{TASK}.jsonl").write_text("".join(lines), encoding="utf-8")
     text = TASK_FILE.format(task=TASK, path=json.dumps(str(folder / f"{TASK}.jsonl")))
     (folder / f"{TASK}.yaml").write_text(text, encoding="utf-8")
 
 
 def is_text_answer(message: Message) -> bool:
-    """Whether the assistant says this, in one text."""
+    """Return whether this is a message of the assistant with a single text."""
     return message["role"] == "assistant" and isinstance(message.get("content"), str)
 
 
 def run_lm_eval(name: str, model: Path, options: EvaluateOptions) -> dict[str, float]:
-    """Task and metric -> result."""
+    """Run lm-eval; return the result by task and metric."""
     import torch
 
     results = options.output / f"lm_eval_{name}"
@@ -192,7 +192,7 @@ def run_lm_eval(name: str, model: Path, options: EvaluateOptions) -> dict[str, f
 
 
 def first_metrics(results: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -> dict[str, float]:
-    """The first number of each task that is no error bar, as "task metric"."""
+    """Return the first metric of each task, without standard errors, as "task metric"."""
     found = {}
     for task in tasks:
         for metric, value in results.get(task, {}).items():
@@ -203,7 +203,7 @@ def first_metrics(results: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]
 
 
 def table(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Markdown; a column for everything that any model has, a dash where one has it not."""
+    """Return a Markdown table with a column for each result that any model has; missing results are dashes."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     lines = [["model", *columns], ["---"] * (len(columns) + 1)]
     lines += [[name, *(f"{row[c]:.3f}" if c in row else "-" for c in columns)] for name, row in rows.items()]
@@ -211,24 +211,23 @@ def table(rows: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def named_models(words: Sequence[str]) -> dict[str, Path]:
-    """NAME=DIR, read.
+    """Parse NAME=DIR words.
 
     Raises:
-        UserError: a word is not of that form, or names no directory.
+        UserError: a word has another form, or the directory does not exist.
     """
-    mistakes, found = [], {}
+    errors, found = [], {}
     for word in words:
         name, equals, path = word.partition("=")
         if not (name and equals and Path(path).is_dir()):
-            mistakes.append(f"--models {word}: expected NAME=DIR with a directory that exists")
+            errors.append(f"--models {word}: expected NAME=DIR with an existing directory")
         found[name] = Path(path)
-    if mistakes:
-        raise UserError(*mistakes)
+    raise_user_errors(errors)
     return found
 
 
 def main(argv: Sequence[str]) -> None:
-    """Evaluates every model, and prints and writes the table."""
+    """Evaluate every model; print and write the table."""
     options: EvaluateOptions
     (options,) = parse_command_line(
         [EvaluateOptions], argv, program="evaluate.py", description="Compares models on held-out conversations."
@@ -247,16 +246,16 @@ def main(argv: Sequence[str]) -> None:
         rows[name] = {"perplexity": perplexity(held_out, score(model, texts, options))}
         if with_lm_eval and (model / "config.json").is_file():
             rows[name] |= run_lm_eval(name, model, options)
-    said = sum(int(one.tokens.loss_mask[1:].sum()) for one in held_out)
-    text = f"{len(held_out)} held-out conversations, {said:,} tokens that the assistant says\n\n{table(rows)}"
+    count = sum(int(one.tokens.loss_mask[1:].sum()) for one in held_out)
+    text = f"{len(held_out)} held-out conversations, {count:,} tokens of the assistant\n\n{table(rows)}"
     (options.output / "table.md").write_text(text, encoding="utf-8")
     print(text, end="")
     if not with_lm_eval:
-        print('\nFor more columns: pip install "lm-eval[hf]", and run the same command again.')
+        print('\nFor more columns, install lm-eval with pip install "lm-eval[hf]" and run the same command again.')
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run as a program."""
     run_program(main)
 
 

@@ -1,6 +1,6 @@
-"""Prints the flags by which pretrain_ladder.py builds the model of a Hugging Face directory, a word a line.
+"""Prints the flags with which pretrain_ladder.py builds the model of a Hugging Face directory, one word per line.
 
-The wiring is not among them: whoever adapts a model decides it.
+The flags of the wiring are left out: they are the choice of the user who adapts the model.
 """
 
 import sys
@@ -24,11 +24,11 @@ class FlagsOptions:
     """Input."""
 
     hf: Path
-    """Directory with config.json and safetensors, of which the headers are read."""
+    """Directory with config.json and safetensors; only their headers are read."""
 
 
 def model_flags(model: ModelConfig) -> list[str]:
-    """Flags and values for all that differs from the trainer's defaults, but for the wiring."""
+    """Return flags and values that differ from the trainer's defaults, without the wiring."""
     words = []
     for name, value in model.to_dict().items():
         if name in WIRING or value == getattr(ModelFlags, name):
@@ -40,7 +40,7 @@ def model_flags(model: ModelConfig) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the directory and prints the flags."""
+    """Print the flags of a directory."""
     options: FlagsOptions
     (options,) = parse_command_line(
         [FlagsOptions], argv, program="model_flags.py", description="Flags of pretrain_ladder.py for a model."
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run as a program."""
     run_program(main)
 
 

@@ -1,9 +1,8 @@
-"""Makes what the small version of the example starts from, without a download, in half a minute on a CPU.
+"""Creates the model and the data for the small version of the example, without a download.
 
-DIR/source is a Llama with random weights, trained by transformers and plain PyTorch for --steps on small exercises
-(words in a circle, counting in a circle), so that it has something to lose. A tokenizer and a chat template in the
-style of Llama 3 lie beside it. DIR/train.jsonl and DIR/held_out.jsonl hold conversations of these exercises, with no
-conversation in both.
+DIR/source is a tiny Llama trained with transformers and plain PyTorch for --steps on small exercises (cyclic lists of
+words, cyclic counting), so that an adaptation has something to lose. It includes a tokenizer and a chat template in the
+style of Llama 3. DIR/train.jsonl and DIR/held_out.jsonl hold disjoint sets of conversations with these exercises.
 """
 
 import json
@@ -27,7 +26,7 @@ from megatron_ladder.flags import parse_command_line  # noqa: E402
 
 WORDS = "red blue green black white brown grey pink gold silver".split()
 LARGEST = 60
-"""Numbers of the exercises are below it."""
+"""Exclusive upper limit of the numbers in exercises."""
 SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
@@ -56,21 +55,21 @@ class TinyOptions:
     held_out: int = 100
     """Lines of held_out.jsonl."""
     steps: int = 300
-    """Steps in which the model learns the exercises."""
+    """Training steps of the model."""
 
 
 def exercise(numbers: random.Random) -> tuple[str, str]:
-    """A question and its answer."""
+    """Return a random question and its answer."""
     if numbers.random() < 0.5:
-        place = numbers.randrange(len(WORDS))
+        index = numbers.randrange(len(WORDS))
         step, asked = numbers.choice([(1, "after"), (-1, "before")])
-        return f"What comes {asked} {WORDS[place]}?", f"{WORDS[(place + step) % len(WORDS)]} comes {asked} it."
+        return f"What comes {asked} {WORDS[index]}?", f"{WORDS[(index + step) % len(WORDS)]} comes {asked} it."
     first = numbers.randrange(LARGEST)
     return f"Count on from {first}", " ".join(str((first + more) % LARGEST) for more in range(1, 5))
 
 
 def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
-    """So many conversations of two or three exercises, no two alike."""
+    """Return `count` different conversations of two or three exercises each."""
     numbers = random.Random(seed)
     found: dict[str, list[dict[str, str]]] = {}
     while len(found) < count:
@@ -83,7 +82,7 @@ def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
 
 
 def make_tokenizer(texts: Sequence[str], folder: Path) -> None:
-    """A byte-level tokenizer of these texts, with the template beside it, as transformers saves them."""
+    """Train a byte-level tokenizer and save it, with the chat template, in the format of transformers."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
@@ -99,13 +98,13 @@ def make_tokenizer(texts: Sequence[str], folder: Path) -> None:
 
 
 def train(model: LlamaForCausalLM, encoded: Sequence[Conversation], steps: int) -> float:
-    """Trains on what the assistant says, and returns the last loss."""
+    """Train on the assistant's messages; return the last loss."""
     ids = torch.zeros(len(encoded), PADDED_TO, dtype=torch.long)
     labels = torch.full_like(ids, -100)
     for row, (tokens, mask) in enumerate(encoded):
-        tokens, said = torch.from_numpy(tokens), torch.from_numpy(mask).bool()
+        tokens, counted = torch.from_numpy(tokens), torch.from_numpy(mask).bool()
         ids[row, : len(tokens)] = tokens
-        labels[row, : len(tokens)] = torch.where(said, tokens, -100)
+        labels[row, : len(tokens)] = torch.where(counted, tokens, -100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +121,7 @@ def train(model: LlamaForCausalLM, encoded: Sequence[Conversation], steps: int) 
 
 
 def main(argv: Sequence[str]) -> None:
-    """Writes the conversations, then the model."""
+    """Write the conversations, then the model."""
     options: TinyOptions
     (options,) = parse_command_line(
         [TinyOptions], argv, program="tiny_llama.py", description="A tiny Llama and conversations."
@@ -147,7 +146,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def entry_point() -> NoReturn:
-    """Console entry point."""
+    """Run as a program."""
     run_program(main)
 
 

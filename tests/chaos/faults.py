@@ -1,4 +1,4 @@
-"""What is done to a run, and what must follow. Each function returns a sentence and raises AssertionError otherwise."""
+"""Faults of a run and their expected outcomes. Each function returns a summary, or raises AssertionError."""
 
 import math
 import re
@@ -27,14 +27,14 @@ from tests.chaos.runs import (
 )
 
 TIMEOUT_SECONDS = 4.0
-"""What a run waits for a stopped peer here."""
+"""Time after which a run here gives up on a stopped peer."""
 LOST_PEER, BAD_NUMBERS = 4, 3
 GRACE_SECONDS = 5.0
-"""From noticing a lost peer to the end (`errors.GRACE_SECONDS`)."""
+"""Time from the detection of a lost peer to the exit (`errors.GRACE_SECONDS`)."""
 
 
 def kills(experiment: Experiment, count: int) -> str:
-    """SIGKILL of a random rank at random moments, resumed each time, until so many have hit; maybe in several runs."""
+    """SIGKILL a random rank at random moments and resume, `count` times, in as many runs as needed."""
     experiment.reference()
     done, runs, survivor_checked = 0, 0, False
     hit = dict.fromkeys(MOMENTS, 0)
@@ -51,7 +51,7 @@ def kills(experiment: Experiment, count: int) -> str:
             rank = experiment.chance.randrange(WORLD_SIZE)
             job.signal(rank, signal.SIGKILL)
             if not survivor_checked and moment != "start":
-                # Who is left ends by itself; the other times it is ended as a launcher would.
+                # The surviving rank exits on its own; other times it is killed, as a launcher does.
                 job.wait(ATTEMPT_SECONDS)
                 survivor_checked = True
             time.sleep(experiment.chance.uniform(0, 0.05))
@@ -64,46 +64,46 @@ def kills(experiment: Experiment, count: int) -> str:
         experiment.check(save)
         runs += 1
     where = ", ".join(f"{number} in a {moment}" for moment, number in hit.items())
-    return f"{done} kills ({where}) over {runs} runs; losses and weights bitwise those of the uninterrupted run"
+    return f"{done} kills ({where}) over {runs} runs; losses and weights are bitwise those of the uninterrupted run"
 
 
 def terminations(experiment: Experiment, count: int) -> str:
-    """SIGTERM or SIGINT to one rank or to all, in a start, a step and a save."""
+    """SIGTERM or SIGINT to one rank or all ranks, during a start, a step and a save."""
     experiment.reference()
     for number in range(count):
         moment: Moment = MOMENTS[number % len(MOMENTS)]
         save = experiment.folder / f"terminated.{number}"
-        # While it starts, a process whose handler is not there yet would just end.
+        # A starting process without its handler would simply exit.
         job, before = experiment.start(save)
         if moment == "start":
             time.sleep(0.1 + experiment.chance.uniform(0, 0.5 * experiment.start_seconds))
         else:
             experiment.await_moment(job, save, moment, len(before))
         ranks = experiment.chance.choice([[0], [WORLD_SIZE - 1], range(WORLD_SIZE)])
-        asked = experiment.chance.choice([signal.SIGTERM, signal.SIGINT])
+        stop_signal = experiment.chance.choice([signal.SIGTERM, signal.SIGINT])
         for rank in ranks:
-            job.signal(rank, asked)
+            job.signal(rank, stop_signal)
         codes = job.wait(ATTEMPT_SECONDS)
         output = job.output.read_text()
-        assert set(codes.values()) == {0}, f"{asked.name} in a {moment} to ranks {list(ranks)}: {codes}\n{output}"
+        assert set(codes.values()) == {0}, f"{stop_signal.name} in a {moment} to ranks {list(ranks)}: {codes}\n{output}"
         reached = last_step(save)
-        assert newest_iteration(save) == reached, f"{newest_iteration(save)} is saved, {reached} steps are done"
+        assert newest_iteration(save) == reached, f"iteration {newest_iteration(save)} is saved after {reached} steps"
         if reached < STEPS:
-            assert last_event(save, "stop")["reason"] == asked.name, output
+            assert last_event(save, "stop")["reason"] == stop_signal.name, output
             assert moment == "start" or reached > 0
             experiment.finish(save)
         experiment.check(save)
-    return f"{count} times exit 0 with the checkpoint of that step; resumed bitwise"
+    return f"{count} exits with code 0 and a checkpoint of the last step; resumed bitwise"
 
 
 def asked_to_end(experiment: Experiment) -> str:
-    """By a number of steps, a file and a time, one after another."""
+    """Stop by number of steps, by file and by time, one after another."""
     save, switch = experiment.folder / "asked", experiment.folder / "switch"
     switch.touch()
     for flags, reason, steps, trains in (
         ("--exit-interval 5", "--exit-interval 5", 5, True),
         (f"--kill-switch-file {switch}", f"--kill-switch-file {switch}", 5, False),
-        # Over before the first step.
+        # Expires before the first step.
         ("--exit-duration-in-mins 1e-6", "--exit-duration-in-mins 1e-06", 5, False),
         ("--exit-interval 4 --async-save", "--exit-interval 4", 8, True),
     ):
@@ -113,11 +113,11 @@ def asked_to_end(experiment: Experiment) -> str:
         assert ("nothing was trained" in job.output.read_text()) == (not trains), job.output.read_text()
     experiment.finish(save)
     experiment.check(save)
-    return "each ends with exit 0, saved or with nothing trained; resumed bitwise"
+    return "every run exits with code 0, saved or without training; resumed bitwise"
 
 
 def second_signal(experiment: Experiment) -> str:
-    """A second signal to a rank that waits for one that never comes."""
+    """Send a second signal to a rank that waits for a stopped peer."""
     save = experiment.folder / "impatient"
     job, before = experiment.start(save)
     experiment.await_moment(job, save, "step", len(before))
@@ -131,13 +131,13 @@ def second_signal(experiment: Experiment) -> str:
     job.kill()
     experiment.finish(save)
     experiment.check(save)
-    return "ended at once; resumed bitwise"
+    return "exits at once; resumed bitwise"
 
 
 def stopped_rank(experiment: Experiment) -> str:
-    """SIGSTOP of a random rank: the others name it with its host and end in time."""
+    """SIGSTOP a random rank: the other rank reports it with its host and exits in time."""
     save, rank = experiment.folder / "stopped", experiment.chance.randrange(WORLD_SIZE)
-    # While a checkpoint is written, the timeout is the long one.
+    # No saves: the timeout is longer while a checkpoint is written.
     flags = f"--save-interval {STEPS} --distributed-timeout-seconds-after-first-step {TIMEOUT_SECONDS:g}"
     job, before = experiment.start(save, *flags.split())
     experiment.await_moment(job, save, "step", len(before))
@@ -147,7 +147,7 @@ def stopped_rank(experiment: Experiment) -> str:
     seconds, output = time.monotonic() - began, job.output.read_text()
     job.kill()
     assert codes[other] == LOST_PEER, output
-    # A busy machine is slow to notice, and to end.
+    # Allow for a busy machine.
     assert seconds < 1.25 * TIMEOUT_SECONDS + GRACE_SECONDS + 10, seconds
     named = rf"error: rank {other}: LostPeerError: rank {rank} on {socket.gethostname()} \(127\.0\.0\.1\) is gone"
     assert re.search(named, output), output
@@ -156,11 +156,11 @@ def stopped_rank(experiment: Experiment) -> str:
     experiment.finish(save)
     experiment.check(save)
     waited = f"{seconds - GRACE_SECONDS:.1f} s of a timeout of {TIMEOUT_SECONDS:g} s"
-    return f"rank {rank} named with its host after {waited}"
+    return f"rank {rank} is reported with its host after {waited}"
 
 
 def spoiling(bad_steps: range) -> Callable[[int], None]:
-    """Makes a rank's gradients of these steps NaN in one element of its last parameter, on the last rank."""
+    """Return a function that sets one gradient element of the last parameter on the last rank to NaN in these steps."""
 
     def prepare(rank: int) -> None:
         from megatron_ladder.train import loop
@@ -188,7 +188,7 @@ def spoiling(bad_steps: range) -> Callable[[int], None]:
 
 
 def bad_numbers(experiment: Experiment) -> str:
-    """NaN in one step: skipped and reported. NaN in three: the end with code 3."""
+    """NaN in one step is skipped and reported; NaN in three consecutive steps ends the run with code 3."""
     bad = experiment.chance.randrange(2, STEPS)
     save = experiment.folder / "spoiled"
     no_spikes = "--loss-spike-factor", "100"
@@ -207,31 +207,31 @@ def bad_numbers(experiment: Experiment) -> str:
     assert set(codes.values()) == {wanted}, f"{codes}\n{job.output.read_text()}"
     assert sum(event["event"] == "skip" for event in events(hopeless)) == in_a_row
     assert last_event(hopeless, "stop")["code"] == wanted
-    return f"step {bad} left out, with rank and {skip['parameter']} named; {in_a_row} in a row end with code {wanted}"
+    return f"step {bad} is skipped, {skip['parameter']} reported; {in_a_row} in a row exit with code {wanted}"
 
 
 def second_run(experiment: Experiment) -> str:
-    """Two runs on one directory: the second is refused; the first one's lock is free after SIGKILL."""
+    """Two runs with one directory: the second is rejected; SIGKILL releases the lock of the first."""
     save = experiment.folder / "shared"
     job, before = experiment.start(save)
     experiment.await_moment(job, save, "step", len(before))
     other, _ = experiment.start(save)
-    # Stopped, the first run cannot end before the second has looked.
+    # Stopped, so that the first run cannot end before the second checks the lock.
     for rank in range(WORLD_SIZE):
         job.signal(rank, signal.SIGSTOP)
     codes = other.wait(ATTEMPT_SECONDS)
-    told = other.output.read_text()
+    output = other.output.read_text()
     job.kill()
-    assert set(codes.values()) == {2}, told
+    assert set(codes.values()) == {2}, output
     pid = next(event["pid"] for event in events(save) if event["event"] == "start")
-    assert f"another run writes there: pid {pid} on {socket.gethostname()}, started " in told, told
+    assert f"another run writes there: pid {pid} on {socket.gethostname()}, started " in output, output
     experiment.finish(save)
     experiment.check(save)
-    return "refused with the first one's pid, host and start; a killed run's lock is taken over"
+    return "rejected with pid, host and start time of the first run; the lock of a killed run is taken over"
 
 
 def cost(experiment: Experiment, job_steps: int = 400) -> str:
-    """Seconds of a step that go into stopping, guarding and recording, against those of the step."""
+    """Measure the time of stopping, guarding and recording relative to a step."""
     save = experiment.folder / "cost"
     job: Job
     flags = f"--train-iters {job_steps} --log-interval 10 --loss-spike-factor 100 --loss-spike-window 64"
@@ -248,7 +248,7 @@ def cost(experiment: Experiment, job_steps: int = 400) -> str:
 
 
 def timing(save: Path) -> Callable[[int], None]:
-    """Writes down, on rank 0, what the hooks and the steps take."""
+    """Return a function that records the times of hooks and steps on rank 0."""
 
     def prepare(rank: int) -> None:
         from megatron_ladder.comm.watch import HangWatch
@@ -277,7 +277,7 @@ def timing(save: Path) -> Callable[[int], None]:
         norm = step_module.gradient_norm
 
         def norm_with_extra_sums(pieces, world, device, extra_sums):
-            # What making the extra_sums takes, measured on a copy: the collective is there anyway.
+            # Measure the assembly of extra_sums on a copy; the collective runs in any case.
             began = time.perf_counter()
             torch.cat([torch.zeros(1, dtype=torch.float64), torch.tensor(extra_sums.tolist(), dtype=torch.float64)])
             spent[0] += time.perf_counter() - began

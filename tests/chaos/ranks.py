@@ -1,7 +1,7 @@
-"""Real ranks without the cost of a start: processes forked from one that has imported everything.
+"""Real ranks without the cost of a start: forks of a process that has imported everything.
 
-A forked rank is a process like any other to signals, locks and files, and runs the program's own entry point. The
-process that forks must have started no thread of torch: it computes nothing.
+A forked rank is an ordinary process for signals, locks and files, and runs the real program. The forking process must
+not have started any thread of torch, so it computes nothing.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from megatron_ladder.errors import run_program
 from tests.distributed.commands import free_port
 
 PR_SET_PDEATHSIG = 1
-"""Of <linux/prctl.h>: the signal that the kernel sends to a process when its parent is gone."""
+"""From <linux/prctl.h>: sets the signal that the kernel sends to a process whose parent has died."""
 
 STACKS_SECONDS = 0.5
-"""That a rank gets to write its stacks."""
+"""Time in which a rank writes its stacks."""
 
 
 def import_everything() -> None:
-    """What ranks would import one after another, also what torch and DeepSpeed import when they are used."""
+    """Import what ranks need, including modules that torch and DeepSpeed import on first use."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
     for module in (
         "deepspeed.pipe",
@@ -45,7 +45,7 @@ def import_everything() -> None:
 
 
 class Job:
-    """The ranks of one attempt, started at once."""
+    """The ranks of one attempt, started together."""
 
     def __init__(
         self, argv: Sequence[str], world_size: int, output: Path, prepare: Callable[[int], None] | None = None
@@ -67,7 +67,7 @@ class Job:
 
     @property
     def codes(self) -> dict[int, int]:
-        """The exit codes of the ranks that have ended, below zero if by a signal."""
+        """Return the exit codes of the finished ranks; negative codes are signals."""
         for rank, pid in enumerate(self._pids):
             if rank not in self._codes:
                 found, status = os.waitpid(pid, os.WNOHANG)
@@ -77,16 +77,16 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether every rank has ended."""
+        """Return whether every rank has finished."""
         return len(self.codes) == len(self._pids)
 
     def signal(self, rank: int, number: int) -> None:
-        """Sends a signal to a rank that runs."""
+        """Send a signal to a running rank."""
         if rank not in self.codes:
             os.kill(self._pids[rank], number)
 
     def wait(self, seconds: float, ranks: Sequence[int] | None = None) -> dict[int, int]:
-        """The exit codes when these ranks (all if not given) have ended; AssertionError with the output if not."""
+        """Wait for these ranks (default: all) and return the exit codes; raise AssertionError at the timeout."""
         deadline = time.monotonic() + seconds
         awaited = range(len(self._pids)) if ranks is None else ranks
         while not all(rank in self.codes for rank in awaited):
@@ -95,12 +95,12 @@ class Job:
                     self.signal(rank, signal.SIGUSR1)
                 time.sleep(STACKS_SECONDS)
                 self.kill()
-                raise AssertionError(f"still runs after {seconds:g} s:\n{self.output.read_text()}")
+                raise AssertionError(f"still running after {seconds:g} s:\n{self.output.read_text()}")
             time.sleep(0.005)
         return self.codes
 
     def kill(self) -> None:
-        """Ends what is left, as a launcher does when a rank has failed."""
+        """Kill the remaining ranks, as a launcher does after a failure."""
         for rank in range(len(self._pids)):
             self.signal(rank, signal.SIGKILL)
         for rank, pid in enumerate(self._pids):
@@ -111,7 +111,7 @@ class Job:
 def _become_rank(
     argv: Sequence[str], variables: dict[str, str], output: Path, prepare: Callable[[int], None] | None
 ) -> None:
-    """In the forked process; does not return."""
+    """Run a rank in the forked process; do not return."""
     with contextlib.suppress(BaseException):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setpgid(0, 0)

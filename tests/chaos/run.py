@@ -1,4 +1,4 @@
-"""Kills, stops and spoils small runs of two real processes, and checks that nothing is lost:
+"""Injects faults into small runs of two real processes, and checks that nothing is lost:
 
     python tests/chaos/run.py --kills 30 --seed 1
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-# Libraries start threads by these when they are imported, and a fork would lose them.
+# Libraries read these at import to start threads, which a fork would lose.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 from megatron_ladder.flags import parse_command_line  # noqa: E402
@@ -25,26 +25,26 @@ from tests.chaos.runs import Experiment, write_tokens  # noqa: E402
 
 @dataclass(frozen=True)
 class ChaosConfig:
-    """What is done."""
+    """Layouts and faults."""
 
     layouts: tuple[Literal["tp", "pp", "dp"], ...] = ("tp", "pp", "dp")
     """Layouts of two processes, one after another."""
     faults: tuple[Literal["kill", "term", "ask", "second-signal", "stop", "nan", "lock", "cost"], ...] = (
         "kill", "term", "ask", "second-signal", "stop", "nan", "lock",
     )  # fmt: skip
-    """kill: SIGKILL at random moments. term: SIGTERM or SIGINT in a start, a step and a save. ask: the end by
-    steps, file and time. second-signal: a second SIGTERM. stop: SIGSTOP of a rank. nan: bad gradients. lock: two runs
-    on one directory. cost: what the hooks take."""
+    """kill: SIGKILL at random moments. term: SIGTERM or SIGINT during a start, a step and a save. ask: stop by steps,
+    file and time. second-signal: a second SIGTERM. stop: SIGSTOP of a rank. nan: bad gradients. lock: two runs with one
+    directory. cost: time of the hooks."""
     kills: int = 3
-    """Kills, and as many terminations, in each layout."""
+    """Number of kills, and of terminations, per layout."""
     seed: int = 0
-    """Decides moments and ranks."""
+    """Seed of the random moments and ranks."""
     verbose: bool = False
-    """Tell each moment of a kill."""
+    """Print the moment of each kill."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints a line for each fault in each layout; AssertionError at the first that has another outcome."""
+    """Print one line per fault and layout; raise AssertionError at the first unexpected outcome."""
     (config,) = parse_command_line([ChaosConfig], argv, "run.py", "Faults in runs of two processes.")
     import_everything()
     with tempfile.TemporaryDirectory(prefix="chaos_") as name:

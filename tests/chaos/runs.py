@@ -1,5 +1,4 @@
-"""A small run that is cut off again and again, and what must be left of it: the losses and weights of one that was not.
-"""
+"""A small run that is interrupted repeatedly, and must have the losses and weights of an uninterrupted run."""
 
 import random
 import time
@@ -24,7 +23,7 @@ RECIPE = (
     f"--micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-warmup-iters 2 --vocab-size {VOCABULARY} "
     f"--train-iters {STEPS} --save-interval {SAVE_INTERVAL} --log-interval 1 --eval-iters 0 --residual-mode ladder "
     "--distributed-timeout-seconds-after-first-step 20 "
-    # So low that some steps are left out: which ones, a resumed run must know from the one before.
+    # So low that some steps are skipped; a resumed run must skip the same ones.
     "--loss-spike-factor 1.002 --loss-spike-window 8 --skip-loss-spikes"
 ).split()
 LAYOUTS = {
@@ -33,14 +32,14 @@ LAYOUTS = {
     "dp": "--zero-stage 2".split(),
 }
 ATTEMPT_SECONDS = 60.0
-"""An attempt of a second that takes so long hangs."""
+"""An attempt that takes this long hangs; normally it takes a second."""
 
 Moment = Literal["start", "step", "save"]
 MOMENTS: tuple[Moment, ...] = ("start", "step", "save")
 
 
 def write_tokens(folder: Path) -> Path:
-    """A data set of random tokens; its prefix."""
+    """Write a data set of random tokens; return its prefix."""
     random_ids = np.random.default_rng(0)
     writer = IndexedDatasetWriter(folder / "tokens", np.dtype(np.uint16))
     for _ in range(40):
@@ -51,35 +50,35 @@ def write_tokens(folder: Path) -> Path:
 
 @dataclass
 class Experiment:
-    """Runs of one layout in a folder, each in a directory of its own."""
+    """Runs of one layout, each in a separate directory of a folder."""
 
     layout: str
     folder: Path
     chance: random.Random
     start_seconds: float = 0.5
-    """What a start takes, about."""
+    """Approximate duration of a start."""
     attempts: int = 0
     moments: list[str] = field(default_factory=list)
-    """When attempts were ended, in words."""
+    """Descriptions of the moments at which attempts were killed."""
 
     def start(
         self, save: Path, *flags: str, prepare: Callable[[int], None] | None = None
     ) -> tuple[Job, list[dict[str, object]]]:
-        """Begins an attempt, and gives the events that are in the record already."""
+        """Start an attempt; return it with the events already recorded."""
         self.attempts += 1
         argv = [*RECIPE, *LAYOUTS[self.layout], "--data-path", str(self.folder.parent / "tokens"), "--split", "1"]
         argv += ["--save", str(save), "--load", str(save), *flags]
         return Job(argv, WORLD_SIZE, self.folder / f"output.{self.attempts}", prepare), events(save)
 
     def finish(self, save: Path, *flags: str) -> Job:
-        """Runs on to the last step; AssertionError if it does not get there."""
+        """Run to the last step; raise AssertionError if that fails."""
         job, _ = self.start(save, *flags)
         codes = job.wait(ATTEMPT_SECONDS)
         assert set(codes.values()) == {0}, f"ended with {codes}:\n{job.output.read_text()}"
         return job
 
     def reference(self) -> Path:
-        """The uninterrupted run."""
+        """Return the directory of the uninterrupted run."""
         save, began = self.folder / "whole", time.monotonic()
         if not save.exists():
             self.finish(save)
@@ -89,9 +88,9 @@ class Experiment:
         return save
 
     def await_moment(self, job: Job, save: Path, moment: Moment, known: int) -> str:
-        """Returns at a random moment of an attempt, if it does not end before; says which.
+        """Wait for a random moment of an attempt, or for its end; return a description of the moment.
 
-        `known`: how many events the record held before.
+        `known`: number of events recorded before the attempt.
         """
         if moment == "start":
             delay = self.chance.uniform(0, self.start_seconds)
@@ -109,21 +108,21 @@ class Experiment:
         return f"{delay * 1e3:.0f} ms after event '{kind}' {wanted} of its attempt"
 
     def check(self, save: Path) -> None:
-        """Raises AssertionError if a run is not the uninterrupted one: each loss of each attempt, each tensor."""
+        """Assert that every loss of every attempt and every tensor equals the uninterrupted run."""
         whole = self.reference()
         wanted, found = losses(whole), losses(save)
         assert wanted.keys() == found.keys(), f"steps {sorted(found)} in {save}, not {sorted(wanted)}"
         assert 0 < len(wanted) < STEPS and last_step(whole) == last_step(save) == STEPS
         for iteration, values in found.items():
             assert values == wanted[iteration], f"iteration {iteration}: {values}, not {wanted[iteration]} in {save}"
-        ours, theirs = final_tensors(save), final_tensors(whole)
-        assert ours.keys() == theirs.keys() and ours
+        ours, expected = final_tensors(save), final_tensors(whole)
+        assert ours.keys() == expected.keys() and ours
         for name, tensor in ours.items():
-            assert torch.equal(tensor, theirs[name]), f"{name} differs in {save}"
+            assert torch.equal(tensor, expected[name]), f"{name} differs in {save}"
 
 
 def events(save: Path) -> list[dict[str, object]]:
-    """The record so far."""
+    """Return the recorded events."""
     try:
         return read_record(save)
     except FileNotFoundError:
@@ -131,7 +130,7 @@ def events(save: Path) -> list[dict[str, object]]:
 
 
 def losses(save: Path) -> dict[int, set[float]]:
-    """All losses that a step of that number has ever had."""
+    """Return all losses recorded for each step, over all attempts."""
     found: dict[int, set[float]] = {}
     for event in events(save):
         if event["event"] == "progress":
@@ -140,12 +139,12 @@ def losses(save: Path) -> dict[int, set[float]]:
 
 
 def last_step(save: Path) -> int:
-    """The last step that is recorded, left out or not."""
+    """Return the last recorded step, skipped or not."""
     return max((event["iteration"] for event in events(save) if event["event"] in ("progress", "skip")), default=0)
 
 
 def final_tensors(save: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint's files, read by safetensors itself."""
+    """Read every tensor of the newest checkpoint with the safetensors library."""
     tensors = {}
     for path in sorted((save / (read_latest(save) or "")).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -154,11 +153,11 @@ def final_tensors(save: Path) -> dict[str, torch.Tensor]:
 
 
 def newest_iteration(save: Path) -> int:
-    """Of the checkpoint that `latest` names; 0 without one."""
+    """Return the iteration of the checkpoint that `latest` names; 0 without one."""
     name = read_latest(save)
     return int(name.removeprefix("iter_").split(".")[0]) if name else 0
 
 
 def last_event(save: Path, kind: str) -> dict[str, object]:
-    """The newest event of a kind."""
+    """Return the newest event of a kind."""
     return [event for event in events(save) if event["event"] == kind][-1]

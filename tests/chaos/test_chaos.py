@@ -1,4 +1,4 @@
-"""The faults of `run.py`, a few in every run of the tests and many in the slow ones."""
+"""The faults of `run.py`: a few in every test run, many in slow runs."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ BITWISE = "bitwise those of the uninterrupted run"
 
 
 def chaos(flags: str, timeout: float) -> list[str]:
-    """The script's lines; it ends at the first outcome that is not what it must be."""
+    """Run the script and return its lines; it fails at the first unexpected outcome."""
     done = run_command([sys.executable, "tests/chaos/run.py", *flags.split()], timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr[-8000:]
     return done.stdout.splitlines()
@@ -24,7 +24,7 @@ def test_killed_runs_resume_bitwise_in_every_layout() -> None:
 
 
 @pytest.mark.parametrize(("layout", "faults"), [("tp", "term nan ask"), ("pp", "stop"), ("dp", "second-signal lock")])
-def test_ends_that_are_asked_for_or_not(layout: str, faults: str) -> None:
+def test_stops_and_failures(layout: str, faults: str) -> None:
     lines = chaos(f"--layouts {layout} --faults {faults} --seed 3", timeout=300)
     assert [line.split(":")[0] for line in lines] == [f"{layout} {fault}" for fault in faults.split()]
 
@@ -38,7 +38,7 @@ def test_many_faults(layout: str) -> None:
 
 @pytest.mark.slow
 def test_stopping_guarding_and_recording_cost_less_than_a_hundredth_of_a_step() -> None:
-    """Of a step of this tiny model even, which takes some milliseconds; a real one takes a hundred times as long."""
+    """Even for a step of this tiny model, which takes milliseconds; a real step takes a hundred times as long."""
     for line in chaos("--faults cost", timeout=600):
         found = re.search(r"([\d.]+) % \(median\), ([\d.]+) % \(of all time\)", line)
         assert found is not None and float(found[1]) < 1.0, line

@@ -122,7 +122,7 @@ def test_perplexity_counts_what_the_assistant_says() -> None:
     logs = [[-9.0, math.log(1 / 2), math.log(1 / 4)], [-9.0, math.log(1 / 8), math.log(1 / 2)]]
     scores = [{"prompt_ids": [1, 2, 3, 4], "logprobs": some} for some in logs]
     assert perplexity(held_out("ab"), scores) == pytest.approx(2 ** (7 / 4))
-    with pytest.raises(RuntimeError, match="other tokens than training reads"):
+    with pytest.raises(RuntimeError, match="scored tokens that training does not read"):
         perplexity(held_out("a"), [{"prompt_ids": [0, 1, 2, 3, 4], "logprobs": [0.0] * 4}])
 
 
@@ -160,7 +160,7 @@ def test_a_tiny_llama_is_adapted(tmp_path: Path) -> None:
     assert stopped.returncode == 1 and "healing was stopped at iter_0000040 of 120 steps" in stopped.stderr
     done = run_command(command, timeout=1200, env=cache)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "40 steps done" in done.stdout and "are bit by bit what was read" in done.stdout
+    assert "40 steps done" in done.stdout and "are bitwise equal to their sources" in done.stdout
     found = perplexities((tmp_path / "run" / "evaluation" / "table.md").read_text())
     assert found["source"] < found["unhealed"] and found["healed"] < found["unhealed"]
     config = json.loads((tmp_path / "run" / "healed" / "config.json").read_text())
