@@ -39,10 +39,6 @@ class UserError(Exception):
         self.messages = tuple(dict.fromkeys(messages))
         super().__init__("\n".join(self.messages))
 
-    @property
-    def mistakes(self) -> tuple[str, ...]:
-        return self.messages
-
 
 class BadNumbersError(Exception):
     """The loss or the gradients are not finite."""

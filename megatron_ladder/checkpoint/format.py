@@ -255,7 +255,7 @@ def find_checkpoint(save: Path) -> Checkpoint | None:
         try:
             found = _open_complete(save / name)
         except UserError as error:
-            errors.extend(error.mistakes)
+            errors.extend(error.messages)
             continue
         if errors:
             found.warnings = (*errors, f"{save / name}: is used instead")

@@ -17,9 +17,9 @@ from megatron_ladder.checkpoint.format import Checkpoint, checkpoint_candidates
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, is_published_name
 from megatron_ladder.checkpoint.saving import generator_states
-from megatron_ladder.comm.agreement import name_ranks
+from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.parallel.layout import has_padding, parameter_sections, split_interval
 
 
@@ -81,7 +81,7 @@ def load_newest(
             checkpoint = _open_on_all(Path(directory), world, refuse)
             _load_state(checkpoint, state, world, optimizer, generators, progress)
         except UserError as error:
-            errors = [*errors, *error.mistakes]
+            errors = [*errors, *error.messages]
             continue
         return checkpoint, errors
 
@@ -100,7 +100,7 @@ def _next_complete(candidates: list[Path], errors: list[str]) -> str | None:
         try:
             _open(directory)
         except UserError as error:
-            errors += error.mistakes
+            errors += error.messages
         else:
             return str(directory)
     return None
@@ -108,21 +108,12 @@ def _next_complete(candidates: list[Path], errors: list[str]) -> str | None:
 
 def _open_on_all(directory: Path, world: CommGroup, refuse: Callable[[Checkpoint], list[str]]) -> Checkpoint:
     """Open a checkpoint; raise UserError on every rank if any rank cannot, for example on a host without the disk."""
-    checkpoint, errors = None, list[str]()
-    try:
+    checkpoint, errors = None, ErrorCollector()
+    with errors.collect():
         checkpoint = _open(directory)
-        errors += refuse(checkpoint)
-    except UserError as error:
-        errors += error.mistakes
-    reporting: dict[str, list[int]] = {}
-    for rank, lines in enumerate(world.gather_objects(errors)):
-        for line in lines:
-            reporting.setdefault(line, []).append(rank)
-    everywhere = world.broadcast_object(
-        [line if len(ranks) == world.size else f"{line} (on {name_ranks(ranks)})" for line, ranks in reporting.items()]
-    )
-    if everywhere or checkpoint is None:
-        raise UserError(*everywhere)
+        errors.add(*refuse(checkpoint))
+    raise_on_all_ranks(world, errors.messages)
+    assert checkpoint is not None
     return checkpoint
 
 
@@ -144,24 +135,16 @@ def _load_state(
     """Read masters, moments, weights and generators; raise UserError on every rank if any rank finds an error."""
     with ThreadPoolExecutor(1) as thread:
         verified = thread.submit(checkpoint.verify, progress, world.rank, world.size)
-        errors: list[str] = []
+        errors = ErrorCollector()
         read_generators: dict[str, Tensor] = {}
-        try:
+        with errors.collect():
             _read_optimizer(checkpoint, state, optimizer)
             # Restored only when all ranks have succeeded.
             if generators:
                 read_generators = _read_generators(checkpoint, world.rank)
-        except UserError as error:
-            errors += error.mistakes
-        try:
+        with errors.collect():
             verified.result()
-        except UserError as error:
-            errors += error.mistakes
-    # Every rank that reads a damaged file may report it.
-    everywhere = list(dict.fromkeys(line for lines in world.gather_objects(errors) for line in lines))
-    everywhere = world.broadcast_object(everywhere)
-    if everywhere:
-        raise UserError(*everywhere)
+    raise_on_all_ranks(world, errors.messages)
     if optimizer:
         stored = checkpoint.manifest["optimizer"]
         state.set_steps_taken(int(stored["steps_taken"]))

@@ -196,7 +196,7 @@ def _read_indexed(path: Path, index_name: str, suffix: str) -> dict[str, SourceT
         try:
             held = _read_file(path, file)
         except UserError as error:
-            errors.extend(error.mistakes)
+            errors.extend(error.messages)
             continue
         listed = {name for name, named in weight_map.items() if named == file}
         absent = sorted(listed - {*held})

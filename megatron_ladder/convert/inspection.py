@@ -68,14 +68,14 @@ def _training(path: Path) -> Iterator[str]:
     try:
         checkpoint = Checkpoint.open(path)
     except UserError as error:
-        yield from (f"incomplete: {line}" for line in limited(error.mistakes))
+        yield from (f"incomplete: {line}" for line in limited(error.messages))
         return
     manifest = checkpoint.manifest
     yield f"a training checkpoint, iteration {checkpoint.iteration}, {checkpoint.consumed_samples} samples seen"
     try:
         model = checkpoint.model()
     except UserError as error:
-        yield from (f"not readable: {line}" for line in limited(error.mistakes))
+        yield from (f"not readable: {line}" for line in limited(error.messages))
         return
     yield from _model(model)
     parallel = manifest.get("run", {}).get("parallel", {})
@@ -99,7 +99,7 @@ def _training(path: Path) -> Iterator[str]:
     try:
         open_training_checkpoint(path)
     except UserError as error:
-        yield from (f"not usable: {line}" for line in limited(error.mistakes))
+        yield from (f"not usable: {line}" for line in limited(error.messages))
 
 
 def _hugging_face(path: Path) -> Iterator[str]:
@@ -107,7 +107,7 @@ def _hugging_face(path: Path) -> Iterator[str]:
     try:
         directory = open_hf_directory(path)
     except UserError as error:
-        yield from (f"not convertible: {line}" for line in limited(error.mistakes))
+        yield from (f"not convertible: {line}" for line in limited(error.messages))
         return
     yield f"model_type {directory.config['model_type']}"
     yield from _model(directory.model)

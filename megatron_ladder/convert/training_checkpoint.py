@@ -51,7 +51,7 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
     try:
         checkpoint = Checkpoint.open(load)
     except UserError as error:
-        first, *more = error.mistakes
+        first, *more = error.messages
         raise UserError(f"--load {first}", *more) from None
     path = checkpoint.directory / MANIFEST_NAME
     model = checkpoint.model()

@@ -20,7 +20,7 @@ def mistakes_about_save(folders: list[Path]) -> tuple[str, ...]:
     try:
         _check_shared(save, mesh_of(2).world)
     except UserError as error:
-        return error.mistakes
+        return error.messages
     return ()
 
 
@@ -39,7 +39,7 @@ def mistakes_of_deepspeed(path: Path) -> tuple[str, ...]:
     try:
         build_trainer_here([*RECIPE, "--zero-stage", "1", "--deepspeed_config", str(path)])
     except UserError as error:
-        return error.mistakes
+        return error.messages
     return ()
 
 

@@ -108,7 +108,7 @@ def _read_ours(script: str, words: Sequence[str], processes: int | None) -> list
             else:
                 mistakes += _read_tool(script, given)
     except UserError as error:
-        mistakes += error.mistakes
+        mistakes += error.messages
     except SystemExit as end:
         assert end.code == 0, words
     if OPEN_END in words:

@@ -39,7 +39,7 @@ def parse(words: str, **kwargs: object) -> Example:
 def mistakes_of(words: str, **kwargs: object) -> list[str]:
     with pytest.raises(UserError) as caught:
         parse(words, **kwargs)
-    return list(caught.value.mistakes)
+    return list(caught.value.messages)
 
 
 def test_values_take_their_types() -> None:

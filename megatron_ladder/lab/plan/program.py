@@ -98,7 +98,7 @@ def print_paper(options: PaperOptions) -> None:
         try:
             tables.append(read_table(path, flag, times))
         except UserError as error:
-            mistakes += error.mistakes
+            mistakes += error.messages
     if mistakes:
         raise UserError(*mistakes)
     fitted, wanted = tables

@@ -90,8 +90,8 @@ def test_calibrate_in_two_spellings() -> None:
 def test_every_mistake_is_named(words: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(words.split())
-    assert len(caught.value.mistakes) == len(parts)
-    assert all(part in mistake for part, mistake in zip(parts, caught.value.mistakes, strict=True))
+    assert len(caught.value.messages) == len(parts)
+    assert all(part in mistake for part, mistake in zip(parts, caught.value.messages, strict=True))
 
 
 def test_nothing_fits() -> None:
@@ -110,7 +110,7 @@ def test_published_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "2 rows fitted, 2 predicted" in capsys.readouterr().out
     with pytest.raises(UserError) as caught:
         main(["paper", "--fit", str(tmp_path / "no"), "--predict", str(tmp_path / "nor"), "--json", str(out)])
-    assert [mistake.split()[0] for mistake in caught.value.mistakes] == ["--fit", "--predict"]
+    assert [mistake.split()[0] for mistake in caught.value.messages] == ["--fit", "--predict"]
 
 
 def test_the_tool_starts(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_the_program_prints_and_draws(tmp_path: Path) -> None:
 def test_what_is_wrong_is_told_together(tmp_path: Path) -> None:
     with pytest.raises(UserError) as wrong:
         main([str(tmp_path), "--output", "report.txt"])
-    assert [mistake.split()[0] for mistake in wrong.value.mistakes] == ["--output", "--run"]
+    assert [mistake.split()[0] for mistake in wrong.value.messages] == ["--output", "--run"]
     RunRecord(tmp_path).write("restart")
     with pytest.raises(UserError, match="records no start"):
         main(["--run", str(tmp_path)])

@@ -45,7 +45,7 @@ def meet(
 
 def mistakes(result: list[Host] | Exception) -> tuple[str, ...]:
     assert isinstance(result, UserError), result
-    return result.mistakes
+    return result.messages
 
 
 def test_ranks_with_equal_settings_learn_where_the_others_are() -> None:

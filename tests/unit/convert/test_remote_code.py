@@ -135,15 +135,15 @@ def test_configs_of_other_people_are_read() -> None:
 def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as refusal:
         model_config_from_hf(LLAMA31 | changes, "there/config.json")
-    assert len(refusal.value.mistakes) == 1
-    assert refusal.value.mistakes[0].startswith("there/config.json: ")
-    assert words in refusal.value.mistakes[0]
+    assert len(refusal.value.messages) == 1
+    assert refusal.value.messages[0].startswith("there/config.json: ")
+    assert words in refusal.value.messages[0]
 
 
 def test_all_mistakes_come_at_once() -> None:
     with pytest.raises(UserError) as refusal:
         model_config_from_hf({"model_type": "llama", "hidden_act": "gelu", "rms_norm_eps": 1e-5})
-    found = {mistake.split(": ")[1] for mistake in refusal.value.mistakes}
+    found = {mistake.split(": ")[1] for mistake in refusal.value.messages}
     sizes = {"hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"}
     assert found == {"hidden_act", "max_position_embeddings"} | sizes
 

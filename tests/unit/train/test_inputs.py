@@ -28,7 +28,7 @@ SIZES = (
 def mistakes_about(save: Path, words: str) -> list[str]:
     with pytest.raises(UserError) as raised:
         read_inputs([*SIZES, "--load", str(save), *words.split()], RankInfo(0, 4, 0))
-    return [mistake.split(":")[0] for mistake in raised.value.mistakes if "was trained with" in mistake]
+    return [mistake.split(":")[0] for mistake in raised.value.messages if "was trained with" in mistake]
 
 
 def test_what_a_run_cannot_use_is_told_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_what_a_run_cannot_use_is_told_before_it_starts(tmp_path: Path, monkeypa
         f"--load {tmp_path}/iter_0000009: there is no such",
         f"{prefix}: holds token ids up to 99, the model has 67",
     ]
-    assert [line.startswith(start) for line, start in zip(raised.value.mistakes, starts, strict=True)] == [True] * 6
+    assert [line.startswith(start) for line, start in zip(raised.value.messages, starts, strict=True)] == [True] * 6
 
 
 def test_a_tokenizer_without_a_file_has_a_vocabulary(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_fp16_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(RankInfo, "device", lambda place: torch.device(device))
         with pytest.raises(UserError) as raised:
             read_inputs([*SIZES, "--fp16"], RankInfo(0, 1, 0))
-        return [mistake for mistake in raised.value.mistakes if "--fp16" in mistake]
+        return [mistake for mistake in raised.value.messages if "--fp16" in mistake]
 
     assert len(mistakes("cpu")) == 1 and mistakes("cuda") == []
 
@@ -95,7 +95,7 @@ def test_a_missing_checkpoint_ends_the_run_if_asked(tmp_path: Path) -> None:
     def mistakes(words: str) -> list[str]:
         with pytest.raises(UserError) as raised:
             read_inputs([*SIZES, "--load", str(tmp_path), *words.split()], RankInfo(0, 1, 0))
-        return [mistake for mistake in raised.value.mistakes if "--load" in mistake]
+        return [mistake for mistake in raised.value.messages if "--load" in mistake]
 
     assert mistakes("") == []
     assert mistakes("--exit-on-missing-checkpoint") == [
@@ -128,7 +128,7 @@ def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None
     def mistakes(words: str) -> list[str]:
         with pytest.raises(UserError) as raised:
             read_inputs([*SIZES, "--skip-train", *words.split()], RankInfo(0, 1, 0))
-        return [mistake.split(":")[0] for mistake in raised.value.mistakes]
+        return [mistake.split(":")[0] for mistake in raised.value.messages]
 
     valid = f"--valid-data-path {prefix} --eval-iters 1"
     assert mistakes(valid) == ["--skip-train evaluates the model of a checkpoint"]
@@ -162,7 +162,7 @@ def test_changed_data_is_refused_or_said_loudly(tmp_path: Path, capsys: pytest.C
         try:
             read_inputs(words, RankInfo(0, 1, 0))
         except UserError as error:
-            return [line for line in error.mistakes if str(prefix) in line]
+            return [line for line in error.messages if str(prefix) in line]
         return []
 
     assert about_data([*words, *load]) == []
@@ -194,7 +194,7 @@ def test_documents_end_with_the_token_that_is_looked_for(tmp_path: Path) -> None
         try:
             read_inputs([*SIZES, *data.split()], RankInfo(0, 1, 0))
         except UserError as error:
-            return [line.split(": give")[0] for line in error.mistakes]
+            return [line.split(": give")[0] for line in error.messages]
         return []
 
     nine, byte, both = replace(made, eod_id=9), "--tokenizer-type ByteTokenizer", replace(made, eod_id=256)

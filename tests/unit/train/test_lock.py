@@ -50,7 +50,7 @@ def test_a_second_run_is_told_of_the_first(tmp_path: Path) -> None:
     with held_elsewhere(tmp_path) as process:
         with pytest.raises(UserError) as refused, SaveLock(tmp_path):
             pass
-        (told,) = refused.value.mistakes
+        (told,) = refused.value.messages
         who = f"pid {process.pid} on {os.uname().nodename}"
         assert told.startswith(f"--save {tmp_path}: another run writes there: {who}, started 20")
         process.kill()

@@ -123,7 +123,7 @@ def test_errors_of_ratios_are_paired() -> None:
 def mistakes_of(path: Path, times: bool = True) -> list[str]:
     with pytest.raises(UserError) as caught:
         read_table(path, "--fit", times)
-    return list(caught.value.mistakes)
+    return list(caught.value.messages)
 
 
 def test_what_is_wrong_with_a_table(tmp_path: Path) -> None:
