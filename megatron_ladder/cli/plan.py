@@ -8,6 +8,7 @@ from megatron_ladder.cli.programs import Command
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
 from megatron_ladder.lab.plan.options import DESCRIPTIONS, KINDS, CalibrateOptions, LayoutOptions, parse_options
+from megatron_ladder.lab.plan.program import print_layouts
 
 COMMANDS = tuple(Command((kind,), verb, DESCRIPTIONS[verb]) for verb, kind in KINDS.items())
 
@@ -24,13 +25,13 @@ def main(argv: Sequence[str]) -> None:
 
         run_rank(options)
         return
-    # Imports numpy, which a parent of ranks does not need.
-    from megatron_ladder.lab.plan.program import print_layouts, print_paper
-
     if isinstance(options, LayoutOptions):
         print_layouts(options)
-    else:
-        print_paper(options)
+        return
+    # Imports numpy, which planning does not need.
+    from megatron_ladder.lab.plan.published import print_paper
+
+    print_paper(options)
 
 
 def entry_point() -> NoReturn:

@@ -17,8 +17,8 @@ from megatron_ladder.lab.cost.memory import (
     stage_parameters,
     state_bytes,
 )
-from megatron_ladder.lab.plan.calibration import Calibration, apply_calibration
-from megatron_ladder.lab.plan.measure import Measurement, Sizes
+from megatron_ladder.lab.plan.calibration import ClusterCalibration, apply_calibration
+from megatron_ladder.lab.plan.measure import _Measurement, _Sizes
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.train.profile import ActivationMeter
@@ -104,13 +104,13 @@ def test_activations_of_two_ranks(
         assert counted == pytest.approx(kept, rel=0.02)
 
 
-TINY = Sizes((1 << 10, 1 << 12, 1 << 14, 1 << 16), ("small-train", "small"), 64, torch.float32, tokens=1)
+TINY = _Sizes((1 << 10, 1 << 12, 1 << 14, 1 << 16), ("small-train", "small"), 64, torch.float32, tokens=1)
 
 
-def calibrate() -> Calibration:
+def calibrate() -> ClusterCalibration:
     """On each rank."""
     torch.set_num_threads(1)
-    return Measurement(TINY, torch.device("cpu"), rounds=3).run()
+    return _Measurement(TINY, torch.device("cpu"), rounds=3).run()
 
 
 def test_a_calibration_over_gloo(gloo_pools: GlooPools) -> None:
@@ -130,7 +130,7 @@ def test_a_calibration_over_gloo(gloo_pools: GlooPools) -> None:
     assert known.calibrated and known.all_reduce_seconds(1 << 12, 2) > 0
 
 
-def with_plain_decoding(calibration: Calibration) -> Calibration:
+def with_plain_decoding(calibration: ClusterCalibration) -> ClusterCalibration:
     """Three rounds on a busy machine may contradict one another; the times that matter here are those of reduces."""
     small, large = calibration.decodes
     return replace(calibration, decodes=(replace(small, seconds=0.1), replace(large, seconds=1.0)))

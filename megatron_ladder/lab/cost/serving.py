@@ -1,12 +1,13 @@
-"""How long the program of arXiv 2501.06589 takes to prefill a prompt and to decode, on H100s.
+"""Time that the program of arXiv 2501.06589 takes to prefill a prompt and to decode, on H100s.
 
-It serves a batch of equal prompts of `PROMPT` tokens and samples `NEW_TOKENS` for each, bf16, in CUDA graphs. What
-shapes its times, read from the authors' source:
+It serves a batch of equal prompts of `PROMPT` tokens and samples `NEW_TOKENS` for each, bf16, in CUDA graphs. These
+properties, read from the authors' source, determine its times:
 
-* keys and values have `PROMPT + NEW_TOKENS` places from the start, and attention always goes over all of them, expanded
-  to all query heads, with the scores written out (no flash kernel);
-* embedding and output head are whole on every rank, and prefill computes the logits of every position;
-* with pipeline parallelism a token passes the stages one after another, so it takes what one stage of all layers takes.
+* Keys and values have `PROMPT + NEW_TOKENS` places from the start. Attention always covers all of them, expanded to all
+  query heads, and writes the scores to memory (no flash kernel).
+* Embedding and output head are whole on every rank, and prefill computes the logits of every position.
+* With pipeline parallelism a token passes the stages one after another, so it takes as long as on one stage of all
+  layers.
 
 A layer takes the sum over its sub-blocks, with c the seconds of a sub-block, t those of an all-reduce, and s the share
 of an overlap that a GPU gives back because the collective takes multiprocessors:
@@ -15,25 +16,29 @@ of an overlap that a GPU gives back because the collective takes multiprocessors
     others            c + t
     no-comm           c
 
-Microseconds and GB/s in the parameters; bytes, FLOPs and seconds elsewhere.
+Parameters are in microseconds and GB/s; other values are in bytes, FLOPs and seconds. Measurements are few and uneven,
+so every parameter starts from a prior value with a spread. A parameter that no measurement depends on keeps its value.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import Branch, layer_tensors
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, WIRINGS, Wiring
-from megatron_ladder.lab.cost.fit import Parameter, fit_parameters
+from megatron_ladder.errors import UserError
 from megatron_ladder.lab.cost.links import GIGABYTE_PER_SECOND, KILOBYTE, MEGABYTE, MICROSECOND, wire_bytes
 
 PROMPT = 1024
 NEW_TOKENS = 512
 DECODED = NEW_TOKENS - 1
-"""Tokens that decoding is timed for; the first one comes from the prefill."""
+"""Tokens whose decoding is timed; prefill gives the first one."""
 BYTES = 2
-"""Of a bf16 number."""
+"""Size of a bf16 number."""
 PEAK_FLOPS = 989e12
 MEMORY_BYTES_PER_SECOND = 3.35e12
 """H100 SXM, NVIDIA's data sheet: dense bf16 FLOP/s, and HBM3."""
@@ -44,11 +49,34 @@ SERVED_WIRINGS = (*SHARED_STREAM_MODES, NO_COMM)
 """Wirings whose times can be predicted."""
 PREFILL_SPREADS = (0.04, 0.03)
 DECODE_SPREADS = (0.02, 0.012)
-"""Expected relative error of the wirings of a setting together, and of one among them."""
+"""Expected relative error that all wirings of a setting share, and that of one wiring alone."""
+OUTLIER = 2.0
+"""Residuals beyond so many spreads count with their magnitude instead of their square (Huber): the same setting,
+measured twice, sometimes differs a lot."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The prior of one parameter."""
+
+    name: str
+    value: float
+    spread: float
+    """Standard deviation; of the logarithm for a positive parameter, otherwise in the parameter's unit."""
+    meaning: str
+    """Description with unit."""
+    positive: bool = True
+    """Whether the parameter is varied by factors, which keeps its sign."""
+
+    def at(self, position: float) -> float:
+        """Return the value at this many spreads from the prior."""
+        if self.positive:
+            return self.value * math.exp(self.spread * position)
+        return self.value + self.spread * position
 
 
 def _glue(name: str, where: str, value: float, spread: float, unit: str) -> Parameter:
-    return Parameter(name, value, spread, f"{where}, against no-comm, {unit} a layer", positive=False)
+    return Parameter(name, value, spread, f"{where}, compared with no-comm, {unit} per layer", positive=False)
 
 
 PARAMETERS = (
@@ -95,12 +123,12 @@ PARAMETERS = (
     _glue("prefill_ladder", "prefill: ladder", 5, 4, "passes over the stream"),
     _glue("prefill_parallel", "prefill: parallel", 0, 2, "passes over the stream"),
 )
-"""What is believed before a fit: the form and most values from a fit to 170 published runs."""
+"""Priors of the fit. The form and most values come from a fit to 170 published runs."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One run but for its times."""
+    """The configuration of one run."""
 
     model: ModelConfig
     p2p: bool
@@ -111,32 +139,31 @@ class Setting:
 
 @dataclass(frozen=True)
 class ServingTimes:
-    """What a run takes, in seconds."""
+    """Seconds of a run."""
 
     prefill: float
     decode: float
-    """Of `DECODED` tokens."""
+    """Time of `DECODED` tokens."""
 
     def tokens_per_second(self, batch: int) -> float:
-        """New tokens of the whole batch a second."""
+        """Return the new tokens per second of the whole batch."""
         return batch * NEW_TOKENS / (self.prefill + self.decode)
 
 
 def predict(setting: Setting, values: Mapping[str, float]) -> ServingTimes:
-    """Seconds of a run.
-
-    Args:
-        values: of all `PARAMETERS`, by name.
-    """
+    """Predict a run from the values of all `PARAMETERS`, by name."""
     return ServingTimes(_prefill_seconds(setting, values), _decode_seconds(setting, values))
 
 
 def fit_serving(runs: Mapping[str, Iterable[tuple[Setting, ServingTimes]]]) -> dict[str, float]:
-    """Fits all parameters to measured runs.
+    """Fit all parameters to measured runs.
 
     Args:
-        runs: those that differ in the wiring alone, and were taken together, under one name. What they have in common
-            may be off by more than what sets them apart.
+        runs: groups of runs that differ only in the wiring and were measured together. The prediction's error in what a
+            group shares is expected to be larger than its error in the differences.
+
+    Raises:
+        UserError: scipy is not installed.
     """
     groups = [list(group) for group in runs.values()]
 
@@ -148,7 +175,31 @@ def fit_serving(runs: Mapping[str, Iterable[tuple[Setting, ServingTimes]]]) -> d
             found += _split([math.log(p.decode / m.decode) for p, m in pairs], *DECODE_SPREADS)
         return found
 
-    return fit_parameters(PARAMETERS, residuals)
+    return _fit_parameters(PARAMETERS, residuals)
+
+
+def _fit_parameters(
+    parameters: Sequence[Parameter], residuals: Callable[[Mapping[str, float]], Sequence[float]]
+) -> dict[str, float]:
+    """Return the most likely values by name.
+
+    Args:
+        residuals: values by name -> differences to the measurements, each divided by its expected spread.
+    """
+    try:
+        # Imported here because scipy is part of the extra [lab].
+        from scipy.optimize import least_squares
+    except ImportError:
+        raise UserError("scipy is not installed, which a fit needs: pip install scipy") from None
+
+    def values(position: NDArray[np.float64]) -> dict[str, float]:
+        return {p.name: p.at(x) for p, x in zip(parameters, position.tolist(), strict=True)}
+
+    def errors(position: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.concatenate([np.array(residuals(values(position)), dtype=np.float64), position])
+
+    found = least_squares(errors, np.zeros(len(parameters)), loss="huber", f_scale=OUTLIER)
+    return values(found.x)
 
 
 def _split(errors: list[float], together: float, apart: float) -> list[float]:
@@ -209,8 +260,8 @@ def _glue_of(wiring: Wiring) -> str:
 def _layer_seconds(
     setting: Setting, attention: float, mlp: float, num_bytes: int, values: Mapping[str, float]
 ) -> float:
-    """By the table at the head of this file."""
-    t = all_reduce_seconds(num_bytes, setting.tensor_parallel, setting.p2p, values)
+    """Return the seconds of a layer by the table at the top of this file."""
+    t = _all_reduce_seconds(num_bytes, setting.tensor_parallel, setting.p2p, values)
     if setting.wiring == NO_COMM or t == 0:
         return attention + mlp
     staged = not setting.p2p and setting.tensor_parallel == 2
@@ -224,8 +275,8 @@ def _layer_seconds(
     )
 
 
-def all_reduce_seconds(num_bytes: int, ranks: int, p2p: bool, values: Mapping[str, float]) -> float:
-    """Of `num_bytes` on each of `ranks` GPUs, 8 in a node.
+def _all_reduce_seconds(num_bytes: int, ranks: int, p2p: bool, values: Mapping[str, float]) -> float:
+    """Return the time of an all-reduce of `num_bytes` on each of `ranks` GPUs, 8 per node.
 
     latency + sqrt(root^2 + wire^2), with root = r sqrt(S / MB) and wire the ring's bytes at the bandwidth; without P2P
     and above 2 GPUs latency + steps + wire, with steps = a (n - 1) log2(1 + S / 8 KB).

@@ -1,4 +1,4 @@
-"""The file of `plan.py calibrate`: measurements of one machine, and what follows from them for a cluster."""
+"""The file of `plan.py calibrate`: measurements of one machine, and the figures of a cluster derived from them."""
 
 import json
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from typing import Any
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.cost.hardware import Cluster
 from megatron_ladder.lab.cost.links import wire_bytes
-from megatron_ladder.lab.plan.files import write_text
+from megatron_ladder.lab.plan.options import write_output
 
 FORMAT = "megatron_ladder calibration 1"
-"""First entry of the file; another number means other contents."""
+"""First entry of the file, with its version."""
 REDUCES_OF_A_LAYER = 2
 """Decoding is measured in the standard wiring."""
 
 
 @dataclass(frozen=True)
 class ReduceTime:
-    """An all-reduce among all ranks."""
+    """An all-reduce over all ranks."""
 
     num_bytes: int
     seconds: float
@@ -27,20 +27,20 @@ class ReduceTime:
 
 @dataclass(frozen=True)
 class DecodeTime:
-    """One token of a batch of 1, standard wiring, tensor-parallel on all ranks."""
+    """The decoding of one token at batch size 1, in the standard wiring, tensor-parallel over all ranks."""
 
     size: str
     weight_bytes: int
-    """That one rank reads."""
+    """Bytes of weights that one rank reads."""
     layers: int
     stream_bytes: int
-    """Of the tensor that is reduced."""
+    """Bytes of the reduced tensor."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class ProductTime:
-    """Matrix products alone, an all-reduce alone, and both at once."""
+    """Matrix products alone, an all-reduce alone, and both together."""
 
     flops: float
     alone_seconds: float
@@ -50,41 +50,41 @@ class ProductTime:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """Everything that was measured."""
+class ClusterCalibration:
+    """All measurements of one machine."""
 
     device: str
     ranks: int
     reduces: tuple[ReduceTime, ...]
     """At four sizes."""
     decodes: tuple[DecodeTime, ...]
-    """At two sizes: one cannot separate what a layer costs from what its weights cost."""
+    """At two sizes; a single size cannot separate the cost of a layer from the cost of its weights."""
     product: ProductTime
 
     @property
     def flops_per_second(self) -> float:
-        """Of matrix products."""
+        """Rate of matrix products."""
         return self.product.flops / self.product.alone_seconds
 
     @property
     def link(self) -> tuple[float, float]:
-        """Latency in seconds, and seconds for each byte: least squares of the relative error, neither below 0."""
-        return fit_line([(reduce.num_bytes, reduce.seconds) for reduce in self.reduces])
+        """Latency in seconds, and seconds per byte: least squares of the relative error, neither below 0."""
+        return _fit_line([(reduce.num_bytes, reduce.seconds) for reduce in self.reduces])
 
     @property
     def contention(self) -> float:
-        """Share of the overlap that was given back: s in together = max(c, t) + s min(c, t), from 0 to 1."""
+        """Share of the overlap that is given back: s in together = max(c, t) + s min(c, t), from 0 to 1."""
         c, t = self.product.alone_seconds, self.product.reduce_seconds
         return min(1.0, max(0.0, (self.product.together_seconds - max(c, t)) / min(c, t)))
 
     @property
     def decoding(self) -> tuple[float, float]:
-        """Bytes of weights that a rank reads a second, and seconds that a layer takes beside them.
+        """Bytes of weights that a rank reads per second, and further seconds per layer.
 
         Solves seconds = weight bytes / rate + layers (floor + 2 reduces) for the two sizes.
 
         Raises:
-            ValueError: the two do not differ as they must, for noise or because the sizes are too much alike.
+            ValueError: the two times do not separate the costs, because of noise or because the sizes are too similar.
         """
         latency, per_byte = self.link
         small, large = self.decodes
@@ -95,12 +95,12 @@ class Calibration:
         determinant = small.weight_bytes * large.layers - large.weight_bytes * small.layers
         per_weight = (known[0] * large.layers - known[1] * small.layers) / determinant if determinant else 0.0
         if per_weight <= 0:
-            raise ValueError("the decode times of its two sizes do not tell weights and layers apart")
+            raise ValueError("the decode times of the two sizes do not separate weights from layers")
         return 1 / per_weight, max(0.0, (known[1] - per_weight * large.weight_bytes) / large.layers)
 
 
-def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(a, b) of y = a + b x with the smallest sum of squared relative errors, a and b at least 0."""
+def _fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return (a, b) of y = a + b x with the smallest sum of squared relative errors, a and b at least 0."""
     s = [0.0] * 5
     for x, y in points:
         for index, term in enumerate((1 / y**2, x / y**2, x**2 / y**2, 1 / y, x / y)):
@@ -115,16 +115,16 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return s[3] / s[0], 0.0
 
 
-def write_calibration(calibration: Calibration, path: Path) -> None:
-    """As JSON, replaced as a whole."""
-    write_text(path, json.dumps({"format": FORMAT, **asdict(calibration)}, indent=1) + "\n")
+def write_calibration(calibration: ClusterCalibration, path: Path) -> None:
+    """Write the measurements as JSON, replacing the file."""
+    write_output(path, json.dumps({"format": FORMAT, **asdict(calibration)}, indent=1) + "\n")
 
 
-def read_calibration(path: Path) -> Calibration:
-    """The inverse of `write_calibration`.
+def read_calibration(path: Path) -> ClusterCalibration:
+    """Read a file of `write_calibration`.
 
     Raises:
-        UserError: the file cannot be read, or is not one of these.
+        UserError: the file cannot be read, or is not a calibration.
     """
     where = f"--calibration {path}"
     try:
@@ -132,12 +132,12 @@ def read_calibration(path: Path) -> Calibration:
     except OSError as error:
         raise UserError(f"{where}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{where}: is no JSON: {error}") from None
-    mend = "write one with `plan.py calibrate`"
+        raise UserError(f"{where}: is not JSON: {error}") from None
+    fix = "write one with `plan.py calibrate`"
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise UserError(f'{where}: expected "format": "{FORMAT}": {mend}')
+        raise UserError(f'{where}: expected "format": "{FORMAT}": {fix}')
     try:
-        calibration = Calibration(
+        calibration = ClusterCalibration(
             device=str(found["device"]),
             ranks=int(found["ranks"]),
             reduces=tuple(ReduceTime(**reduce) for reduce in found["reduces"]),
@@ -151,12 +151,12 @@ def read_calibration(path: Path) -> Calibration:
         if len(calibration.decodes) != 2 or len(calibration.reduces) < 2 or min(seconds) <= 0 or calibration.ranks < 2:
             raise ValueError("expected 2 or more ranks and reduces, 2 decodes, and times above 0")
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{where}: its measurements cannot be read ({error}): {mend}") from None
+        raise UserError(f"{where}: its measurements cannot be read ({error}): {fix}") from None
     return calibration
 
 
-def apply_calibration(cluster: Cluster, calibration: Calibration, source: str) -> Cluster:
-    """The cluster with what was measured in the place of its figures; links between nodes keep theirs.
+def apply_calibration(cluster: Cluster, calibration: ClusterCalibration, source: str) -> Cluster:
+    """Return the cluster with the measurements instead of its figures; links between nodes keep theirs.
 
     Raises:
         UserError: the measurements contradict one another.

@@ -1,4 +1,4 @@
-"""One rank of `plan.py calibrate`: times all-reduces, decoding, and products beside a reduce, where they will run."""
+"""One rank of `plan.py calibrate`: times all-reduces, decoding, and matrix products under an all-reduce."""
 
 import statistics
 import time
@@ -11,66 +11,71 @@ from torch import Tensor
 from megatron_ladder.blueprint.model import key_value_replicas, tensor_parallel_errors
 from megatron_ladder.comm.launch import naming_lost_peers, read_rank_info, start_process_group, stop_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.bench.workloads import Workload
-from megatron_ladder.lab.plan.calibration import Calibration, DecodeTime, ProductTime, ReduceTime, write_calibration
+from megatron_ladder.lab.plan.calibration import (
+    ClusterCalibration,
+    DecodeTime,
+    ProductTime,
+    ReduceTime,
+    write_calibration,
+)
 from megatron_ladder.lab.plan.options import CalibrateOptions
 from megatron_ladder.model.language_model import LanguageModel
 
 TIMEOUT_MINUTES = 10.0
 REDUCES_AT_ONCE = 10
-"""All-reduces in one timing, so that starting the clock and the first kernel costs little of it."""
+"""All-reduces in one timing, so that the overhead of the timing is small."""
 WEIGHT = 0.01
-"""Of every parameter: what is decoded does not matter, that no time goes into drawing weights does."""
+"""Value of every parameter: the decoded tokens do not matter, and drawing weights would take time."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What is measured with."""
+class _Sizes:
+    """Sizes of the measured tensors and models."""
 
     reduce_bytes: tuple[int, int, int, int]
     models: tuple[str, str]
     product: int
-    """Rows and columns of the square matrices."""
+    """Rows and columns of square matrices."""
     dtype: torch.dtype
     tokens: int = 8
-    """Decoded in one timing."""
+    """Tokens decoded in one timing."""
 
 
-LARGE = Sizes((1 << 14, 1 << 19, 1 << 23, 1 << 26), ("llama-1b", "llama-8b"), 8192, torch.bfloat16)
-SMALL = Sizes((1 << 12, 1 << 16, 1 << 19, 1 << 22), ("small-train", "small"), 512, torch.float32)
+LARGE = _Sizes((1 << 14, 1 << 19, 1 << 23, 1 << 26), ("llama-1b", "llama-8b"), 8192, torch.bfloat16)
+SMALL = _Sizes((1 << 12, 1 << 16, 1 << 19, 1 << 22), ("small-train", "small"), 512, torch.float32)
 
 
 def run_rank(options: CalibrateOptions) -> None:
-    """Measures as one of the ranks; rank 0 writes the file.
+    """Measure as one of the ranks; rank 0 writes the file.
 
     Raises:
-        UserError: the models cannot be shared by so many ranks, or the file cannot be written.
+        UserError: the models cannot be sharded over so many ranks, or the file cannot be written.
     """
     place = read_rank_info()
     if torch.cuda.is_available() and place.world_size > torch.cuda.device_count():
         raise UserError(f"--tp {place.world_size}: this machine has {torch.cuda.device_count()} GPUs")
     small = options.small or not torch.cuda.is_available()
     sizes = SMALL if small else LARGE
-    mistakes = [m for name in sizes.models for m in tensor_parallel_errors(SIZES[name], place.world_size)]
-    if mistakes:
-        raise UserError(*(f"--tp {place.world_size}: {mistake}" for mistake in mistakes))
+    errors = [m for name in sizes.models for m in tensor_parallel_errors(SIZES[name], place.world_size)]
+    raise_user_errors(f"--tp {place.world_size}: {error}" for error in errors)
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
     with naming_lost_peers():
         device = start_process_group(place, TIMEOUT_MINUTES)
-        calibration = Measurement(sizes, device, options.rounds).run()
+        calibration = _Measurement(sizes, device, options.rounds).run()
         if place.rank == 0:
             write_calibration(calibration, options.output)
-            print(summary(calibration) + f"\nkept in {options.output}", flush=True)
+            print(_summary(calibration) + f"\nwritten to {options.output}", flush=True)
         stop_process_group()
 
 
-class Measurement:
-    """All ranks of the default process group take part alike."""
+class _Measurement:
+    """The measurements, in which all ranks of the default process group take part."""
 
-    def __init__(self, sizes: Sizes, device: torch.device, rounds: int) -> None:
+    def __init__(self, sizes: _Sizes, device: torch.device, rounds: int) -> None:
         self.sizes = sizes
         self.device = device
         self.rounds = rounds
@@ -78,15 +83,15 @@ class Measurement:
         self.mesh = ProcessMesh.build(ranks)
         self.group = self.mesh.tensor
 
-    def run(self) -> Calibration:
-        """Everything, in the order in which it is said."""
+    def run(self) -> ClusterCalibration:
+        """Run all measurements."""
         reduces = tuple(self.reduce(size) for size in self.sizes.reduce_bytes)
         decodes = tuple(self.decode(name) for name in self.sizes.models)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        return Calibration(name, self.group.size, reduces, decodes, self.product(reduces[-1]))
+        return ClusterCalibration(name, self.group.size, reduces, decodes, self.product(reduces[-1]))
 
     def reduce(self, num_bytes: int) -> ReduceTime:
-        """One all-reduce of a tensor of so many bytes."""
+        """Time one all-reduce of a tensor of so many bytes."""
         tensor = self._tensor(num_bytes)
 
         def reduces() -> None:
@@ -96,7 +101,7 @@ class Measurement:
         return ReduceTime(num_bytes, self._median(reduces) / REDUCES_AT_ONCE)
 
     def decode(self, name: str) -> DecodeTime:
-        """A token of a model of this name."""
+        """Time the decoding of one token by the model of a name."""
         config, ranks = SIZES[name], self.group.size
         mesh = ProcessMesh.build(ranks, kv_replicas=key_value_replicas(config, ranks))
         model = LanguageModel(config, mesh, dtype=self.sizes.dtype, device=self.device).eval()
@@ -111,7 +116,7 @@ class Measurement:
         return DecodeTime(name, size * read, config.num_layers, size * config.hidden_size, seconds)
 
     def product(self, reduce: ReduceTime) -> ProductTime:
-        """As many products as take about as long as this reduce, alone and under it."""
+        """Time as many products as take about as long as this reduce, alone and together with it."""
         n = self.sizes.product
         a, b = (torch.ones(n, n, dtype=self.sizes.dtype, device=self.device) for _ in range(2))
         out = torch.empty_like(a)
@@ -141,7 +146,7 @@ class Measurement:
             work.wait()
 
     def _median(self, run: Callable[[], object]) -> float:
-        """Seconds of the slowest rank, the median of all rounds after one that does not count; equal on all ranks."""
+        """Return the slowest rank's median seconds, after one warm-up round; equal on all ranks."""
         seconds = []
         for number in range(self.rounds + 1):
             self.group.barrier()
@@ -159,13 +164,13 @@ class Measurement:
             torch.cuda.synchronize(self.device)
 
 
-def summary(calibration: Calibration) -> str:
-    """What was found, in three lines."""
+def _summary(calibration: ClusterCalibration) -> str:
+    """Summarise the measurements in three lines."""
     latency, per_byte = calibration.link
     rate = "without limit" if per_byte == 0 else f"{1e-9 / per_byte:.2f} GB/s"
     try:
         memory_rate, floor = calibration.decoding
-        decoding = f"weights are read at {memory_rate / 1e9:.1f} GB/s, a layer takes {1e6 * floor:.0f} us besides"
+        decoding = f"weights are read at {memory_rate / 1e9:.1f} GB/s, plus {1e6 * floor:.0f} us per layer"
     except ValueError as error:
         decoding = f"warning: {error}; measure again on an idle machine"
     return (

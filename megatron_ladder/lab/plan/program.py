@@ -1,29 +1,33 @@
-"""What `tools/plan.py` does, but for measuring."""
+"""`tools/plan.py layouts`: prints a plan as tables, and writes it as JSON and as a picture."""
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.sizes import find_size
-from megatron_ladder.lab.cost.fit import median_and_quantile
 from megatron_ladder.lab.cost.hardware import CLUSTERS, Cluster
 from megatron_ladder.lab.cost.links import GIGABYTE_PER_SECOND, MICROSECOND
+from megatron_ladder.lab.cost.memory import Layout
 from megatron_ladder.lab.plan.calibration import apply_calibration, read_calibration
-from megatron_ladder.lab.plan.files import write_text
-from megatron_ladder.lab.plan.layouts import Question, fitting_plans
-from megatron_ladder.lab.plan.options import LayoutOptions, PaperOptions
-from megatron_ladder.lab.plan.published import (
-    fit_table,
-    predict_table,
-    read_table,
-    relative_errors,
-    write_predictions,
+from megatron_ladder.lab.plan.layouts import (
+    LayoutPlan,
+    PlanRequest,
+    SweepRow,
+    best_of_each_grid,
+    fitting_plans,
+    pays_from,
+    sweep,
+    uncertainty,
+    verdict,
 )
-from megatron_ladder.lab.plan.report import plot_sweep, report_json, report_text, tensor_parallel_layout
+from megatron_ladder.lab.plan.options import LayoutOptions, write_output
 
+GIGABYTE = 1e9
 UNITS: Mapping[str, tuple[str, float]] = {
     "gpus_per_node": ("gpus_per_node", 1),
     "gpu_memory_gb": ("memory_bytes", 1e9),
@@ -34,42 +38,42 @@ UNITS: Mapping[str, tuple[str, float]] = {
     "network_bandwidth_gbs": ("network_bytes_per_second", GIGABYTE_PER_SECOND),
     "contention": ("contention", 1),
 }
-"""Flag -> the figure of the cluster that it replaces, and its unit."""
+"""Flag -> the attribute of the cluster that it replaces, and the flag's unit."""
 
 
 def print_layouts(options: LayoutOptions) -> None:
-    """Plans, and says so.
+    """Print the plan, and write the files that the options name.
 
     Raises:
         UserError: nothing fits, the calibration cannot be used, or a file cannot be written.
     """
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot: matplotlib is not installed: pip install matplotlib")
-    question = Question(
+    request = PlanRequest(
         model=find_size(options.model),
-        cluster=cluster_of(options),
+        cluster=_cluster_of(options),
         gpus=options.gpus,
         global_batch=options.global_batch_size,
         sequence=options.seq_length,
         wirings=tuple(wiring for wiring in SHARED_STREAM_MODES if wiring in options.wirings),
     )
-    plans = fitting_plans(question)
+    plans = fitting_plans(request)
     if not plans:
         raise UserError(
-            f"--gpus {options.gpus}: no layout of {options.model} fits {question.cluster.memory_bytes / 1e9:.0f} GB a "
-            f"GPU with --global-batch-size {options.global_batch_size} shared out evenly: give more GPUs, or a batch "
+            f"--gpus {options.gpus}: no layout of {options.model} fits {request.cluster.memory_bytes / 1e9:.0f} GB a "
+            f"GPU and divides --global-batch-size {options.global_batch_size} evenly: give more GPUs, or a batch size "
             "with more divisors"
         )
-    print(f"{options.model}, " + report_text(question, plans, options.top), flush=True)
+    print(f"{options.model}, " + _report_text(request, plans, options.top), flush=True)
     if options.json is not None:
-        write_text(options.json, report_json(question, plans))
-    layout = tensor_parallel_layout(plans)
+        write_output(options.json, _report_json(request, plans))
+    layout = _tensor_parallel_layout(plans)
     if options.plot is not None and layout is not None:
-        plot_sweep(question, layout, options.plot)
+        _plot_sweep(request, layout, options.plot)
 
 
-def cluster_of(options: LayoutOptions) -> Cluster:
-    """The preset, with what was measured, and on top of it what the flags say."""
+def _cluster_of(options: LayoutOptions) -> Cluster:
+    """Return the preset, with the measurements of a calibration, and with the figures of the flags on top."""
     cluster = CLUSTERS[options.cluster]
     if options.calibration is not None:
         cluster = apply_calibration(cluster, read_calibration(options.calibration), str(options.calibration))
@@ -86,25 +90,173 @@ def cluster_of(options: LayoutOptions) -> Cluster:
     return replace(cluster, sources=sources, **changed)
 
 
-def print_paper(options: PaperOptions) -> None:
-    """Fits, predicts, writes, and says how far off it is where the second table has times as well.
+def _describe_layout(layout: Layout) -> str:
+    """Describe a layout in a few words."""
+    extras = [
+        f"micro-batch {layout.micro_batch}",
+        "recompute" if layout.recompute else "",
+        "sequence parallel" if layout.sequence_parallel else "",
+    ]
+    grid = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data} ZeRO {layout.zero}"
+    return ", ".join([grid, *filter(None, extras)])
 
-    Raises:
-        UserError: a table cannot be read, or the result cannot be written.
-    """
-    mistakes: list[str] = []
-    tables = []
-    for path, flag, times in ((options.fit, "--fit", True), (options.predict, "--predict", False)):
-        try:
-            tables.append(read_table(path, flag, times))
-        except UserError as error:
-            mistakes += error.messages
-    if mistakes:
-        raise UserError(*mistakes)
-    fitted, wanted = tables
-    rows = predict_table(wanted, fit_table(fitted))
-    write_predictions(rows, options.json)
-    print(f"{len(fitted.rows)} rows fitted, {len(rows)} predicted: {options.json}")
-    for name, errors in relative_errors(rows).items():
-        median, high = median_and_quantile(errors, 0.9)
-        print(f"  {name}: median error {100 * median:.1f} %, 90th percentile {100 * high:.1f} % of {len(errors)}")
+
+def _plans_table(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) -> str:
+    """Return a table of the fastest plan of each grid of ranks, with memory and time split up."""
+    head = (
+        "| TP | PP | DP | ZeRO | micro-batch | recompute | seq. par. | wiring | GB: weights + gradients + optimizer "
+        "+ activations | step s: compute + TP + PP + DP | MFU |\n" + "|---" * 11 + "|"
+    )
+    return "\n".join([head, *(_row(request, plan) for plan in best_of_each_grid(plans)[:top])])
+
+
+def _row(request: PlanRequest, plan: LayoutPlan) -> str:
+    layout, memory, time = plan.layout, plan.memory, plan.time
+    parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
+    gigabytes = " + ".join(f"{part / GIGABYTE:.1f}" for part in parts)
+    seconds = " + ".join(f"{part:.2f}" for part in (time.compute, time.exposed_tensor, time.bubble, time.exposed_data))
+    cells = [
+        layout.tensor, layout.pipeline, layout.data, layout.zero, layout.micro_batch,
+        "yes" if layout.recompute else "no", "yes" if layout.sequence_parallel else "no", plan.wiring,
+        f"{memory.total / GIGABYTE:.1f} = {gigabytes}",
+        f"{_range(time.total, uncertainty(request.cluster, layout), '.2f')} = {seconds}",
+        _range(100 * plan.utilisation, uncertainty(request.cluster, layout), ".0f") + " %",
+    ]  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _range(value: float, uncertain: float, form: str) -> str:
+    if uncertain == 0.0:
+        return f"{value:{form}}"
+    return f"{value * (1 - uncertain):{form}} to {value * (1 + uncertain):{form}}"
+
+
+def _layouts_verdict(plans: Sequence[LayoutPlan]) -> str:
+    """Name the winning grid, or the grids that tie."""
+    named = [(_describe_layout(plan.layout), plan.time.total) for plan in best_of_each_grid(plans)]
+    return f"Layout: {verdict(named)}"
+
+
+def _tensor_parallel_layout(plans: Sequence[LayoutPlan]) -> Layout | None:
+    """Return the layout of the fastest plan with tensor parallelism, the only kind in which wirings differ."""
+    return next((plan.layout for plan in plans if plan.layout.tensor > 1), None)
+
+
+def _sweep_text(layout: Layout, rows: Sequence[SweepRow]) -> str:
+    """Return a table of speed-ups over the standard wiring from fast to slow interconnects."""
+    wirings = list(rows[0].seconds)
+    lines = [
+        f"Wirings of {_describe_layout(layout)}, as speed-ups over standard; the fastest by more than 3 %, or a tie:",
+        "",
+        "| all-reduce | " + " | ".join(wirings) + " | fastest |",
+        "|---" * (len(wirings) + 2) + "|",
+    ]
+    for row in rows:
+        here = " (this cluster)" if row.factor == 1.0 else ""
+        figures = " | ".join(f"{row.speed_up(wiring):.2f}" for wiring in wirings)
+        lines.append(f"| {1e6 * row.reduce_seconds:.0f} us{here} | {figures} | {row.winner} |")
+    return "\n".join(lines)
+
+
+def _borders_table(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
+    """Return a table of where each wiring begins to pay, in the fastest layout of every tensor-parallel size."""
+    late = [wiring for wiring in request.wirings if wiring != "standard"]
+    lines = [
+        "Time of an all-reduce above which a wiring is faster than standard by more than 3 %:",
+        "",
+        "| TP | micro-batch | all-reduce here | " + " | ".join(late) + " | fastest here |",
+        "|---" * (len(late) + 4) + "|",
+    ]
+    seen: set[int] = {1}
+    for plan in plans:
+        layout = plan.layout
+        if layout.tensor not in seen:
+            seen.add(layout.tensor)
+            (here,) = sweep(request, layout, (1.0,))
+            borders = " | ".join(_border(pays_from(request, layout, wiring)) for wiring in late)
+            lines.append(
+                f"| {layout.tensor} | {layout.micro_batch} | {1e6 * here.reduce_seconds:.0f} us | {borders} "
+                f"| {here.winner} |"
+            )
+    return "\n".join(lines)
+
+
+def _border(seconds: float | None) -> str:
+    if seconds is None:
+        return "never"
+    return "always" if seconds == 0.0 else f"{1e6 * seconds:.0f} us"
+
+
+def _sources_text(request: PlanRequest) -> str:
+    """List the sources of the cluster's figures."""
+    return "\n".join(f"  {name}: {source}" for name, source in request.cluster.sources.items())
+
+
+def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) -> str:
+    """Return the printed report."""
+    cluster = request.cluster
+    calibrated = "measured on this machine" if cluster.calibrated else "not measured here, so times are ranges"
+    parts = [
+        f"{request.gpus} GPUs of {cluster.name}, {request.global_batch} samples of {request.sequence} tokens per "
+        f"step, bf16; figures {calibrated}.",
+        _plans_table(request, plans, top),
+        _layouts_verdict(plans),
+    ]
+    layout = _tensor_parallel_layout(plans)
+    if layout is not None:
+        parts += [_sweep_text(layout, sweep(request, layout)), _borders_table(request, plans)]
+    parts.append(f"Figures of {cluster.name}:\n{_sources_text(request)}")
+    return "\n\n".join(parts)
+
+
+def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
+    """Return all plans, fastest first, and the sweep as JSON."""
+    layout = _tensor_parallel_layout(plans)
+    rows = [] if layout is None else sweep(request, layout)
+    report: dict[str, Any] = {
+        "cluster": {name: value for name, value in asdict(request.cluster).items()},
+        "gpus": request.gpus,
+        "global_batch": request.global_batch,
+        "sequence": request.sequence,
+        "verdict": _layouts_verdict(plans),
+        "layouts": [
+            {
+                **asdict(plan.layout),
+                "wiring": plan.wiring,
+                "memory_bytes": {**asdict(plan.memory), "total": plan.memory.total},
+                "step_seconds": {**asdict(plan.time), "total": plan.time.total},
+                "relative_uncertainty": uncertainty(request.cluster, plan.layout),
+                "model_flop_utilisation": plan.utilisation,
+            }
+            for plan in plans
+        ],
+        "interconnects": {
+            "layout": None if layout is None else asdict(layout),
+            "rows": [{**asdict(row), "fastest": row.winner} for row in rows],
+        },
+    }
+    return json.dumps(report, indent=1) + "\n"
+
+
+def _plot_sweep(request: PlanRequest, layout: Layout, path: Path) -> None:
+    """Write a PNG of the wirings' speed-ups over the time of an all-reduce; requires matplotlib."""
+    # Imported here because matplotlib is part of the extra [plot] and slow to import.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = sweep(request, layout, [2 ** (exponent / 4) for exponent in range(-16, 17)])
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    times = [1e6 * row.reduce_seconds for row in rows]
+    for wiring in rows[0].seconds:
+        axes.plot(times, [row.speed_up(wiring) for row in rows], label=wiring)
+    here = next(1e6 * row.reduce_seconds for row in rows if row.factor == 1.0)
+    axes.axvline(here, color="0.5", linestyle=":", label=request.cluster.name)
+    axes.set_xscale("log")
+    axes.set_xlabel("time of one all-reduce (us)")
+    axes.set_ylabel("predicted speed-up over the standard wiring")
+    axes.set_title(_describe_layout(layout))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, format="png", dpi=120)

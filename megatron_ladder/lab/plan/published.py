@@ -1,4 +1,4 @@
-"""`tools/plan.py paper`: tables of runs of the paper's program, one to fit on and one to predict."""
+"""`tools/plan.py paper`: fits the serving model to one table of the paper's runs and predicts another."""
 
 import csv
 import json
@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.lab.bench.sizes import LLAMA3_VOCABULARY, POSITIONS, SIZES
 from megatron_ladder.lab.cost.serving import SERVED_WIRINGS, ServingTimes, Setting, fit_serving, predict
-from megatron_ladder.lab.plan.files import write_text
+from megatron_ladder.lab.plan.options import PaperOptions, write_output
 
 SETTING_COLUMNS = ("model", "p2p", "tensor_parallel", "batch", "wiring")
 TIME_COLUMNS = ("prefill_seconds", "decode_511_tokens_seconds")
 GROUP_COLUMNS = ("run", "model", "p2p", "tensor_parallel", "pipeline_parallel", "batch")
-"""Rows that are alike in these were taken together; a column that a table lacks does not tell them apart."""
+"""Rows with equal values in these columns were measured together; columns that a table lacks are ignored."""
 
 
 def _mine(name: str, **changed: Any) -> ModelConfig:
@@ -41,7 +43,7 @@ SHAPES: dict[str, ModelConfig] = {
     "bloom-176b": _BLOOM,
     **SIZES,
 }
-"""Names in the tables, in lower case, as the authors' source has their shapes; and those of this package."""
+"""Shapes by lower-case name: those of the authors' source, and those of this package."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,39 @@ class Table:
     path: Path
     rows: tuple[dict[str, str], ...]
     settings: tuple[Setting, ...]
-    """Of the rows, in order."""
+    """One per row, in the same order."""
 
 
-def read_table(path: Path, flag: str, times: bool) -> Table:
-    """Reads a table.
-
-    Args:
-        flag: that named it, for what is said of it.
-        times: whether it must have the measured times.
+def print_paper(options: PaperOptions) -> None:
+    """Fit, predict, write the predictions, and print their errors where the second table has measured times.
 
     Raises:
-        UserError: it cannot be read, lacks a column or has no row, or a line holds what cannot be; all of it at once.
+        UserError: a table cannot be read, the result cannot be written, or scipy is not installed.
+    """
+    collector = ErrorCollector()
+    tables = []
+    for path, flag, times in ((options.fit, "--fit", True), (options.predict, "--predict", False)):
+        with collector.collect():
+            tables.append(_read_table(path, flag, times))
+    collector.raise_if_any()
+    fitted, wanted = tables
+    rows = _predict_table(wanted, _fit_table(fitted))
+    write_output(options.json, json.dumps(rows, indent=1) + "\n")
+    print(f"{len(fitted.rows)} rows fitted, {len(rows)} predicted: {options.json}")
+    for name, errors in _relative_errors(rows).items():
+        median, high = np.quantile(errors, (0.5, 0.9)).tolist()
+        print(f"  {name}: median error {100 * median:.1f} %, 90th percentile {100 * high:.1f} % of {len(errors)}")
+
+
+def _read_table(path: Path, flag: str, times: bool) -> Table:
+    """Read a table.
+
+    Args:
+        flag: the flag that names the table, for error messages.
+        times: whether the table must have measured times.
+
+    Raises:
+        UserError: the file cannot be read, lacks a column or rows, or a value is invalid; one line per error.
     """
     where = f"{flag} {path}"
     try:
@@ -73,7 +96,7 @@ def read_table(path: Path, flag: str, times: bool) -> Table:
     except OSError as error:
         raise UserError(f"{where}: cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{where}: is no CSV file: {error}") from None
+        raise UserError(f"{where}: is not a CSV file: {error}") from None
     needed = [*SETTING_COLUMNS, *(TIME_COLUMNS if times else ())]
     missing = [name for name in needed if name not in columns]
     if missing:
@@ -82,31 +105,32 @@ def read_table(path: Path, flag: str, times: bool) -> Table:
         )
     if not rows:
         raise UserError(f"{where}: no rows below the first line")
-    mistakes: list[str] = []
-    settings = [_read_setting(row, f"{where}, row {number}", mistakes) for number, row in enumerate(rows, start=1)]
+    errors: list[str] = []
+    settings = [_read_setting(row, f"{where}, row {number}", errors) for number, row in enumerate(rows, start=1)]
     if times:
-        for number, row in enumerate(rows, start=1):
-            for name in TIME_COLUMNS:
-                if not _is_time(row[name]):
-                    mistakes.append(f"{where}, row {number}: {name} is {row[name]!r}, expected seconds above 0")
-    if mistakes:
-        raise UserError(*mistakes)
+        errors += [
+            f"{where}, row {number}: {name} is {row[name]!r}, expected seconds above 0"
+            for number, row in enumerate(rows, start=1)
+            for name in TIME_COLUMNS
+            if not _is_time(row[name])
+        ]
+    raise_user_errors(errors)
     return Table(path, tuple(rows), tuple(setting for setting in settings if setting is not None))
 
 
-def _read_setting(row: Mapping[str, str], where: str, mistakes: list[str]) -> Setting | None:
-    before = len(mistakes)
+def _read_setting(row: Mapping[str, str], where: str, errors: list[str]) -> Setting | None:
+    before = len(errors)
     shape = SHAPES.get(row["model"].strip().lower())
     if shape is None:
-        mistakes.append(f"{where}: model {row['model']!r} is not one of {', '.join(SHAPES)}")
+        errors.append(f"{where}: model {row['model']!r} is not one of {', '.join(SHAPES)}")
     if row["p2p"] not in ("on", "off"):
-        mistakes.append(f"{where}: p2p is {row['p2p']!r}, expected on or off")
+        errors.append(f"{where}: p2p is {row['p2p']!r}, expected on or off")
     if row["wiring"] not in SERVED_WIRINGS:
-        mistakes.append(f"{where}: wiring {row['wiring']!r} is not one of {', '.join(SERVED_WIRINGS)}")
+        errors.append(f"{where}: wiring {row['wiring']!r} is not one of {', '.join(SERVED_WIRINGS)}")
     for name in ("tensor_parallel", "batch"):
         if not (row[name].isascii() and row[name].isdigit() and int(row[name]) > 0):
-            mistakes.append(f"{where}: {name} is {row[name]!r}, expected a whole number of 1 or more")
-    if shape is None or len(mistakes) > before:
+            errors.append(f"{where}: {name} is {row[name]!r}, expected a whole number of 1 or more")
+    if shape is None or len(errors) > before:
         return None
     return Setting(shape, row["p2p"] == "on", int(row["tensor_parallel"]), int(row["batch"]), row["wiring"])
 
@@ -118,8 +142,8 @@ def _is_time(text: str) -> bool:
         return False
 
 
-def fit_table(table: Table) -> dict[str, float]:
-    """Parameters fitted to all rows."""
+def _fit_table(table: Table) -> dict[str, float]:
+    """Return the parameters fitted to all rows."""
     groups: dict[str, list[tuple[Setting, ServingTimes]]] = {}
     for row, setting in zip(table.rows, table.settings, strict=True):
         name = " ".join(row.get(column, "") for column in GROUP_COLUMNS)
@@ -127,8 +151,8 @@ def fit_table(table: Table) -> dict[str, float]:
     return fit_serving(groups)
 
 
-def predict_table(table: Table, values: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The rows with their columns, numbers as numbers, and the three predictions."""
+def _predict_table(table: Table, values: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return the rows with all their columns, numbers as numbers, and the three predictions."""
     predicted = []
     for row, setting in zip(table.rows, table.settings, strict=True):
         times = predict(setting, values)
@@ -153,10 +177,10 @@ def _plain(text: str) -> Any:
     return text
 
 
-def relative_errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """|predicted / measured - 1| of all times, and of all ratios to the standard row of the same group.
+def _relative_errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return |predicted / measured - 1| of all times, and of all ratios to the standard row of the same group.
 
-    Ratios are of tokens a second. Rows without measured times are left out.
+    Ratios are of tokens per second. Rows without measured times are ignored.
     """
     errors: dict[str, list[float]] = {"prefill": [], "decode": [], "ratio, P2P on": [], "ratio, P2P off": []}
     groups: dict[str, dict[str, tuple[float, float]]] = {}
@@ -176,8 +200,3 @@ def relative_errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]
             ratio = (standard[1] / predicted) / (standard[0] / measured)
             errors[name.partition("\n")[0]].append(abs(ratio - 1))
     return {name: found for name, found in errors.items() if found}
-
-
-def write_predictions(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A JSON list, replaced as a whole."""
-    write_text(path, json.dumps(rows, indent=1) + "\n")

@@ -14,7 +14,7 @@ from megatron_ladder.cli.plan import main
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.cost.hardware import CLUSTERS
 from megatron_ladder.lab.plan.options import CalibrateOptions, LayoutOptions, parse_options
-from megatron_ladder.lab.plan.program import cluster_of
+from megatron_ladder.lab.plan.program import _cluster_of
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = "model,p2p,tensor_parallel,batch,wiring,prefill_seconds,decode_511_tokens_seconds\n"
@@ -62,7 +62,7 @@ def test_flags_replace_figures() -> None:
     ).split()
     options = parse_options(words)
     assert isinstance(options, LayoutOptions)
-    cluster = cluster_of(options)
+    cluster = _cluster_of(options)
     assert (cluster.gpus_per_node, cluster.memory_bytes, cluster.peak_flops) == (4, 64e9, 500e12)
     assert cluster.all_reduce_seconds(0, 4) == pytest.approx(30e-6)
     assert (cluster.node_bytes_per_second, cluster.network_bytes_per_second) == (400e9, 25e9)
@@ -87,11 +87,11 @@ def test_calibrate_in_two_spellings() -> None:
         ("paper --fit a.csv", ["--predict is required", "--json is required"]),
     ],
 )  # fmt: skip
-def test_every_mistake_is_named(words: str, parts: list[str]) -> None:
+def test_every_error_names_its_flag(words: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(words.split())
     assert len(caught.value.messages) == len(parts)
-    assert all(part in mistake for part, mistake in zip(parts, caught.value.messages, strict=True))
+    assert all(any(part in message for message in caught.value.messages) for part in parts)
 
 
 def test_nothing_fits() -> None:
@@ -110,7 +110,7 @@ def test_published_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "2 rows fitted, 2 predicted" in capsys.readouterr().out
     with pytest.raises(UserError) as caught:
         main(["paper", "--fit", str(tmp_path / "no"), "--predict", str(tmp_path / "nor"), "--json", str(out)])
-    assert [mistake.split()[0] for mistake in caught.value.messages] == ["--fit", "--predict"]
+    assert [message.split()[0] for message in caught.value.messages] == ["--fit", "--predict"]
 
 
 def test_the_tool_starts(tmp_path: Path) -> None:

@@ -1,11 +1,20 @@
-"""The serving model by arithmetic written out, with figures that are easy to follow."""
+"""The serving model compared with arithmetic written out, and its fit with known parameters."""
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
 
 from megatron_ladder.lab.bench.sizes import SIZES
-from megatron_ladder.lab.cost.serving import PARAMETERS, Setting, all_reduce_seconds, predict
+from megatron_ladder.lab.cost.serving import (
+    PARAMETERS,
+    Parameter,
+    Setting,
+    _all_reduce_seconds,
+    _fit_parameters,
+    predict,
+)
 
 VALUES = {parameter.name: parameter.value for parameter in PARAMETERS}
 LLAMA = SIZES["llama-8b"]
@@ -40,12 +49,12 @@ def test_a_token_without_reduces() -> None:
     ],
 )
 def test_reduces(num_bytes: int, ranks: int, p2p: bool, microseconds: float) -> None:
-    assert all_reduce_seconds(num_bytes, ranks, p2p, VALUES) == pytest.approx(1e-6 * microseconds)
+    assert _all_reduce_seconds(num_bytes, ranks, p2p, VALUES) == pytest.approx(1e-6 * microseconds)
 
 
 def test_wirings_by_their_formulas() -> None:
     no_glue = {f"single_{wiring}": 0.0 for wiring in ("standard", "ladder", "parallel")}
-    t = all_reduce_seconds(2 * 4096, 8, False, VALUES)
+    t = _all_reduce_seconds(2 * 4096, 8, False, VALUES)
     bound = decode(8, 1, "no-comm", False)
     assert (decode(8, 1, "standard", False, **no_glue) - bound) / 32 == pytest.approx(2 * t)
     assert (decode(8, 1, "parallel", False, **no_glue) - bound) / 32 == pytest.approx(t)
@@ -76,3 +85,36 @@ def test_a_batch_grows_the_floor() -> None:
     values = {**VALUES, "cache_share": 0.0, "sample": 0.0}
     four, sixteen = (predict(Setting(one, True, 1, batch, "no-comm"), values).decode / 511 for batch in (4, 16))
     assert sixteen - four == pytest.approx(4e-6)
+
+
+PRIORS = (
+    Parameter("latency", 5.0, 1.0, "us"),
+    Parameter("rate", 100.0, 1.0, "GB/s"),
+    Parameter("shift", 0.0, 10.0, "us", positive=False),
+    Parameter("unseen", 7.0, 0.5, "nothing depends on it"),
+)
+
+
+def curve(values, x: float) -> float:
+    return values["latency"] * math.log1p(x) + 1000 * x / values["rate"] + values["shift"]
+
+
+def test_a_fit_recovers_parameters_and_keeps_those_without_measurements() -> None:
+    true = {"latency": 9.0, "rate": 40.0, "shift": -3.0}
+    points = [(x, curve(true, x)) for x in (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)]
+    found = _fit_parameters(PRIORS, lambda values: [(curve(values, x) - y) / 0.01 for x, y in points])
+    assert found == pytest.approx({**true, "unseen": 7.0}, rel=2e-3)
+
+
+def test_an_outlier_moves_a_fit_little() -> None:
+    dice = random.Random(0)
+    only = (Parameter("level", 1.0, 1.0, "of all"),)
+    points = [2.0 * math.exp(dice.gauss(0, 0.01)) for _ in range(9)] + [6.0]
+    found = _fit_parameters(only, lambda values: [math.log(values["level"] / point) / 0.01 for point in points])
+    assert found["level"] == pytest.approx(2.0, rel=0.01), "a mean of logarithms would be 2.23"
+
+
+def test_the_prior_weighs_as_one_measurement() -> None:
+    only = (Parameter("level", 1.0, 0.1, "of all", positive=False),)
+    found = _fit_parameters(only, lambda values: [(values["level"] - 1.1) / 0.1])
+    assert found["level"] == pytest.approx(1.05)

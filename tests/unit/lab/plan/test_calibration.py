@@ -1,4 +1,4 @@
-"""From measurements to figures, by made-up machines whose figures are known; and the file."""
+"""Figures from measurements of synthetic machines whose figures are known, and the file."""
 
 import json
 from dataclasses import replace
@@ -9,12 +9,12 @@ import pytest
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.cost.hardware import CLUSTERS
 from megatron_ladder.lab.plan.calibration import (
-    Calibration,
+    ClusterCalibration,
     DecodeTime,
     ProductTime,
     ReduceTime,
+    _fit_line,
     apply_calibration,
-    fit_line,
     read_calibration,
     write_calibration,
 )
@@ -28,7 +28,7 @@ def decode(size: str, weight_bytes: int, layers: int) -> DecodeTime:
     return DecodeTime(size, weight_bytes, layers, stream, weight_bytes / RATE + layers * FLOOR + reduces)
 
 
-MACHINE = Calibration(
+MACHINE = ClusterCalibration(
     device="a GPU",
     ranks=4,
     reduces=tuple(ReduceTime(size, LATENCY + PER_BYTE * size) for size in (4096, 1 << 16, 1 << 20, 1 << 24)),
@@ -37,7 +37,7 @@ MACHINE = Calibration(
 )
 
 
-def test_figures_are_found_again() -> None:
+def test_figures_are_recovered() -> None:
     assert MACHINE.link == pytest.approx((LATENCY, PER_BYTE))
     assert MACHINE.decoding == pytest.approx((RATE, FLOOR))
     assert MACHINE.flops_per_second == pytest.approx(3e14)
@@ -48,15 +48,15 @@ def test_figures_are_found_again() -> None:
 
 
 def test_a_line_stays_above_zero() -> None:
-    assert fit_line([(1, 3), (2, 5)]) == pytest.approx((1, 2))
-    assert fit_line([(1, 4), (2, 4)]) == pytest.approx((4, 0))
-    a, b = fit_line([(1, 5), (2, 4)])
+    assert _fit_line([(1, 3), (2, 5)]) == pytest.approx((1, 2))
+    assert _fit_line([(1, 4), (2, 4)]) == pytest.approx((4, 0))
+    a, b = _fit_line([(1, 5), (2, 4)])
     assert (b, 4 < a < 5) == (0.0, True)
-    a, b = fit_line([(1, 1), (2, 3)])
+    a, b = _fit_line([(1, 1), (2, 3)])
     assert (a, 1 < b < 1.5) == (0.0, True)
 
 
-def test_what_was_measured_replaces_the_figures() -> None:
+def test_measurements_replace_figures() -> None:
     cluster = apply_calibration(CLUSTERS["h100"], MACHINE, "mine.json")
     assert cluster.calibrated
     assert cluster.all_reduce_seconds(1 << 20, 4) == pytest.approx(LATENCY + PER_BYTE * (1 << 20))
@@ -68,7 +68,7 @@ def test_what_was_measured_replaces_the_figures() -> None:
     assert "mine.json" not in cluster.sources["network_seconds"]
 
 
-def test_two_alike_sizes_are_refused() -> None:
+def test_too_similar_sizes_are_rejected() -> None:
     alike = replace(MACHINE, decodes=(decode("one", 10**9, 16), decode("two", 2 * 10**9, 32)))
     with pytest.raises(UserError, match="--calibration mine.json: .* measure again"):
         apply_calibration(CLUSTERS["h100"], alike, "mine.json")
@@ -93,14 +93,14 @@ def test_the_file_keeps_everything(tmp_path: Path) -> None:
         ({"product": {"flops": 1}}, "measurements cannot be read"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, change, message: str) -> None:
+def test_other_files_are_rejected(tmp_path: Path, change, message: str) -> None:
     path = tmp_path / "mine.json"
     write_calibration(MACHINE, path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(UserError, match=message):
         read_calibration(path)
     path.write_text("{")
-    with pytest.raises(UserError, match="is no JSON"):
+    with pytest.raises(UserError, match="is not JSON"):
         read_calibration(path)
     with pytest.raises(UserError, match="cannot be read: No such file"):
         read_calibration(tmp_path / "missing")

@@ -1,4 +1,4 @@
-"""Which layouts are found, that they fit, and when something is called the winner."""
+"""The layouts that are found, their memory, and the rule for a winner."""
 
 from dataclasses import replace
 
@@ -9,31 +9,31 @@ from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.cost.hardware import CLUSTERS
 from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout
 from megatron_ladder.lab.plan.layouts import (
-    Question,
+    PlanRequest,
     SweepRow,
+    _layouts,
+    _leaders,
     best_of_each_grid,
     fitting_plans,
-    layouts,
-    leaders,
     pays_from,
     sweep,
     uncertainty,
     verdict,
 )
-from megatron_ladder.lab.plan.report import report_text
+from megatron_ladder.lab.plan.program import _report_text
 
 H100 = CLUSTERS["h100"]
 
 
-def question(
+def request_of(
     model: str = "llama-8b", gpus: int = 16, batch: int = 32, wirings: tuple[ResidualMode, ...] = SHARED_STREAM_MODES
 ):
-    return Question(SIZES[model], H100, gpus, batch, 4096, wirings)
+    return PlanRequest(SIZES[model], H100, gpus, batch, 4096, wirings)
 
 
 def test_layouts_share_out_everything() -> None:
-    asked = question(gpus=24, batch=48)
-    found = list(layouts(asked))
+    asked = request_of(gpus=24, batch=48)
+    found = list(_layouts(asked))
     assert len(set(found)) == len(found)
     for layout in found:
         assert layout.gpus == 24 and 48 % (layout.data * layout.micro_batch) == 0
@@ -41,11 +41,11 @@ def test_layouts_share_out_everything() -> None:
         assert layout.zero == 1 or (layout.pipeline == 1 and layout.data > 1)
         assert not (layout.sequence_parallel and layout.tensor == 1)
     assert {layout.pipeline for layout in found if layout.tensor == 1} == {1, 2, 3, 4, 6, 8, 12, 24}
-    assert max(layout.tensor for layout in layouts(question(gpus=64, batch=64))) == 16, "two nodes at most"
+    assert max(layout.tensor for layout in _layouts(request_of(gpus=64, batch=64))) == 16, "two nodes at most"
 
 
 def test_plans_fit_and_come_fastest_first() -> None:
-    plans = fitting_plans(question("llama-70b", 64, 64))
+    plans = fitting_plans(request_of("llama-70b", 64, 64))
     assert plans and all(plan.memory.total + RESERVED_BYTES <= 80e9 for plan in plans)
     totals = [plan.time.total for plan in plans]
     assert totals == sorted(totals)
@@ -56,19 +56,19 @@ def test_plans_fit_and_come_fastest_first() -> None:
     for plan in plans[:20]:
         flops = plan.utilisation * plan.time.total * 64 * 989e12
         assert 0 < plan.utilisation < 0.6 and flops == pytest.approx(plans[0].utilisation * totals[0] * 64 * 989e12)
-    bigger = replace(question("llama-70b", 64, 64), cluster=CLUSTERS["h200"])
+    bigger = replace(request_of("llama-70b", 64, 64), cluster=CLUSTERS["h200"])
     assert len(fitting_plans(bigger)) > len(plans)
 
 
 def test_a_winner_needs_more_than_three_per_cent() -> None:
     assert verdict([("a", 1.0), ("b", 1.031)]) == "a"
     assert verdict([("a", 1.03), ("b", 1.0), ("c", 1.2)]) == "tie: a, b"
-    assert leaders([("a", 2.0), ("b", 2.0)]) == ["a", "b"]
+    assert _leaders([("a", 2.0), ("b", 2.0)]) == ["a", "b"]
     assert SweepRow(1.0, 1e-6, {"standard": 1.0, "ladder": 0.98}).winner == "tie: standard, ladder"
 
 
 def test_wirings_part_as_the_interconnect_slows() -> None:
-    asked = question()
+    asked = request_of()
     fast, _, slow = sweep(asked, Layout(tensor=8, data=2), (0.0, 1.0, 2.0))
     assert fast.reduce_seconds == 0.0
     assert fast.speed_up("ladder") == pytest.approx(1.0)
@@ -78,7 +78,7 @@ def test_wirings_part_as_the_interconnect_slows() -> None:
 
 
 def test_the_border_is_where_three_per_cent_are() -> None:
-    asked, layout = question(), Layout(tensor=8, data=2)
+    asked, layout = request_of(), Layout(tensor=8, data=2)
     border = pays_from(asked, layout, "ladder")
     here = sweep(asked, layout, (1.0,))[0].reduce_seconds
     assert border is not None
@@ -92,10 +92,10 @@ def test_figures_that_nobody_measured_are_ranges() -> None:
     assert uncertainty(H100, Layout()) == 0.15
     assert uncertainty(calibrated, Layout(tensor=8)) == 0.0
     assert uncertainty(calibrated, Layout(tensor=8, data=2)) == 0.15, "the network was not measured"
-    asked = question(gpus=8, batch=8)
+    asked = request_of(gpus=8, batch=8)
     plans = fitting_plans(asked)
     total = plans[0].time.total
-    text = report_text(asked, plans, 3)
+    text = _report_text(asked, plans, 3)
     assert f"{0.85 * total:.2f} to {1.15 * total:.2f} = " in text and "so times are ranges" in text
-    measured = report_text(replace(asked, cluster=calibrated), plans, 3)
+    measured = _report_text(replace(asked, cluster=calibrated), plans, 3)
     assert f"| {total:.2f} = " in measured and " to " not in measured.split("Layout:")[0]
