@@ -7,8 +7,9 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,36 +78,18 @@ def _pin(buffer: Tensor, device: torch.device) -> bool:
     return True
 
 
-class Background(Generic[T]):
-    """One call in a daemon thread, which never keeps the process from ending."""
+def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Call `work` in a daemon thread. Unlike a thread of an executor, it never keeps the process from ending."""
+    future: Future[T] = Future()
 
-    def __init__(self, work: Callable[[], T], name: str) -> None:
-        self._work = work
-        self._answer: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def finished(self) -> bool:
-        """Return whether the call has returned or raised."""
-        return not self._thread.is_alive()
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait until the call has finished, or for this many seconds."""
-        self._thread.join(seconds)
-
-    def result(self) -> T:
-        """Return the result of the finished call, or raise its exception."""
-        if self._error is not None:
-            raise self._error
-        return self._answer[0]
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._answer.append(self._work())
+            future.set_result(work())
         except BaseException as error:
-            self._error = error
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class FileHandover:

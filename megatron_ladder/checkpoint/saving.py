@@ -168,39 +168,22 @@ class SaveOutcome(NamedTuple):
     """One line for each thing that could not be removed; harmless except for the disk space."""
 
 
-class MasterPair(NamedTuple):
-    """A weight that the model computes with, and the master that must round to it."""
-
-    name: str
-    master: Tensor
-    weight: Tensor
-
-
+@dataclass(frozen=True)
 class TrainingSave:
     """A save that has begun; `write` ends it."""
 
-    def __init__(
-        self,
-        save: Path,
-        directory: Path,
-        header: Mapping[str, Any],
-        writer: CheckpointWriter,
-        pairs: Sequence[MasterPair],
-        room: "_Room",
-        add_files: Callable[[Path], None],
-        options: SaveOptions,
-    ) -> None:
-        """See `begin`."""
-        self.directory = directory
-        self.total_bytes = room.total_bytes
-        self.iteration = int(header["iteration"])
-        self._save = save
-        self._notes = room.notes
-        self._header = header
-        self._writer = writer
-        self._pairs = pairs
-        self._add_files = add_files
-        self._options = options
+    directory: Path
+    """The temporary directory."""
+    iteration: int
+    total_bytes: int
+    """Bytes of the state of all ranks."""
+    _save: Path
+    _header: Mapping[str, Any]
+    _writer: CheckpointWriter
+    _pairs: Sequence["_MasterPair"]
+    _add_files: Callable[[Path], None]
+    _options: SaveOptions
+    _notes: tuple[str, ...]
 
     @staticmethod
     def begin(
@@ -237,7 +220,9 @@ class TrainingSave:
         for name, generator_state in generator_states(world.rank).items():
             writer.add(name, "rng", tuple(generator_state.shape), (0,), generator_state)
         whole = {**header, "optimizer": {"steps_taken": state.steps_taken(), "loss_scaler": state.loss_scaler()}}
-        return TrainingSave(save, directory, whole, writer, pairs, room, add_files, options)
+        return TrainingSave(
+            directory, iteration, room.total_bytes, save, whole, writer, pairs, add_files, options, room.notes
+        )
 
     def write(self, gather: Gather) -> SaveOutcome | None:
         """Write this rank's files; on rank 0 wait for the other ranks and publish. Returns None on other ranks.
@@ -292,6 +277,14 @@ class TrainingSave:
         return SaveOutcome("", why, (), self._notes)
 
 
+class _MasterPair(NamedTuple):
+    """A weight that the model computes with, and the master that must round to it."""
+
+    name: str
+    master: Tensor
+    weight: Tensor
+
+
 class _Room(NamedTuple):
     token: str
     total_bytes: int
@@ -319,7 +312,7 @@ def _make_room(save: Path, iteration: int, total_bytes: int) -> _Room:
 
 def _record_state(
     writer: CheckpointWriter, spans: Sequence[Span], values: Sequence[Sequence[Tensor]], host: HostMemory | None
-) -> list[MasterPair]:
+) -> list[_MasterPair]:
     """Add every span to the writer; return the pairs to compare before they are written."""
     # In fp32 without ZeRO, weight and master are one tensor.
     compared = [span for span in spans if span.weight.data_ptr() != span.master.data_ptr()]
@@ -336,7 +329,7 @@ def _record_state(
         row = {kind: next(remaining) for kind in kinds}
         if id(span) in weight_of:
             name = span.sections[0].name if span.sections else "a parameter that is not saved"
-            pairs.append(MasterPair(name, row["weight"], weight_of[id(span)]))
+            pairs.append(_MasterPair(name, row["weight"], weight_of[id(span)]))
         for part in split_interval(span.sections, span.shape, span.start, span.length):
             section = part.section
             if section.counted:

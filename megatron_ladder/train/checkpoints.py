@@ -8,6 +8,7 @@ were, and training continues. Only if the final save of a run fails does the run
 import json
 import time
 from collections.abc import Mapping
+from concurrent import futures
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 
 from megatron_ladder import __version__
-from megatron_ladder.checkpoint.async_save import Background, FileHandover, HostMemory
+from megatron_ladder.checkpoint.async_save import FileHandover, HostMemory, run_in_thread
 from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZERS, Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import published_checkpoints
@@ -75,7 +76,7 @@ class _SaveInFlight(NamedTuple):
     """A save that a thread writes."""
 
     started: _StartedSave
-    work: Background[SaveOutcome | None]
+    work: futures.Future[SaveOutcome | None]
 
 
 class CheckpointSaver:
@@ -115,7 +116,7 @@ class CheckpointSaver:
             self.wait()
         elif self._in_flight is not None:
             # Peers may be gone, so collectives are impossible, but the files may still become a checkpoint.
-            self._in_flight.work.wait(_FAILING_SECONDS)
+            futures.wait([self._in_flight.work], _FAILING_SECONDS)
             self.poll()
 
     def resume(self) -> tuple[int, int]:
@@ -191,7 +192,7 @@ class CheckpointSaver:
 
     def poll(self) -> None:
         """Report, on rank 0, a save in flight that has ended; to be called after every step. Not a collective."""
-        if self._in_flight is not None and self._outcome is None and self._in_flight.work.finished:
+        if self._in_flight is not None and self._outcome is None and self._in_flight.work.done():
             self._outcome = self._in_flight.work.result()
             if self._outcome is not None:
                 self._report(self._in_flight.started, self._outcome)
@@ -200,7 +201,7 @@ class CheckpointSaver:
         """Wait until no save is in flight."""
         if self._in_flight is None:
             return
-        self._in_flight.work.wait()
+        futures.wait([self._in_flight.work])
         self.poll()
         outcome = self._world.broadcast_object(self._outcome)
         if outcome.error is None:
@@ -220,7 +221,7 @@ class CheckpointSaver:
     def _write_in_background(self, started: _StartedSave) -> _SaveInFlight:
         seconds = 60 * self._trainer.run.parallel.distributed_timeout_minutes
         handover = FileHandover(started.saving.directory, self._world.rank, self._world.size, seconds)
-        return _SaveInFlight(started, Background(lambda: started.saving.write(handover.gather), "checkpoint writer"))
+        return _SaveInFlight(started, run_in_thread(lambda: started.saving.write(handover.gather), "checkpoint writer"))
 
     def _header(self, iteration: int, consumed_samples: int) -> dict[str, Any]:
         run, tokenizer = self._trainer.run, self._inputs.tokenizer

@@ -368,6 +368,16 @@ def test_ranks_share_the_verification(tmp_path: Path, monkeypatch: pytest.Monkey
     assert shares == [files - second, second, set()] and len(second) == 3
 
 
+def test_copies_in_host_memory_are_aligned_for_any_type() -> None:
+    tensors = [torch.arange(3, dtype=torch.uint8), torch.randn(5, dtype=torch.float64), torch.randn(1), torch.arange(7)]
+    host = HostMemory()
+    first = host.copies(tensors[:1])
+    copies = host.copies(tensors)
+    assert first[0].data_ptr() != tensors[0].data_ptr()
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
+    assert {(copy.data_ptr() - copies[0].data_ptr()) % 256 for copy in copies} == {0}
+
+
 def test_pinning_registers_the_buffer_and_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int, int]] = []
     runtime = SimpleNamespace(cudaHostRegister=lambda *arguments: asked.append(arguments) or status[0])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ladder.checkpoint.async_save import Background, FileHandover
+from megatron_ladder.checkpoint.async_save import FileHandover, run_in_thread
 from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, Span
 from megatron_ladder.checkpoint.saving import SaveOptions, SaveOutcome, TrainingSave
@@ -109,9 +109,7 @@ def on_ranks(size: int, work: Callable[[CommGroup], Any]) -> list[Any]:
 
         return call
 
-    ranks = [Background(answer(rank), f"rank {rank}") for rank in range(size)]
-    for rank in ranks:
-        rank.wait()
+    ranks = [run_in_thread(answer(rank), f"rank {rank}") for rank in range(size)]
     return [rank.result() for rank in ranks]
 
 
