@@ -47,14 +47,9 @@ class Ratio:
         """Interquartile range."""
         return self.high - self.low
 
-    def verdict(self, bound: float | None = None, noise_limit: float = NOISE_LIMIT) -> RatioVerdict:
-        """Judge the ratio.
-
-        Args:
-            bound: the possible maximum, exceeded only by measuring errors; None if unknown.
-            noise_limit: largest spread, as a share of the median.
-        """
-        if self.spread > noise_limit * self.median:
+    def verdict(self, bound: float | None = None) -> RatioVerdict:
+        """Judge the ratio. `bound` is the possible maximum, exceeded only by measuring errors; None if unknown."""
+        if self.spread > NOISE_LIMIT * self.median:
             return RatioVerdict.TOO_NOISY
         if bound is not None and self.median > bound + self.spread:
             return RatioVerdict.ABOVE_BOUND

@@ -15,18 +15,20 @@ from megatron_ladder.lab.study.description import TRIALS_NAME, Study
 from megatron_ladder.lab.study.options import Request, RunOptions
 from megatron_ladder.lab.study.outcome import CHECKPOINTS
 from megatron_ladder.lab.study.trial import Trial
-from megatron_ladder.lab.study.wirings import find_wiring
+from megatron_ladder.lab.study.wirings import fewest_ranks, wiring_flags
 
 ROOT = Path(__file__).resolve().parents[3]
 LOG_LINES = 100
 """Points of a trial's training curve."""
 STOP_SECONDS = 60.0
 """Time in which the ranks of a trial save when they are stopped."""
+SHAPE_FIELDS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
+)  # fmt: skip
 STUDY_FIELDS = (
     "save", "load", "save_interval", "train_iters", "seed", "lr", "min_lr", "lr_warmup_iters", "eval_interval",
-    "log_interval", "residual_mode", "ladder_layers", "residual_staleness", "desync_interval", "num_layers",
-    "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "tie_embeddings",
-    "seq_length", "micro_batch_size", "global_batch_size", "eval_iters", "exit_interval",
+    "log_interval", "residual_mode", "ladder_layers", "residual_staleness", "desync_interval", "tie_embeddings",
+    "seq_length", "micro_batch_size", "global_batch_size", "eval_iters", "exit_interval", *SHAPE_FIELDS,
 )  # fmt: skip
 """Fields of the trainer that a study sets for each trial."""
 DATA_FIELDS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "streaming")
@@ -54,7 +56,6 @@ def _trial_flags(request: Request, data_flags: Sequence[str], trial: Trial) -> l
     """Return the whole command line of the trainer."""
     options = request.options
     shape = find_size(trial.size)
-    wiring = find_wiring(trial.wiring, shape.num_layers)
     save, iterations, rate = str(folder_of(options, trial) / CHECKPOINTS), trial.iterations, trial.learning_rate
     warm_up = min(round(options.warm_up_share * iterations), iterations - 1)
     numbers = {
@@ -70,18 +71,17 @@ def _trial_flags(request: Request, data_flags: Sequence[str], trial: Trial) -> l
     }
     return [
         *_shape_flags(shape),
-        *wiring.flags,
+        *wiring_flags(trial.wiring, shape.num_layers),
         *(word for name, value in numbers.items() for word in (flag_name(name), str(value))),
         *("--save", save, "--load", save),
         *data_flags,
-        *_tensor_parallel_flags(request, wiring.ranks),
+        *_tensor_parallel_flags(request, fewest_ranks(trial.wiring)),
         *common_flags(request),
     ]
 
 
 def _shape_flags(shape: ModelConfig) -> list[str]:
-    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    words = [word for name in names for word in (flag_name(name), str(getattr(shape, name)))]
+    words = [word for name in SHAPE_FIELDS for word in (flag_name(name), str(getattr(shape, name)))]
     return [*words, *["--tie-embeddings"] * shape.tie_embeddings]
 
 
@@ -139,7 +139,6 @@ def folder_of(options: RunOptions, trial: Trial) -> Path:
 
 def timing_command(options: RunOptions, study: Study, size: str, output: Path) -> tuple[str, ...]:
     """Return the command of the benchmark that times the wirings of a size and writes its rows to a file."""
-    names = [find_wiring(name, study.sizes[size]["num_layers"]).timed_as for name in study.timed_wirings]
     flags = {
         "--tp": options.timing_ranks,
         "--sizes": size,
@@ -148,7 +147,7 @@ def timing_command(options: RunOptions, study: Study, size: str, output: Path) -
         "--alpha": options.link,
         "--rounds": options.timing_rounds,
         "--json": output,
-        "--wirings": ",".join(name for name in names if name is not None),
+        "--wirings": ",".join(study.timed_wirings),
     }
     words = (str(word) for pair in flags.items() for word in pair)
     return (sys.executable, str(_program("tools/benchmark.py", "benchmark")), "train", *words)

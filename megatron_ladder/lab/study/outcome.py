@@ -21,7 +21,7 @@ from megatron_ladder.files import write_atomically
 from megatron_ladder.lab.bench.paired import RatioVerdict
 from megatron_ladder.lab.study.description import StepTimes, Study
 from megatron_ladder.lab.study.trial import RESULT_NAME, Result, Trial
-from megatron_ladder.lab.study.wirings import STANDARD, find_wiring
+from megatron_ladder.lab.study.wirings import STANDARD
 from megatron_ladder.train.record import RECORD_NAME, read_record
 
 CHECKPOINTS = "checkpoints"
@@ -167,11 +167,7 @@ def read_step_times(output: Path, study: Study, size: str, command: tuple[str, .
     """Return the step times that a benchmark measured, and one message for each doubtful one."""
     rows: Sequence[Mapping[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
     by_name = {row["wiring"]: row for row in rows}
-    measured = {}
-    for name in study.timed_wirings:
-        timed_as = find_wiring(name, study.sizes[size]["num_layers"]).timed_as
-        if timed_as in by_name:
-            measured[name] = by_name[timed_as]
+    measured = {name: by_name[name] for name in study.timed_wirings if name in by_name}
     ranks = int(command[command.index("--tp") + 1])
     doubts = [
         f"{size}: {name}: {row['verdict']}"

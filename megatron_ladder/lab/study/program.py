@@ -1,7 +1,7 @@
 """Runs a study, from its command line to its report, and resumes it."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from megatron_ladder.errors import ExitCode
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.study.command_line import timed_wirings
 from megatron_ladder.lab.study.commands import (
+    SHAPE_FIELDS,
     common_flags,
     environment_of,
     folder_of,
@@ -109,7 +110,7 @@ def _describe(request: Request, data: StudyData, argv: Sequence[str]) -> Study:
     return Study(
         wirings=options.wirings,
         timed_wirings=timed_wirings(options),
-        sizes={size: _sizes_of(size) for size in options.sizes},
+        sizes={size: {name: getattr(find_size(size), name) for name in SHAPE_FIELDS} for size in options.sizes},
         seeds=options.seeds,
         tuning_seed=options.tuning_seed,
         learning_rates=options.learning_rates,
@@ -124,12 +125,6 @@ def _describe(request: Request, data: StudyData, argv: Sequence[str]) -> Study:
         command=("python", "tools/study.py", *argv),
         schedule={"warm_up": options.warm_up_share, "last": options.last_rate_share},
     )
-
-
-def _sizes_of(size: str) -> Mapping[str, int]:
-    shape = find_size(size)
-    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    return {name: getattr(shape, name) for name in names}
 
 
 class StudyRun:

@@ -18,30 +18,16 @@ RESULT_NAME = "result.json"
 
 
 @dataclass(frozen=True)
-class StudiedWiring:
-    """A wiring as a study names it."""
-
-    name: str
-    """In reports."""
-    flags: tuple[str, ...]
-    """For pretrain_ladder.py."""
-    timed_as: str | None
-    """Name of the same wiring in tools/benchmark.py; None if it is not timed."""
-    ranks: int = 1
-    """Fewest tensor-parallel processes with which it is defined."""
-
-
-@dataclass(frozen=True)
 class Trial:
     """One training run."""
 
     kind: Kind
     wiring: str
-    """`StudiedWiring.name`."""
+    """One of `wirings.ALL_WIRINGS`."""
     size: str
     """Name of the model's shape."""
     seed: int
-    """Of initial weights and order of samples; trials with the same seed are paired."""
+    """Seed of initial weights and order of samples; trials with the same seed are paired."""
     learning_rate: float
     iterations: int
     detail: str = ""
