@@ -120,7 +120,7 @@ def _generations(batch: SlotBatch, prefill_seconds: float, decode_seconds: float
             Generation(
                 sample.request.prompt_ids,
                 tuple(sample.ids),
-                text=None if sample.text_stream is None else "".join(sample.pieces),
+                text=None if sample.decoder is None else "".join(sample.pieces),
                 finish_reason=sample.finish_reason,
                 timings=timings,
                 logprobs=tuple(sample.logprobs) if sample.request.sampling.logprobs else None,

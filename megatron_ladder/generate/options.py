@@ -1,5 +1,4 @@
-"""Flags of `tools/generate.py`. This module does not import torch, because the process that starts the ranks needs
-none."""
+"""Flags of `tools/generate.py`, without torch, because the process that starts the ranks does not need it."""
 
 import ipaddress
 import sys

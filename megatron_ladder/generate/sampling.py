@@ -39,22 +39,15 @@ _OWNER = -3
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """Sampling parameters of one request."""
+    """Sampling parameters of one request; see the flags of the same names in `options.SamplingOptions`."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token."""
     top_k: int = 0
-    """Draw only from so many most likely tokens; 0 means all."""
     top_p: float = 1.0
-    """Draw only from the fewest most likely tokens that have this probability together; above 0."""
     min_p: float = 0.0
-    """Draw only from tokens with at least this share of the highest probability."""
     repetition_penalty: float = 1.0
-    """For tokens of the prompt and of the text so far, divides positive logits and multiplies negative ones."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that were generated before."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time that it was generated before."""
     seed: int = 1234
     logprobs: bool = False
     """Whether to return each token's log-probability under the model, without penalties and temperature."""

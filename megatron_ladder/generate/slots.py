@@ -32,11 +32,11 @@ PADDING = 0
 
 
 @dataclass
-class ActiveSample:
+class _ActiveSample:
     """A request that is being decoded."""
 
     request: GenerationRequest
-    text_stream: IncrementalDecoder | None
+    decoder: IncrementalDecoder | None
     stop_finder: StopFinder
     ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -57,10 +57,10 @@ class ActiveSample:
         elif len(self.ids) == self.request.max_new_tokens:
             self.finish_reason = "length"
         piece = ""
-        if self.text_stream is not None:
-            piece = "" if self.finish_reason == "eos" else self.text_stream.push(token)
+        if self.decoder is not None:
+            piece = "" if self.finish_reason == "eos" else self.decoder.push(token)
             if self.finish_reason is not None:
-                piece += self.text_stream.finish()
+                piece += self.decoder.finish()
             piece = self.stop_finder.push(piece)
             if self.stop_finder.stopped:
                 self.finish_reason = "stop"
@@ -89,10 +89,8 @@ class SlotBatch:
         """
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self.positions = positions
-        self.samples: list[ActiveSample | None] = [None] * slots
-        self._cache = StaticKeyValueCache(
-            model.config, group.size, slots, positions, model.compute_dtype, self._device
-        )
+        self.samples: list[_ActiveSample | None] = [None] * slots
+        self._cache = StaticKeyValueCache(model.config, group.size, slots, positions, model.compute_dtype, self._device)
         all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
         self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
         self._sampler = Sampler(slots, model.config.vocab_size, model.head.start, group, self._device)
@@ -130,7 +128,7 @@ class SlotBatch:
         logits_shard_v = self._prefill(requests)
         for slot, request in requests.items():
             stream = None if self._tokenizer is None else IncrementalDecoder(self._tokenizer, request.prompt_ids)
-            self.samples[slot] = ActiveSample(request, stream, StopFinder(request.stop))
+            self.samples[slot] = _ActiveSample(request, stream, StopFinder(request.stop))
         return self._choose(logits_shard_v, list(requests))
 
     def step(self) -> list[NewToken]:

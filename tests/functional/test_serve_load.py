@@ -68,10 +68,10 @@ class Client:
             assert response.status == 200 or "error" in json.loads(response.read())
             return response.status
 
-    def pieces(self, asked: dict[str, Any]) -> Iterator[str]:
+    def pieces(self, parameters: dict[str, Any]) -> Iterator[str]:
         """Yield the texts of a stream; it must be complete, unless the caller stops early."""
         with contextlib.closing(HTTPConnection(*self.place, timeout=60)) as connection:
-            connection.request("POST", "/v1/completions", json.dumps(asked | {"stream": True}), self._headers)
+            connection.request("POST", "/v1/completions", json.dumps(parameters | {"stream": True}), self._headers)
             response = connection.getresponse()
             assert response.status == 200, response.read()
             for line in response:
@@ -95,27 +95,27 @@ def behave(address: str, seed: int, ends_at: float, texts: dict[int, str]) -> Co
     client, stranger = Client(address), Client(address, "another-key")
     while time.monotonic() < ends_at and done.total() < MOST_REQUESTS // CLIENTS:
         first = choice.choice(list(texts))
-        asked = {"model": "run", "prompt": [first, 9], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        parameters = {"model": "run", "prompt": [first, 9], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
         invalid = ["large", "malformed", "stranger", "garbage", "unknown"]
         kind = choice.choice(["valid"] * 6 + ["disconnects"] * 2 + invalid)
         if kind == "valid":
-            assert "".join(client.pieces(asked)) == texts[first]
+            assert "".join(client.pieces(parameters)) == texts[first]
         elif kind == "disconnects":
-            stream = client.pieces(asked)
+            stream = client.pieces(parameters)
             for _ in range(choice.randrange(1, 5)):
                 next(stream, None)
             stream.close()  # type: ignore[attr-defined]
         elif kind == "large":
-            assert client.status(json.dumps(asked | {"user": "a" * (1 << 20)}).encode()) == 413
+            assert client.status(json.dumps(parameters | {"user": "a" * (1 << 20)}).encode()) == 413
         elif kind == "malformed":
-            whole = json.dumps(asked).encode()
+            whole = json.dumps(parameters).encode()
             assert client.status(whole[: choice.randrange(len(whole))]) == 400
         elif kind == "stranger":
-            assert stranger.status(json.dumps(asked).encode()) == 401
+            assert stranger.status(json.dumps(parameters).encode()) == 401
         elif kind == "garbage":
             client.send_garbage()
         else:
-            assert client.status(json.dumps(asked | {"beams": 4}).encode()) == 400
+            assert client.status(json.dumps(parameters | {"beams": 4}).encode()) == 400
         done[kind] += 1
     return done
 
@@ -143,8 +143,8 @@ def test_one_minute_of_valid_and_invalid_clients(tmp_path: Path) -> None:
         assert all(done[kind] > 20 for kind in ("valid", "disconnects", "large", "malformed", "stranger", "garbage"))
         print(f"\n{dict(done)}; memory {warm / 2**20:.1f} MiB warm, {last / 2**20:.1f} MiB at the end")
         assert last - warm < GROWTH_BYTES
-        asked = {"model": "run", "prompt": [5, 9], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-        assert "".join(Client(address).pieces(asked)) == texts[5]
+        parameters = {"model": "run", "prompt": [5, 9], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        assert "".join(Client(address).pieces(parameters)) == texts[5]
         assert server.num_threads() < 20 and server.num_fds() < 50
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -167,8 +167,8 @@ def test_eight_clients_get_the_speed_of_the_engine() -> None:
         client = Client(f"http://127.0.0.1:{running.port}/v1")
 
         def serve() -> None:
-            asked = {"model": "tiny", "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-            requests = [asked | {"prompt": ids} for ids in prompts]
+            parameters = {"model": "tiny", "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+            requests = [parameters | {"prompt": ids} for ids in prompts]
             assert all(threads.map(lambda request: len(list(client.pieces(request))), requests))
 
         def generate() -> None:

@@ -1,4 +1,4 @@
-"""Step plans: rank 0 tells the other ranks before each step which slots to release and which requests to admit.
+"""Step plans: before each step, rank 0 broadcasts which slots to release and which requests to admit.
 
 A plan is one broadcast of a few hundred bytes:
 

@@ -93,10 +93,10 @@ def test_a_seed_gives_the_same_tokens_as_the_engine(served: Served) -> None:
 
 
 def test_a_stream_is_the_response_in_chunks(served: Served) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "prompt": [[5, 9, 1], [17]], "max_tokens": 9, "temperature": 0}
-    whole = served.client().completions.create(**asked)
+    parameters: dict[str, Any] = {"model": "tiny", "prompt": [[5, 9, 1], [17]], "max_tokens": 9, "temperature": 0}
+    whole = served.client().completions.create(**parameters)
     texts, reasons, usage = ["", ""], [None, None], []
-    for piece in served.client().completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for piece in served.client().completions.create(**parameters, stream=True, stream_options={"include_usage": True}):
         usage.append(piece.usage)
         for choice in piece.choices:
             texts[choice.index] += choice.text
@@ -145,8 +145,8 @@ def test_a_chat_continues_the_rendered_template(served: Served) -> None:
     assert logprobs is not None and logprobs.content is not None
     assert len(logprobs.content) == 6 and all(-6 < entry.logprob < 0 for entry in logprobs.content)
     for entry in logprobs.content:
-        likeliest = entry.top_logprobs[0]
-        assert (likeliest.token, likeliest.logprob, likeliest.bytes) == (entry.token, entry.logprob, entry.bytes)
+        first = entry.top_logprobs[0]
+        assert (first.token, first.logprob, first.bytes) == (entry.token, entry.logprob, entry.bytes)
         assert len(entry.top_logprobs) == 3 and entry.top_logprobs[1].logprob <= entry.logprob
     stream = client.chat.completions.create(
         model="tiny", messages=messages, max_completion_tokens=6, temperature=0, stream=True, extra_body=extra
@@ -166,11 +166,16 @@ def test_a_chat_continues_the_rendered_template(served: Served) -> None:
 
 def test_a_conversation_accepts_the_message_of_a_response(served: Served) -> None:
     client = served.client()
-    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 3, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    parameters: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 3,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
     messages: list[Any] = [{"role": "user", "content": "a", "name": None}]
-    messages.append(client.chat.completions.create(messages=messages, **asked).choices[0].message)
+    messages.append(client.chat.completions.create(messages=messages, **parameters).choices[0].message)
     messages.append({"role": "user", "content": "b", "tool_calls": None})
-    answer = client.chat.completions.create(messages=messages, **asked)
+    answer = client.chat.completions.create(messages=messages, **parameters)
     written = f"<user>a<assistant>{messages[1].content}<user>b<assistant>"
     assert ids_of(answer.choices[0].message.content or "") == greedy_ids(list(written.encode()), 3)
 
@@ -323,11 +328,11 @@ def test_a_disconnected_client_frees_its_slot_and_its_place_in_the_queue(stream:
         second = send_request(served, LONG | {"stream": stream})
         served.wait_until(lambda: scheduler.waiting == 1)
         with ThreadPoolExecutor(1) as threads:
-            asked = {"model": "tiny", "prompt": [17], "max_tokens": 3, "temperature": 0}
-            third = threads.submit(lambda: served.client().completions.create(**asked))
+            parameters = {"model": "tiny", "prompt": [17], "max_tokens": 3, "temperature": 0}
+            third = threads.submit(lambda: served.client().completions.create(**parameters))
             served.wait_until(lambda: scheduler.waiting == 2)
             with pytest.raises(openai.RateLimitError) as refused:
-                served.client().completions.create(**asked)
+                served.client().completions.create(**parameters)
             assert refused.value.code == "queue_full" and refused.value.response.headers["retry-after"] == "1"
             begun = time.monotonic()
             second.close()
@@ -340,13 +345,19 @@ def test_a_disconnected_client_frees_its_slot_and_its_place_in_the_queue(stream:
         assert counted["cancelled_samples_total"] == 2
         assert counted['responses_total{path="/v1/completions",status="429"}'] == 1
         assert 4 <= counted["generated_tokens_total"] < 100 and counted["prompt_tokens_total"] == 5
-        assert served.client().completions.create(**asked, n=3).choices[2].text
+        assert served.client().completions.create(**parameters, n=3).choices[2].text
 
 
 def test_stop_lets_requests_finish_within_the_grace_period() -> None:
     with serving(step_seconds=0.01, grace_seconds=20.0) as served:
-        asked: dict[str, Any] = {"model": "tiny", "prompt": [17], "max_tokens": 40, "temperature": 0, "stream": True}
-        stream = iter(served.client().completions.create(**asked, extra_body={"ignore_eos": True}))
+        parameters: dict[str, Any] = {
+            "model": "tiny",
+            "prompt": [17],
+            "max_tokens": 40,
+            "temperature": 0,
+            "stream": True,
+        }
+        stream = iter(served.client().completions.create(**parameters, extra_body={"ignore_eos": True}))
         pieces = [next(stream)]
         served.server.stop()
         pieces += stream
