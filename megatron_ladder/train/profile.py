@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.spans import RecordedGroup, Span, no_span
+from megatron_ladder.comm.spans import Span, name_collectives, no_span
 from megatron_ladder.config.run import RunConfig
 
 
@@ -29,7 +29,7 @@ def named_for_profiler(run: RunConfig, mesh: ProcessMesh) -> tuple[ProcessMesh, 
     """Return the mesh and the span with which this rank builds its model."""
     if not run.profile.profile or mesh.world.rank not in run.profile.profile_ranks:
         return mesh, no_span
-    tensor, kv_replica = (RecordedGroup(group, record_function) for group in (mesh.tensor, mesh.kv_replica))
+    tensor, kv_replica = (name_collectives(group, record_function) for group in (mesh.tensor, mesh.kv_replica))
     return replace(mesh, tensor=tensor, kv_replica=kv_replica), record_function
 
 
