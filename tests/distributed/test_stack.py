@@ -12,7 +12,7 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import pending_before
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.side_queue import SideQueue
+from megatron_ladder.comm.side_queue import SideQueue, _InlineQueue
 from megatron_ladder.model.backward import _first_reads
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import BuildContext, Operations
@@ -216,6 +216,46 @@ def test_side_queue_that_starts_with_the_sub_block(gloo_pools: GlooPools, traini
     expected = "G0 G1 H0 B0 L0 W0 G2 H1 B1 L1 H2 B2 L2 W1 W2"
     found = gloo_pools(2).run(sharded_forward_events, config, StackOptions(), training, AtTheBeginning())
     assert found == [expected, expected]
+
+
+class RecordingQueue(_InlineQueue):
+    """A side queue that records chains with their number of inputs (`R2`) and joins (`J`)."""
+
+    runs_midway = False
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def run(self, chain: Callable[[], Any], uses: Any) -> Any:
+        self.events.append(f"R{len(uses)}")
+        return chain()
+
+    def join(self) -> None:
+        self.events.append("J")
+
+
+def side_queue_events(config: ModelConfig, training: bool) -> str:
+    """Return chains, joins and bodies (`B3`) of a forward pass, and, with `training`, of a backward pass."""
+    model, _ = recorded_model(config, StackOptions(), sequence_parallel=True)
+    events: list[str] = []
+    model.stack.side_queue = RecordingQueue(events)
+    for number, step in enumerate(model.stack.sub_blocks()):
+        assert isinstance(step.body, nn.Module)
+        step.body.register_forward_pre_hook(lambda *_, number=number: events.append(f"B{number}"))
+    with torch.set_grad_enabled(training):
+        state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=training)
+        output = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
+        if training:
+            output.sum().backward()
+    return " ".join(events)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_results_of_the_side_queue_are_joined_before_their_use(gloo_pools: GlooPools, training: bool) -> None:
+    """A chain uses the stream, and the outputs (or reads) that are in flight."""
+    config = small_model(num_layers=3, **LADDER_PARALLEL)
+    expected = "R1 B0 J R2 B1 J B2" + " R1 J R2 J" * training
+    assert gloo_pools(2).run(side_queue_events, config, training) == [expected, expected]
 
 
 def sharded_backward_events(config: ModelConfig, options: StackOptions) -> str:

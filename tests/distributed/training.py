@@ -19,6 +19,7 @@ from megatron_ladder.engine.build import build_engine, build_model, start_deepsp
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.train.profile import named_for_profiler
 from megatron_ladder.train.setup import Trainer
 from tests.distributed.sharded import Pieces, mesh_of
 
@@ -52,7 +53,8 @@ def build_trainer_here(argv: Sequence[str], weights: Mapping[str, Tensor] | None
     stages = run.parallel.pipeline_model_parallel_size
     mesh = mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel), stages)
     mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel)
-    model, norm = build_model(run, mesh, CPU)
+    named_mesh, span = named_for_profiler(run, mesh)
+    model, norm = build_model(run, named_mesh, CPU, span)
     if weights is not None:
         with gathered(model.parameters(), written=True), torch.no_grad():
             for parameter, sections in parameter_sections(model):
