@@ -1,4 +1,4 @@
-"""Streamed texts in several layouts: all ranks of a model get them, and another number of ranks goes on with them."""
+"""Streamed texts in several layouts: all ranks of a model receive them, and another number of ranks resumes them."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def rows_of(batches: list[MicroBatch]) -> list[list[int]]:
 
 
 def read(argv: list[str], path: str, steps: int, consumed: int, states: list[Any]) -> tuple[list[Any], Any]:
-    """On each rank: its rows of every step, and its state behind them."""
+    """Return the rows of every step and the final state, on each rank."""
     trainer, tokenizer = build_trainer_here([*RECIPE, *argv]), NullTokenizer(100)
     plan = StreamPlan(find_input([path], "text").shards, 4, trainer.run.training.seq_length, 1, 20, tokenizer.eod_id)
     data = TrainingData(
@@ -37,7 +37,7 @@ def read(argv: list[str], path: str, steps: int, consumed: int, states: list[Any
     return rows, json.loads(json.dumps(data.streams.state_dict()))
 
 
-def test_texts_are_streamed_on_by_another_number_of_ranks(gloo_pools: GlooPools, tmp_path: Path) -> None:
+def test_streaming_resumes_with_another_number_of_ranks(gloo_pools: GlooPools, tmp_path: Path) -> None:
     texts = [f"{number % 97} " * (1 + number % 5) for number in range(3000)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -1,4 +1,4 @@
-"""Small tokenizers and data sets of known content, made once a run."""
+"""Small tokenizers and data sets of known content, made once per session."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +49,7 @@ MakeDataset = Callable[..., IndexedDataset]
 
 @pytest.fixture
 def make_dataset(tmp_path: Path) -> MakeDataset:
-    """Makes a data set of documents of the given lengths whose tokens count up from 0."""
+    """Return a function that makes a data set of documents of the given lengths whose tokens count up from 0."""
 
     def make(lengths: list[int], name: str = "numbers", vocab_size: int = 100_000) -> IndexedDataset:
         with IndexedDatasetWriter(tmp_path / name, token_dtype(vocab_size)) as writer:

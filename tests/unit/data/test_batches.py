@@ -22,7 +22,7 @@ EOD = 7
 
 
 def rows_with_ends(seed: int, count: int = 6, length: int = 15) -> SampleRows:
-    """Ends of documents at the first, the last and neighbouring places among others."""
+    """Return rows with document ends at the first, the last, neighbouring and other positions."""
     tokens = np.random.default_rng(seed).integers(0, 12, (count, length + 1)).astype(np.uint16)
     tokens[0, [0, 1, -1, -2]] = EOD
     tokens[1, tokens[1] == EOD] = 0
@@ -32,7 +32,7 @@ def rows_with_ends(seed: int, count: int = 6, length: int = 15) -> SampleRows:
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("attention", [False, True])
 @pytest.mark.parametrize("loss", [False, True])
-def test_ends_of_documents_mean_what_they_mean_in_megatron(positions: bool, attention: bool, loss: bool) -> None:
+def test_document_ends_match_megatron(positions: bool, attention: bool, loss: bool) -> None:
     rows = rows_with_ends(1)
     batches = _make_micro_batches(rows, DocumentRules(EOD, positions, attention, loss), 2)
     assert len(batches) == 3
@@ -57,13 +57,13 @@ def test_ends_of_documents_mean_what_they_mean_in_megatron(positions: bool, atte
 
 
 def seen(bounds: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """[rows, length, length]: what each token sees by these bounds."""
+    """Return which tokens each token attends to [rows, length, length]."""
     number = torch.bucketize(torch.arange(rows * length), bounds, right=True).view(rows, length)
     earlier = torch.ones(length, length).tril().bool()
     return (number[:, :, None] == number[:, None, :]) & earlier
 
 
-def test_a_mask_of_the_data_and_one_of_ends_are_both_kept() -> None:
+def test_masks_of_the_data_and_of_document_ends_are_combined() -> None:
     rows = rows_with_ends(2)._replace(loss_mask=np.tile(np.arange(16) % 2, (6, 1)).astype(np.uint8))
     (batch,) = _make_micro_batches(rows, DocumentRules(EOD, eod_mask_loss=True), 6)
     # The label of place t is token t + 1.
@@ -71,7 +71,7 @@ def test_a_mask_of_the_data_and_one_of_ends_are_both_kept() -> None:
     assert batch.loss_mask is not None and torch.equal(batch.loss_mask, expected)
 
 
-def test_marks_of_the_data_come_before_ends() -> None:
+def test_given_document_begins_override_end_tokens() -> None:
     rows = rows_with_ends(3)
     begins = np.random.default_rng(3).random(rows.tokens.shape) < 0.3
     (batch,) = _make_micro_batches(rows._replace(begins=begins), DocumentRules(EOD, True, True), 6)
@@ -81,7 +81,7 @@ def test_marks_of_the_data_come_before_ends() -> None:
     assert torch.equal(seen(batch.document_bounds, 6, 15), expected.visible)
 
 
-def test_packed_rows_are_unpacked() -> None:
+def test_rows_survive_packing() -> None:
     random = np.random.default_rng(4)
     tokens = random.integers(0, 2**31, (3, 5))
     mask, begins = random.integers(0, 2, (3, 5)).astype(np.uint8), random.random((3, 5)) < 0.5
@@ -92,7 +92,7 @@ def test_packed_rows_are_unpacked() -> None:
 
 
 class Counting:
-    """Rows that hold the number of the step; the third step is a mistake."""
+    """Returns rows that contain the number of the step; the third step is an error."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -107,7 +107,7 @@ class Counting:
         return {"steps": self.steps}
 
 
-def test_a_loader_reads_ahead_but_its_state_does_not() -> None:
+def test_reading_ahead_does_not_advance_the_state() -> None:
     reader = Counting()
     loader = GlobalBatchLoader(reader, BatchShape(5, 4, 2), DocumentRules(), 8)
     assert loader.reader_state == {"steps": 0}
@@ -124,7 +124,7 @@ def test_a_loader_reads_ahead_but_its_state_does_not() -> None:
     loader.close()
 
 
-def test_a_stage_without_batches_counts_them() -> None:
+def test_a_middle_stage_counts_samples() -> None:
     loader = UnreadBatches(BatchShape(5, 8, 2, data_parallel_size=2), 8)
     assert [batch.tokens.numel() for batch in next(loader)] == [0, 0]
     assert loader.consumed_samples == 16

@@ -1,4 +1,4 @@
-"""Several data sets read as one."""
+"""Blends of data sets."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ ORDER = OrderOptions(SEQ_LENGTH, seed=7)
 
 
 def largest_deviation(weights: list[int], turns: list[int]) -> Fraction:
-    """The largest |c_i - w_i n| over all prefixes and data sets, counted one by one."""
+    """Return the largest |c_i - w_i n| over all n and data sets, counted one by one."""
     counts, worst = [0] * len(weights), 0
     for taken, turn in enumerate(turns, 1):
         counts[turn] += 1
@@ -56,7 +56,7 @@ def test_turns_by_hand() -> None:
         ("1/3 2/3", [1, 2]),
     ],
 )
-def test_weights_become_whole_numbers(weights: str, expected: list[int]) -> None:
+def test_weights_become_integers(weights: str, expected: list[int]) -> None:
     assert _whole_weights([Fraction(word) for word in weights.split()]) == expected
 
 
@@ -68,7 +68,7 @@ def test_weights_of_a_long_period_are_rounded() -> None:
         assert abs(given / sum(weights) - Fraction(rounded, _MAX_TURNS)) < Fraction(2, _MAX_TURNS)
 
 
-def test_each_data_set_is_read_in_its_own_order_from_any_place(make_dataset: MakeDataset) -> None:
+def test_a_blend_keeps_the_order_of_each_data_set(make_dataset: MakeDataset) -> None:
     sets = [make_dataset([30, 9], "a"), make_dataset([70], "b", vocab_size=100)]
     sources = [SampleSource(one, range(len(one)), SEQ_LENGTH, 7, shuffle=True) for one in sets]
     blend = BlendedSource(sources, [Fraction("0.3"), Fraction("0.7")])
@@ -84,7 +84,7 @@ def test_each_data_set_is_read_in_its_own_order_from_any_place(make_dataset: Mak
     assert blend.samples(np.arange(60), out).tokens.tolist() == expected
 
 
-def test_a_loss_mask_beside_a_data_set_without(make_dataset: MakeDataset) -> None:
+def test_a_blend_of_data_sets_with_and_without_a_loss_mask(make_dataset: MakeDataset) -> None:
     masked, plain = make_dataset([30], "masked"), make_dataset([30], "plain")
     loss_mask_path(masked.prefix).write_bytes(bytes(30))
     sources = [SampleSource(IndexedDataset(p.prefix), range(1), SEQ_LENGTH, 7, shuffle=True) for p in (masked, plain)]
@@ -102,19 +102,19 @@ def test_a_loss_mask_beside_a_data_set_without(make_dataset: MakeDataset) -> Non
         ("0.25 a 3e-1 2b", (["a", "2b"], [Fraction(1, 4), Fraction(3, 10)])),
     ],
 )
-def test_weights_stand_before_paths(words: str, expected: tuple[list[str], list[Fraction] | None]) -> None:
+def test_weights_precede_paths(words: str, expected: tuple[list[str], list[Fraction] | None]) -> None:
     blend = parse_blend("--data-path", words.split())
     assert list(map(str, blend.prefixes)) == expected[0]
     assert (None if blend.weights is None else list(blend.weights)) == expected[1]
 
 
 @pytest.mark.parametrize("words", ["1 a 2", "1 a b 2", "a 1 2 b", "0 a 1 b", "-1 a 1 b", "nan a 1 b", "1 a 2 a", "a a"])
-def test_blends_that_are_none(words: str) -> None:
+def test_invalid_blends(words: str) -> None:
     with pytest.raises(UserError, match="--data-path"):
         parse_blend("--data-path", words.split())
 
 
-def test_every_data_set_of_a_blend_is_cut(make_dataset: MakeDataset) -> None:
+def test_every_data_set_of_a_blend_is_split(make_dataset: MakeDataset) -> None:
     a, b = make_dataset([10] * 10, "a").prefix, make_dataset([5] * 20, "b").prefix
     sources = open_sources(DataArguments(["2", str(a), "1", str(b)], (), (), ()), "8,2,0", ORDER)
     assert [member.documents for member in sources.train.sources] == [range(8), range(16)]
@@ -126,7 +126,7 @@ def test_every_data_set_of_a_blend_is_cut(make_dataset: MakeDataset) -> None:
     assert [len(member) for member in unweighted.sources] == [24, 12] and unweighted.weights == [2, 1]
 
 
-def test_all_mistakes_of_a_blend_are_told(make_dataset: MakeDataset, tmp_path: Path) -> None:
+def test_all_errors_of_a_blend_are_reported(make_dataset: MakeDataset, tmp_path: Path) -> None:
     good, short = make_dataset([50], "good").prefix, make_dataset([2], "short").prefix
     words = DataArguments((), ["1", str(good), "1", f"{tmp_path}/x"], ["1", f"{tmp_path}/y", "2"], ())
     with pytest.raises(UserError) as raised:
@@ -136,7 +136,7 @@ def test_all_mistakes_of_a_blend_are_told(make_dataset: MakeDataset, tmp_path: P
         open_sources(DataArguments([str(good), str(short)], (), (), ()), "1", ORDER)
 
 
-def test_files_that_stand_for_flags(tmp_path: Path) -> None:
+def test_files_that_replace_flags(tmp_path: Path) -> None:
     (tmp_path / "words").write_text("0.3 a\n0.7  b\n")
     assert find_data(DataConfig(data_args_path=tmp_path / "words")).data_path == ["0.3", "a", "0.7", "b"]
     (tmp_path / "parts").write_text(json.dumps({"train": [0.5, "a", "1", "b"], "valid": "v w", "test": None}))
@@ -147,13 +147,13 @@ def test_files_that_stand_for_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"trian": "a"}', '{"train": 1}', '{"train": [["a"]]}'])
-def test_files_of_parts_that_are_none(tmp_path: Path, text: str) -> None:
+def test_invalid_files_of_parts(tmp_path: Path, text: str) -> None:
     (tmp_path / "parts").write_text(text)
     with pytest.raises(UserError, match="--per-split-data-args-path"):
         find_data(DataConfig(per_split_data_args_path=tmp_path / "parts"))
 
 
-def test_a_file_and_the_flag_it_stands_for(tmp_path: Path) -> None:
+def test_a_file_and_its_flag_exclude_each_other(tmp_path: Path) -> None:
     both = DataConfig(
         data_path=(Path("a"),), data_args_path=tmp_path / "no", train_data_path=(Path("t"),),
         per_split_data_args_path=tmp_path / "no.json",

@@ -49,7 +49,7 @@ MESSAGES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer that puts a <bos> in front of a text by itself, which a template must not get twice."""
+    """A byte-level tokenizer that adds a <bos> to a text, which must not be added to the output of a template."""
     folder = tmp_path_factory.mktemp("chat")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -98,7 +98,7 @@ def test_ids_are_those_of_transformers(folder: Path, tmp_path: Path, template: s
         assert found.loss_mask.tolist() == expected["assistant_masks"]
 
 
-def test_without_marks_answers_are_found_with_the_end_of_their_turns(folder: Path, tmp_path: Path) -> None:
+def test_answers_without_generation_blocks_include_their_end_tokens(folder: Path, tmp_path: Path) -> None:
     found = tokens_of(encoder_of(folder, CHATML, tmp_path), MESSAGES)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     counted = np.split(found.token_ids, np.flatnonzero(np.diff(found.loss_mask)) + 1)[1::2]
@@ -106,16 +106,16 @@ def test_without_marks_answers_are_found_with_the_end_of_their_turns(folder: Pat
     assert texts == ["Ich heiße  Leiter.\n\nUnd du?<|im_end|>", "é<|im_end|>"]
 
 
-def test_a_template_without_tokens_for_turns_keeps_all_that_it_writes() -> None:
+def test_answers_without_end_tokens_include_white_space() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}", {}, "here")
     text, answers = template.render(MESSAGES, ("<|im_end|>",))
-    # The prompt for an answer does not say who answers, so that is learnt.
+    # The prompt for an answer does not name the speaker, so the name is part of the answer.
     assert [text[begin:end] for begin, end in answers] == [
         "assistant: Ich heiße  Leiter.\n\nUnd du?\n\n", "assistant: é\n\n",
     ]  # fmt: skip
 
 
-def test_a_template_that_rewrites_earlier_messages_is_refused() -> None:
+def test_a_template_that_rewrites_earlier_messages_is_rejected() -> None:
     template = ChatTemplate(THINKING, {}, "here")
     messages = [*MESSAGES[:2], {"role": "assistant", "content": "<think>x</think>y"}, *MESSAGES[3:]]
     with pytest.raises(ChatTemplateError, match=r"put {% generation %} and {% endgeneration %} around"):
@@ -136,7 +136,7 @@ def test_a_template_runs_in_a_sandbox(source: str, error: str) -> None:
         ChatTemplate(source, {}, "here").render(MESSAGES)
 
 
-def test_where_templates_are_kept(folder: Path, tmp_path: Path) -> None:
+def test_locations_of_templates(folder: Path, tmp_path: Path) -> None:
     def source(given: Path | None = None) -> str:
         return ConversationEncoder(HuggingFaceTokenizer(folder), given).template.source
 
@@ -185,8 +185,8 @@ def test_records_without_a_conversation(keys: list[str], values: list[Any], erro
         read_messages(keys, values)
 
 
-def test_messages_in_the_form_of_sharegpt() -> None:
-    """As of BAAI/Infinity-Instruct; a table's column has all keys in every row."""
+def test_messages_in_sharegpt_format() -> None:
+    """Test the format of BAAI/Infinity-Instruct; a column of a table has all keys in every row."""
     written: list[dict[str, Any]] = [
         {"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"},
         {"from": "gpt", "value": "Hello", "role": None},
@@ -237,7 +237,7 @@ def test_preprocessing_conversations(folder: Path, tmp_path: Path) -> None:
     assert documents_of(prefix) == [([*ids, 3], [*mask, 0]) for ids, mask in expected]
 
 
-def test_the_end_that_is_appended_is_part_of_what_decides_the_tokens(folder: Path, tmp_path: Path) -> None:
+def test_the_appended_token_is_part_of_the_task_identity(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "template").write_text(MARKED)
     for append_eod in (True, False):
         task = chat_task(HuggingFaceTokenizer(folder), tmp_path / "template", Reading(("messages",)), append_eod)
@@ -245,7 +245,7 @@ def test_the_end_that_is_appended_is_part_of_what_decides_the_tokens(folder: Pat
         assert (other.identity() != task.identity()) == append_eod
 
 
-def test_a_conversation_that_the_template_does_not_take_is_named(
+def test_a_rejected_conversation_is_located(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [{"instruction": f"say {n}", "output": "n" * n} for n in range(4)]
@@ -269,7 +269,7 @@ def test_a_conversation_that_the_template_does_not_take_is_named(
     assert len(documents_of(tmp_path / "out_instruction_document")) == 3
 
 
-def test_flags_of_conversations_that_contradict(folder: Path, tmp_path: Path) -> None:
+def test_contradicting_flags_of_conversations(folder: Path, tmp_path: Path) -> None:
     command = ["--input", "a.jsonl", "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "HFTokenizer"]
     with pytest.raises(UserError, match="--chat-keys requires --chat"):
         preprocess_data.main([*command, "--chat-keys", "a", "b"])
@@ -278,6 +278,6 @@ def test_flags_of_conversations_that_contradict(folder: Path, tmp_path: Path) ->
     assert "--json-keys selects texts" in str(raised.value)
 
 
-def test_sentencepiece_has_no_special_tokens_in_a_text(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
+def test_sentencepiece_cannot_encode_conversations(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
     with pytest.raises(UserError, match="--chat: --tokenizer-type SentencePieceTokenizer does not recognise"):
         ConversationEncoder(sentencepiece_tokenizer)

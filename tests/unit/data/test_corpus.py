@@ -21,7 +21,7 @@ def test_sources_are_the_library_without_tests() -> None:
     assert not folders & {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-def test_files_that_are_not_utf8_are_left_out(tmp_path: Path) -> None:
+def test_files_that_are_not_utf8_are_excluded(tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text("é", encoding="utf-8")
     (tmp_path / "latin.py").write_text("é", encoding="latin-1")
     assert _library_sources(tmp_path) == [tmp_path / "good.py"]
@@ -63,7 +63,7 @@ def test_corpus_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     }
 
 
-def test_other_settings_are_noticed(tmp_path: Path) -> None:
+def test_other_settings_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "corpus.json").write_text('{"vocab_size": 4096, "max_megabytes": null}')
     with pytest.raises(
         UserError, match="made with --vocab-size 4096, not with --vocab-size 500: give another"

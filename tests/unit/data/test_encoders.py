@@ -44,7 +44,7 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def changed(directory: Path, folder: Path, change: Change) -> HuggingFaceTokenizer:
-    """The tokenizer with another tokenizer.json."""
+    """Return the tokenizer with a modified tokenizer.json."""
     values = json.loads((directory / "tokenizer.json").read_text())
     change(values)
     (folder / "tokenizer.json").write_text(json.dumps(values))
@@ -81,7 +81,7 @@ def test_gigatoken_gives_the_ids_of_sentencepiece(sentencepiece_tokenizer: Sente
 
 
 def test_no_merge_makes_a_control_piece(tmp_path: Path) -> None:
-    """Even where both of its halves are in the vocabulary."""
+    """Test this for pieces of which both halves are in the vocabulary."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["a<b s> c 0x41> abc"] * 50), model_writer=model, model_type="bpe", vocab_size=275,
@@ -97,7 +97,7 @@ def test_no_merge_makes_a_control_piece(tmp_path: Path) -> None:
 
 
 class Wrong:
-    """Gives other ids for one text of the input."""
+    """Returns different ids for one text of the input."""
 
     library = "gigatoken"
 
@@ -137,7 +137,7 @@ def test_a_missing_library_falls_back_to_the_reference(
     assert choice.encoder.library == "tokenizers" and "tokenizers encodes (gigatoken: not installed" in choice.sentence
 
 
-def test_the_memory_of_words_is_bounded(
+def test_the_cache_of_words_is_bounded(
     hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoders, "_CHECK_CHARACTERS", 1000)
@@ -177,7 +177,7 @@ def test_documents_are_joined_with_their_ends() -> None:
 def test_documents_are_joined_in_blocks(
     monkeypatch: pytest.MonkeyPatch, end: int | None, dtype: str, last: int
 ) -> None:
-    """With lengths from nothing to several blocks, that end in a block, at its border and one behind."""
+    """Test lengths from 0 to several blocks, which end inside, at the end and one after the end of a block."""
     monkeypatch.setattr(encoding, "_BLOCK_TOKENS", 8)
     lengths = [3, 4, 0, 7, 1, 8, 6, 30, 16, 1, 1, 1, 1, 1, last]
     whole = np.random.default_rng(last).integers(0, 60_000, sum(lengths), np.uint32)

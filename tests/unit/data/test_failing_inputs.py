@@ -1,4 +1,4 @@
-"""What of the work on a data set is kept when its input, its network or its file system fails."""
+"""Progress that preprocessing keeps if its input, the network or the file system fails."""
 
 import errno
 import fcntl
@@ -37,9 +37,9 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_ladder.data.preprocess._COMMIT_SECONDS", 0)
 
 
-def run(folder: Path, inputs: Sequence[Path | str], told: list[str], **reading: int) -> list[str]:
-    """Preprocesses bytes, and returns the documents; what is reported goes to `told`."""
-    options = PreprocessOptions(report=told.append)
+def run(folder: Path, inputs: Sequence[Path | str], reported: list[str], **reading: int) -> list[str]:
+    """Preprocess bytes and return the documents; messages are appended to `reported`."""
+    options = PreprocessOptions(report=reported.append)
     preprocess(inputs, folder / "out", ByteTokenizer(), False, Reading(**reading), options)
     dataset = IndexedDataset(folder / "out_text_document")
     return [bytes(dataset.document(number).tolist()).decode() for number in range(len(dataset))]
@@ -58,7 +58,7 @@ def answered(status: int) -> Exception:
 
 
 class Hub:
-    """A data set of the hub: `datasets.load_dataset` and what it returns."""
+    """A data set of the hub: `datasets.load_dataset` and its result."""
 
     column_names = None
 
@@ -88,28 +88,28 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     return hub
 
 
-def test_a_network_that_fails_costs_no_progress(tmp_path: Path, hub: Hub) -> None:
-    told: list[str] = []
+def test_progress_survives_a_network_failure(tmp_path: Path, hub: Hub) -> None:
+    reported: list[str] = []
     hub.fails_to_read = ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
     with pytest.raises(ConnectionError, match=f"--input {HUB}: datasets cannot read it .*the same command") as caught:
-        run(tmp_path, [HUB], told)
-    assert exit_code_of(caught.value) == ExitCode.INTERNAL and KEPT in told[-1]
+        run(tmp_path, [HUB], reported)
+    assert exit_code_of(caught.value) == ExitCode.INTERNAL and KEPT in reported[-1]
     hub.fails_to_open = TimeoutError("the hub does not answer")
     for _ in range(2):
         with pytest.raises(ConnectionError, match=f"--input {HUB}: datasets cannot open it .*the same command"):
-            run(tmp_path, [HUB], told)
-    # The hub no longer shows it, which may be over soon too.
+            run(tmp_path, [HUB], reported)
+    # The hub does not list it any more, which may be temporary.
     hub.fails_to_open = FileNotFoundError("doesn't exist on the Hub or cannot be accessed")
     with pytest.raises(UserError, match="datasets cannot open it"):
-        run(tmp_path, [HUB], told)
+        run(tmp_path, [HUB], reported)
     hub.fails_to_open = hub.fails_to_read = None
-    told.clear()
-    assert run(tmp_path, [HUB], told) == TEXTS
-    assert any(line.startswith("resuming after") for line in told)
+    reported.clear()
+    assert run(tmp_path, [HUB], reported) == TEXTS
+    assert any(line.startswith("resuming after") for line in reported)
 
 
-def test_a_hub_that_is_opened_with_the_work_at_hand_costs_no_progress(tmp_path: Path, hub: Hub) -> None:
-    """As for conversations, of which nothing is compared before."""
+def test_progress_survives_a_failure_to_open_the_hub(tmp_path: Path, hub: Hub) -> None:
+    """Test a task that reads nothing before the run, such as conversations."""
     options, tokenizer = PreprocessOptions(report=lambda line: None), ByteTokenizer()
     task = _text_task(tokenizer, [], Reading(), False, options)
 
@@ -135,24 +135,24 @@ def test_a_hub_that_is_opened_with_the_work_at_hand_costs_no_progress(tmp_path: 
         assert (tmp_path / ".out.partial" / "journal").read_bytes() == journal
 
 
-def test_wrong_content_of_a_hub_leaves_nothing(tmp_path: Path, hub: Hub) -> None:
+def test_wrong_content_on_the_hub_leaves_no_files(tmp_path: Path, hub: Hub) -> None:
     hub.fails_to_read = ValueError("JSON parse error")
     with pytest.raises(UserError, match="datasets cannot read it .ValueError: JSON parse error"):
         run(tmp_path, [HUB], [])
     assert os.listdir(tmp_path) == []
 
 
-def test_a_mistake_that_is_not_the_inputs_keeps_what_was_done(tmp_path: Path, hub: Hub) -> None:
-    told: list[str] = []
+def test_progress_survives_errors_other_than_wrong_input(tmp_path: Path, hub: Hub) -> None:
+    reported: list[str] = []
     hub.fails_to_read = PermissionError("the token is out of date")
     with pytest.raises(UserError, match="the token is out of date"):
-        run(tmp_path, [HUB], told)
-    assert KEPT in told[-1]
+        run(tmp_path, [HUB], reported)
+    assert KEPT in reported[-1]
     hub.fails_to_read = None
-    assert run(tmp_path, [HUB], told) == TEXTS and any(line.startswith("resuming after") for line in told)
+    assert run(tmp_path, [HUB], reported) == TEXTS and any(line.startswith("resuming after") for line in reported)
 
 
-def test_a_compressed_file_that_cannot_be_read_on_costs_no_progress(
+def test_progress_survives_a_read_error_of_a_compressed_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl.gz", TEXTS)
@@ -164,16 +164,16 @@ def test_a_compressed_file_that_cannot_be_read_on_costs_no_progress(
             raise OSError(errno.ESTALE, "Stale file handle")
         return read(self, size)
 
-    told: list[str] = []
+    reported: list[str] = []
     with monkeypatch.context() as patched:
         patched.setattr(gzip.GzipFile, "read", fail)
         with pytest.raises(RuntimeError, match=r"a\.jsonl\.gz: Stale file handle"):
-            run(tmp_path, [path], told)
-    assert KEPT in told[-1]
-    assert run(tmp_path, [path], told) == TEXTS and any(line.startswith("resuming after") for line in told)
+            run(tmp_path, [path], reported)
+    assert KEPT in reported[-1]
+    assert run(tmp_path, [path], reported) == TEXTS and any(line.startswith("resuming after") for line in reported)
 
 
-def test_a_damaged_row_group_leaves_nothing(tmp_path: Path) -> None:
+def test_a_damaged_row_group_leaves_no_files(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path, row_group_size=1000, compression="gzip")
     assert run(tmp_path, [path], []) == TEXTS
@@ -194,26 +194,26 @@ def test_rows_that_are_not_utf8_can_be_skipped(tmp_path: Path) -> None:
     values[1500] = b"\xff"
     column = pyarrow.array(values, pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet", row_group_size=1000)
-    told: list[str] = []
+    reported: list[str] = []
     with pytest.raises(UserError, match=r"a\.parquet: row 1500: byte 0xff under 'text' is not UTF-8"):
-        run(tmp_path, [tmp_path / "a.parquet"], told)
-    assert run(tmp_path, [tmp_path / "a.parquet"], told, max_bad=1) == TEXTS[:1500] + TEXTS[1501:]
+        run(tmp_path, [tmp_path / "a.parquet"], reported)
+    assert run(tmp_path, [tmp_path / "a.parquet"], reported, max_bad=1) == TEXTS[:1500] + TEXTS[1501:]
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSYS, errno.ENOLCK])
-def test_a_file_system_that_does_not_lock_is_no_error(
+def test_a_file_system_without_locks_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
 ) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(reason, os.strerror(reason))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    told: list[str] = []
-    assert run(tmp_path, [write_lines(tmp_path / "a.jsonl", TEXTS[:9])], told) == TEXTS[:9]
-    assert any(f"this file system has no locks ({os.strerror(reason)})" in line for line in told)
+    reported: list[str] = []
+    assert run(tmp_path, [write_lines(tmp_path / "a.jsonl", TEXTS[:9])], reported) == TEXTS[:9]
+    assert any(f"this file system has no locks ({os.strerror(reason)})" in line for line in reported)
 
 
-def test_inputs_that_can_be_read_once_are_compared_too(
+def test_inputs_that_can_be_read_only_once_are_compared_too(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[str] = []
@@ -232,7 +232,7 @@ def test_inputs_that_can_be_read_once_are_compared_too(
     assert {typed[0], "in a file", TEXTS[0]} <= set(compared)
 
 
-def test_the_journal_does_not_repeat_what_was_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_journal_lists_skipped_records_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
     lines = path.read_bytes().split(b"\n")
     lines[::3] = [b"oops"] * len(lines[::3])
@@ -240,10 +240,10 @@ def test_the_journal_does_not_repeat_what_was_skipped(tmp_path: Path, monkeypatc
     take, stop_at = _InputPosition.advance, [10]
 
     def interrupted(self: _InputPosition, *arguments: Any) -> list[str]:
-        told = take(self, *arguments)
+        reported = take(self, *arguments)
         if self.groups == stop_at[0]:
             raise KeyboardInterrupt
-        return told
+        return reported
 
     monkeypatch.setattr(_InputPosition, "advance", interrupted)
     folder = tmp_path / ".out.partial"
@@ -259,12 +259,12 @@ def test_the_journal_does_not_repeat_what_was_skipped(tmp_path: Path, monkeypatc
         assert len(set(skipped)) == len(skipped)
     (folder / "skipped").write_text("other lines")
     stop_at[0] = -1
-    told: list[str] = []
-    assert run(tmp_path, [path], told, max_bad=2000) == [text for place, text in enumerate(TEXTS) if place % 3]
-    assert any("are damaged: starting from scratch" in line for line in told)
+    reported: list[str] = []
+    assert run(tmp_path, [path], reported, max_bad=2000) == [text for place, text in enumerate(TEXTS) if place % 3]
+    assert any("are damaged: starting from scratch" in line for line in reported)
 
 
-def test_a_mistake_before_anything_is_done_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_before_any_progress_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Partial, *arguments: object, **others: object) -> None:
         raise UserError("--tokenizer-model: changed while it was used")
 

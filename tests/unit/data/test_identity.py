@@ -1,4 +1,4 @@
-"""A resumed run reads the samples on that it was trained on, or says what changed."""
+"""A resumed run continues with the same samples, or reports what changed."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ LENGTHS = [7, 30, 2, 60]
 
 
 def describe(*words: object, split: str = "1", megatron_samples: int | None = None) -> dict[str, Any]:
-    """As it comes back from a checkpoint."""
+    """Return the description as read from a checkpoint."""
     order = OrderOptions(4, 1, None, megatron_samples)
     sources = open_sources(DataArguments(list(map(str, words)), (), (), ()), split, order, ["train"])
     assert sources.train is not None
@@ -34,7 +34,7 @@ def rewrite(prefix: Path, tokens: np.ndarray, lengths: list[int]) -> None:
         writer.publish()
 
 
-def test_the_same_data_elsewhere_is_no_change(make_dataset: MakeDataset, tmp_path: Path) -> None:
+def test_moved_data_is_not_a_change(make_dataset: MakeDataset, tmp_path: Path) -> None:
     prefix = make_dataset(LENGTHS).prefix
     before = describe(prefix)
     (tmp_path / "elsewhere").mkdir()
@@ -44,7 +44,7 @@ def test_the_same_data_elsewhere_is_no_change(make_dataset: MakeDataset, tmp_pat
     assert (before["train_documents"], before["train_tokens"]) == (4, 99)
 
 
-def test_other_tokens_under_equal_counts_are_noticed(make_dataset: MakeDataset) -> None:
+def test_other_tokens_with_equal_counts_are_detected(make_dataset: MakeDataset) -> None:
     prefix = make_dataset(LENGTHS).prefix
     before = describe(prefix)
     rewrite(prefix, np.arange(99)[::-1].copy(), LENGTHS)
@@ -57,7 +57,7 @@ def test_other_tokens_under_equal_counts_are_noticed(make_dataset: MakeDataset) 
     assert len(data_changes(before, describe(prefix))) == 4
 
 
-def test_a_token_between_the_blocks_is_noticed_by_the_sidecars_checksum(tmp_path: Path) -> None:
+def test_the_sidecar_detects_changes_between_sampled_blocks(tmp_path: Path) -> None:
     tokens = np.arange(1 << 18)
     sidecar = Sidecar("T", "ab", 1 << 18, 0, False, (1 << 18) - 1, 1, 1 << 18)
 
@@ -84,7 +84,7 @@ def describe_without_checksum(described: dict[str, Any]) -> dict[str, Any]:
     return described | {"train": described["train"] | {"sets": [one | {"content": content}]}}
 
 
-def test_loss_mask_split_weights_and_number_of_data_sets(make_dataset: MakeDataset) -> None:
+def test_changes_of_loss_mask_split_weights_and_data_sets(make_dataset: MakeDataset) -> None:
     a, b = make_dataset([10] * 10, "a").prefix, make_dataset([10] * 10, "b", vocab_size=100).prefix
     before = describe("0.3", a, "0.7", b, split="8,2")
     assert data_changes(before, describe("3", a, "7", b, split="8,2")) == []
@@ -102,7 +102,7 @@ def test_loss_mask_split_weights_and_number_of_data_sets(make_dataset: MakeDatas
     assert line.startswith(f"{a}: checksum of blocks of the loss mask is xxh3_128:") and line.endswith("was None")
 
 
-def test_megatrons_order_follows_from_the_length_of_the_run(make_dataset: MakeDataset) -> None:
+def test_megatrons_order_depends_on_the_length_of_the_run(make_dataset: MakeDataset) -> None:
     prefix = make_dataset(LENGTHS).prefix
     before = describe(prefix, megatron_samples=30)
     assert data_changes(before, describe(prefix, megatron_samples=30)) == []
@@ -112,7 +112,7 @@ def test_megatrons_order_follows_from_the_length_of_the_run(make_dataset: MakeDa
     assert line == "--megatron-order: the order of samples is 'ladder-1', was 'megatron'"
 
 
-def test_checkpoints_of_the_first_release_are_told_by_their_counts(make_dataset: MakeDataset) -> None:
+def test_checkpoints_of_the_first_release_are_compared_by_counts(make_dataset: MakeDataset) -> None:
     found = describe(make_dataset(LENGTHS).prefix)
     early = {name: found[name] for name in ("train_documents", "train_tokens", "tokenizer_sha256")}
     assert data_changes(early, found) == [] == data_changes({}, found)

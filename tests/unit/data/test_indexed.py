@@ -41,7 +41,7 @@ def put(prefix: Path, idx: bytes, data: bytes) -> Path:
         (65_500, [[5, 65_536], [7]], I32_IDX, I32_BIN),
     ],
 )
-def test_bytes_are_megatrons(
+def test_files_equal_megatrons_bytes(
     tmp_path: Path, vocab_size: int, documents: list[list[int]], idx: bytes, data: bytes
 ) -> None:
     with IndexedDatasetWriter(tmp_path / "a.b", token_dtype(vocab_size)) as writer:
@@ -55,7 +55,7 @@ def test_bytes_are_megatrons(
     assert [read.document(i).tolist() for i in range(len(read))] == documents
 
 
-# Tokens 1, 2 and 3 in documents of two tokens and of one, as Megatron's writer leaves them, for each of its types.
+# Tokens 1, 2 and 3 in documents of two tokens and of one, as Megatron writes them, for each of its types.
 HEAD, TAIL = "4d4d494449445800 00 0100000000000000", "0200000000000000 0300000000000000 02000000 01000000"
 DOCUMENTS = "0000000000000000 0100000000000000 0200000000000000"
 OF_EVERY_TYPE = {
@@ -71,7 +71,7 @@ OF_EVERY_TYPE = {
 
 
 @pytest.mark.parametrize("name", OF_EVERY_TYPE)
-def test_every_type_of_megatrons(tmp_path: Path, name: str) -> None:
+def test_every_token_type_of_megatron(tmp_path: Path, name: str) -> None:
     code, offsets, tokens = OF_EVERY_TYPE[name]
     idx, data = bytes.fromhex(f"{HEAD} {code} {TAIL} {offsets} {DOCUMENTS}"), bytes.fromhex(tokens)
     prefix = put(tmp_path / "fixture", idx, data)
@@ -91,7 +91,7 @@ def test_every_type_of_megatrons(tmp_path: Path, name: str) -> None:
 
 
 def read_as_megatron_does(prefix: Path) -> list[list[int]]:
-    """Its reader's steps: header, then three arrays one after the other; a sequence by its byte offset and length."""
+    """Read like Megatron: the header, three consecutive arrays, and sequences by their byte offset and length."""
     idx, data = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
     assert idx[:9] == b"MMIDIDX\x00\x00" and struct.unpack("<Q", idx[9:17]) == (1,)
     letter = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}[idx[17]]
@@ -104,7 +104,7 @@ def read_as_megatron_does(prefix: Path) -> list[list[int]]:
     return [list(struct.unpack_from(f"<{length}{letter}", data, at)) for length, at in spans]
 
 
-def test_a_mode_for_each_sequence_is_refused(tmp_path: Path) -> None:
+def test_multimodal_indices_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a mode for each sequence"):
         IndexedDataset(put(tmp_path / "modes", U16_IDX + bytes(2), U16_BIN))
 
@@ -118,7 +118,7 @@ def test_documents_of_several_and_of_no_sequences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0x80, 0xFF, 0x04])
-def test_every_corrupted_byte_of_an_index_is_refused(tmp_path: Path, mask: int) -> None:
+def test_every_corrupted_byte_of_an_index_is_detected(tmp_path: Path, mask: int) -> None:
     for position in range(len(U16_IDX)):
         damaged = bytearray(U16_IDX)
         damaged[position] ^= mask
@@ -126,7 +126,7 @@ def test_every_corrupted_byte_of_an_index_is_refused(tmp_path: Path, mask: int) 
             IndexedDataset(put(tmp_path / "damaged", bytes(damaged), U16_BIN))
 
 
-def test_every_truncation_is_refused(tmp_path: Path) -> None:
+def test_every_truncation_is_detected(tmp_path: Path) -> None:
     for length in range(len(U16_IDX)):
         with pytest.raises(UserError, match=r"cut\.idx"):
             IndexedDataset(put(tmp_path / "cut", U16_IDX[:length], U16_BIN))
@@ -137,7 +137,7 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
         IndexedDataset(put(tmp_path / "cut", U16_IDX, U16_BIN + b"\0"))
 
 
-def test_documents_that_run_backwards_are_refused(tmp_path: Path) -> None:
+def test_documents_in_decreasing_order_are_rejected(tmp_path: Path) -> None:
     idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
     idx += struct.pack("<3i", 1, 1, 1) + struct.pack("<3q", 0, 2, 4) + struct.pack("<4q", 0, 2, 1, 3)
     with pytest.raises(UserError, match="document 1 begins at sequence 2 and ends at 1"):
@@ -155,13 +155,13 @@ def test_lengths_and_offsets_must_agree(tmp_path: Path) -> None:
             IndexedDataset(put(tmp_path / "odd", idx, U16_BIN))
 
 
-def test_empty_data_set_is_refused(tmp_path: Path) -> None:
+def test_an_empty_data_set_is_rejected(tmp_path: Path) -> None:
     idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 1) + struct.pack("<q", 0)
     with pytest.raises(UserError, match="has no token"):
         IndexedDataset(put(tmp_path / "empty", idx, b""))
 
 
-def test_missing_data_set_names_its_neighbours(tmp_path: Path) -> None:
+def test_a_missing_data_set_suggests_similar_names(tmp_path: Path) -> None:
     put(tmp_path / "corpus_text_document", U16_IDX, U16_BIN)
     for given in ("corpus", "corpus_text_document.bin", "corpus_text_document.idx"):
         with pytest.raises(UserError, match=r"no such file: did you mean .*/corpus_text_document\?"):
@@ -172,7 +172,7 @@ def test_missing_data_set_names_its_neighbours(tmp_path: Path) -> None:
         IndexedDataset(Path("."))
 
 
-def test_nothing_is_left_by_an_abandoned_writer(tmp_path: Path) -> None:
+def test_an_abandoned_writer_leaves_no_files(tmp_path: Path) -> None:
     put(tmp_path / "old", U16_IDX, U16_BIN)
     with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(tmp_path / "old", np.dtype("<u2")) as writer:
         writer.add_document([1, 2, 3])
@@ -181,7 +181,7 @@ def test_nothing_is_left_by_an_abandoned_writer(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "old").tokens.tolist() == [5, 6, 65_535, 7]
 
 
-def test_index_is_published_last_and_never_beside_a_foreign_bin(
+def test_the_index_is_published_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path / "d", U16_IDX, U16_BIN)
@@ -199,7 +199,7 @@ def test_index_is_published_last_and_never_beside_a_foreign_bin(
     assert seen == [("d.bin", False), ("d.idx", False)]
 
 
-def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
+def test_the_writer_rejects_ids_that_do_not_fit(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
         for ids in ([65_536], [-1]):
             with pytest.raises(ValueError, match="do not fit"):

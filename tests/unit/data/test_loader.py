@@ -23,7 +23,7 @@ ORDER = OrderOptions(SEQ_LENGTH, seed=1)
 
 
 def shared(*words: object) -> DataArguments:
-    """What --data-path names."""
+    """Return arguments of --data-path."""
     return DataArguments(list(map(str, words)), (), (), ())
 
 
@@ -40,7 +40,7 @@ def loader_of(
 
 
 def global_batch(source: SampleSource, micro: int, size: int, consumed: int) -> torch.Tensor:
-    """The samples of one optimizer step, put back into their order from what the ranks read."""
+    """Return the samples of one optimizer step in their order, from the rows of all ranks."""
     ranks = [next(loader_of(source, micro, rank, size, consumed)) for rank in range(size)]
     assert all(
         batch.tokens.shape == batch.labels.shape == (micro, SEQ_LENGTH) for own in ranks for batch in own
@@ -68,7 +68,7 @@ def test_labels_are_the_next_tokens(make_dataset: MakeDataset) -> None:
     assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
 
 
-def test_loss_mask_is_that_of_the_labels(make_dataset: MakeDataset) -> None:
+def test_the_loss_mask_refers_to_labels(make_dataset: MakeDataset) -> None:
     dataset = make_dataset([40])
     loss_mask_path(dataset.prefix).write_bytes(bytes(number % 4 == 0 for number in range(40)))
     source = SampleSource(IndexedDataset(dataset.prefix), range(1), SEQ_LENGTH, seed=3, shuffle=True)
@@ -77,7 +77,7 @@ def test_loss_mask_is_that_of_the_labels(make_dataset: MakeDataset) -> None:
         assert torch.equal(batch.loss_mask, (batch.labels % 4 == 0).float())
 
 
-def test_resume_reads_on_where_it_stopped(make_dataset: MakeDataset) -> None:
+def test_reading_resumes_where_it_stopped(make_dataset: MakeDataset) -> None:
     source = source_of(make_dataset)
     whole = loader_of(source, 2, 1, 3)
     steps = [next(whole) for _ in range(5)]
@@ -98,12 +98,12 @@ def test_id_outside_of_the_vocabulary(make_dataset: MakeDataset) -> None:
         list(zip(range(2), loader_of(source, 12, 0, 1, vocab_size=98), strict=False))
 
 
-def test_batch_sizes_that_do_not_multiply(make_dataset: MakeDataset) -> None:
+def test_indivisible_batch_sizes(make_dataset: MakeDataset) -> None:
     with pytest.raises(UserError, match="--global-batch-size 12 is not a multiple of --micro-batch-size 5"):
         loader_of(source_of(make_dataset), 5, 0, 1)
 
 
-def test_one_data_set_cut_in_three(make_dataset: MakeDataset) -> None:
+def test_one_data_set_is_split_in_three(make_dataset: MakeDataset) -> None:
     prefix = make_dataset([10] * 10).prefix
     sources = open_sources(shared(prefix), "8,2,0", ORDER)
     assert sources.train is not None and sources.valid is not None and sources.test is None
@@ -120,14 +120,14 @@ def test_a_data_set_for_each_part(make_dataset: MakeDataset) -> None:
     assert sources.test is None
 
 
-def test_a_part_that_nobody_reads_may_be_short(make_dataset: MakeDataset) -> None:
+def test_an_unused_part_may_be_short(make_dataset: MakeDataset) -> None:
     prefix = make_dataset([50, 2]).prefix
     with pytest.raises(UserError, match="the valid part"):
         open_sources(shared(prefix), "1,1,0", ORDER)
     assert open_sources(shared(prefix), "1,1,0", ORDER, parts=["train"]).valid is None
 
 
-def test_paths_that_contradict_each_other(make_dataset: MakeDataset) -> None:
+def test_contradicting_paths(make_dataset: MakeDataset) -> None:
     prefix = make_dataset([50]).prefix
     for paths, found in (
         (((), (), (), ()), "--data-path is required"),
@@ -159,7 +159,7 @@ def test_sidecar_must_name_the_tokenizer(
         check_tokenizer(sources, tokenizer)
 
 
-def test_sidecar_of_a_later_program_and_no_sidecar(make_dataset: MakeDataset) -> None:
+def test_a_sidecar_of_a_later_release_and_a_missing_one(make_dataset: MakeDataset) -> None:
     prefix = make_dataset([50]).prefix
     sidecar = Sidecar("HuggingFaceTokenizer", "ab", 100, 0, False, 49, 1, 50)
     write_sidecar(prefix, sidecar)

@@ -1,4 +1,4 @@
-"""Megatron-LM core's order of samples, restated slowly from its description: token by token, sample by sample."""
+"""Megatron-LM core's order of samples, compared with a slow implementation token by token."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def epochs_for(samples: int | None, tokens: int) -> int:
 
 
 def run_by_hand(lengths: list[int], first_token: int, samples: int | None) -> list[list[int]]:
-    """Every sample of a run over documents whose tokens count up from `first_token`."""
+    """Return all samples of a run over documents whose tokens count up from `first_token`."""
     tokens = sum(lengths)
     epochs = epochs_for(samples, tokens)
     apart = False
@@ -51,7 +51,7 @@ def run_by_hand(lengths: list[int], first_token: int, samples: int | None) -> li
 
 
 def test_one_epoch_in_numbers(make_dataset: MakeDataset) -> None:
-    # np.random.RandomState(42) shuffles 0..5 and then 0..4 so, int32 and uint32 as in Megatron.
+    # np.random.RandomState(42) shuffles 0..5 and then 0..4 like this, int32 and uint32 as in Megatron.
     order = _MegatronSource(make_dataset([4] * 6), range(6), SEQ_LENGTH, 42, 5)._order_of(0)
     assert order.documents.tolist() == [0, 1, 5, 2, 4, 3]
     assert order.samples.tolist() == [3, 1, 2, 0, 4]
@@ -63,8 +63,8 @@ def test_one_epoch_in_numbers(make_dataset: MakeDataset) -> None:
      (24, 2, False), (25, 3, True), (60, 5, False)],
 )  # fmt: skip
 def test_runs_of_several_lengths(make_dataset: MakeDataset, samples: int | None, epochs: int, is_apart: bool) -> None:
-    # 49 tokens: 12 samples an epoch; after E - 1 epochs (49 (E - 1) - 1) // 4; the threshold is int(0.8 x 12) = 9
-    # samples wanted of the last epoch.
+    # 49 tokens: 12 samples per epoch; after E - 1 epochs (49 (E - 1) - 1) // 4; the threshold is int(0.8 x 12) = 9
+    # samples of the last epoch.
     source = _MegatronSource(make_dataset(LENGTHS), range(8), SEQ_LENGTH, SEED, samples)
     assert source.epochs == epochs == epochs_for(samples, 49)
     expected = run_by_hand(LENGTHS, 0, samples)
@@ -78,7 +78,7 @@ def test_runs_of_several_lengths(make_dataset: MakeDataset, samples: int | None,
 
 @pytest.mark.parametrize("samples", [11, 12, 23, 24, 36])
 def test_epochs_that_end_with_a_sample(make_dataset: MakeDataset, samples: int) -> None:
-    # 48 tokens hold 12 x 4, but the twelfth sample wants one more.
+    # 48 tokens are 12 x 4, but the twelfth sample needs one more.
     lengths = [3, 11, 1, 0, 7, 19, 2, 5]
     source = _MegatronSource(make_dataset(lengths), range(8), SEQ_LENGTH, SEED, samples)
     assert source.epochs == (samples + 12) // 12
@@ -97,7 +97,7 @@ def shared(*words: object) -> DataArguments:
 
 @pytest.mark.parametrize(("size", "cached"), [(41, False), (41, True), (56, False), (66, False)])
 def test_a_weighted_blend(make_dataset: MakeDataset, tmp_path: Path, size: int, cached: bool) -> None:
-    # Of 56 and 66 samples data set a is to give 17 and 20, so it is made for 18 and 21, on either side of 80%.
+    # Data set a provides 17 of 56 and 20 of 66 samples, so it is built for 18 and 21: below and above 80%.
     lengths = {"a": LENGTHS, "b": [9, 4, 30], "c": [6] * 5}
     words = [word for name, weight in zip("abc", (30, 50, 20), strict=True)
              for word in (weight, make_dataset(lengths[name], name).prefix)]  # fmt: skip
@@ -129,7 +129,7 @@ def test_data_sets_without_weights_are_read_once(make_dataset: MakeDataset) -> N
         open_sources(shared(a, b), "1", OrderOptions(SEQ_LENGTH, SEED, None, 22), ["train"])
 
 
-def test_split_is_rounded_as_core_does(make_dataset: MakeDataset) -> None:
+def test_splits_are_rounded_as_in_megatron_core(make_dataset: MakeDataset) -> None:
     # Cumulated shares of 10 sequences: 0.969 -> 9.69 -> 10; the legacy rule would give (10, 0, 0) too, and of 5
     # sequences cut 50/50 core rounds 2.5 to 2.
     assert split_sequences((0.969, 0.030, 0.001), 10) == [range(10), range(10, 10), range(10, 10)]
@@ -149,11 +149,11 @@ def write_sequences(prefix: Path, documents: list[int]) -> Path:
     return prefix
 
 
-def test_sequences_are_its_documents(tmp_path: Path) -> None:
+def test_megatron_uses_sequences_as_documents(tmp_path: Path) -> None:
     prefix = write_sequences(tmp_path / "s", [0, 3, 4])
     train = open_sources(shared(prefix), "1", OrderOptions(SEQ_LENGTH, SEED, None, 10), ["train"]).train
     assert train.samples(np.arange(10)).tokens.tolist() == run_by_hand([5, 6, 7, 8], 0, 10)[:10]
-    # Half of 4 sequences ends inside of a document: validation has whole ones within its half.
+    # Half of 4 sequences ends inside a document: validation contains only whole documents in its half.
     order = OrderOptions(SEQ_LENGTH, SEED, None, 2)
     sources = open_sources(shared(prefix), "1,1", order)
     assert (sources.train.documents, sources.valid.documents) == (range(2), range(1, 2))
@@ -161,7 +161,7 @@ def test_sequences_are_its_documents(tmp_path: Path) -> None:
     assert open_sources(shared(other), "0,1,1", order, ["valid"]).valid.documents == range(1)
 
 
-def test_the_tokens_that_count_are_chosen_as_in_the_other_order(make_dataset: MakeDataset) -> None:
+def test_loss_on_applies_to_megatrons_order(make_dataset: MakeDataset) -> None:
     masked, bare = make_dataset([40], "masked").prefix, make_dataset([40], "bare").prefix
     loss_mask_path(masked).write_bytes(bytes(40))
     both = shared(1, masked, 1, bare)

@@ -1,4 +1,4 @@
-"""Orders of samples that processes share on disk."""
+"""The cache of sample orders that processes share on disk."""
 
 import errno
 import fcntl
@@ -50,7 +50,9 @@ def orders(folder: Path) -> list[Path]:
     return sorted(folder.glob("order_*.bin"))
 
 
-def test_a_kept_order_is_the_order(make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_order_equals_a_new_one(
+    make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = make_dataset([7, 30, 2, 60])
     folder = tmp_path / "cache"
     folder.mkdir()
@@ -63,7 +65,7 @@ def test_a_kept_order_is_the_order(make_dataset: MakeDataset, tmp_path: Path, mo
     assert not order.samples.flags.writeable and order.samples.base is not None
 
 
-def test_what_decides_an_order_decides_its_file(make_dataset: MakeDataset, tmp_path: Path) -> None:
+def test_every_property_of_an_order_determines_its_file(make_dataset: MakeDataset, tmp_path: Path) -> None:
     dataset = make_dataset([7, 30, 2, 60])
     seen = []
 
@@ -83,7 +85,7 @@ def test_what_decides_an_order_decides_its_file(make_dataset: MakeDataset, tmp_p
     assert seen == [1, 1, 2, 3, 4, 5]
 
 
-def test_every_damage_of_a_file_is_noticed(tmp_path: Path) -> None:
+def test_every_damage_of_a_file_is_detected(tmp_path: Path) -> None:
     built = []
 
     def load() -> list[list[int]]:
@@ -104,15 +106,15 @@ def test_every_damage_of_a_file_is_noticed(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_of_several_processes_one_builds(tmp_path: Path) -> None:
+def test_one_of_several_processes_builds(tmp_path: Path) -> None:
     processes = [start_builder(tmp_path, 0.3) for _ in range(4)]
-    said = [process.communicate(timeout=60)[0].splitlines() for process in processes]
-    assert sorted(len(lines) for lines in said) == [1, 1, 1, 2]
-    assert {lines[-1] for lines in said} == {"[[0, 1, 2, 3, 4], []]"}
+    printed = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    assert sorted(len(lines) for lines in printed) == [1, 1, 1, 2]
+    assert {lines[-1] for lines in printed} == {"[[0, 1, 2, 3, 4], []]"}
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_dead_builder_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_killed_builder_does_not_block_others(tmp_path: Path) -> None:
     first = start_builder(tmp_path, 600)
     assert first.stdout is not None and first.stdout.readline() == "builds\n"
     second = start_builder(tmp_path, 0)
@@ -124,7 +126,7 @@ def test_a_dead_builder_holds_nobody_up(tmp_path: Path) -> None:
     first.stdout.close()
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     load_or_build(tmp_path, {"a": 1}, lambda: [np.arange(3)])
     (path,) = orders(tmp_path)
     path.rename(f"{path}.0a1b2c3d.partial")
@@ -132,13 +134,13 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [path.name, path.with_suffix(".lock").name]
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="the order of samples is not cached"):
         arrays = load_or_build(tmp_path / "gone", {"a": 1}, lambda: [np.arange(3)])
     assert arrays[0].tolist() == [0, 1, 2]
 
 
-def test_without_locks_what_another_process_published_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_the_first_published_order_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

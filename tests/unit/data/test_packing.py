@@ -20,14 +20,14 @@ ROOM = SEQ_LENGTH + 1
 
 @pytest.fixture
 def dataset(make_dataset: MakeDataset) -> IndexedDataset:
-    """Conversations whose tokens count up from 0 through all of them; those of threes are the assistant's."""
+    """Return conversations whose tokens count up from 0; multiples of three are the assistant's."""
     prefix = make_dataset(LENGTHS).prefix
     loss_mask_path(prefix).write_bytes(bytes(token % 3 == 0 for token in range(sum(LENGTHS))))
     return IndexedDataset(prefix)
 
 
 def conversations() -> list[list[int]]:
-    """As they lie in rows: cut."""
+    """Return the truncated conversations."""
     ends = list(itertools.accumulate(LENGTHS))
     whole = [list(range(end - length, end)) for length, end in zip(LENGTHS, ends, strict=True)]
     return [tokens[:ROOM] for tokens in whole if tokens]
@@ -35,28 +35,28 @@ def conversations() -> list[list[int]]:
 
 @pytest.mark.parametrize("room", [1, 2, 10, 97])
 @pytest.mark.parametrize("seed", range(5))
-def test_rows_are_never_too_full_and_seldom_too_empty(room: int, seed: int) -> None:
+def test_rows_are_filled_nearly_optimally(room: int, seed: int) -> None:
     lengths = np.random.default_rng(seed).integers(1, room + 1, 300)
     row_of = _pack(lengths, room)
     fill = np.bincount(row_of, weights=lengths)
     assert fill.max() <= room and fill.min() > 0
-    # Best fit decreasing never takes more than 11/9 of the best packing's rows, and 4 (Johnson, 1973).
+    # Best fit decreasing never needs more than 11/9 of the best packing's rows, and 4 (Johnson, 1973).
     assert len(fill) <= 11 / 9 * max(np.ceil(lengths.sum() / room), (lengths > room / 2).sum()) + 4
     assert np.array_equal(_pack(lengths, room), row_of)
 
 
-def test_each_goes_where_it_leaves_least() -> None:
+def test_conversations_go_where_the_least_room_remains() -> None:
     """By hand: 7 opens row 0; 6 row 1; 4 fits row 1 exactly; 3 fits row 0 exactly; 2 and 2 need a third."""
     assert _pack(np.array([2, 3, 7, 6, 4, 2]), 10).tolist() == [2, 0, 0, 1, 1, 2]
 
 
-def test_packing_a_million_conversations_is_quick() -> None:
+def test_packing_a_million_conversations_is_fast() -> None:
     lengths = np.random.default_rng(0).integers(1, 2050, 1_000_000)
     fill = np.bincount(_pack(lengths, 2049), weights=lengths)
     assert fill.max() <= 2049 and fill.mean() > 0.99 * 2049
 
 
-def test_an_epoch_holds_every_conversation_whole_and_once(dataset: IndexedDataset) -> None:
+def test_an_epoch_contains_every_conversation_once(dataset: IndexedDataset) -> None:
     source = PackedSource(dataset, range(len(LENGTHS)), SEQ_LENGTH, seed=1, shuffle=True, pad_id=PAD)
     assert (source.conversations, source.cut, source.tokens) == (10, 1, sum(LENGTHS))
     assert source.filled == (sum(LENGTHS) - 4) / (len(source) * ROOM)
@@ -90,14 +90,14 @@ def test_a_part_and_a_loss_on_all(dataset: IndexedDataset) -> None:
     assert rows.loss_mask.tolist() == [[0, *[1] * 8, 0], [0, 1, 0, 1, *[0] * 6]]
 
 
-def test_what_cannot_be_packed(make_dataset: MakeDataset, dataset: IndexedDataset) -> None:
+def test_data_that_cannot_be_packed(make_dataset: MakeDataset, dataset: IndexedDataset) -> None:
     with pytest.raises(UserError, match="--loss-on assistant: .*bare has no loss mask"):
         PackedSource(make_dataset([5], "bare"), range(1), SEQ_LENGTH, 1, True)
     with pytest.raises(UserError, match="the valid part has no conversation"):
         PackedSource(dataset, range(8, 9), SEQ_LENGTH, 1, False, part="valid")
 
 
-def test_the_sidecar_says_that_a_data_set_is_conversations(dataset: IndexedDataset) -> None:
+def test_the_sidecar_marks_conversations(dataset: IndexedDataset) -> None:
     documents = range(len(LENGTHS))
     text = open_source(dataset, documents, SEQ_LENGTH, 1, True, "train")
     assert isinstance(text, SampleSource) and text.samples(np.arange(2)).loss_mask is not None
@@ -116,7 +116,7 @@ def test_the_sidecar_says_that_a_data_set_is_conversations(dataset: IndexedDatas
             open_source(bare, documents, SEQ_LENGTH, 1, True, "train", asked)
 
 
-def test_texts_whose_mask_was_left_behind(dataset: IndexedDataset) -> None:
+def test_texts_with_a_missing_mask(dataset: IndexedDataset) -> None:
     sidecar = Sidecar("HuggingFaceTokenizer", "ab", 100, 5, False, 52, 10, sum(LENGTHS), loss_mask_checksum="x")
     write_sidecar(dataset.prefix, sidecar)
     loss_mask_path(dataset.prefix).unlink()

@@ -76,7 +76,7 @@ def test_a_data_set_for_each_key(tmp_path: Path, hugging_face_tokenizer: Hugging
 
 
 def big_file(path: Path, span_bytes: int, bad_line: int | None = None) -> list[str]:
-    """JSON lines of about four spans, one line longer than a span; returns the texts."""
+    """Write JSON lines of about four spans, one line longer than a span, and return the texts."""
     texts = [f"document {number} " + "word " * (span_bytes // 2500) for number in range(1400)]
     texts[700] = "long " * (span_bytes // 4)
     with open(path, "w") as file:
@@ -86,7 +86,7 @@ def big_file(path: Path, span_bytes: int, bad_line: int | None = None) -> list[s
 
 
 class RecordedProgress(ProgressBar):
-    """Records the totals of the last display."""
+    """Records the amounts that are displayed."""
 
     instances: ClassVar[list["RecordedProgress"]] = []
 
@@ -132,7 +132,7 @@ def test_workers_keep_the_order(
         (b"[" * 100_000, 1, "unreadable JSON"),
     ],
 )
-def test_a_bad_line_is_named_and_leaves_nothing(
+def test_a_bad_line_is_located_and_leaves_no_files(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, content: bytes, line: int, reason: str
 ) -> None:
     path = tmp_path / "bad.jsonl"
@@ -142,7 +142,7 @@ def test_a_bad_line_is_named_and_leaves_nothing(
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
-def test_an_error_leaves_the_former_output(
+def test_an_error_keeps_the_previous_output(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer
 ) -> None:
     good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
@@ -155,7 +155,7 @@ def test_an_error_leaves_the_former_output(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_the_sidecar_is_published_last_and_never_beside_foreign_tokens(
+def test_the_sidecar_is_published_last(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("something")
@@ -173,7 +173,7 @@ def test_the_sidecar_is_published_last_and_never_beside_foreign_tokens(
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
-def test_no_document_leaves_nothing(
+def test_an_input_without_documents_leaves_no_files(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, content: str
 ) -> None:
     (tmp_path / "none.jsonl").write_text(content)
@@ -184,7 +184,7 @@ def test_no_document_leaves_nothing(
     assert os.listdir(tmp_path) == ["none.jsonl"]
 
 
-def test_all_inputs_that_cannot_be_read_are_named(
+def test_all_unreadable_inputs_are_reported(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer
 ) -> None:
     (tmp_path / "plain.txt").write_text("a")
@@ -197,7 +197,7 @@ def test_all_inputs_that_cannot_be_read_are_named(
         run([inputs[2]], tmp_path / "plain.txt" / "out", sentencepiece_tokenizer)
 
 
-def test_command_line_with_a_bad_line_far_inside_and_two_workers(
+def test_a_command_line_with_two_workers_and_a_bad_line(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer
 ) -> None:
     big_file(tmp_path / "big.jsonl", GROUP_BYTES, bad_line=1300)
@@ -239,7 +239,7 @@ def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert len(caught.value.messages) == 3
 
 
-def test_training_on_a_sample_reads_from_all_over(tmp_path: Path) -> None:
+def test_a_training_sample_covers_the_whole_input(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(
         "".join(f"{'abcdefghij' * 10} {number:06d}\n" for number in range(20_000))
     )

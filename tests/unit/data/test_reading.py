@@ -28,7 +28,7 @@ CONTENT = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in TEXTS).
 
 
 def read_all(inputs: list[str | Path], reading: Reading | None = None, side_by_side: int = 1) -> list[list[object]]:
-    """The columns of all sources, one after the other; no record may be bad."""
+    """Return the concatenated columns of all sources, which must not have bad records."""
     reading = reading or Reading()
     columns: list[list[object]] = [[] for _ in reading.keys]
     for group in group_blocks(find_sources(inputs, reading), reading, side_by_side):
@@ -48,7 +48,7 @@ def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The same documents in every format."""
+    """Return a directory with the same documents in every format."""
     (tmp_path / "a.jsonl").write_bytes(CONTENT)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(CONTENT))
     (tmp_path / "c.jsonl.zst").write_bytes(zstd.compress(CONTENT[:9000]) + zstd.compress(CONTENT[9000:]))
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "hf://{folder}/a.jsonl"])
-def test_every_format_gives_the_same(folder: Path, name: str, small_spans: None) -> None:
+def test_every_format_gives_the_same_documents(folder: Path, name: str, small_spans: None) -> None:
     word = name.format(folder=folder) if name.startswith("hf") else str(folder / name)
     assert read_all([word]) == [TEXTS]
 
@@ -92,7 +92,7 @@ def test_a_name_on_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Timeout(Exception):
-    """As of a library for HTTP, which derives from nothing that is known."""
+    """An error of an HTTP library, without a known base class."""
 
     __module__ = "httpx2._exceptions"
 
@@ -104,7 +104,7 @@ def answered(status: int) -> Exception:
 
 
 def caused_by(error: Exception) -> Exception:
-    """As a library raises it that hides what it met."""
+    """Return an error of a library that hides its cause."""
     try:
         try:
             raise error
@@ -132,7 +132,7 @@ def caused_by(error: Exception) -> Exception:
         (EOFError(), False),
     ],
 )
-def test_errors_of_the_network_are_told_from_those_of_the_content(error: Exception, expected: bool) -> None:
+def test_network_errors_are_distinguished_from_content_errors(error: Exception, expected: bool) -> None:
     assert _is_network_error(error) == _is_network_error(caused_by(error)) == expected
 
 
@@ -158,7 +158,7 @@ def test_patterns_are_sorted_and_expanded(folder: Path) -> None:
         find_sources([f"{folder}/*.json"], Reading())
 
 
-def test_sources_read_side_by_side_keep_their_order(folder: Path, small_spans: None) -> None:
+def test_sources_read_concurrently_keep_their_order(folder: Path, small_spans: None) -> None:
     (folder / "other.jsonl.gz").write_bytes(gzip.compress(b'{"text": "other"}\n' * 900))
     inputs: list[str | Path] = [folder / name for name in ("b.jsonl.gz", "other.jsonl.gz", "c.jsonl.zst", "d.parquet")]
     for side_by_side in (1, 2, 7):
@@ -174,7 +174,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("side_by_side", [1, 2])
 @pytest.mark.parametrize("name", ["b.jsonl.gz", "c.jsonl.zst"])
-def test_a_damaged_file_is_named(folder: Path, name: str, side_by_side: int) -> None:
+def test_a_damaged_file_is_reported(folder: Path, name: str, side_by_side: int) -> None:
     whole = (folder / name).read_bytes()
     for content in (whole[:-20], b"no such format" * 100, whole[:50] + b"\x99" * 50 + whole[100:]):
         (folder / name).write_bytes(content)
@@ -182,7 +182,7 @@ def test_a_damaged_file_is_named(folder: Path, name: str, side_by_side: int) -> 
             read_all([folder / name], side_by_side=side_by_side)
 
 
-def test_a_file_that_the_system_cannot_read_on_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_is_not_reported_as_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -192,7 +192,7 @@ def test_a_file_that_the_system_cannot_read_on_is_not_damaged(folder: Path, monk
 
 
 def cut_parquet(path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[RowGroup]:
-    """The blocks of a file of two row groups, in parts of about 1000 bytes."""
+    """Return the blocks of a file with two row groups, in parts of about 1000 bytes."""
     table = pyarrow.table({"text": texts})
     pyarrow.parquet.write_table(table, path, row_group_size=-(-len(texts) // 2), use_dictionary=False)
     monkeypatch.setattr("megatron_ladder.data.reading.parquet.GROUP_BYTES", 1000)
@@ -206,7 +206,7 @@ def texts_of(block: Block) -> list[str]:
     return texts
 
 
-def test_a_large_row_group_is_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_row_group_is_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
     open_file = pyarrow.parquet.ParquetFile
 
@@ -232,7 +232,7 @@ def test_a_large_row_group_is_cut(folder: Path, monkeypatch: pytest.MonkeyPatch)
         )
 
 
-def test_a_file_that_was_written_anew_is_not_read_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rewritten_file_is_read_from_its_beginning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = cut_parquet(folder / "e.parquet", TEXTS, monkeypatch)
     assert texts_of(before[0]) == TEXTS[: len(before[0].rows)]
     # The same number of rows and parts.
@@ -241,7 +241,7 @@ def test_a_file_that_was_written_anew_is_not_read_on(folder: Path, monkeypatch: 
     assert rows == before[1].rows and texts_of(after[1]) == [text.upper() for text in TEXTS[rows.start : rows.stop]]
 
 
-def test_only_the_beginning_of_a_row_group_is_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_beginning_of_a_row_group_is_sampled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_parquet(folder / "e.parquet", TEXTS, monkeypatch)
     monkeypatch.setattr("megatron_ladder.data.reading.parquet.GROUP_BYTES", 1 << 20)
     monkeypatch.setattr("megatron_ladder.data.reading.find.SPAN_BYTES", 2000)
@@ -249,7 +249,7 @@ def test_only_the_beginning_of_a_row_group_is_compared(folder: Path, monkeypatch
     assert texts == TEXTS[: len(texts)] and 0 < len(texts) < len(TEXTS) // 4
 
 
-def test_a_column_with_a_point_in_its_name_has_a_size(folder: Path) -> None:
+def test_a_column_with_a_dot_in_its_name_has_a_size(folder: Path) -> None:
     table = pyarrow.table({"text.raw": TEXTS, "text.rawest": TEXTS, "talk": [[{"content": text}] for text in TEXTS]})
     pyarrow.parquet.write_table(table, folder / "e.parquet", use_dictionary=False)
     assert read_all([folder / "e.parquet"], Reading(("text.raw",))) == [TEXTS]
@@ -260,7 +260,7 @@ def test_a_column_with_a_point_in_its_name_has_a_size(folder: Path) -> None:
     assert sizes == pytest.approx([sum(len(text.encode()) + 4 for text in TEXTS)] * 2, rel=0.02)
 
 
-def test_damaged_parquet_is_named(folder: Path) -> None:
+def test_damaged_parquet_is_reported(folder: Path) -> None:
     content = bytearray((folder / "d.parquet").read_bytes())
     column = pyarrow.parquet.ParquetFile(folder / "d.parquet").metadata.row_group(1).column(1)
     begin = column.dictionary_page_offset or column.data_page_offset
@@ -274,7 +274,7 @@ def test_damaged_parquet_is_named(folder: Path) -> None:
             blocks[1].read(reading)
 
 
-def test_parquet_that_the_system_cannot_read_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_of_parquet_is_not_reported_as_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (source,) = find_sources([folder / "d.parquet"], Reading())
     block = next(source.blocks(Reading()))
 
@@ -315,7 +315,7 @@ def test_a_file_that_lacks_a_column(folder: Path) -> None:
         find_sources([folder / "d.parquet"], Reading())
 
 
-def test_a_missing_library_is_named(folder: Path) -> None:
+def test_a_missing_library_is_reported(folder: Path) -> None:
     script = (
         "import sys; sys.modules.update({name: None for name in ('pyarrow', 'backports', 'compression', 'datasets')})\n"
         "from megatron_ladder.data.reading.find import find_sources\n"
@@ -357,8 +357,8 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_blocks_are_read_as_lines_are(line: bytes) -> None:
-    """A block around one line must give what Python's decoder gives for each line alone."""
+def test_blocks_are_parsed_like_single_lines(line: bytes) -> None:
+    """Compare a block around one line with the result of Python's decoder for each line."""
     parsed = parse_lines(b'{"text": "before"}\n' + line + b'\n{"text": "after"}', Reading(max_bad=9))
     expected = text_of(line)
     texts = ["before", "after"] if expected is None else ["before", expected, "after"]
@@ -378,27 +378,27 @@ def text_of(line: bytes) -> str | None:
 @pytest.mark.parametrize("filler", [b"z", b"zz ", " \u00e9\u65e5".encode(), "\u65e5".encode()])
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 9_000])
 @pytest.mark.parametrize("wrong", [b"\xff", b"\xe6\x97", b"\xe6\x97 "])
-def test_bytes_that_are_not_utf8_are_found_far_inside(
+def test_invalid_utf8_is_found_anywhere(
     filler: bytes, place: int, wrong: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a key that nobody wants, which msgspec passes over; a character may lie across any place."""
+    """Test a key that is not read, which msgspec skips, with characters across any boundary."""
     notes = b"z" * place + filler * 5_000
     good = b'{"text": "a", "note": "' + notes + b'"}\n'
     bad = b'{"text": "b", "note": "' + notes + wrong + notes + b'"}\n'
     parsed = parse_lines(good + bad + good, Reading(max_bad=9))
     assert parsed.columns == (["a", "a"],)
     assert [(record.number, "is not UTF-8" in record.reason) for record in parsed.bad] == [(1, True)]
-    # What is good needs no second look.
+    # Valid content is not read again.
     monkeypatch.delattr("megatron_ladder.data.reading.json_lines._parse_one_by_one")
     assert parse_lines(good * 3, Reading()).columns == (["a"] * 3,)
 
 
-def test_an_object_over_two_lines_is_no_document() -> None:
+def test_an_object_on_two_lines_is_rejected() -> None:
     parsed = parse_lines(b'{"text":\n"a"}\n', Reading(max_bad=9))
     assert parsed.columns == ([],) and [record.number for record in parsed.bad] == [0, 1]
 
 
-def test_a_huge_line_is_never_held(tmp_path: Path, small_spans: None) -> None:
+def test_a_huge_line_is_never_in_memory(tmp_path: Path, small_spans: None) -> None:
     reading = Reading(max_bytes=10_000, max_bad=9)
     lines = [json.dumps({"text": "y" * size}) for size in (10, 2000, 40_000, 10, 9_000, 12_000, 10)]
     content = "\n".join(lines).encode()
@@ -417,7 +417,7 @@ def test_a_huge_line_is_never_held(tmp_path: Path, small_spans: None) -> None:
         assert ([len(text) for text in texts], records) == ([10, 2000, 10, 9000, 10], 7)
 
 
-def test_cuts_of_a_stream_are_whole_lines(small_spans: None) -> None:
+def test_blocks_of_a_stream_are_whole_lines(small_spans: None) -> None:
     cuts = list(_cut_lines(io.BytesIO(CONTENT), 1 << 20))
     assert len(cuts) > 10 and b"".join(cut.content for cut in cuts) == CONTENT
     assert all(cut.content.endswith(b"\n") for cut in cuts)

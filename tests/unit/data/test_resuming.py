@@ -31,18 +31,18 @@ def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_lines(path: Path, first: int = 0) -> list[str]:
-    """About ten spans."""
+    """Write about ten spans and return their texts."""
     texts = [f"document {number} of some" for number in range(first, first + 500)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return texts
 
 
 def run(inputs: list[Path], prefix: Path, append_eod: bool = False, **reading: int) -> list[str]:
-    """Preprocesses bytes, and returns what was reported."""
-    told: list[str] = []
-    options = PreprocessOptions(report=told.append)
+    """Preprocess bytes and return the messages."""
+    reported: list[str] = []
+    options = PreprocessOptions(report=reported.append)
     preprocess(inputs, prefix, ByteTokenizer(), append_eod, Reading(**reading), options)
-    return told
+    return reported
 
 
 def files_of(prefix: Path) -> list[bytes]:
@@ -51,23 +51,23 @@ def files_of(prefix: Path) -> list[bytes]:
 
 @pytest.fixture
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Ctrl-C in the group whose number is put into the list; counts groups in its second place."""
+    """Raise KeyboardInterrupt in the group at index 0 of the list; index 1 counts groups."""
     at = [-1, 0]
     take = _InputPosition.advance
 
     def interrupted(self: _InputPosition, *arguments: object) -> list[str]:
         at[1] += 1
-        told = take(self, *arguments)  # type: ignore[arg-type]
+        reported = take(self, *arguments)  # type: ignore[arg-type]
         if self.groups == at[0]:
             raise KeyboardInterrupt
-        return told
+        return reported
 
     monkeypatch.setattr(_InputPosition, "advance", interrupted)
     yield at
 
 
 @pytest.mark.parametrize("stopped_at", [1, 2, 7])
-def test_an_interrupted_run_goes_on(tmp_path: Path, interrupt: list[int], stopped_at: int) -> None:
+def test_an_interrupted_run_resumes(tmp_path: Path, interrupt: list[int], stopped_at: int) -> None:
     inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for number, path in enumerate(inputs):
         write_lines(path, 1000 * number)
@@ -79,15 +79,15 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, interrupt: list[int], stoppe
         run(inputs, tmp_path / "out")
     assert not list(tmp_path.glob("out_*")) and (tmp_path / ".out.partial").is_dir()
     interrupt[:] = [-1, 0]
-    told = run(inputs, tmp_path / "out")
-    # The group at which it was interrupted was counted, but not written: it is done again.
+    reported = run(inputs, tmp_path / "out")
+    # The interrupted group was counted but not written, so it is repeated.
     assert interrupt[1] == groups - stopped_at + 1
-    assert any(line.startswith("resuming after") for line in told) == (stopped_at > 1)
+    assert any(line.startswith("resuming after") for line in reported) == (stopped_at > 1)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_a_killed_process_goes_on(tmp_path: Path) -> None:
+def test_a_killed_run_resumes(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl")
     run([tmp_path / "a.jsonl"], tmp_path / "whole")
     script = f"""
@@ -114,13 +114,13 @@ if __name__ == "__main__":
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    told = run([tmp_path / "a.jsonl"], tmp_path / "out")
-    assert any("of an earlier run" in line for line in told)
+    reported = run([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert any("of an earlier run" in line for line in reported)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def begin(tmp_path: Path, interrupt: list[int], append_eod: bool = False) -> Path:
-    """A run that was interrupted in its fifth group."""
+    """Interrupt a run in its fifth group."""
     write_lines(tmp_path / "a.jsonl")
     interrupt[0] = 5
     with pytest.raises(KeyboardInterrupt):
@@ -129,37 +129,38 @@ def begin(tmp_path: Path, interrupt: list[int], append_eod: bool = False) -> Pat
     return tmp_path / ".out.partial"
 
 
-def test_what_changed_in_between_is_named(tmp_path: Path, interrupt: list[int]) -> None:
+def test_changes_since_the_interruption_are_reported(tmp_path: Path, interrupt: list[int]) -> None:
     begin(tmp_path, interrupt)
-    told = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
-    assert "an earlier run was started with other --append-eod, end-of-document token: starting from scratch" in told
+    reported = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
+    changed = "an earlier run was started with other"
+    assert f"{changed} --append-eod, end-of-document token: starting from scratch" in reported
     begin(tmp_path, interrupt, append_eod=True)
     os.utime(tmp_path / "a.jsonl", (1, 1))
     texts = write_lines(tmp_path / "a.jsonl", 7000)
-    told = run([tmp_path / "a.jsonl"], tmp_path / "out")
-    assert "an earlier run was started with other input, --append-eod: starting from scratch" in told
+    reported = run([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert f"{changed} input, --append-eod: starting from scratch" in reported
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert [bytes(dataset.document(number).tolist()).decode() for number in range(len(dataset))] == texts
 
 
-def test_another_tokenizer_starts_anew(
+def test_another_tokenizer_starts_from_scratch(
     tmp_path: Path, interrupt: list[int], sentencepiece_tokenizer: SentencePieceTokenizer
 ) -> None:
     begin(tmp_path, interrupt)
-    told: list[str] = []
-    options = PreprocessOptions(report=told.append)
+    reported: list[str] = []
+    options = PreprocessOptions(report=reported.append)
     preprocess([tmp_path / "a.jsonl"], tmp_path / "out", sentencepiece_tokenizer, options=options)
-    assert "an earlier run was started with other tokenizer: starting from scratch" in told
+    assert "an earlier run was started with other tokenizer: starting from scratch" in reported
 
 
-def test_another_end_of_a_document_starts_anew(
+def test_another_end_of_document_token_starts_from_scratch(
     tmp_path: Path, interrupt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the tokenizer's directory names another token, which is no part of its checksum."""
+    """Test a tokenizer directory that names another token, which is not part of its checksum."""
     begin(tmp_path, interrupt, append_eod=True)
     monkeypatch.setattr(ByteTokenizer, "eod_id", 9)
-    told = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
-    assert "an earlier run was started with other end-of-document token: starting from scratch" in told
+    reported = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
+    assert "an earlier run was started with other end-of-document token: starting from scratch" in reported
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert {int(dataset.document(number)[-1]) for number in range(len(dataset))} == {9}
     begin(tmp_path, interrupt)
@@ -168,18 +169,18 @@ def test_another_end_of_a_document_starts_anew(
 
 
 @pytest.mark.parametrize("damage", ["text.bin", "text.lengths"])
-def test_damaged_beginnings_are_thrown_away(tmp_path: Path, interrupt: list[int], damage: str) -> None:
+def test_damaged_progress_is_discarded(tmp_path: Path, interrupt: list[int], damage: str) -> None:
     folder = begin(tmp_path, interrupt)
     content = bytearray((folder / damage).read_bytes())
     content[10] ^= 1
     (folder / damage).write_bytes(content)
-    told = run([tmp_path / "a.jsonl"], tmp_path / "out")
-    assert any("are damaged: starting from scratch" in line for line in told)
+    reported = run([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert any("are damaged: starting from scratch" in line for line in reported)
     run([tmp_path / "a.jsonl"], tmp_path / "whole")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-def test_what_came_after_the_last_line_of_the_journal_is_cut_off(tmp_path: Path, interrupt: list[int]) -> None:
+def test_data_after_the_last_commit_is_truncated(tmp_path: Path, interrupt: list[int]) -> None:
     folder = begin(tmp_path, interrupt)
     for name, tail in (("text.bin", b"more"), ("text.lengths", b"more"), ("journal", b'{"place": {"groups"')):
         with open(folder / name, "ab") as file:
@@ -194,15 +195,15 @@ def test_what_came_after_the_last_line_of_the_journal_is_cut_off(tmp_path: Path,
 
 
 class Crash(BaseException):
-    """Stands for a power failure."""
+    """Simulates a power failure."""
 
 
 @pytest.mark.parametrize("step", range(8))
-def test_no_crash_while_publishing_leaves_a_mixture(
+def test_a_crash_while_publishing_leaves_no_mixture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     for name in ("a", "b"):
-        # Equal numbers of documents and tokens: only their content tells them apart.
+        # Documents and tokens are equal in number and differ only in content.
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name * 9}"}}\n{{"text": "{name}"}}\n')
     prefix = tmp_path / "out_text_document"
     run([tmp_path / "a.jsonl"], tmp_path / "out")
@@ -222,7 +223,7 @@ def test_no_crash_while_publishing_leaves_a_mixture(
         publishing = Partial.publish
 
         def publish(self: Partial, sidecars: object) -> None:
-            # What comes before leaves the former files alone.
+            # Until then the previous files are unchanged.
             patched.setattr(os, "replace", crash_in_time(os.replace))
             patched.setattr(Path, "unlink", crash_in_time(Path.unlink))
             publishing(self, sidecars)  # type: ignore[arg-type]
@@ -238,16 +239,16 @@ def test_no_crash_while_publishing_leaves_a_mixture(
         check_sidecar(IndexedDataset(prefix), ByteTokenizer())
     except UserError:
         found = b""
-    # The former data set goes sidecar first, then index; the new one comes tokens first, then index.
+    # The old sidecar is deleted first, then the index; the new tokens are published first, then the index.
     assert found == (b"a" * 10 if step < 2 else b"" if step < 5 else b"b" * 10)
-    told = run([tmp_path / "b.jsonl"], tmp_path / "out")
-    assert ("an earlier run finished without publishing its output: publishing it" in told) == crashed
+    reported = run([tmp_path / "b.jsonl"], tmp_path / "out")
+    assert ("an earlier run finished without publishing its output: publishing it" in reported) == crashed
     assert bytes(IndexedDataset(prefix).tokens.tolist()) == b"b" * 10
     check_sidecar(IndexedDataset(prefix), ByteTokenizer())
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_two_runs_with_one_output_do_not_meet(tmp_path: Path, interrupt: list[int]) -> None:
+def test_concurrent_runs_with_the_same_output_are_rejected(tmp_path: Path, interrupt: list[int]) -> None:
     folder = begin(tmp_path, interrupt)
     script = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, 2); print(flush=True); input()"
     command = [sys.executable, "-c", script, str(folder / "journal")]
@@ -279,7 +280,7 @@ def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
     assert older is not None and (older.tokens, older.bin_checksum) == (sidecar.tokens, None)
 
 
-def test_the_index_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_written_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lines(tmp_path / "a.jsonl")
     run([tmp_path / "a.jsonl"], tmp_path / "one")
     monkeypatch.setattr("megatron_ladder.data.indexed._INDEX_BLOCK", 70)
@@ -294,8 +295,8 @@ def test_bad_lines_are_skipped_counted_and_listed(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_bytes(BAD)
     inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    told = run(inputs, tmp_path / "out", max_bad=4)
-    skipped = [line for line in told if line.startswith("skipped")]
+    reported = run(inputs, tmp_path / "out", max_bad=4)
+    skipped = [line for line in reported if line.startswith("skipped")]
     assert [line.split(": ")[0] for line in skipped] == [
         f"skipped {tmp_path}/{place}" for place in ("a.jsonl:2", "a.jsonl:5", "b.jsonl:2", "b.jsonl:5")
     ]
@@ -320,7 +321,7 @@ def test_lines_are_counted_over_spans_and_interruptions(tmp_path: Path, interrup
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl"]
 
 
-def test_a_large_text_is_refused_by_its_flag(tmp_path: Path) -> None:
+def test_a_large_text_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * (2 << 20))
     (tmp_path / "b.txt").write_text("small")
     command = f"--input {tmp_path}/?.txt --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer".split()
@@ -330,7 +331,7 @@ def test_a_large_text_is_refused_by_its_flag(tmp_path: Path) -> None:
     assert np.array_equal(IndexedDataset(tmp_path / "out_text_document").tokens, list(b"small"))
 
 
-def test_a_partial_file_goes_on_behind_what_is_sure(tmp_path: Path) -> None:
+def test_a_reopened_file_continues_after_its_durable_part(tmp_path: Path) -> None:
     file = HashedFile(tmp_path / "f")
     file.append(b"abc")
     size, checksum = file.size, file.checksum

@@ -19,7 +19,7 @@ def by_definition(size: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
 
 
 def epoch_by_hand(lengths: list[int], seq_length: int, seed: int, epoch: int) -> list[list[int]]:
-    """Samples of an epoch, token by token, of documents whose tokens count up from 0."""
+    """Build the samples of an epoch token by token, for documents whose tokens count up from 0."""
     begins = np.cumsum([0, *lengths])
     joined = [
         token
@@ -30,8 +30,8 @@ def epoch_by_hand(lengths: list[int], seq_length: int, seed: int, epoch: int) ->
     return [cuts[number] for number in by_definition(len(cuts), seed, epoch, 1)]
 
 
-def test_permutation_is_frozen() -> None:
-    # Written down when the order was made final; another order would be another training run.
+def test_the_permutation_is_stable_across_releases() -> None:
+    # Recorded when the order became final; another order would change training runs.
     assert permutation(10, 1234, 0, 0).tolist() == [5, 6, 3, 9, 7, 4, 1, 2, 8, 0]
     assert permutation(10, 1234, 0, 1).tolist() == [7, 3, 0, 2, 4, 6, 5, 1, 9, 8]
     assert permutation(10, 1234, 1, 0).tolist() == [9, 2, 0, 7, 6, 1, 8, 4, 5, 3]
@@ -42,14 +42,14 @@ def test_permutation_is_the_stable_argsort(size: int) -> None:
     assert permutation(size, 7, 3, 1).tolist() == by_definition(size, 7, 3, 1).tolist()
 
 
-def test_permutation_with_draws_that_agree_in_their_high_bits() -> None:
+def test_permutation_with_draws_with_equal_high_bits() -> None:
     size, seed = 1 << 21, 19
     draws = np.sort(np.random.PCG64(np.random.SeedSequence([seed, 0, 0])).random_raw(size))
     assert np.any(np.diff(draws >> np.uint64(21)) == 0), "the seed was chosen to have such draws"
     assert np.array_equal(permutation(size, seed, 0, 0), by_definition(size, seed, 0, 0))
 
 
-def test_negative_seed_is_the_users_mistake() -> None:
+def test_a_negative_seed_is_a_user_error() -> None:
     with pytest.raises(UserError, match="--seed -1"):
         permutation(3, -1, 0, 0)
 
@@ -65,7 +65,7 @@ def test_samples_equal_the_definition_over_three_epochs(make_dataset: MakeDatase
 
 
 @pytest.mark.parametrize("seq_length", [1, 2, 5, 21, 43])
-def test_every_token_is_a_target_once_an_epoch(make_dataset: MakeDataset, seq_length: int) -> None:
+def test_every_token_is_a_label_once_per_epoch(make_dataset: MakeDataset, seq_length: int) -> None:
     lengths = [3, 0, 11, 1, 1, 7, 0, 20, 1]
     source = SampleSource(make_dataset(lengths), range(len(lengths)), seq_length, seed=1, shuffle=True)
     for epoch in range(2):
@@ -76,7 +76,7 @@ def test_every_token_is_a_target_once_an_epoch(make_dataset: MakeDataset, seq_le
         assert 1 <= left_out <= seq_length
 
 
-def test_a_range_of_documents_reads_nothing_else(make_dataset: MakeDataset) -> None:
+def test_a_source_reads_only_its_documents(make_dataset: MakeDataset) -> None:
     source = SampleSource(make_dataset([4, 6, 5, 9]), range(1, 3), 3, seed=0, shuffle=True)
     assert set(source.samples(np.arange(len(source))).tokens.reshape(-1).tolist()) <= set(range(4, 15))
 
@@ -96,7 +96,7 @@ def test_epochs_and_seeds_differ(make_dataset: MakeDataset) -> None:
     assert not np.array_equal(source.samples(numbers).tokens, other.samples(numbers).tokens)
 
 
-def test_part_that_is_too_short(make_dataset: MakeDataset) -> None:
+def test_a_part_that_is_too_short(make_dataset: MakeDataset) -> None:
     dataset = make_dataset([3, 2])
     SampleSource(dataset, range(2), 4, seed=0, shuffle=True)
     with pytest.raises(
@@ -112,25 +112,25 @@ def test_part_that_is_too_short(make_dataset: MakeDataset) -> None:
         ("969,30,1", 10, (10, 0, 0)),
         ("100,0,0", 7, (7, 0, 0)),
         ("100", 7, (7, 0, 0)),
-        ("50/50", 3, (1, 2, 0)),  # 2 and 2 by rounding half to even; one too many is taken from every end
+        ("50/50", 3, (1, 2, 0)),  # 2 and 2 by rounding half to even; the surplus is subtracted from every end
         ("1,1,1", 1, (1, 0, 0)),
         ("1,1,1", 10, (4, 3, 3)),
         ("0,1,1", 3, (0, 1, 2)),
     ],
 )
-def test_split_is_rounded_as_megatron_does(text: str, documents: int, sizes: tuple[int, ...]) -> None:
+def test_splits_are_rounded_as_in_megatron(text: str, documents: int, sizes: tuple[int, ...]) -> None:
     parts = split_documents(parse_split(text), documents)
     assert tuple(map(len, parts)) == sizes
     assert [number for part in parts for number in part] == list(range(documents))
 
 
 @pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf,1"])
-def test_split_that_is_none(text: str) -> None:
+def test_invalid_splits(text: str) -> None:
     with pytest.raises(UserError, match="--split"):
         parse_split(text)
 
 
-def test_order_does_not_hang_on_the_file_type(make_dataset: MakeDataset) -> None:
+def test_the_order_does_not_depend_on_the_token_type(make_dataset: MakeDataset) -> None:
     narrow = SampleSource(make_dataset(LENGTHS, "narrow", 100), range(10), SEQ_LENGTH, 3, True)
     wide = SampleSource(make_dataset(LENGTHS, "wide"), range(10), SEQ_LENGTH, 3, True)
     assert narrow.dataset.tokens.dtype != wide.dataset.tokens.dtype
@@ -138,12 +138,12 @@ def test_order_does_not_hang_on_the_file_type(make_dataset: MakeDataset) -> None
 
 
 def with_loss_mask(dataset: IndexedDataset) -> IndexedDataset:
-    """Learns every third token; tokens are their own places in the file."""
+    """Mask all but every third token; the tokens are their positions in the file."""
     loss_mask_path(dataset.prefix).write_bytes((np.arange(len(dataset.tokens)) % 3 == 0).astype(np.uint8).tobytes())
     return IndexedDataset(dataset.prefix)
 
 
-def test_the_loss_mask_goes_with_its_tokens(make_dataset: MakeDataset) -> None:
+def test_the_loss_mask_follows_its_tokens(make_dataset: MakeDataset) -> None:
     source = SampleSource(with_loss_mask(make_dataset(LENGTHS)), range(len(LENGTHS)), SEQ_LENGTH, 5, shuffle=True)
     rows = source.samples(np.arange(2 * len(source)))
     assert rows.loss_mask is not None and rows.loss_mask.dtype == np.uint8

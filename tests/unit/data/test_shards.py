@@ -26,7 +26,7 @@ def write_lines(path: Path, texts: list[str]) -> Path:
 
 
 def texts_of(inputs: list[Path | str], first: int = 0) -> list[list[str]]:
-    """Of each shard."""
+    """Return the texts of each shard."""
     shards = find_input(list(map(str, inputs)), "text").shards
     return [[text for block in shard.blocks(first) for text in block.texts] for shard in shards]
 
@@ -35,7 +35,7 @@ TEXTS = [f"text {number} " + "x" * (number * 37 % 400) for number in range(500)]
 
 
 @pytest.mark.parametrize("least", [1, 64, 1 << 12, 1 << 30])
-def test_a_file_of_lines_is_cut_without_losing_one(
+def test_shards_contain_every_line_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int
 ) -> None:
     monkeypatch.setattr(shards_module, "_MIN_BYTES", least)
@@ -47,7 +47,7 @@ def test_a_file_of_lines_is_cut_without_losing_one(
     assert wanted / 1.1 <= len(parts) <= wanted + 2
 
 
-def test_blocks_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards_module, "SPAN_BYTES", 1000)
     monkeypatch.setattr(shards_module, "_MIN_BYTES", 20_000)
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
@@ -58,7 +58,7 @@ def test_blocks_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class Counted(io.BufferedReader):
-    """A file that keeps what was read of it at once, at most, and how much in all."""
+    """A file that records the largest single read and the total."""
 
     most = total = 0
 
@@ -73,8 +73,8 @@ class Counted(io.BufferedReader):
         return content
 
 
-def test_a_huge_line_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is passed over in pieces by the shard in which it begins; those inside of it read to their end at most."""
+def test_a_huge_line_is_never_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shard in which it begins skips it in pieces; shards inside it read at most to their own end."""
     for module in (shards_module, files_module):
         monkeypatch.setattr(module, "SPAN_BYTES", 1000)
         monkeypatch.setattr(module, "open", lambda path, mode: Counted(io.FileIO(path)), raising=False)
@@ -113,7 +113,7 @@ def test_every_format(tmp_path: Path) -> None:
 
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows that `datasets` made texts of, a number each time."""
+    """Record the number of rows in each batch that `datasets` decodes."""
     from datasets.formatting.formatting import PythonFormatter
 
     made: list[int] = []
@@ -128,8 +128,8 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz"])
-def test_a_part_of_a_hub_set_is_entered_in_its_middle(tmp_path: Path, converted: list[int], kind: str) -> None:
-    """Parts of 1000 rows are four blocks; of Parquet, row groups before the place are not even read."""
+def test_a_hub_shard_can_be_entered_in_its_middle(tmp_path: Path, converted: list[int], kind: str) -> None:
+    """Parts of 1000 rows are four blocks; previous row groups of Parquet are not read."""
     texts = [[f"{part} {number}" for number in range(1000)] for part in range(2)]
     for part in range(2):
         path = tmp_path / f"{part}.{kind}"
@@ -148,7 +148,7 @@ def test_a_part_of_a_hub_set_is_entered_in_its_middle(tmp_path: Path, converted:
 
 
 @pytest.mark.parametrize("word", ["hf://{}", "hf://{}/a.parquet"])
-def test_row_groups_before_the_place_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+def test_previous_row_groups_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     from datasets.packaged_modules.parquet.parquet import Parquet
 
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS * 2}), tmp_path / "a.parquet", row_group_size=100)
@@ -178,24 +178,24 @@ def test_a_large_row_group_is_one_shard_of_several_blocks(tmp_path: Path, monkey
     assert shards[1].place(1, 5) == f"{tmp_path / 'a.parquet'}: row {300 + len(first.texts) + 5}"
 
 
-def test_many_files_are_a_shard_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_of_many_files_is_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards_module, "_ENOUGH_SHARDS", 4)
     for number in range(5):
         write_lines(tmp_path / f"{number}.jsonl", TEXTS[100 * number : 100 * number + 100])
     assert [len(part) for part in texts_of([tmp_path / "*.jsonl"])] == [100] * 5
 
 
-def test_what_cannot_be_streamed(tmp_path: Path) -> None:
-    for word, said in (
+def test_inputs_that_cannot_be_streamed(tmp_path: Path) -> None:
+    for word, printed in (
         ("-", "--streaming -: standard input cannot be read again"),
         (str(tmp_path / "none.jsonl"), "--streaming .*none.jsonl: no such file"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=printed):
             find_input([word], "text")
 
 
 def bad_places(inputs: list[Path | str], first: int = 0) -> list[str]:
-    """Places and reasons of all bad records."""
+    """Return locations and reasons of all bad records."""
     return [
         f"{shard.place(block, bad.number)}: {bad.reason}"
         for shard in find_input(list(map(str, inputs)), "text", 9).shards
@@ -204,7 +204,7 @@ def bad_places(inputs: list[Path | str], first: int = 0) -> list[str]:
     ]
 
 
-def test_bad_records_are_told_by_their_place_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_records_are_located_in_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (shards_module, files_module):
         monkeypatch.setattr(module, "SPAN_BYTES", 1000)
     monkeypatch.setattr(shards_module, "_MIN_BYTES", 20_000)

@@ -1,4 +1,4 @@
-"""A resumed run of streamed texts notices, by the name of the source, that its input is another."""
+"""A resumed run of streamed texts detects changed input and names the source."""
 
 import dataclasses
 import gzip
@@ -24,7 +24,7 @@ LINES = [json.dumps({"text": f"text {number} " + "x" * (number * 37 % 400)}) for
 
 
 def write(path: Path, seed: int) -> None:
-    """The same lines in the order of the seed; as Parquet in row groups."""
+    """Write the same lines in the order of the seed, with row groups as Parquet."""
     lines = random.Random(seed).sample(LINES, len(LINES))
     if path.suffix == ".parquet":
         table = pyarrow.table({"text": [json.loads(line)["text"] for line in lines]})
@@ -36,7 +36,7 @@ def write(path: Path, seed: int) -> None:
 
 
 def described(*words: object) -> dict[str, Any]:
-    """What a checkpoint would keep."""
+    """Return the description for a checkpoint."""
     shards, sources = find_input(list(map(str, words)), "text")
     plan = StreamPlan(shards, 1, 7, 1, 10, 0, sources)
     kept: dict[str, Any] = json.loads(json.dumps({"tokenizer_sha256": None, "stream": plan.describe()}))
@@ -45,8 +45,8 @@ def described(*words: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
 @pytest.mark.parametrize("is_hub", [False, True])
-def test_the_same_lines_in_another_order_are_noticed(tmp_path: Path, kind: str, is_hub: bool) -> None:
-    """Sizes are equal, and the other files are as they were."""
+def test_reordered_lines_are_detected(tmp_path: Path, kind: str, is_hub: bool) -> None:
+    """Sizes are equal, and the other files are unchanged."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for name in "abc":
@@ -61,7 +61,7 @@ def test_the_same_lines_in_another_order_are_noticed(tmp_path: Path, kind: str, 
     assert re.fullmatch(rf"--streaming {re.escape(name)}: checksum of blocks is xxh3_128:\w+, was xxh3_128:\w+", line)
 
 
-def test_files_that_moved_are_no_change(tmp_path: Path) -> None:
+def test_moved_files_are_not_a_change(tmp_path: Path) -> None:
     (tmp_path / "set" / "more").mkdir(parents=True)
     write(tmp_path / "set" / "a.jsonl", 1)
     write(tmp_path / "set" / "more" / "b.jsonl", 2)
@@ -93,7 +93,7 @@ def test_sizes_names_and_numbers_of_sources(tmp_path: Path) -> None:
     assert line.startswith(f"--streaming a.jsonl: size in bytes {sizes}, checksum")
 
 
-def test_checkpoints_that_tell_less_are_compared_by_what_they_tell(tmp_path: Path) -> None:
+def test_earlier_checkpoints_are_compared_by_their_entries(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", 1)
     found = described(tmp_path / "a.jsonl")
     early = found | {"stream": {name: value for name, value in found["stream"].items() if name != "sources"}}
@@ -117,7 +117,7 @@ def test_many_changed_sources_are_counted(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(lines) == 9 and lines[-1] == "--streaming: 12 more sources changed"
 
 
-def test_of_the_hub_contents_count_and_commits_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_files_are_compared_by_content_not_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     contents = {"a.parquet": "1a", "b.parquet": "2b"}
 
     class Hub:
@@ -139,8 +139,8 @@ def test_of_the_hub_contents_count_and_commits_do_not(monkeypatch: pytest.Monkey
     assert at("beef")[0]["sample"] != first[0]["sample"]
 
 
-def test_positions_are_kept_beside_how_the_input_is_cut(tmp_path: Path) -> None:
-    """What each rank keeps does not grow with the number of files."""
+def test_the_state_contains_positions_and_the_division_of_the_input(tmp_path: Path) -> None:
+    """The state of a rank does not grow with the number of files."""
     write(tmp_path / "a.jsonl", 1)
     shards, sources = find_input([str(tmp_path / "a.jsonl")], "text")
     plan = StreamPlan(shards, 1, 7, 1, 10, 0, sources)

@@ -30,7 +30,7 @@ EOD, SEQ_LENGTH, STREAMS = 0, 7, 4
 
 
 class Numbers:
-    """A shard of texts that are numbers; counts the blocks that were read of it."""
+    """A shard of texts that are numbers; counts the blocks that were read."""
 
     def __init__(self, first: int, blocks: Sequence[int]) -> None:
         self.name = f"shard {first}"
@@ -53,7 +53,7 @@ def make_shards() -> tuple[Numbers, ...]:
 
 
 def encode(texts: Sequence[str]) -> list[list[int]]:
-    """Document n is n + 1 once, twice or three times; every 31st has no token."""
+    """Document n repeats n + 1 one to three times; every 31st has no token."""
     return [[int(text) + 1] * (0 if int(text) % 31 == 30 else 1 + int(text) % 3) for text in texts]
 
 
@@ -69,14 +69,14 @@ def reader_of(
 
 
 def rows_of(readers: Sequence[StreamReader], steps: int) -> list[list[list[int]]]:
-    """Of each step the samples of all ranks, sorted: the same ones whoever reads them."""
+    """Return the sorted samples of all ranks for each step."""
     return [
         sorted(row for reader in readers for row in reader.read().tokens.tolist()) for _ in range(steps)
     ]
 
 
 def documents_of(tokens: Sequence[int]) -> list[int]:
-    """Numbers of the documents whose end-of-document token is among these, each checked to be whole."""
+    """Return the numbers of the documents that end in these tokens, after checking that each is complete."""
     found, current = [], list[int]()
     for token in tokens:
         if token == EOD:
@@ -91,7 +91,7 @@ def documents_of(tokens: Sequence[int]) -> list[int]:
 
 
 def stream_tokens(plan: StreamPlan, stream: int, rows: int) -> list[int]:
-    """The joined tokens of one stream."""
+    """Return the concatenated tokens of one stream."""
     reader = reader_of(plan, stream, STREAMS, batch=STREAMS)
     read = [reader.read().tokens[0].tolist() for _ in range(rows)]
     for before, after in itertools.pairwise(read):
@@ -99,23 +99,23 @@ def stream_tokens(plan: StreamPlan, stream: int, rows: int) -> list[int]:
     return [read[0][0], *(token for row in read for token in row[1:])]
 
 
-def test_every_document_comes_once_an_epoch_whole_and_in_no_order() -> None:
+def test_every_document_occurs_once_per_epoch() -> None:
     texts = [str(100 * place + number) for place in range(11) if place != 5 for number in range(31)]
     expected = {int(text) for text in texts if encode([text])[0]}
     per_stream = [documents_of(stream_tokens(plan_of(), stream, 150)) for stream in range(STREAMS)]
     seen = Counter[int]()
     for documents in per_stream:
         assert documents != sorted(documents)
-        # The first epoch of this stream ends where a document comes a second time.
+        # The first epoch of this stream ends when a document repeats.
         first = next(place for place in range(len(documents)) if documents[place] in documents[:place])
         seen.update(documents[:first])
     assert set(seen) <= expected
-    # What a stream has in its second epoch before it repeats itself may be another's in the first.
+    # In its second epoch a stream may read documents that another stream had in the first.
     assert expected <= set().union(*per_stream)
 
 
 def test_the_first_epoch_of_all_streams_is_the_whole_input() -> None:
-    """Windows and streams are cut so that the first epoch can be told: one block, 10 streams, all rows of it."""
+    """Use one block per window and 10 streams, so that the rows of the first epoch are known."""
     shards = tuple(Numbers(100 * place, [12]) for place in range(8))
     plan = StreamPlan(shards, 8, SEQ_LENGTH, 3, 100, EOD)
     lengths = {place: sum(len(encode([str(100 * place + n)])[0]) + 1 for n in range(12)) for place in range(8)}
@@ -128,8 +128,8 @@ def test_the_first_epoch_of_all_streams_is_the_whole_input() -> None:
     assert sorted(begun) == list(range(8)) and begun != list(range(8))
 
 
-def test_no_two_windows_and_epochs_have_one_order() -> None:
-    """Shards of one block, which is a window: eight of them for each of two streams in each epoch."""
+def test_windows_and_epochs_have_different_orders() -> None:
+    """Use shards of one block, which is a window: each of two streams has eight of them per epoch."""
     shards = tuple(Numbers(124 * place, [30]) for place in range(16))
     orders, visits = [], []
     for stream in range(2):
@@ -147,14 +147,14 @@ def test_no_two_windows_and_epochs_have_one_order() -> None:
 
 @pytest.mark.parametrize("window", [1, 12, 1000])
 @pytest.mark.parametrize("stop", [0, 1, 5, 23])
-def test_a_resumed_run_is_the_uninterrupted_one(window: int, stop: int) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(window: int, stop: int) -> None:
     plan = plan_of(window)
     whole = reader_of(plan)
     expected = [(rows_of([whole], 1), whole.state()) for _ in range(40)]
     begun = reader_of(plan)
     rows_of([begun], stop)
     resumed = reader_of(plan_of(window), consumed=8 * stop, states=[begun.state()])
-    # The states too, from the first step on: it may be stopped again.
+    # The states are equal too, because the run may be stopped again.
     assert [(rows_of([resumed], 1), resumed.state()) for _ in range(stop, 40)] == expected[stop:]
 
 
@@ -169,7 +169,7 @@ def test_another_number_of_ranks_reads_the_same_global_batches(before: int, afte
     assert rows_of(second, 19) == expected[11:]
 
 
-def test_another_batch_size_reads_on() -> None:
+def test_a_resumed_run_may_change_the_batch_size() -> None:
     rows = [reader_of(plan_of(), batch=4).read().tokens.tolist() for _ in range(1)]
     small = reader_of(plan_of(), batch=4)
     expected = [row for _ in range(20) for row in small.read().tokens.tolist()]
@@ -181,8 +181,8 @@ def test_another_batch_size_reads_on() -> None:
     assert found == expected
 
 
-def test_ranks_take_over_in_the_middle_of_a_turn() -> None:
-    """After 6 samples the next one is that of stream 2, which rank 2 of 4 has."""
+def test_ranks_resume_between_streams() -> None:
+    """After 6 samples the next stream is 2, which belongs to rank 2 of 4."""
     plan = plan_of()
     one = reader_of(plan, batch=1)
     expected = [one.read().tokens[0].tolist() for _ in range(38)]
@@ -197,17 +197,17 @@ def test_ranks_take_over_in_the_middle_of_a_turn() -> None:
     ]
 
 
-def test_resuming_reads_one_window_again_and_no_more() -> None:
+def test_resuming_rereads_only_one_window() -> None:
     plan = plan_of(window=12)
     begun = reader_of(plan)
     rows_of([begun], 60)
     fresh = plan_of(window=12)
     reader_of(fresh, consumed=480, states=[begun.state()]).read()
-    # A window is two or three blocks, and two rows of a stream lie in two windows at most.
+    # A window is two or three blocks, and two rows of a stream are in at most two windows.
     assert sum(shard.read for shard in fresh.shards if isinstance(shard, Numbers)) <= 2 * 3 * STREAMS
 
 
-def test_a_state_is_five_numbers_a_stream() -> None:
+def test_a_state_has_five_numbers_per_stream() -> None:
     reader = reader_of(plan_of(), rank=1, size=2)
     rows_of([reader], 100)
     state = reader.state()
@@ -226,7 +226,7 @@ def test_input_without_text() -> None:
 
 
 class Texts:
-    """A shard of given texts, a block each; None is a record that cannot be read."""
+    """A shard with one block per text; None is an unreadable record."""
 
     def __init__(self, name: str, texts: Sequence[str | None]) -> None:
         self.name, self._texts = name, texts
@@ -245,8 +245,8 @@ def encode_marked(texts: Sequence[str]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
-def test_windows_without_a_token_are_passed_over(window: int) -> None:
-    """Rows of "" at the end of a shard are windows of their own; another shard has nothing else."""
+def test_windows_without_tokens_are_skipped(window: int) -> None:
+    """Empty texts at the end of a shard are separate windows; another shard has only empty texts."""
     filled = [Texts(f"filled {n}", [str(10 * n + 1), "", str(10 * n + 2), *[""] * 7]) for n in range(2)]
 
     def plan() -> StreamPlan:
@@ -267,8 +267,8 @@ def test_windows_without_a_token_are_passed_over(window: int) -> None:
         assert [resumed.read().tokens.tolist() for _ in range(stop, min(stop + 5, 40))] == rows[stop : stop + 5]
 
 
-def test_one_shard_with_text_among_many_without_is_found() -> None:
-    """A stream has one of 16 shards an epoch, and goes on until it was given each of them."""
+def test_one_shard_with_text_among_many_is_found() -> None:
+    """A stream reads one of 16 shards per epoch, and continues until it has read all of them."""
     shards = (*(Texts(f"empty {n}", [""]) for n in range(15)), Texts("filled", ["7", "8"]))
     plan = StreamPlan(shards, 16, SEQ_LENGTH, 1, 10, EOD)
     reader = StreamReader(plan, encode_marked, BatchShape(SEQ_LENGTH, 16, 1), 0, 0, {}, 2000)
@@ -279,43 +279,43 @@ def test_one_shard_with_text_among_many_without_is_found() -> None:
 
 
 def spoiled_plan(max_bad: int) -> StreamPlan:
-    """Three shards, of which the second and the third hold bad records: three in all."""
+    """Return a plan of three shards; the second and third have three bad records together."""
     texts: list[list[str | None]] = [["1", "2"], ["3", None, "4"], [None, "5", None, "6"]]
     shards = tuple(Texts(f"{name}.jsonl", members) for name, members in zip("abc", texts, strict=True))
     return StreamPlan(shards, 2, SEQ_LENGTH, 1, 2, EOD, max_bad=max_bad)
 
 
-def spoiled_reader(max_bad: int, told: list[str], rank: int = 0, size: int = 1, states: Sequence[Any] = (),
+def spoiled_reader(max_bad: int, reported: list[str], rank: int = 0, size: int = 1, states: Sequence[Any] = (),
                    consumed: int = 0) -> StreamReader:  # fmt: skip
     plan, states = spoiled_plan(max_bad), json.loads(json.dumps(states))
-    skipped = SkippedRecords(max_bad, told.append, skipped_of(states))
+    skipped = SkippedRecords(max_bad, reported.append, skipped_of(states))
     shape = BatchShape(SEQ_LENGTH, 2, 1, size)
     return StreamReader(plan, encode_marked, shape, rank, consumed, positions_of(states), 2000, skipped)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_bad_records_are_passed_over_and_told_once_by_each_rank(size: int) -> None:
-    """Over many epochs, and whichever rank meets them."""
+def test_each_rank_skips_and_reports_bad_records_once(size: int) -> None:
+    """Test many epochs and all ranks."""
     places = ["b.jsonl:2", "c.jsonl:1", "c.jsonl:3"]
     for rank in range(size):
-        told: list[str] = []
-        reader = spoiled_reader(3, told, rank, size)
+        reported: list[str] = []
+        reader = spoiled_reader(3, reported, rank, size)
         tokens = {token for _ in range(60) for token in reader.read().tokens.ravel().tolist()}
         assert tokens == {EOD, 1, 2, 3, 4, 5, 6}
-        assert sorted(told) == [f"skipped: --streaming {place}: not JSON" for place in places]
+        assert sorted(reported) == [f"skipped: --streaming {place}: not JSON" for place in places]
         assert reader.state()["skipped"] == [[1, 1, 0], [2, 0, 0], [2, 2, 0]]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2, 3, 4])
-def test_a_resumed_run_goes_on_counting(stop: int) -> None:
-    """Those known of are neither told nor counted again; the third is one too many, before the stop or behind it."""
-    whole, told = spoiled_reader(3, []), list[str]()
+def test_a_resumed_run_continues_counting_bad_records(stop: int) -> None:
+    """Known records are not reported or counted again; the third record exceeds the limit before and after a stop."""
+    whole, reported = spoiled_reader(3, []), list[str]()
     expected = [whole.read().tokens.tolist() for _ in range(30)]
-    begun = spoiled_reader(3, told)
+    begun = spoiled_reader(3, reported)
     assert [begun.read().tokens.tolist() for _ in range(stop)] == expected[:stop]
-    resumed = spoiled_reader(3, told, states=[begun.state()], consumed=2 * stop)
+    resumed = spoiled_reader(3, reported, states=[begun.state()], consumed=2 * stop)
     assert [resumed.read().tokens.tolist() for _ in range(stop, 30)] == expected[stop:]
-    assert len(told) == len(set(told)) == 3
+    assert len(reported) == len(set(reported)) == 3
 
     fewer = spoiled_reader(2, [], states=[begun.state()], consumed=2 * stop)
     if len(begun.state()["skipped"]) < 3:
@@ -324,14 +324,14 @@ def test_a_resumed_run_goes_on_counting(stop: int) -> None:
                 fewer.read()
 
 
-def test_one_bad_record_ends_a_run_that_may_pass_over_none() -> None:
+def test_a_bad_record_is_an_error_by_default() -> None:
     with pytest.raises(UserError, match=r"--streaming [bc]\.jsonl:\d: not JSON$"):
         for _ in range(10):
             spoiled_reader(0, []).read()
 
 
-def test_a_block_that_was_not_read_to_its_end_is_no_block(tmp_path: Path) -> None:
-    """Its parser stops at one bad record too many, even if a checkpoint knows of all of them."""
+def test_an_incompletely_read_block_is_rejected(tmp_path: Path) -> None:
+    """The parser stops after too many bad records, even if a checkpoint lists all of them."""
     skipped = SkippedRecords(1, known=[[0, 0, 3], [0, 0, 4]])
     bad = (BadRecord(3, "torn"), BadRecord(4, "torn"))
     with pytest.raises(UserError, match="a:3: torn .2 before it were skipped"):
@@ -339,33 +339,33 @@ def test_a_block_that_was_not_read_to_its_end_is_no_block(tmp_path: Path) -> Non
     skipped.add(0, 0, bad[:1], lambda block, record: f"a:{record}")
 
 
-def test_ids_that_the_model_lacks() -> None:
+def test_ids_outside_of_the_vocabulary() -> None:
     reader = StreamReader(plan_of(), encode, BatchShape(SEQ_LENGTH, 8, 1), 0, 0, {}, 10)
     with pytest.raises(UserError, match="--tokenizer-model: gives token id .*, the model has ids 0 to 9"):
         reader.read()
 
 
-def test_how_many_streams_there_are() -> None:
+def test_number_of_streams() -> None:
     assert choose_streams(None, 1000, 1) == choose_streams(None, 64, 8) == 64
     assert choose_streams(None, 63, 2) == 32
     assert choose_streams(None, 100, 3) == 63 and choose_streams(None, 3, 3) == 3
     assert choose_streams(6, 6, 3) == 6
-    for asked, shards, size, said in (
+    for asked, shards, size, printed in (
         (None, 3, 4, r"--streaming-shards 4: the input has only 3 shards"),
         (8, 7, 1, r"--streaming-shards 8: .* only 7 shards: .* request fewer"),
         (6, 9, 4, r"--streaming-shards 6 is not a multiple of the data-parallel size 4"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=printed):
             choose_streams(asked, shards, size)
     with pytest.raises(UserError, match="cannot be divided among 3 data-parallel ranks"):
         reader_of(plan_of(), 0, 3, batch=6)
 
 
-def test_a_resumed_run_knows_its_input() -> None:
+def test_changes_of_streamed_input_are_reported() -> None:
     found: dict[str, Any] = {"tokenizer_sha256": "ab", "stream": plan_of().describe()}
     assert json.loads(json.dumps(found)) == found and data_changes(found, found) == []
     other = dataclasses.replace(plan_of(), shards=make_shards()[:-1] + (Numbers(5000, [1]),))
-    for changed, said in (
+    for changed, printed in (
         (plan_of(window=13), "--streaming-shuffle-buffer: the number of documents .* is 13, was 12"),
         (plan_of(streams=2), "--streaming-shards: the number of streams is 2, was 4"),
         (dataclasses.replace(plan_of(), shards=make_shards()[:8]), "--streaming: the number of shards .* is 8, was 11"),
@@ -373,7 +373,7 @@ def test_a_resumed_run_knows_its_input() -> None:
         (dataclasses.replace(plan_of(), eod_id=5), "--tokenizer-model: the end-of-document token is 5, was 0"),
     ):
         (line,) = data_changes(found, found | {"stream": changed.describe()})
-        assert re.search(said, line)
+        assert re.search(printed, line)
     earlier = {name: value for name, value in found["stream"].items() if name != "eod_id"}
     assert data_changes(found | {"stream": earlier}, found) == []
     assert "--tokenizer-model: sha256 is cd, was ab" in data_changes(found, found | {"tokenizer_sha256": "cd"})
@@ -381,22 +381,23 @@ def test_a_resumed_run_knows_its_input() -> None:
     assert "the data is token files" in data_changes(found, {"train": {}})[0]
 
 
-def test_a_state_that_tells_less_is_taken() -> None:
-    """Those of an earlier release lack the end-of-document token."""
+def test_states_of_earlier_releases_are_accepted() -> None:
+    """States of an earlier release lack the end-of-document token."""
     plan = plan_of()
-    told = plan.cut()
-    earlier = {name: value for name, value in told.items() if name != "eod_id"}
-    for state, taken in ((told, True), (earlier, True), (told | {"eod_id": 5}, False), (earlier | {"new": 1}, False)):
+    saved = plan.cut()
+    earlier = {name: value for name, value in saved.items() if name != "eod_id"}
+    others = (saved | {"eod_id": 5}, earlier | {"new": 1})
+    for state, taken in ((saved, True), (earlier, True), *((other, False) for other in others)):
         streams = _TextStreams(None, None, plan)  # type: ignore[arg-type]
         streams.load_state_dict([{"plan": state, "positions": {"2": [1, 2, 3, 4, 5]}, "skipped": []}])
         assert bool(streams._positions) == taken
 
 
-def test_flags_that_contradict_streaming() -> None:
+def test_flags_that_streaming_excludes() -> None:
     assert value_errors([DataConfig()]) == []
     right = DataConfig(streaming=("a.jsonl",), tokenizer_type="ByteTokenizer")
     assert value_errors([right]) == []
-    for changes, said in (
+    for changes, printed in (
         ({"streaming": (), "streaming_key": "a"}, "--streaming-key a requires --streaming"),
         ({"streaming": (), "streaming_shards": 3}, "--streaming-shards 3 requires --streaming"),
         ({"data_path": (Path("a"),)}, "--streaming and --data-path exclude each other"),
@@ -410,4 +411,4 @@ def test_flags_that_contradict_streaming() -> None:
     ):
         data = dataclasses.replace(right, **changes)
         (line,) = value_errors([data])
-        assert re.search(said, line)
+        assert re.search(printed, line)

@@ -56,19 +56,19 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", NASTY)
-def test_text_comes_back_as_it_was(tokenizer: Tokenizer, text: str) -> None:
+def test_decoding_restores_the_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert all(0 <= number < tokenizer.vocab_size for number in ids)
     assert bool(ids) == bool(text)
 
 
-def test_batch_equals_one_by_one(tokenizer: Tokenizer) -> None:
+def test_batches_equal_single_texts(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_batch(NASTY) == [tokenizer.encode(text) for text in NASTY]
     assert tokenizer.encode_batch([]) == []
 
 
-def test_text_without_its_end_can_be_read(tokenizer: Tokenizer) -> None:
+def test_incomplete_characters_can_be_decoded(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ab🎉")
     shown = [tokenizer.decode(ids[:count]) for count in range(len(ids) + 1)]
     assert shown[0] == "" and shown[-1] == "ab🎉"
@@ -103,12 +103,12 @@ def test_training_is_deterministic() -> None:
         ([""], 300, "no text"),
     ],
 )
-def test_vocabulary_that_does_not_fit_the_text(texts: list[str], vocab_size: int, reason: str) -> None:
+def test_vocabulary_sizes_that_do_not_fit_the_text(texts: list[str], vocab_size: int, reason: str) -> None:
     with pytest.raises(UserError, match=rf"--vocab-size {vocab_size}: .*{reason}"):
         train_sentencepiece(texts, vocab_size)
 
 
-def test_end_of_sequence_is_found_where_it_is_named(hugging_face_directory: Path, tmp_path: Path) -> None:
+def test_the_end_of_sequence_token_is_found(hugging_face_directory: Path, tmp_path: Path) -> None:
     content = json.loads((hugging_face_directory / "tokenizer.json").read_text())
     library = tokenizers.Tokenizer.from_file(str(hugging_face_directory / "tokenizer.json"))
     assert HuggingFaceTokenizer(hugging_face_directory).eod_id == library.token_to_id("<|end_of_turn|>")
@@ -142,7 +142,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(hugging_face_directory: 
     assert HuggingFaceTokenizer(tmp_path).encode_batch([NASTY[3], ""]) == [expected, []]
 
 
-def test_tokenizer_travels_with_a_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_copied_tokenizer_equals_the_original(tokenizer: Tokenizer, tmp_path: Path) -> None:
     copy_tokenizer(tokenizer, tmp_path / "checkpoint")
     moved = (tmp_path / "checkpoint").rename(tmp_path / "moved")
     loaded = load_tokenizer_from_directory(moved)
@@ -156,10 +156,10 @@ def test_tokenizer_travels_with_a_checkpoint(tokenizer: Tokenizer, tmp_path: Pat
     assert loaded.encode(NASTY[5]) == tokenizer.encode(NASTY[5])
 
 
-def test_files_that_are_gone_or_others_by_now_are_written_as_they_were_read(
+def test_copies_have_the_files_as_they_were_loaded(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """A run of weeks saves its tokenizer long after somebody has tidied up."""
+    """A long run saves its tokenizer after the original files were deleted."""
     for file in tokenizer.files:
         (tmp_path / file.name).write_bytes(file.read_bytes())
     source = source_of(tokenizer)
@@ -175,7 +175,7 @@ def test_files_that_are_gone_or_others_by_now_are_written_as_they_were_read(
     assert [file.read_bytes() for file in loaded.files] == [file.read_bytes() for file in tokenizer.files]
 
 
-def test_a_chat_template_beside_a_tokenizer_travels_with_it(hugging_face_directory: Path, tmp_path: Path) -> None:
+def test_a_chat_template_is_copied_with_its_tokenizer(hugging_face_directory: Path, tmp_path: Path) -> None:
     for file in hugging_face_directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
@@ -186,7 +186,7 @@ def test_a_chat_template_beside_a_tokenizer_travels_with_it(hugging_face_directo
     ).encode("a")
 
 
-def test_a_copy_that_was_exchanged_is_refused(
+def test_a_changed_copy_is_rejected(
     sentencepiece_tokenizer: SentencePieceTokenizer, tmp_path: Path
 ) -> None:
     copy_tokenizer(sentencepiece_tokenizer, tmp_path)
@@ -213,7 +213,7 @@ def test_all_names_of_a_type(
         load_tokenizer("Morse", hugging_face_directory)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_invalid_tokenizer_files(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.model"
     wrong.write_bytes(b"not a model" * 30)
     for kind in ("SentencePieceTokenizer", "HFTokenizer"):
@@ -244,7 +244,7 @@ def test_gpt2_files_give_the_ids_of_the_library(gpt2_tokenizer: GPT2BPETokenizer
         load_tokenizer("GPT2BPETokenizer", tmp_path / "v.json")
 
 
-def test_numbers_are_tokens_already(tmp_path: Path) -> None:
+def test_the_null_tokenizer_reads_ids(tmp_path: Path) -> None:
     tokenizer = load_source(TokenizerSource("NullTokenizer", vocab_size=100))
     assert tokenizer.encode_batch(["5 99\n0", ""]) == [[5, 99, 0], []]
     assert (tokenizer.eod_id, tokenizer.vocab_size) == (100, 101)
@@ -261,19 +261,19 @@ def test_bytes_are_tokens() -> None:
     assert ByteTokenizer().decode([0xC3, 256]) == "\ufffd"
 
 
-def test_a_type_names_the_flags_it_lacks() -> None:
+def test_missing_flags_of_a_type_are_named() -> None:
     for kind, flags in (("HFTokenizer", "--tokenizer-model"), ("GPT2BPETokenizer", "--vocab-file and --merge-file"),
                         ("NullTokenizer", "--vocab-size")):  # fmt: skip
         with pytest.raises(UserError, match=f"--tokenizer-type {kind} needs {flags}"):
             load_source(TokenizerSource(kind))
 
 
-def test_what_loads_a_tokenizer_again(tokenizer: Tokenizer) -> None:
+def test_the_source_of_a_tokenizer_loads_it(tokenizer: Tokenizer) -> None:
     again = load_source(source_of(tokenizer))
     assert (again.sha256, again.kind, again.files) == (tokenizer.sha256, tokenizer.kind, tokenizer.files)
 
 
-def test_trained_byte_pairs_know_line_feeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trained_byte_pairs_include_line_feeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("def f():\n        return 1\n\n" * 200)
     command = f"--input {tmp_path}/*.txt --model-prefix {tmp_path}/m --vocab-size 275 --model-type bpe".split()
     train_tokenizer.main(command)

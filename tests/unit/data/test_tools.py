@@ -1,4 +1,4 @@
-"""Merging and inspecting data sets, and what becomes of damaged ones."""
+"""Merging and inspecting data sets, and detecting damaged ones."""
 
 import os
 from collections.abc import Callable
@@ -22,7 +22,7 @@ SIDECAR = Sidecar("T", "ab", 100_000, 2, True, largest_id=0, documents=0, tokens
 
 
 def write(prefix: Path, lengths: list[int], dtype: str = "<u2", **changes: object) -> Path:
-    """A data set of random tokens with its sidecar."""
+    """Write a data set of random tokens with its sidecar."""
     tokens = np.random.default_rng(len(lengths)).integers(0, 60_000, sum(lengths))
     with IndexedDatasetWriter(prefix, np.dtype(dtype)) as writer:
         writer.add_documents(tokens, np.array(lengths, np.int32))
@@ -47,7 +47,7 @@ def refusals_of(prefix: Path) -> list[str]:
     return []
 
 
-def test_every_corruption_of_an_index_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+def test_every_corruption_of_an_index_is_detected(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [5, 0, 3, 70, 1, 1, 200, 12])
     path = tmp_path / "d.idx"
     whole = path.read_bytes()
@@ -62,7 +62,7 @@ def test_every_corruption_of_an_index_is_refused_when_it_is_opened(tmp_path: Pat
             verify(prefix)
         by_structure += "checksum" not in refusals_of(prefix)[0]
     assert by_structure > 250
-    # The other type of two bytes, and a border between documents that stays in order: only the checksum tells.
+    # Only the checksum detects the other two-byte type, and a moved document bound that keeps the order.
     for at, byte in ((17, 3), (len(whole) - 8 * 3, 5)):
         path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
         IndexedDataset(prefix)
@@ -71,7 +71,7 @@ def test_every_corruption_of_an_index_is_refused_when_it_is_opened(tmp_path: Pat
     assert refusals_of(prefix) == []
 
 
-def test_every_truncation_and_corruption_of_tokens_is_refused(tmp_path: Path) -> None:
+def test_every_truncation_and_corruption_of_tokens_is_detected(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [5, 0, 3, 70, 1, 1, 200, 12])
     path = tmp_path / "d.bin"
     whole = path.read_bytes()
@@ -89,7 +89,7 @@ def test_every_truncation_and_corruption_of_tokens_is_refused(tmp_path: Path) ->
     assert verify(prefix)[-1] == "verified: the checksum of .bin equals that in the sidecar"
 
 
-def test_what_can_be_verified_without_a_sidecar(make_dataset: MakeDataset) -> None:
+def test_verification_without_a_sidecar(make_dataset: MakeDataset) -> None:
     dataset = make_dataset([7, 3])
     lines = verify(dataset.prefix)
     assert [line for line in lines if "checksum" in line] == [
@@ -118,8 +118,8 @@ def test_merged_data_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert verify(tmp_path / "out")[-2:] == [
         f"verified: the checksum of {name} equals that in the sidecar" for name in (".bin", "the loss mask")
     ]
-    said = capsys.readouterr().out
-    assert said.endswith("out: 6 documents, 19 tokens, of 3 data sets\n")
+    printed = capsys.readouterr().out
+    assert printed.endswith("out: 6 documents, 19 tokens, of 3 data sets\n")
 
 
 def test_a_changed_or_missing_loss_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,14 +129,14 @@ def test_a_changed_or_missing_loss_mask(tmp_path: Path, capsys: pytest.CaptureFi
     path, before = loss_mask_path(prefix), bytes([0, 1] * 6 + [1])
     loss_mask_path(other).write_bytes(bytes(3))
 
-    def refused(said: str) -> None:
-        with pytest.raises(UserError, match=said):
+    def refused(printed: str) -> None:
+        with pytest.raises(UserError, match=printed):
             verify(prefix)
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=printed):
             merge_datasets(merge)
         assert not list(tmp_path.glob("*out*"))
 
-    # Of an earlier release: the mask must be there, its bytes are not known.
+    # The sidecar of an earlier release requires a mask, but has no checksum of it.
     refused(r"d_loss_mask\.bin: no such file, and it belongs to .*d\.json: copy it as well")
     path.write_bytes(before)
     assert "the checksum of the loss mask is unknown" in verify(prefix)[-1]
@@ -155,7 +155,7 @@ def test_a_changed_or_missing_loss_mask(tmp_path: Path, capsys: pytest.CaptureFi
     assert loss_mask_path(tmp_path / "out").read_bytes() == bytes(3) + before
 
 
-def test_documents_of_several_sequences_stay(tmp_path: Path) -> None:
+def test_merging_keeps_documents_of_several_sequences(tmp_path: Path) -> None:
     idx = b"MMIDIDX\0\0" + np.array([1], "<u8").tobytes() + b"\x03" + np.array([3, 4], "<u8").tobytes()
     idx += np.array([1, 0, 2], "<i4").tobytes() + np.array([0, 2, 2], "<i8").tobytes()
     (tmp_path / "s.idx").write_bytes(idx + np.array([0, 2, 2, 3], "<i8").tobytes())
@@ -170,7 +170,7 @@ def test_documents_of_several_sequences_stay(tmp_path: Path) -> None:
     assert documents_of(merged.prefix) == [[7], [], [8, 9]] * 2
 
 
-def test_what_does_not_go_together_leaves_no_file(tmp_path: Path) -> None:
+def test_incompatible_parts_leave_no_files(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [5])
     wide, foreign = write(tmp_path / "w", [5], "<i4"), write(tmp_path / "f", [6], tokenizer_sha256="cd", eod_id=3)
     damaged = write(tmp_path / "d", [5], bin_checksum="xxh3_128:0")
@@ -197,7 +197,7 @@ def test_what_does_not_go_together_leaves_no_file(tmp_path: Path) -> None:
         merge_datasets(["--input", str(a), "--output-prefix", f"{tmp_path}/no/out"])
 
 
-def test_inspected_documents_have_their_text(
+def test_inspecting_prints_texts(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer, texts = sentencepiece_tokenizer, ["def one():", "import os", "class Three:\n    pass"]
@@ -207,9 +207,9 @@ def test_inspected_documents_have_their_text(
         writer.publish()
     flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer.files[0])]
     inspect_data([str(tmp_path / "d"), *flags, "--documents", "0", "2-2", "--verify"])
-    said = capsys.readouterr().out
-    assert f"{tmp_path}/d: 3 documents, " in said and "verified: the sizes" in said
-    assert texts[0] in said and texts[2] in said and texts[1] not in said
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}/d: 3 documents, " in printed and "verified: the sizes" in printed
+    assert texts[0] in printed and texts[2] in printed and texts[1] not in printed
     inspect_data(["--data-path", str(tmp_path / "d"), "--documents", "1"])
     ids = " ".join(map(str, tokenizer.encode(texts[1])))
     assert capsys.readouterr().out.splitlines()[-1].endswith(f" tokens: {ids}")
@@ -217,7 +217,7 @@ def test_inspected_documents_have_their_text(
         inspect_data([str(tmp_path / "d"), "--documents", "3"])
 
 
-def test_numbers_of_documents() -> None:
+def test_parsing_document_numbers() -> None:
     assert parse_documents(["0", "5-7"], 8) == [0, 5, 6, 7]
     for word in ("a", "-1", "7-5", "1-", "8", "5-8"):
         with pytest.raises(UserError, match=f"--documents {word}: "):
