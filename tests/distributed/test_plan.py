@@ -1,4 +1,4 @@
-"""What planning takes for granted: bytes that DeepSpeed's optimizers hold, and a calibration over gloo."""
+"""Assumptions of the planner: bytes that DeepSpeed's optimizers allocate, and a calibration over gloo."""
 
 import gc
 import math
@@ -42,7 +42,7 @@ WIDE = ModelConfig(
 
 
 def live_bytes() -> int:
-    """Of all storages that tensors of this process hold, each once."""
+    """Return the bytes of all tensor storages of this process, each counted once."""
     gc.collect()
     storages = {}
     for found in gc.get_objects():
@@ -56,7 +56,7 @@ def live_bytes() -> int:
 
 
 def state_of_a_step(argv: list[str]) -> tuple[int, int]:
-    """On each rank: bytes that a trainer holds between the micro-batches of its second step, and its parameters."""
+    """Return per rank the bytes that a trainer holds between the micro-batches of its second step, and its parameters."""
     batches = steps_of_batches(2, 2 * torch.distributed.get_world_size())
     before = live_bytes()
     trainer = build_trainer_here([*SHAPE, *argv])
@@ -79,7 +79,7 @@ def test_states_are_what_the_engine_allocates(gloo_pools: GlooPools, precision: 
 
 
 def kept_of_a_pass(wiring: ResidualMode, recompute: bool, sequence_parallel: bool) -> tuple[int, float]:
-    """On each rank: bytes that a forward pass of two samples leaves for backward, and what is counted."""
+    """Return per rank the bytes that a forward pass of two samples keeps for backward, and the predicted bytes."""
     model = WIDE.in_wiring(wiring)
     mesh = replace(mesh_of(2, 1), sequence_parallel=sequence_parallel)
     module = LanguageModel(model, mesh, StackOptions(recompute_layers=4 if recompute else 0), seed=1)
@@ -108,7 +108,7 @@ TINY = _Sizes((1 << 10, 1 << 12, 1 << 14, 1 << 16), ("small-train", "small"), 64
 
 
 def calibrate() -> ClusterCalibration:
-    """On each rank."""
+    """Calibrate on each rank."""
     torch.set_num_threads(1)
     return _Measurement(TINY, torch.device("cpu"), rounds=3).run()
 
@@ -131,6 +131,6 @@ def test_a_calibration_over_gloo(gloo_pools: GlooPools) -> None:
 
 
 def with_plain_decoding(calibration: ClusterCalibration) -> ClusterCalibration:
-    """Three rounds on a busy machine may contradict one another; the times that matter here are those of reduces."""
+    """Three rounds on a busy machine may be inconsistent; only the times of reduces matter here."""
     small, large = calibration.decodes
     return replace(calibration, decodes=(replace(small, seconds=0.1), replace(large, seconds=1.0)))

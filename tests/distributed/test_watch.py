@@ -1,4 +1,4 @@
-"""Timeouts that are long at first and short later, and what a rank tells that has waited in vain."""
+"""Timeouts that become short after the first step, and the reports of ranks that wait too long."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ from megatron_ladder.errors import LostPeerError
 from tests.distributed.pool import GlooPools
 
 SHORT, LATE = 1.5, 2.0
-"""Seconds: a timeout after the first step, and how much later than the other a rank comes."""
+"""Seconds: a timeout after the first step, and the delay of a late rank."""
 
 
 def comes_late(seconds: float, mesh: ProcessMesh) -> None:
@@ -26,12 +26,12 @@ def comes_late(seconds: float, mesh: ProcessMesh) -> None:
 
 
 def lives_with_a_late_peer() -> tuple[str, float, str]:
-    """On each rank: what was told, seconds until the last reduce has failed, and with what."""
+    """Return per rank the report, the seconds until the last reduce failed, and its error."""
     mesh, peers = ProcessMesh.build(2), Peers([Host("a", "10.0.0.1"), Host("b", "10.0.0.2")])
     began, failure = 0.0, ""
-    told = io.StringIO()
+    report = io.StringIO()
     with (
-        contextlib.redirect_stderr(told),
+        contextlib.redirect_stderr(report),
         HangWatch(peers, startup=timedelta(seconds=30), running=timedelta(seconds=SHORT)) as watch,
     ):
         comes_late(LATE, mesh)
@@ -39,7 +39,7 @@ def lives_with_a_late_peer() -> tuple[str, float, str]:
         comes_late(0, mesh)
         with watch.patient():
             comes_late(LATE, mesh)
-        assert told.getvalue() == ""
+        assert report.getvalue() == ""
         began = time.monotonic()
         try:
             with naming_lost_peers(peers):
@@ -47,7 +47,7 @@ def lives_with_a_late_peer() -> tuple[str, float, str]:
         except LostPeerError as error:
             failure = str(error)
         seconds = time.monotonic() - began
-    return told.getvalue(), seconds, failure
+    return report.getvalue(), seconds, failure
 
 
 def test_timeouts_are_short_after_the_first_step(gloo_pools: GlooPools) -> None:
@@ -60,8 +60,8 @@ def test_timeouts_are_short_after_the_first_step(gloo_pools: GlooPools) -> None:
     assert f"\nnot finished: {waits} 1 on b (10.0.0.2)\n" in first and "in all_reduce" in first
     assert second.count("no progress for") == 1 and second.startswith("*** rank 1 on b (10.0.0.2): ")
     assert "started last: all_reduce 3 in group 'tensor'" in second and "in all_reduce" not in second
-    for told in (first, second):
-        assert "in comes_late" in told and told.rstrip().endswith(f"of rank {int(told is second)}")
+    for report in (first, second):
+        assert "in comes_late" in report and report.rstrip().endswith(f"of rank {int(report is second)}")
 
 
 def records() -> list[tuple[str, str, tuple[int, ...], int, str, bool]]:
@@ -78,7 +78,7 @@ def records() -> list[tuple[str, str, tuple[int, ...], int, str, bool]]:
     return [(one.name, one.group, one.ranks, one.number, one.shapes, one.finished) for one in found]
 
 
-def test_collectives_of_everybody_are_recorded(gloo_pools: GlooPools) -> None:
+def test_collectives_of_other_libraries_are_recorded(gloo_pools: GlooPools) -> None:
     for found in gloo_pools(2).run(records):
         assert found == [
             ("all_reduce", "tensor", (0, 1), 1, "Float[3]", True),

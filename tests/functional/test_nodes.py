@@ -1,4 +1,4 @@
-"""Runs that are spread over hosts: over a real network, with hosts that fail, hang, or were told otherwise."""
+"""Runs on several hosts over a real network, with hosts that fail, hang, or have different settings."""
 
 import os
 import re
@@ -24,10 +24,10 @@ RECIPE = (
     f"--vocab-size {VOCABULARY} --split 1 --log-interval 1 --eval-iters 0 --residual-mode ladder"
 ).split()
 ACROSS = {"data": [], "pipeline": ["--pipeline-model-parallel-size", "2"]}
-"""What goes over the network between two hosts with two tensor-parallel ranks each: flags by the name of a group."""
+"""Groups that communicate between two hosts with two ranks each: flags by the name of the group."""
 FOREVER = ["--train-iters", "1000000"]
 START = 240
-"""Seconds in which launchers and processes must have started, on a machine with other work as well."""
+"""Time limit for launchers and processes to start, also on a busy machine."""
 
 needs_hosts = pytest.mark.skipif(why_no_hosts() is not None, reason=why_no_hosts() or "")
 
@@ -43,7 +43,7 @@ def tokens(tmp_path: Path) -> Path:
 
 
 class Command:
-    """A command that runs, with its output in files so that it can be read at any time."""
+    """A running command, whose output goes to files so that it can be read at any time."""
 
     def __init__(self, argv: Sequence[str | Path], folder: Path, name: str, **variables: str) -> None:
         self.paths = [folder / f"{name}.out", folder / f"{name}.err"]
@@ -77,7 +77,7 @@ class Command:
 
 @contextmanager
 def running(*commands: Command) -> Iterator[None]:
-    """Ends the commands, with all that they started, whatever happens."""
+    """End the commands and all their descendants when the block ends."""
     try:
         yield
     finally:
@@ -106,7 +106,7 @@ def start_on(hosts: Sequence[Host], flags: Sequence[str | Path], folder: Path) -
 
 
 def start_ranks(flags_of_ranks: Sequence[Sequence[str | Path]], folder: Path) -> list[Command]:
-    """A process for each rank on this machine, without a launcher that would end the others with one of them."""
+    """Start one process per rank on this machine, without a launcher that ends all ranks when one ends."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(flags_of_ranks))}
     return [
         Command(
@@ -124,7 +124,7 @@ def losses(output: str) -> list[float]:
 @needs_hosts
 @pytest.mark.slow
 @pytest.mark.parametrize("across", ACROSS)
-def test_two_hosts_train_as_one_process_does(tokens: Path, tmp_path: Path, across: str) -> None:
+def test_two_hosts_train_like_one_process(tokens: Path, tmp_path: Path, across: str) -> None:
     flags = ["--data-path", tokens, "--train-iters", "5"]
     alone = Command(["python", "pretrain_ladder.py", *RECIPE, *flags], tmp_path, "alone")
     with running(alone):
@@ -144,8 +144,8 @@ def test_two_hosts_train_as_one_process_does(tokens: Path, tmp_path: Path, acros
 @needs_hosts
 @pytest.mark.slow
 @pytest.mark.parametrize("across", ACROSS)
-def test_a_host_that_is_gone_is_named(tokens: Path, tmp_path: Path, across: str) -> None:
-    """Its cable is pulled first, so that nothing tells the other host that its processes have ended."""
+def test_a_lost_host_is_named(tokens: Path, tmp_path: Path, across: str) -> None:
+    """Its network is disconnected first, so that the other host receives no sign that its processes ended."""
     timeout = 6
     flags = ["--data-path", tokens, *FOREVER, "--distributed-timeout-seconds-after-first-step", str(timeout)]
     with two_hosts() as hosts:
@@ -158,15 +158,15 @@ def test_a_host_that_is_gone_is_named(tokens: Path, tmp_path: Path, across: str)
             # The launcher looks once a second, and the ranks give each other 5 s to speak.
             assert commands[0].wait(timeout + 60) == 4, commands[0].stderr
             assert timeout - 1 < time.monotonic() - began
-    told = [line for line in commands[0].stderr.splitlines() if "LostPeerError" in line]
+    report = [line for line in commands[0].stderr.splitlines() if "LostPeerError" in line]
     # Whatever collective it hangs in, nobody of the first host is suspected.
     named = r"error: rank [01]: LostPeerError: (one of )?ranks? [-23]+ on node-b \(10.77.0.2\) is gone"
-    assert told and all(re.search(named, line) for line in told), commands[0].stderr
+    assert report and all(re.search(named, line) for line in report), commands[0].stderr
     waits = {"data": "in group 'data'", "pipeline": "exchanges a message with rank"}
     assert waits[across] in commands[0].stderr
 
 
-def test_a_rank_that_stops_is_told_of_with_stacks(tokens: Path, tmp_path: Path) -> None:
+def test_a_stopped_rank_is_reported_with_stacks(tokens: Path, tmp_path: Path) -> None:
     flags = ["--data-path", tokens, *FOREVER, "--tensor-model-parallel-size", "2"]
     flags += ["--distributed-timeout-seconds-after-first-step", "3"]
     first, second = start_ranks([flags, flags], tmp_path)
@@ -176,19 +176,19 @@ def test_a_rank_that_stops_is_told_of_with_stacks(tokens: Path, tmp_path: Path) 
         began = time.monotonic()
         assert first.wait(60) == 4, first.stderr
         assert time.monotonic() - began > 2
-    told = first.stderr
-    assert re.search(r"\*\*\* rank 0 on \S+ \(127.0.0.1\): no progress for \d s", told)
+    report = first.stderr
+    assert re.search(r"\*\*\* rank 0 on \S+ \(127.0.0.1\): no progress for \d s", report)
     # Wherever in a step the other one was stopped.
-    assert re.search(r"not finished: all_reduce \d+ in group '\w+' of ranks 0-1, \w+\[.*\]; with rank 1 on", told)
+    assert re.search(r"not finished: all_reduce \d+ in group '\w+' of ranks 0-1, \w+\[.*\]; with rank 1 on", report)
     # The thread that waits, from the program's first line to the handle.
-    stacks = told[told.index("***") : told.index("*** end of the stacks of rank 0")]
+    stacks = report[report.index("***") : report.index("*** end of the stacks of rank 0")]
     assert "in train_step" in stacks and "in pretrain" in stacks and "hang watch" not in stacks
-    assert re.search(r"error: rank 0: LostPeerError: rank 1 on \S+ \(127.0.0.1\) is gone or does not answer", told)
+    assert re.search(r"error: rank 0: LostPeerError: rank 1 on \S+ \(127.0.0.1\) is gone or does not answer", report)
 
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named(tokens: Path, tmp_path: Path) -> None:
-    """Long before the timeout: its connections end with it."""
+    """The error comes long before the timeout, because its connections close."""
     flags = ["--data-path", tokens, *FOREVER]
     first, second = start_ranks([flags, flags], tmp_path)
     with running(first, second):
@@ -200,21 +200,22 @@ def test_a_killed_rank_is_named(tokens: Path, tmp_path: Path) -> None:
     assert re.search(r"in group '(data|world)' of ranks 0-1", first.stderr)
 
 
-def test_ranks_that_were_told_otherwise_do_not_start(tokens: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_settings_do_not_start(tokens: Path, tmp_path: Path) -> None:
     common = ["--data-path", tokens, "--train-iters", "3"]
     others = ["--lr", "2e-2", "--seed", "7", "--tensor-model-parallel-size", "2"]
     commands = start_ranks([common, [*common, *others]], tmp_path)
     with running(*commands):
         assert [command.wait(START) for command in commands] == [2, 2]
     for command in commands:
-        told = [line for line in command.stderr.splitlines() if line.startswith("error: ")]
-        assert [line.split()[1] for line in told] == ["--seed", "--lr", "--tensor-model-parallel-size"], command.stderr
-        assert re.search(r"--lr differs: 0.01 for rank 0 on \S+ \(127.0.0.1\) but 0.02 for rank 1 on", told[1])
+        errors = [line for line in command.stderr.splitlines() if line.startswith("error: ")]
+        flags = [line.split()[1] for line in errors]
+        assert flags == ["--seed", "--lr", "--tensor-model-parallel-size"], command.stderr
+        assert re.search(r"--lr differs: 0.01 for rank 0 on \S+ \(127.0.0.1\) but 0.02 for rank 1 on", errors[1])
     assert all("Traceback" not in command.stderr for command in commands)
 
 
-def test_a_mistake_on_one_host_ends_the_others_at_once(tokens: Path, tmp_path: Path) -> None:
-    """The data is missing there, say. The first rank is one of those that could start."""
+def test_an_error_on_one_host_ends_the_others_immediately(tokens: Path, tmp_path: Path) -> None:
+    """Here its data is missing. The first rank is on the other host."""
     good, bad = ["--data-path", tokens, "--train-iters", "3"], ["--data-path", tmp_path / "no", "--train-iters", "3"]
     commands = start_ranks([good, bad], tmp_path)
     with running(*commands):
@@ -225,7 +226,7 @@ def test_a_mistake_on_one_host_ends_the_others_at_once(tokens: Path, tmp_path: P
 
 
 class Stubs:
-    """Programs in a folder that leads the PATH, each of which writes down its arguments; and a copy of examples/."""
+    """Programs in the first folder of PATH that record their arguments, and a copy of examples/."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -255,7 +256,7 @@ def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
 
 
-def test_the_script_for_many_hosts_starts_all_over_ssh(stubs: Stubs) -> None:
+def test_the_multi_host_script_starts_all_hosts_over_ssh(stubs: Stubs) -> None:
     missing = stubs.run("multi_node.sh")
     assert missing.returncode == 2 and "no pdsh on the PATH" in missing.stderr
     stubs.add("pdsh", "exit 1")
@@ -269,7 +270,7 @@ def test_the_script_for_many_hosts_starts_all_over_ssh(stubs: Stubs) -> None:
     assert words[words.index("hostfile:") - 2 :][:2] == ["--train-iters", "7"]
 
 
-def test_the_script_for_many_hosts_starts_its_own_host(stubs: Stubs) -> None:
+def test_the_multi_host_script_starts_one_host(stubs: Stubs) -> None:
     (stubs.folder / ".deepspeed_env").write_text("LADDER_TEST=two words\n")
     done = stubs.run("multi_node.sh", "--hosts", "a b c", "--gpus-per-host", "2", "--node-rank", "2")
     assert done.returncode == 0, done.stderr
@@ -285,8 +286,8 @@ def test_the_script_for_many_hosts_starts_its_own_host(stubs: Stubs) -> None:
 
 
 @pytest.mark.slow
-def test_variables_travel_over_ssh(stubs: Stubs) -> None:
-    """The real launcher, in whose place pdsh would run on the hosts what it writes down here."""
+def test_variables_are_passed_over_ssh(stubs: Stubs) -> None:
+    """The real launcher; a replacement of pdsh records the command that would run on the hosts."""
     deepspeed = shutil.which("deepspeed", path=clean_environment()["PATH"])
     stubs.add("deepspeed", f'exec "{deepspeed}" "$@"')
     stubs.add("ssh", 'echo "$@" >&2')

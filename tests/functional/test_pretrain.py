@@ -1,4 +1,4 @@
-"""`pretrain_ladder.py` as its users start it: real launchers, real processes, exit codes."""
+"""`pretrain_ladder.py` with real launchers, real processes and exit codes."""
 
 import os
 import sys
@@ -45,7 +45,7 @@ def torchrun(processes: int) -> list[str]:
 
 
 def all_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint's files, read by safetensors itself."""
+    """Return every tensor in a checkpoint's files, read with the safetensors library."""
     tensors = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -58,7 +58,7 @@ def losses(output: str) -> list[str]:
 
 
 @pytest.mark.quick
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tokens: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run_bitwise(tokens: Path, tmp_path: Path) -> None:
     argv = [*RECIPE, *f"--data-path {tokens} --split 1 --train-iters 8 --tensor-model-parallel-size 2".split()]
     saves = ["--save", tmp_path / "a", "--save-interval", "4", "--async-save"]
     whole = run_command([*deepspeed(2), *argv, *saves], timeout=120)
@@ -77,8 +77,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tokens: Path, tmp_path: 
     assert not [path for path in (tmp_path / "a").iterdir() if ".tmp" in path.name]
 
 
-def test_one_process_starts_anew_loudly_and_never_compiles(tokens: Path, tmp_path: Path) -> None:
-    """A killed build of DeepSpeed's operators leaves a lock; nothing here may wait for it."""
+def test_one_process_reports_a_start_from_scratch_and_never_compiles(tokens: Path, tmp_path: Path) -> None:
+    """A killed build of DeepSpeed's operators leaves a lock, for which nothing may wait."""
     extensions = tmp_path / "extensions"
     (extensions / "deepspeed_shm_comm").mkdir(parents=True)
     (extensions / "deepspeed_shm_comm" / "lock").touch()
@@ -101,7 +101,7 @@ def test_one_process_starts_anew_loudly_and_never_compiles(tokens: Path, tmp_pat
 
 
 def check_evaluation_of_what_was_saved(tokens: Path, tmp_path: Path) -> None:
-    """The loss after the last step is that of the checkpoint, with the wiring and the split that it had."""
+    """The loss equals that after the last step of the checkpoint, with its wiring and data split."""
     done = run_command(
         [
             sys.executable, "pretrain_ladder.py", *RECIPE, "--data-path", tokens, "--split", "90,10,0",
@@ -121,7 +121,7 @@ def check_evaluation_of_what_was_saved(tokens: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "evaluated").glob("iter_*"))
 
 
-def test_mistakes_are_told_once_and_together(tmp_path: Path) -> None:
+def test_all_errors_are_reported_once(tmp_path: Path) -> None:
     done = run_command(
         [
             *deepspeed(2), "--train-iters", "2", "--lr", "1e-3", "--hidden-size", "65", "--num-attention-heads", "4",
@@ -132,18 +132,18 @@ def test_mistakes_are_told_once_and_together(tmp_path: Path) -> None:
         timeout=60,
     )  # fmt: skip
     assert done.returncode == 2, done.stdout + done.stderr
-    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     starts = [
         "--num-experts is not supported", "--learning-rate is no flag", "--hidden-size 65 is not divisible",
         "--seq-length 64 is longer than",
     ]  # fmt: skip
-    assert [line.removeprefix("error: ").startswith(s) for line, s in zip(told, starts, strict=False)] == [True] * 4
+    assert [line.removeprefix("error: ").startswith(s) for line, s in zip(errors, starts, strict=False)] == [True] * 4
     # Files come last.
-    assert len(told) == 6 and "none.json" in told[4] and "nothing" in told[5]
+    assert len(errors) == 6 and "none.json" in errors[4] and "nothing" in errors[5]
     assert "Traceback" not in done.stderr
 
 
-def test_a_mistake_that_one_rank_meets_ends_all_with_its_words(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
     """Only data-parallel rank 1 reads the sample with an id that the vocabulary lacks."""
     document = np.zeros(16 * 64 + 1, dtype=np.int64)
     document[1:] = VOCABULARY + 5
@@ -157,7 +157,7 @@ def test_a_mistake_that_one_rank_meets_ends_all_with_its_words(tmp_path: Path) -
     assert f"holds token id {VOCABULARY + 5}" in done.stderr and "--tokenizer-model" in done.stderr
 
 
-def test_a_directory_without_a_whole_checkpoint_is_refused(tokens: Path, tmp_path: Path) -> None:
+def test_a_directory_without_a_complete_checkpoint_is_rejected(tokens: Path, tmp_path: Path) -> None:
     (tmp_path / "save" / "iter_0000005").mkdir(parents=True)
     (tmp_path / "save" / "latest").write_text("iter_0000005\n")
     done = run_command(

@@ -1,4 +1,4 @@
-"""One table of exit codes, for every way in which a program can end."""
+"""Exit codes and messages for every way in which a program can end."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def run(body: str, rank: int | None = None) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "told"),
+    ("body", "code", "message"),
     [
         ("print('fine')", 0, ""),
         ("raise errors.UserError('--a is wrong', '--b too')", 2, "error: --a is wrong\nerror: --b too\n"),
@@ -33,18 +33,18 @@ def run(body: str, rank: int | None = None) -> subprocess.CompletedProcess[str]:
         ("raise errors.LostPeerError('gone')", 4, "error: LostPeerError: gone\n"),
     ],
 )
-def test_exit_codes(body: str, code: int, told: str) -> None:
+def test_exit_codes(body: str, code: int, message: str) -> None:
     done = run(body)
-    assert (done.returncode, done.stderr) == (code, told)
+    assert (done.returncode, done.stderr) == (code, message)
 
 
-def test_a_fault_of_ours_shows_where_it_is() -> None:
+def test_a_bug_shows_its_traceback() -> None:
     done = run("return 1 // 0", rank=3)
     assert done.returncode == 1
     assert "Traceback" in done.stderr and 'File "<string>", line 5, in main' in done.stderr
     assert "error: rank 3: ZeroDivisionError: " in done.stderr.splitlines()[-1]
 
 
-def test_a_rank_that_is_left_after_the_others_speaks_for_itself() -> None:
+def test_a_rank_reports_an_error_that_only_it_has() -> None:
     done = run("raise errors.UserError('only here')", rank=1)
     assert (done.returncode, done.stderr) == (2, "error: only here\n")

@@ -1,4 +1,4 @@
-"""A command line from dataclasses."""
+"""Command lines built from dataclasses."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,20 +36,20 @@ def parse(words: str, **kwargs: object) -> Example:
     return example
 
 
-def mistakes_of(words: str, **kwargs: object) -> list[str]:
+def errors_of(words: str, **kwargs: object) -> list[str]:
     with pytest.raises(UserError) as caught:
         parse(words, **kwargs)
     return list(caught.value.messages)
 
 
-def test_values_take_their_types() -> None:
+def test_values_are_converted_to_their_types() -> None:
     assert parse("--lr 1e-3") == Example(1e-3)
     given = parse("--lr=2 --iterations 7 --style cosine --no-overlap --bf16 --ids 1 -2 --ids 3 --folder a/b")
     assert given == Example(2.0, 7, "cosine", False, True, (1, -2, 3), Path("a/b"))
 
 
-def test_all_mistakes_come_together() -> None:
-    found = mistakes_of(
+def test_all_errors_are_reported_together() -> None:
+    found = errors_of(
         "--lrr 3 --steps many --style round",
     )
     assert found == [
@@ -60,17 +60,17 @@ def test_all_mistakes_come_together() -> None:
     ]
 
 
-def test_a_flag_without_its_value_is_a_mistake() -> None:
-    assert mistakes_of("--lr") == ["argument --lr: expected one argument"]
+def test_a_missing_value_is_an_error() -> None:
+    assert errors_of("--lr") == ["argument --lr: expected one argument"]
 
 
-def test_a_caller_may_look_for_more_mistakes() -> None:
+def test_a_caller_can_collect_more_errors() -> None:
     found: list[str] = []
     assert parse("--steps many", found=found) == Example(1.0, 3)
     assert found == ["--lr is required", "--steps: 'many' is not a whole number"]
 
 
-def test_help_is_the_docstrings() -> None:
+def test_help_shows_docstrings() -> None:
     text = " ".join(_build_parser([Example], "example.py", "An example.").format_help().split())
     assert "Example. More words" in text
     assert "--lr X The rate, in 100% of cases. (required)" in text
@@ -78,14 +78,14 @@ def test_help_is_the_docstrings() -> None:
     assert "--no-overlap Turn overlap off." in text
 
 
-def test_plain_values() -> None:
+def test_json_compatible_values() -> None:
     plain = to_plain(Example(0.5, style="linear", ids=(4, 5), folder=Path("x")))
     assert plain["ids"] == [4, 5] and plain["folder"] == "x" and plain["style"] == "linear"
 
 
 @pytest.mark.parametrize("word", ["nan", "inf", "-inf"])
 def test_numbers_are_finite(word: str) -> None:
-    assert mistakes_of(f"--lr={word}") == [f"--lr: '{word}' is not finite"]
+    assert errors_of(f"--lr={word}") == [f"--lr: '{word}' is not finite"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""tools/plan.py as a command: light, quick, with every mistake named."""
+"""tools/plan.py as a command: without torch, fast, and with all errors reported."""
 
 import json
 import os

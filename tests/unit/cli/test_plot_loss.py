@@ -1,4 +1,4 @@
-"""The loss plot, from event files as torch's SummaryWriter makes them to lines of a figure and a PNG's bytes."""
+"""The loss plot: from event files of torch's SummaryWriter to the lines of a figure and the bytes of a PNG file."""
 
 import math
 import struct
@@ -37,7 +37,7 @@ def test_reads_the_three_curves(run_directory: Path) -> None:
     )
 
 
-def test_what_a_resumed_run_wrote_last_counts(tmp_path: Path) -> None:
+def test_the_last_value_of_an_iteration_counts(tmp_path: Path) -> None:
     write_events(tmp_path, "train/lm loss", {1: 8.0, 2: 6.0, 3: 99.0}, wall_time=1.0)
     write_events(tmp_path, "train/lm loss", {3: 5.0, 4: 4.0}, wall_time=1000.0)
     assert _read_run(tmp_path, "").train_loss == _ScalarCurve((1, 2, 3, 4), (8.0, 6.0, 5.0, 4.0))
@@ -54,7 +54,7 @@ def test_smoothing_by_hand() -> None:
     assert _smooth([3.0, 4.0, 5.0, 6.0, 7.0], 0.8)[2] == pytest.approx(5.0), "no lag on a slope"
 
 
-def test_smoothing_steps_over_bad_numbers() -> None:
+def test_smoothing_skips_non_finite_values() -> None:
     smoothed = _smooth([4.0, math.nan, 8.0, math.inf], 0.5)
     assert math.isnan(smoothed[1])
     assert smoothed[2] == pytest.approx((4 / 4 + 8) / (1 / 4 + 1))
@@ -126,7 +126,7 @@ def test_missing_matplotlib_is_one_error(
         main(["--tensorboard-dir", str(run_directory), "--output", str(tmp_path / "loss.png")])
 
 
-def test_entry_point_ends_with_the_mistake_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_point_exits_with_the_user_error_code(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr("os._exit", lambda code: ended.append(code) or exit(code))
     monkeypatch.setattr("sys.argv", ["plot_loss.py"])

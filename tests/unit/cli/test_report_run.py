@@ -1,4 +1,4 @@
-"""The report of a record made by hand, whose numbers are known."""
+"""The report of a hand-written record with known numbers."""
 
 import subprocess
 import sys
@@ -45,13 +45,13 @@ def test_goodput_counts_steps_that_were_kept() -> None:
     summary = _summarize(EVENTS)
     assert (summary.wall_seconds, summary.steps, summary.lost_steps, summary.interruptions) == (50.0, 10, 4, 1)
     assert summary.kept_seconds == pytest.approx(10.0) and summary.goodput == pytest.approx(0.2)
-    told = _describe(EVENTS, summary)
-    assert "goodput: 20.0%: 10.0 s in 10 steps that were kept" in told
-    assert "interruptions: 1; starts: 2; restarts by run_resilient.py: 1" in told
-    assert "saves: 1, which blocked training for 0.5 s" in told
-    assert "skipped steps: 1; loss spikes kept: 0; hangs: 1" in told
-    assert "start 1, 2026-01-31 12:00:00: 0 -> 8: interrupted, no end is recorded" in told
-    assert "4 -> 10: SIGTERM (exit code 0)" in told
+    report = _describe(EVENTS, summary)
+    assert "goodput: 20.0%: 10.0 s in 10 steps that were kept" in report
+    assert "interruptions: 1; starts: 2; restarts by run_resilient.py: 1" in report
+    assert "saves: 1, which blocked training for 0.5 s" in report
+    assert "skipped steps: 1; loss spikes kept: 0; hangs: 1" in report
+    assert "start 1, 2026-01-31 12:00:00: 0 -> 8: interrupted, no end is recorded" in report
+    assert "4 -> 10: SIGTERM (exit code 0)" in report
 
 
 def test_steps_lost_twice_count_twice() -> None:
@@ -91,10 +91,10 @@ def test_the_program_prints_and_draws(tmp_path: Path) -> None:
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_wrong_is_told_together(tmp_path: Path) -> None:
+def test_all_errors_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(UserError) as wrong:
         main([str(tmp_path), "--output", "report.txt"])
-    assert [mistake.split()[0] for mistake in wrong.value.messages] == ["--output", "--run"]
+    assert [message.split()[0] for message in wrong.value.messages] == ["--output", "--run"]
     RunRecord(tmp_path).write("restart")
     with pytest.raises(UserError, match="records no start"):
         main(["--run", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""Restarts of commands that fail in known ways; each stands in for a launcher and its ranks."""
+"""Restarts of commands that fail in known ways; each command replaces a launcher and its ranks."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ QUICK = {"backoff_seconds": 0.01, "max_backoff_seconds": 0.04}
 def attempts_of(
     save: Path, outcomes: Sequence[tuple[int, list[dict[str, Any]]]]
 ) -> tuple[Callable[[], int], list[int]]:
-    """An attempt that ends with one outcome after another (exit code, events), and how many were made."""
+    """Return an attempt that produces one outcome (exit code, events) after another, and the list of attempts made."""
     made: list[int] = []
 
     def attempt() -> int:
@@ -41,7 +41,7 @@ STARTED = {"event": "start", "iteration": 0}
 SAVED = {"event": "save end", "iteration": 3}
 
 
-def test_a_failed_job_is_started_again_until_it_is_done(tmp_path: Path) -> None:
+def test_a_failed_job_is_restarted_until_it_succeeds(tmp_path: Path) -> None:
     attempt, made = attempts_of(tmp_path, [(4, []), (-9, []), (1, []), (0, [])])
     assert _supervise(ResilientConfig(max_restarts=3, **QUICK), tmp_path, [], attempt) == 0
     assert made == [4, -9, 1, 0]
@@ -58,33 +58,33 @@ def test_the_limit_counts_failures_without_a_new_checkpoint(tmp_path: Path) -> N
     assert [event["in_a_row"] for event in read_record(tmp_path) if event["event"] == "restart"] == [1, 2, 1, 2]
 
 
-@pytest.mark.parametrize(("code", "told"), [(2, None), (3, None), (1, 3), (1, 2)])
-def test_what_would_fail_again_is_not_tried_again(tmp_path: Path, code: int, told: int | None) -> None:
-    """Some launchers have an exit code of their own; then the record has that of the ranks."""
-    attempt, made = attempts_of(tmp_path, [(code, [] if told is None else [{"event": "stop", "code": told}])])
-    assert _supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == (told or code)
+@pytest.mark.parametrize(("code", "recorded"), [(2, None), (3, None), (1, 3), (1, 2)])
+def test_permanent_failures_are_not_retried(tmp_path: Path, code: int, recorded: int | None) -> None:
+    """Some launchers have a different exit code; the record contains that of the ranks."""
+    attempt, made = attempts_of(tmp_path, [(code, [] if recorded is None else [{"event": "stop", "code": recorded}])])
+    assert _supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == (recorded or code)
     assert len(made) == 1
 
 
-def test_a_command_that_has_once_run_is_no_mistake(tmp_path: Path) -> None:
+def test_a_user_error_after_a_start_is_retried(tmp_path: Path) -> None:
     outcomes = [(2, [STARTED, {"event": "stop", "code": 2}]), (2, []), (2, []), (2, [])]
     attempt, made = attempts_of(tmp_path, outcomes)
     assert _supervise(ResilientConfig(max_restarts=2, **QUICK), tmp_path, [], attempt) == 2
     assert len(made) == 3
-    # Of another supervisor's command, which may have been another one, nothing follows.
+    # The starts of another supervisor, which may have run a different command, do not count.
     attempt, made = attempts_of(tmp_path, [(2, [])])
     assert _supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == 2
     attempt, made = attempts_of(tmp_path, [(3, [STARTED, {"event": "stop", "code": 3}])])
     assert _supervise(ResilientConfig(**QUICK), tmp_path, [], attempt) == 3
 
 
-def test_bad_numbers_are_tried_again_if_asked(tmp_path: Path) -> None:
+def test_bad_numbers_are_retried_on_request(tmp_path: Path) -> None:
     attempt, made = attempts_of(tmp_path, [(3, []), (0, [])])
     assert _supervise(ResilientConfig(retry_bad_numbers=True, **QUICK), tmp_path, [], attempt) == 0
     assert made == [3, 0]
 
 
-def test_a_job_that_saved_when_it_was_asked_to_end_is_done(tmp_path: Path) -> None:
+def test_a_job_that_saved_after_a_signal_succeeded(tmp_path: Path) -> None:
     attempt, made = attempts_of(tmp_path, [(1, [{"event": "stop", "code": 0, "reason": "SIGTERM"}])])
     assert _supervise(ResilientConfig(**QUICK), tmp_path, [signal.SIGTERM], attempt) == 0
     attempt, made = attempts_of(tmp_path, [(-15, [])])
@@ -93,7 +93,7 @@ def test_a_job_that_saved_when_it_was_asked_to_end_is_done(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([], "there is no command"),
         (["train"], "no --save and no --load"),
@@ -101,13 +101,13 @@ def test_a_job_that_saved_when_it_was_asked_to_end_is_done(tmp_path: Path) -> No
         (["train", "--save", "a", "--load=b"], "--load b is not --save a"),
     ],
 )
-def test_a_command_that_would_begin_anew_is_refused(words: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_a_command_that_would_start_from_scratch_is_rejected(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         _find_save_directory(words)
     assert _find_save_directory(["train", "--save=a/b", "--load", "a/./b"]) == Path("a/b")
 
 
-# A launcher that starts two ranks in sessions of their own; it itself does not hand signals on.
+# A launcher that starts two ranks in separate sessions, and does not forward signals.
 LAUNCHER = """
 import os, subprocess, sys
 ranks = [subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True,
@@ -169,7 +169,7 @@ def start(tmp_path: Path, rank: str, *program: str, launcher: str = LAUNCHER) ->
     return process
 
 
-def test_a_stop_goes_to_the_ranks(tmp_path: Path) -> None:
+def test_a_signal_is_forwarded_to_the_ranks(tmp_path: Path) -> None:
     process = start(tmp_path, POLITE)
     descendants = psutil.Process(process.pid).children(recursive=True)
     assert len(descendants) == 5
@@ -179,14 +179,14 @@ def test_a_stop_goes_to_the_ranks(tmp_path: Path) -> None:
     assert not [one for one in descendants if one.is_running()]
 
 
-def test_a_hang_up_is_handed_on_as_what_ranks_know(tmp_path: Path) -> None:
+def test_sighup_is_forwarded_as_sigterm(tmp_path: Path) -> None:
     process = start(tmp_path, POLITE)
     process.send_signal(signal.SIGHUP)
     output, _ = process.communicate(timeout=20)
     assert sorted(output.splitlines()) == ["rank 0 got 15", "rank 1 got 15"] and process.returncode == 0
 
 
-def test_ranks_have_their_time_to_save_when_the_launcher_dies_of_the_signal(tmp_path: Path) -> None:
+def test_ranks_can_save_after_the_launcher_died(tmp_path: Path) -> None:
     process = start(tmp_path, SAVING, "-c", SOON)
     descendants = psutil.Process(process.pid).children(recursive=True)
     (launcher,) = psutil.Process(process.pid).children()
@@ -197,8 +197,8 @@ def test_ranks_have_their_time_to_save_when_the_launcher_dies_of_the_signal(tmp_
     assert not [one for one in descendants if one.is_running()]
 
 
-def test_an_exit_code_0_without_a_recorded_end_is_no_end(tmp_path: Path) -> None:
-    """The deepspeed command's, when its launcher was killed; the ranks then end well because they are asked to."""
+def test_exit_code_0_without_a_recorded_end_is_a_failure(tmp_path: Path) -> None:
+    """The deepspeed command exits with 0 if its launcher is killed. A signal then ends the ranks that still run."""
     process = start(tmp_path, POLITE, launcher=f"import signal; signal.signal(15, lambda *_: os._exit(0)){LAUNCHER}")
     psutil.Process(process.pid).children()[0].terminate()
     output, _ = process.communicate(timeout=20)

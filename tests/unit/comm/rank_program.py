@@ -1,4 +1,4 @@
-"""What `test_ranks` starts: a light program whose ranks do as their command line says, a word for each."""
+"""The program that `test_ranks` starts: each rank does what one word of the command line says."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def entry_point() -> None:
         time.sleep(60)
     elif word == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    # Let the others begin first.
+    # The other ranks start first.
     while len(list(Path(folder).glob("pid.*"))) < len(words):
         time.sleep(0.01)
     sys.exit(int(word))

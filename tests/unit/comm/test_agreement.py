@@ -1,4 +1,4 @@
-"""What ranks tell one another at the start: here they are threads around one store."""
+"""The checks at start-up, with ranks as threads around one store."""
 
 import re
 import signal
@@ -24,7 +24,7 @@ SOON = timedelta(seconds=20)
 def meet(
     reports: Sequence[RankReport | None], sizes: Sequence[int] | None = None, timeout: timedelta = SOON
 ) -> list[list[Host] | Exception]:
-    """What `agree` returns or raises on each rank; None is a rank that never comes."""
+    """Return the results or exceptions of `agree` on each rank; None is a rank that never arrives."""
     store = HashStore()
     results: dict[int, list[Host] | Exception] = {}
 
@@ -43,12 +43,12 @@ def meet(
     return [results[rank] for rank in sorted(results)]
 
 
-def mistakes(result: list[Host] | Exception) -> tuple[str, ...]:
+def messages(result: list[Host] | Exception) -> tuple[str, ...]:
     assert isinstance(result, UserError), result
     return result.messages
 
 
-def test_ranks_with_equal_settings_learn_where_the_others_are() -> None:
+def test_ranks_with_equal_settings_know_all_hosts() -> None:
     assert meet([RankReport(host, {"--lr": 0.1, "--save": None}) for host in HOSTS]) == [HOSTS] * 4
 
 
@@ -56,7 +56,7 @@ def test_every_difference_is_named_with_all_values_on_every_rank() -> None:
     values = [{"--lr": 0.1}, {"--lr": 0.1}, {"--lr": 0.2}, {"--lr": 0.1, "device": "cuda"}]
     results = meet([RankReport(host, settings) for host, settings in zip(HOSTS, values, strict=True)])
     a, b = "node-a (10.0.0.1)", "node-b (10.0.0.2)"
-    assert [mistakes(result) for result in results] == [
+    assert [messages(result) for result in results] == [
         (
             f"--lr differs: 0.1 for ranks 0-1 on {a}, rank 3 on {b} but 0.2 for rank 2 on {b}: start all processes "
             "with the same settings",
@@ -70,17 +70,17 @@ def test_all_ranks_raise_the_error_of_one() -> None:
     reports = [RankReport(host, {"--lr": 0.1}) for host in HOSTS[:3]]
     reports.append(RankReport(HOSTS[3], {}, ["no data", "no folder"]))
     expected = tuple(f"rank 3 on node-b (10.0.0.2): {text}" for text in ("no data", "no folder"))
-    assert [mistakes(result) for result in meet(reports)] == [expected] * 4
+    assert [messages(result) for result in meet(reports)] == [expected] * 4
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_missing_rank_is_named() -> None:
     results = meet([RankReport(HOSTS[0], {}), None, RankReport(HOSTS[2], {}), None], timeout=timedelta(seconds=0.3))
     for result in results:
         assert isinstance(result, LostPeerError) and "ranks 1, 3 of 4 did not arrive within 0.3 s" in str(result)
 
 
 def test_hostfiles_of_different_lengths_are_found() -> None:
-    """Rank 0 knows of two ranks and asks no third one."""
+    """Rank 0 expects two ranks and ignores the third."""
     results = meet([RankReport(host, {}) for host in HOSTS[:3]], sizes=[2, 2, 3])
     assert results[:2] == [HOSTS[:2]] * 2
     assert "rank 2 on node-b (10.0.0.2) was started as one of 3 processes, rank 0 as one of 2" in str(results[2])
@@ -93,12 +93,12 @@ def test_two_hosts_cannot_be_the_same_rank() -> None:
         agree(store, 1, 2, RankReport(HOSTS[2], {}), SOON)
 
 
-def test_what_hosts_are_does_not_count_as_a_difference() -> None:
+def test_hosts_are_not_compared() -> None:
     first, second = (RankReport(host, {"a": [1], "b": 2}) for host in (HOSTS[0], HOSTS[2]))
     assert first.digest == second.digest == RankReport(HOSTS[0], {"b": 2, "a": [1]}).digest
     assert first.digest != RankReport(HOSTS[0], {"a": [1], "b": 3}).digest
-    told = RankReport(HOSTS[0], {"a": [1]}, ["no data"])
-    assert RankReport.from_json(told.to_json()) == told
+    report = RankReport(HOSTS[0], {"a": [1]}, ["no data"])
+    assert RankReport.from_json(report.to_json()) == report
 
 
 def test_ranks_are_named_by_their_hosts() -> None:
@@ -111,7 +111,7 @@ def test_ranks_are_named_by_their_hosts() -> None:
     assert many.describe(range(len(many.hosts))).endswith("rank 7 on n7 (10.0.1.7) and on 3 more hosts")
 
 
-def test_ranks_that_do_not_say_that_they_wait_are_silent() -> None:
+def test_ranks_that_do_not_report_waiting_are_silent() -> None:
     peers = Peers(HOSTS)
     assert peers.silent([1, 2, 3]) == [1, 2, 3]
     peers.board = HashStore()
@@ -122,7 +122,7 @@ def test_ranks_that_do_not_say_that_they_wait_are_silent() -> None:
     assert peers.silent([0, 1, 2, 3]) == [0, 3]
 
 
-def test_a_board_that_does_not_answer_tells_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_board_that_does_not_answer_means_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "BOARD_SECONDS", 0.05)
     peers = Peers(HOSTS, HashStore())
     assert peers.silent([0, 3]) == [0] and peers.silent([2, 3]) == []
@@ -138,8 +138,8 @@ time.sleep(100)
 """
 
 
-def test_a_board_whose_process_is_stopped_holds_nobody_up() -> None:
-    """Having waited in vain, torch's store waits without limit for an answer to that."""
+def test_a_board_in_a_stopped_process_blocks_nobody() -> None:
+    """After a timeout, torch's store waits without limit for the server to confirm the cancellation."""
     server = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -172,7 +172,7 @@ def test_a_board_whose_process_is_stopped_holds_nobody_up() -> None:
 
 
 def test_if_all_partners_wait_another_rank_is_lost() -> None:
-    """Of (0, 2) and (1, 3) in groups, rank 3 is stopped: rank 0 waits for rank 2, which waits for it."""
+    """Groups are (0, 2) and (1, 3), and rank 3 is stopped: rank 0 waits for rank 2, which waits for rank 3."""
     peers = Peers([*HOSTS], HashStore())
     assert peers.board is not None
     peers.board.append(agreement.WAITING, "")
@@ -180,4 +180,4 @@ def test_if_all_partners_wait_another_rank_is_lost() -> None:
         peers.say_waiting(rank, True)
     assert _silent_ranks([2], peers) == [3] and _silent_ranks([3], peers) == [3]
     peers.say_waiting(3, True)
-    assert _silent_ranks([2], peers) == [2], "all wait, and nobody is found"
+    assert _silent_ranks([2], peers) == [2], "all wait, so all partners are returned"

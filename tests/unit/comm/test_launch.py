@@ -1,4 +1,4 @@
-"""A process's place among others."""
+"""The rank, device and network interface of a process."""
 
 import os
 from types import SimpleNamespace
@@ -27,24 +27,24 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_process_started_by_hand_is_alone() -> None:
+def test_without_a_launcher_there_is_one_rank() -> None:
     assert read_rank_info() == RankInfo(0, 1, 0)
     assert not read_rank_info().launched
 
 
-def test_a_launcher_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_sets_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in zip(LAUNCHER_VARIABLES, ("5", "8", "1", "host", "1234"), strict=True):
         monkeypatch.setenv(name, value)
     assert read_rank_info() == RankInfo(5, 8, 1) and read_rank_info().launched
 
 
-def test_half_a_launcher_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_launcher_variables_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="has WORLD_SIZE but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
         read_rank_info()
 
 
-def test_a_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_needs_a_separate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     check_device(RankInfo(15, 16, 7))
@@ -57,7 +57,7 @@ def test_a_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         check_device(RankInfo(14, 16, 6))
 
 
-def test_lost_peers_are_told_from_other_faults() -> None:
+def test_lost_peers_are_distinguished_from_other_errors() -> None:
     with pytest.raises(LostPeerError, match="Connection closed"), naming_lost_peers():
         raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     with pytest.raises(LostPeerError, match="another process is gone"), naming_lost_peers():
@@ -66,7 +66,7 @@ def test_lost_peers_are_told_from_other_faults() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
-def test_an_address_is_found_on_the_way_to_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_on_the_route_to_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _address_towards("127.0.0.1") == "127.0.0.1" and _address_towards("localhost") in ("127.0.0.1", "::1")
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     with pytest.raises(UserError, match="MASTER_ADDR no-such-host.invalid cannot be reached from .*--master_addr"):
@@ -99,7 +99,7 @@ def test_gloo_uses_the_interface_that_leads_to_the_others(
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
 
 
-def test_a_first_host_that_knows_itself_as_loopback_asks_for_the_way_to_another(
+def test_a_first_host_with_a_loopback_name_uses_the_route_to_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("megatron_ladder.comm.launch._address_towards", {"10.0.0.2": "10.0.0.1"}.__getitem__)

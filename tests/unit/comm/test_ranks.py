@@ -1,4 +1,4 @@
-"""The parent of ranks: codes and signals go through it, and nothing outlives it."""
+"""The parent of ranks: it forwards exit codes and signals, and no rank outlives it."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def soon(happened: Callable[[], bool], seconds: float = 10) -> bool:
     return happened()
 
 
-def test_all_is_well_when_every_rank_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_success_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     before = signal.getsignal(signal.SIGINT)
     run_ranks(MODULE, [str(tmp_path), "0", "0"], 2)
@@ -53,21 +53,21 @@ def test_all_is_well_when_every_rank_is(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("words", [("2", "sleep"), ("sleep", "2"), ("0", "2")])
-def test_the_code_of_a_rank_that_fails_is_the_programs(tmp_path: Path, words: tuple[str, str]) -> None:
+def test_the_exit_code_of_a_failed_rank_is_returned(tmp_path: Path, words: tuple[str, str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run_ranks(MODULE, [str(tmp_path), *words], 2)
     assert ended.value.code == 2
     assert gone(tmp_path)
 
 
-def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     with pytest.raises(LostPeerError, match="rank 1 of 2 was ended by SIGKILL"):
         run_ranks(MODULE, [str(tmp_path), "sleep", "killed"], 2)
     assert gone(tmp_path)
 
 
 class Ended:
-    """A process as `subprocess` shows it."""
+    """A process that has ended, with the interface of `subprocess.Popen`."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -76,12 +76,12 @@ class Ended:
         return self.code
 
 
-def test_of_ranks_that_end_at_once_the_killed_one_is_the_cause() -> None:
+def test_a_killed_rank_is_the_cause_of_other_failures() -> None:
     processes = [Ended(0), Ended(1), Ended(-9), Ended(4)]
     assert ranks._wait(processes, []) == (2, -9)  # type: ignore[arg-type]
 
 
-def test_a_rank_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.1)
     with pytest.raises(SystemExit):
         run_ranks(MODULE, [str(tmp_path), "stubborn", "3"], 2)

@@ -71,8 +71,8 @@ def merged(tmp_path: Path, words: str, given: object) -> tuple[dict[str, object]
     return deepspeed_json(read(f"{words} --deepspeed_config {path}")[0], errors), errors
 
 
-def test_loss_scaling_is_deepspeeds() -> None:
-    """Its keys by another name: https://www.deepspeed.ai/docs/config-json/#fp16-training-options."""
+def test_loss_scaling_flags_map_to_deepspeed_keys() -> None:
+    """The keys: https://www.deepspeed.ai/docs/config-json/#fp16-training-options."""
     words = "--fp16 --initial-loss-scale 4096 --min-loss-scale 2.0 --loss-scale-window 7 --hysteresis 3"
     assert deepspeed_json(read(words)[0], [])["fp16"] == {
         "enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 7, "min_loss_scale": 2,
@@ -88,7 +88,7 @@ def test_gradients_accumulate_and_are_reduced_in_fp32(precision: str) -> None:
     assert config["data_types"]["grad_accum_dtype"] == config["communication_data_type"] == "fp32"
 
 
-def test_the_optimizer_goes_to_the_host_by_flag(tmp_path: Path) -> None:
+def test_optimizer_offloading_is_a_flag(tmp_path: Path) -> None:
     config, errors = merged(
         tmp_path,
         "--offload-optimizer cpu --zero-stage 2",
@@ -101,8 +101,8 @@ def test_the_optimizer_goes_to_the_host_by_flag(tmp_path: Path) -> None:
     assert "offload_optimizer" not in deepspeed_json(read("--zero-stage 2")[0], [])["zero_optimization"]
 
 
-def test_numbers_of_a_section_that_is_off_mean_nothing(tmp_path: Path) -> None:
-    """As in many a configuration that names both precisions."""
+def test_values_of_a_disabled_section_are_ignored(tmp_path: Path) -> None:
+    """Many configurations contain sections for both precisions."""
     given = {"fp16": {"enabled": False, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": "auto"}}
     config, errors = merged(tmp_path, "--bf16", given)
     assert errors == [] and config["fp16"] == {"enabled": False, "loss_scale": 0, "loss_scale_window": 1000}

@@ -79,7 +79,7 @@ def test_all_errors_are_reported_together() -> None:
     ]  # fmt: skip
 
 
-def test_megatrons_spellings_are_known() -> None:
+def test_megatron_spellings_are_accepted() -> None:
     """Flags that users bring from Megatron-DeepSpeed."""
     words = (
         "--num-query-groups 2 --kv-channels 16 --ffn-hidden-size 128 --max-position-embeddings 256 "
@@ -108,7 +108,7 @@ def test_no_flag_is_both_ours_and_megatrons() -> None:
     assert all(REFUSED.values())
 
 
-def test_deepspeeds_json_is_derived() -> None:
+def test_deepspeed_json_is_derived() -> None:
     run, _ = read("--micro-batch-size 2 --global-batch-size 16 --bf16 --clip-grad 0.7")
     config = deepspeed_json(run, [])
     assert config["train_batch_size"] == 16 and config["gradient_accumulation_steps"] == 2
@@ -158,12 +158,12 @@ def test_a_users_json_is_merged(tmp_path: Path) -> None:
         ([1], "found a list, expected an object"),
     ],
 )
-def test_a_contradicting_json_is_refused(tmp_path: Path, given: object, message: str) -> None:
+def test_a_contradicting_json_is_rejected(tmp_path: Path, given: object, message: str) -> None:
     found = merged(tmp_path, given)[1]
     assert len(found) == 1 and message in found[0], found
 
 
-def test_megatron_flags_are_taken_out_and_checked() -> None:
+def test_other_megatron_flags_are_accepted_or_rejected() -> None:
     errors: list[str] = []
     words = "--lr 3 --num-experts 8 --swiglu --normalization LayerNorm --use-flash-attn yes --bf16".split()
     assert take_megatron_flags(words, errors) == ["--lr", "3", "--bf16"]
@@ -175,6 +175,6 @@ def test_megatron_flags_are_taken_out_and_checked() -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "0.0", "0."])
-def test_accepted_numbers_may_be_spelled_in_any_way(value: str) -> None:
+def test_accepted_numbers_in_any_notation(value: str) -> None:
     errors: list[str] = []
     assert take_megatron_flags(["--attention-dropout", value], errors) == [] and errors == []
