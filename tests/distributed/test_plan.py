@@ -56,7 +56,7 @@ def live_bytes() -> int:
 
 
 def state_of_a_step(argv: list[str]) -> tuple[int, int]:
-    """Return per rank the bytes that a trainer holds between the micro-batches of its second step, and its parameters."""
+    """Return per rank the bytes that a trainer holds between micro-batches of its second step, and its parameters."""
     batches = steps_of_batches(2, 2 * torch.distributed.get_world_size())
     before = live_bytes()
     trainer = build_trainer_here([*SHAPE, *argv])

@@ -134,7 +134,7 @@ def test_all_errors_are_reported_once(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     starts = [
-        "--num-experts is not supported", "--learning-rate is no flag", "--hidden-size 65 is not divisible",
+        "--num-experts is not supported", "--learning-rate is not a flag", "--hidden-size 65 is not divisible",
         "--seq-length 64 is longer than",
     ]  # fmt: skip
     assert [line.removeprefix("error: ").startswith(s) for line, s in zip(errors, starts, strict=False)] == [True] * 4
