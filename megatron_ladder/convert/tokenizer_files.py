@@ -31,7 +31,7 @@ def read_carried(directory: Path) -> dict[str, bytes]:
 
 
 def describe_tokenizer(carried: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any] | None, int]:
-    """Return what a training checkpoint records about a tokenizer other_filess its files.
+    """Return what a training checkpoint records about a tokenizer besides its files.
 
     Returns:
         Files by name, the entry of the manifest, and one more than the largest id; {}, None and 0 without a tokenizer.
@@ -75,7 +75,7 @@ def exported_tokenizer(directory: Path, other_files: Mapping[str, bytes]) -> tup
     """Return the tokenizer's files of a training checkpoint in the form that transformers expects.
 
     Args:
-        other_files: the files of the checkpoint other_filess manifest and tensors.
+        other_files: the files of the checkpoint besides manifest and tensors.
 
     Returns:
         Files by name, and the id of the end-of-text token as `eos_token_id` if there is a tokenizer.

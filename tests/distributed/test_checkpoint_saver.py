@@ -1,4 +1,4 @@
-"""The checkpoints of a run with real trainers: in the background, one at a time, failing, and continued."""
+"""Checkpoints of runs with real trainers: background saves, failures, and resuming."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ Events = list[tuple[str, dict[str, Any]]]
 
 
 class CountingStream:
-    """A place in the data that only the data knows."""
+    """A position in the data that only the data knows."""
 
     def __init__(self, rank: int) -> None:
         self.place: Any = rank
@@ -51,17 +51,17 @@ def saver_of(argv: list[str], checkpoint: Checkpoint | None = None) -> tuple[Tra
 
 
 def train(trainer: Trainer, saver: CheckpointSaver, final: int) -> None:
-    """Saves after each of four steps."""
+    """Save after each of four steps."""
     for iteration, batch in enumerate(steps_of_batches(4, 2), start=1):
         train_step(trainer, own_batches(trainer, batch), iteration)
         saver.poll()
         saver.save(iteration, 4 * iteration, final=iteration == final)
-        # A step or a stop may ask for what is there already.
+        # A step or a stop may request a checkpoint that exists already.
         saver.save(iteration, 4 * iteration)
 
 
 def saves_of_a_run(argv: list[str], final: int) -> Events:
-    """On each rank: what happened."""
+    """On each rank: return the events."""
     with mock.patch.object(checkpoints, "describe_data", lambda *of_the_data: {}):
         trainer, saver, events = saver_of(argv)
         with saver:
@@ -70,7 +70,7 @@ def saves_of_a_run(argv: list[str], final: int) -> Events:
 
 
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--zero-stage 2"])
-def test_checkpoints_written_beside_training_are_those_written_at_once(
+def test_background_saves_equal_synchronous_saves(
     gloo_pools: GlooPools, tmp_path: Path, layout: str
 ) -> None:
     at_once, beside = tmp_path / "at_once", tmp_path / "beside"
@@ -94,7 +94,7 @@ def test_checkpoints_written_beside_training_are_those_written_at_once(
 
 
 def failing_saves(argv: list[str], failing: int) -> tuple[Events, str, int]:
-    """On each rank: what happened, the words with which the last save failed, and what was saved by then."""
+    """On each rank: return the events, the error of the last save, and the saved checkpoints."""
     real = saving.write_tensor_file
     trainer, saver, events = saver_of(argv)
 
@@ -116,7 +116,7 @@ def failing_saves(argv: list[str], failing: int) -> tuple[Events, str, int]:
 
 
 @pytest.mark.parametrize("words", ["", "--async-save"], ids=["at once", "beside"])
-def test_a_run_trains_on_when_a_save_fails_and_ends_when_the_last_one_does(
+def test_a_failing_save_does_not_stop_training_unless_it_is_the_last(
     gloo_pools: GlooPools, tmp_path: Path, words: str
 ) -> None:
     for failing, said in ((2, ""), (4, "the last checkpoint could not be written")):
@@ -133,13 +133,13 @@ def test_a_run_trains_on_when_a_save_fails_and_ends_when_the_last_one_does(
 
 
 def resumed(argv: list[str], load: Path) -> tuple[tuple[int, int], Events, list[Any], int]:
-    """On each rank: where the run goes on, what happened, what the data was given, and AdamW's steps."""
+    """On each rank: return the resumed position, the events, the state of the data, and AdamW's steps."""
     trainer, saver, events = saver_of([*argv, "--load", str(load)], Checkpoint.open(load))
     streams: Any = saver._streams
     return saver.resume(), events, streams.loaded, trainer.engine.state.steps_taken()
 
 
-def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(gloo_pools: GlooPools, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_by_all_ranks(gloo_pools: GlooPools, tmp_path: Path) -> None:
     run = gloo_pools(2).run
     run(saves_of_a_run, ["--save", str(tmp_path)], 4)
     for words, start, steps, loaded in (

@@ -1,4 +1,4 @@
-"""Converted checkpoints in several ranks: the logits of transformers, and training that goes on as if nothing was."""
+"""Converted checkpoints on several ranks: logits match transformers, and training continues bitwise."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tests.unit.convert.saved_models import convert, save_model, tensors_of
 
 
 def logits_here(directory: str, tokens: Tensor) -> Tensor:
-    """On each rank: [b, s] -> [b, s, V] of the checkpoint's model, cut over all ranks."""
+    """On each rank: map tokens [b, s] to logits [b, s, V] with the checkpoint's model, sharded over all ranks."""
     checkpoint = Checkpoint.open(Path(directory))
     mesh = mesh_of(torch.distributed.get_world_size())
     model = LanguageModel(checkpoint.model(), mesh)
@@ -28,8 +28,8 @@ def logits_here(directory: str, tokens: Tensor) -> Tensor:
     return logits[..., : model.config.vocab_size].transpose(0, 1)
 
 
-def test_logits_of_two_ranks_are_those_of_transformers(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    """The files are cut for four ranks, of which each of two reads what it needs."""
+def test_logits_of_two_ranks_match_transformers(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    """The files are cut for four ranks; each of two ranks reads its part."""
     theirs = save_model(tmp_path / "hf")
     convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", "--tensor-model-parallel-size", "4")
     tokens = torch.randint(0, 301, (2, 40))
@@ -43,10 +43,10 @@ def test_logits_of_two_ranks_are_those_of_transformers(gloo_pools: GlooPools, tm
     ("written", "continued"),
     [("--zero-stage 1 --tensor-model-parallel-size 2", "--zero-stage 2"), ("--zero-stage 3", "--zero-stage 0")],
 )
-def test_training_goes_on_from_a_reshaped_checkpoint(
+def test_training_continues_from_a_reshaped_checkpoint(
     gloo_pools: GlooPools, tmp_path: Path, written: str, continued: str
 ) -> None:
-    """Two steps from the checkpoint that was reshaped are bitwise two steps from the one that was not."""
+    """Two steps from the reshaped checkpoint are bitwise equal to two steps from the original."""
     argv = "--global-batch-size 4 --lr 1e-3 --train-iters 8 --residual-mode ladder --ladder-layers 1,2".split()
     run, other = str(tmp_path / "run"), str(tmp_path / "other")
     gloo_pools(2).run(pass_on, [*argv, *written.split()], None, run, 2)

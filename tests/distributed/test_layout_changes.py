@@ -1,4 +1,4 @@
-"""A run that is stopped and goes on in other layouts, one after another, with its optimizer."""
+"""A run that continues in several other layouts, including its optimizer."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ RECIPE = (
 
 
 class Stay(NamedTuple):
-    """A layout, (TP, PP, DP), in which the run stays for a while."""
+    """A layout (TP, PP, DP) in which the run takes some steps."""
 
     layout: tuple[int, int, int]
     zero_stage: int
@@ -44,11 +44,11 @@ JOURNEY = [Stay((2, 1, 1), 1), Stay((1, 2, 1), 1), Stay((1, 1, 2), 2), Stay((1, 
 def stay(
     argv: list[str], batches: list[list[Batch]], first: int, load: Path | None, saves: tuple[Path, Path]
 ) -> list[float]:
-    """On each rank: saves what it has loaded, takes steps from `first` on, and saves before the last one.
+    """On each rank: save the loaded state, take steps from `first` on, and save before the last one.
 
     Returns the losses.
     """
-    # Another seed: nothing of the trainer's own weights may be left after loading.
+    # Another seed: loading must replace all initial weights.
     trainer = build_trainer_here([*argv, "--seed", "1" if load is None else "99"])
     if load is not None:
         load_trainer(trainer, load)
@@ -58,7 +58,7 @@ def stay(
         if iteration == first + len(batches) - 1:
             save_trainer(trainer, saves[1], iteration - 1)
         loss = train_step(trainer, own_batches(trainer, batch), iteration).loss
-        # Shares of ranks are added in fp64, those of micro-batches in fp32: rounded, two of them are the same sum.
+        # Sums over ranks are in fp64, sums over micro-batches in fp32; rounded, they agree for two terms.
         losses.append(float(np.float32(loss)))
     return losses
 
@@ -67,10 +67,10 @@ def stay(
     ("precision", "steps"),
     [pytest.param([], 10, id="fp32", marks=pytest.mark.slow), pytest.param(["--bf16"], 2, id="bf16")],
 )
-def test_a_run_goes_on_in_one_layout_after_another(
+def test_a_run_continues_in_several_layouts(
     gloo_pools: GlooPools, tmp_path: Path, precision: list[str], steps: int
 ) -> None:
-    """What each layout saves of the state is what it has loaded, bit by bit, and losses are those of one run."""
+    """Every layout saves bitwise the state that it has loaded, and the losses are those of a single run."""
     argv = [*RECIPE, *precision]
     batches = steps_of_batches(steps * len(JOURNEY) + 1, 2)
     unchanged = gloo_pools(2).run(
@@ -87,7 +87,7 @@ def test_a_run_goes_on_in_one_layout_after_another(
             carried, loaded = everything(load), everything(saves[0])
             assert carried.keys() == loaded.keys() and all(equal(carried[key], loaded[key]) for key in carried)
         if precision and before is not None:
-            # With more tensor-parallel ranks partial sums are rounded elsewhere.
+            # More tensor-parallel ranks round partial sums differently.
             exact = place.layout[0] == tensor_parallel
             assert losses[0] == (before if exact else pytest.approx(before, rel=2e-2))
         if not precision:

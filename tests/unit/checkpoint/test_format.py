@@ -306,6 +306,14 @@ def test_sizes_and_checksums_are_reported(tmp_path: Path, save: Save, state: Mak
         Checkpoint.open(tmp_path)
 
 
+def test_files_that_vanish_are_reported(tmp_path: Path, save: Save, state: MakeState) -> None:
+    path = save(tmp_path, 100, "a", state(1)) / "weights_rank_00001.safetensors"
+    checkpoint = Checkpoint.open(tmp_path)
+    path.unlink()
+    with pytest.raises(UserError, match=f"{path}: cannot be read: No such file"):
+        checkpoint.verify()
+
+
 def test_verifying_shows_its_progress(
     tmp_path: Path, save: Save, state: MakeState, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,16 +189,16 @@ def test_checkpoints_newer_than_latest_are_kept(tmp_path: Path) -> None:
 
 
 def test_failing_retention_does_not_fail_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise PermissionError(13, "Permission denied", "iter_0000050")
 
-    monkeypatch.setattr(saving, "remove_old_checkpoints", refuse)
+    monkeypatch.setattr(saving, "remove_old_checkpoints", fail)
     outcome = save_at_once(tmp_path, 200, TinyState(2), CommGroup.alone())
     assert outcome.error is None
     assert outcome.notes == ("old checkpoints are not removed: iter_0000050: Permission denied",)
 
 
-def refused(real: Callable[..., object], *names: str) -> Callable[..., None]:
+def failing_for(real: Callable[..., object], *names: str) -> Callable[..., None]:
     """Return a function that fails if its first argument is a path whose name begins with one of `names`."""
 
     def call(path: Path, *arguments: Any) -> None:
@@ -213,8 +213,8 @@ def test_one_failing_removal_does_not_prevent_others(tmp_path: Path, monkeypatch
     for iteration in (50, 100, 150):
         save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", refused(os.rename, "iter_0000050"))
-        patch.setattr(shutil, "rmtree", refused(shutil.rmtree, "iter_0000100.tmp-"))
+        patch.setattr(os, "rename", failing_for(os.rename, "iter_0000050"))
+        patch.setattr(shutil, "rmtree", failing_for(shutil.rmtree, "iter_0000100.tmp-"))
         options = SaveOptions(retention=Retention(keep_last=1))
         outcome = save_at_once(tmp_path, 200, TinyState(2), CommGroup.alone(), options)
     assert outcome.error is None and outcome.removed == ("iter_0000100", "iter_0000150")
@@ -233,14 +233,14 @@ def test_remains_of_dead_saves_that_cannot_be_removed_are_reported(
     for token in ("gone", "theirs"):
         (tmp_path / f"iter_0000100.tmp-{token}").mkdir(parents=True)
         os.utime(tmp_path / f"iter_0000100.tmp-{token}", (1000, 1000))
-    monkeypatch.setattr(shutil, "rmtree", refused(shutil.rmtree, "iter_0000100.tmp-theirs"))
+    monkeypatch.setattr(shutil, "rmtree", failing_for(shutil.rmtree, "iter_0000100.tmp-theirs"))
     outcomes = save_of_ranks(tmp_path, 200, 1)
     assert [outcome.error for outcome in outcomes] == [None, None]
     theirs = tmp_path / "iter_0000100.tmp-theirs"
     assert outcomes[0].notes == (f"{theirs}: left by a failed save, cannot be removed: Permission denied",)
     assert names(tmp_path) == [theirs.name, "iter_0000200", "latest"]
     # Neither does a directory that cannot be listed fail the save.
-    monkeypatch.setattr(Path, "iterdir", refused(Path.iterdir, tmp_path.name))
+    monkeypatch.setattr(Path, "iterdir", failing_for(Path.iterdir, tmp_path.name))
     create_temporary_directory(tmp_path, 300, "token", (noted := list[str]()).append)
     assert noted == [f"{tmp_path}: cannot be searched for the remains of failed saves: Permission denied"]
 
@@ -379,8 +379,8 @@ def test_copies_in_host_memory_are_aligned_for_any_type() -> None:
 
 
 def test_pinning_registers_the_buffer_and_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int, int]] = []
-    runtime = SimpleNamespace(cudaHostRegister=lambda *arguments: asked.append(arguments) or status[0])
+    registered: list[tuple[int, int, int]] = []
+    runtime = SimpleNamespace(cudaHostRegister=lambda *arguments: registered.append(arguments) or status[0])
 
     def check(code: int) -> None:
         if code:
@@ -392,6 +392,6 @@ def test_pinning_registers_the_buffer_and_may_fail(monkeypatch: pytest.MonkeyPat
     buffer = torch.empty(1000, dtype=torch.uint8)
     status = [0]
     assert async_save_module._pin(buffer, torch.device("cpu"))
-    assert asked == [(buffer.data_ptr(), 1000, 1)]
+    assert registered == [(buffer.data_ptr(), 1000, 1)]
     status[0] = 2
     assert not async_save_module._pin(buffer, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What a conversion of a large model costs, beside a plain copy of the same bytes."""
+"""The cost of converting a large model, compared with a plain copy of the same bytes."""
 
 import json
 import re
@@ -24,7 +24,7 @@ ROUNDS = 5
 
 
 def write_large(path: Path, layers: int) -> int:
-    """A Llama of random bits with 0.26 + 0.09 x layers GB in bf16; returns the bytes of its numbers."""
+    """Write a Llama of random bits with 0.26 + 0.09 x layers GB in bf16; return the bytes of its tensors."""
     config = ModelConfig(
         num_layers=layers, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=32, num_key_value_heads=8,
         head_dim=64, vocab_size=32003, max_position_embeddings=4096,
@@ -48,18 +48,18 @@ def child_cpu() -> float:
 
 
 def imported(hf: Path, save: Path) -> tuple[float, float]:
-    """Imports for two ranks; CPU seconds of copying, and megabytes of anonymous memory."""
+    """Import for two ranks; return CPU seconds of copying and megabytes of anonymous memory."""
     words = ["import", "--hf", str(hf), "--save", str(save), "--tensor-model-parallel-size", "2"]
-    said = subprocess.run([*PROGRAM, *words], capture_output=True, text=True, check=True).stdout
-    print(said.splitlines()[-2])
-    copying, memory = re.search(r"copying ([\d.]+).*anonymous memory ([\d.]+) MB", said).groups()  # type: ignore[union-attr]
+    printed = subprocess.run([*PROGRAM, *words], capture_output=True, text=True, check=True).stdout
+    print(printed.splitlines()[-2])
+    copying, memory = re.search(r"copying ([\d.]+).*anonymous memory ([\d.]+) MB", printed).groups()  # type: ignore[union-attr]
     shutil.rmtree(save)
     return float(copying), float(memory)
 
 
 @pytest.mark.slow
-def test_cpu_time_beside_cp_and_memory(tmp_path: Path) -> None:
-    """Rounds take turns, since a machine's page cache is not the same from minute to minute."""
+def test_cpu_time_compared_with_cp_and_memory(tmp_path: Path) -> None:
+    """Copies and conversions alternate, because the state of the page cache changes."""
     write_large(tmp_path / "one", 9)
     ratios = []
     for _ in range(ROUNDS):
@@ -81,7 +81,7 @@ def test_memory_of_four_gigabytes(tmp_path: Path) -> None:
 
 
 def test_start_up(tmp_path: Path) -> None:
-    """Of several starts the fastest: others may be using the machine."""
+    """Take the fastest of several starts, because other processes may use the machine."""
     times = []
     for _ in range(5):
         began = time.perf_counter()

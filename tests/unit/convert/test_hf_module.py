@@ -1,4 +1,4 @@
-"""The exported module, as transformers runs it, against the training model, formulas by hand and itself."""
+"""The exported module in transformers, compared with the training model, explicit formulas, and itself."""
 
 import json
 from itertools import combinations
@@ -39,7 +39,7 @@ def random_tokens(*shape: int, seed: int = 1) -> Tensor:
 
 
 def module_of(model: LanguageModel, attention: str = "sdpa") -> MegatronLadderForCausalLM:
-    """The module that is exported with a model, holding the model's weights."""
+    """Return the exported module with the weights of a model."""
     config = MegatronLadderConfig(**hf_config(model.config, dtype="float32"), attn_implementation=attention)
     module = MegatronLadderForCausalLM(config).eval()
     module.load_state_dict(hf_tensors(model))
@@ -47,7 +47,7 @@ def module_of(model: LanguageModel, attention: str = "sdpa") -> MegatronLadderFo
 
 
 def opened(folder: Path, **options: Any) -> nn.Module:
-    """What a user of a directory gets; every weight must come from it."""
+    """Open a directory as a user does; every weight must be in it."""
     module, report = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, output_loading_info=True, **options
     )
@@ -56,7 +56,7 @@ def opened(folder: Path, **options: Any) -> nn.Module:
 
 
 def greedy(model: LanguageModel, prompt: Tensor, new_tokens: int) -> Tensor:
-    """The training model's likeliest continuation of a prompt [1, s], computed anew for each token."""
+    """Return the training model's greedy continuation of a prompt [1, s], computed from scratch for each token."""
     tokens = prompt
     for _ in range(new_tokens):
         tokens = torch.cat([tokens, our_logits(model, tokens)[:, -1:].argmax(-1)], dim=1)
@@ -68,7 +68,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_logits_are_those_of_the_training_model_for_every_ladder_mask() -> None:
+def test_logits_match_the_training_model_for_every_ladder_mask() -> None:
     tokens = random_tokens(2, 12)
     seen: list[Tensor] = []
     for mask in MASKS:
@@ -111,7 +111,7 @@ def test_logits_are_those_of_the_training_model_for_every_ladder_mask() -> None:
         ),
     ],
 )  # fmt: skip
-def test_an_exported_directory_computes_what_the_training_model_does(
+def test_exported_directories_match_the_training_model(
     model_type: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     model = random_model(tiny_config(**changes))
@@ -123,7 +123,7 @@ def test_an_exported_directory_computes_what_the_training_model_does(
 
 
 def test_both_boundaries_follow_the_recurrence() -> None:
-    """Standard, ladder, ladder, standard, each sub-block written out: x_i = x_{i-1} + h_i(x_{i-2}) in ladder layers."""
+    """Layers standard, ladder, ladder, standard, written out: x_i = x_{i-1} + h_i(x_{i-2}) in ladder layers."""
     model = random_model(tiny_config(num_layers=4, residual_mode="ladder", ladder_layers=(1, 2)))
     module = module_of(model)
     tokens = random_tokens(2, 12)
@@ -191,7 +191,7 @@ def test_greedy_tokens_are_the_same_with_every_cache_and_padding(changes: dict[s
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("changes", [HYBRID | {"residual_staleness": 3}, HYBRID | {"residual_mode": "ladder-parallel"}])
-def test_recomputation_gives_the_gradients_of_the_training_model(changes: dict[str, Any], reentrant: bool) -> None:
+def test_recomputation_matches_the_gradients_of_the_training_model(changes: dict[str, Any], reentrant: bool) -> None:
     model = random_model(tiny_config(**changes))
     module = module_of(model).train()
     module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -216,7 +216,7 @@ def test_recomputation_gives_the_gradients_of_the_training_model(changes: dict[s
     [{"residual_mode": "ladder", "ladder_layers": (1,)}, {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1)}],
 )
 def test_it_compiles_into_one_graph(changes: dict[str, Any]) -> None:
-    """With dynamo's graph run as it is, since generating code takes a compiler; prefill, and a step with a cache."""
+    """Prefill and a step with a cache; dynamo's graph runs uncompiled, because code generation needs a compiler."""
     torch.compiler.reset()
     module = module_of(random_model(tiny_config(num_layers=3, **changes)))
     tokens = random_tokens(2, 9)
@@ -229,7 +229,7 @@ def test_it_compiles_into_one_graph(changes: dict[str, Any]) -> None:
         assert_close(step.logits[:, -1], module(tokens).logits[:, -1])
 
 
-def test_attention_implementations_agree_and_attentions_are_shown(tmp_path: Path) -> None:
+def test_attention_implementations_agree_and_return_attentions(tmp_path: Path) -> None:
     folder = write_hf(random_model(tiny_config(**HYBRID)), tmp_path / "model")
     tokens = random_tokens(2, 9)
     with torch.no_grad():
@@ -238,7 +238,7 @@ def test_attention_implementations_agree_and_attentions_are_shown(tmp_path: Path
     assert [tuple(weights.shape) for weights in found.attentions] == [(2, 4, 9, 9)] * 6
 
 
-def test_saving_and_opening_again_changes_nothing(tmp_path: Path) -> None:
+def test_saving_and_loading_changes_nothing(tmp_path: Path) -> None:
     changes = HYBRID | {"tie_embeddings": True, "rope_scaling": "linear", "rope_scaling_factor": 2.0}
     model = random_model(tiny_config(**changes))
     first = opened(write_hf(model, tmp_path / "first", dtype="bfloat16"), dtype="auto")
@@ -255,7 +255,7 @@ def test_saving_and_opening_again_changes_nothing(tmp_path: Path) -> None:
         assert torch.equal(body.eval()(tokens).last_hidden_state, first.model(tokens).last_hidden_state)
 
 
-def test_text_comes_out_of_a_pipeline(tmp_path: Path) -> None:
+def test_text_generation_pipeline(tmp_path: Path) -> None:
     model = random_model(tiny_config(**HYBRID))
     folder = write_hf(model, tmp_path / "model", pad_token_id=0)
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
@@ -268,8 +268,8 @@ def test_text_comes_out_of_a_pipeline(tmp_path: Path) -> None:
         assert found["generated_text"] == " ".join(f"w{token}" for token in greedy(model, torch.tensor([prompt]), 4)[0])
 
 
-def test_a_server_can_put_its_own_attention_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As vLLM and SGLang do it: the body from its configuration, their attention by name and layer, tuples back."""
+def test_servers_can_replace_the_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As vLLM and SGLang do: build the body from its configuration, and replace attention by name and layer."""
     model = random_model(tiny_config(**HYBRID, qk_layernorm=True))
     folder = write_hf(model, tmp_path / "model")
     served = list(range(6))
@@ -297,8 +297,8 @@ def test_a_server_can_put_its_own_attention_in(monkeypatch: pytest.MonkeyPatch, 
     assert_close(found[0], expected)
 
 
-def test_a_pipeline_that_hands_one_tensor_on_is_refused_inside_the_ladder_alone() -> None:
-    """Standard, standard, ladder, ladder: the first boundary loses nothing, the others would."""
+def test_pipelines_that_pass_one_tensor_are_rejected_only_inside_the_ladder() -> None:
+    """Layers standard, standard, ladder, ladder: only the first boundary needs a single tensor."""
     module = module_of(random_model(tiny_config(num_layers=4, residual_mode="ladder", ladder_layers=(2, 3)))).model
     tokens = random_tokens(1, 9)
     rotary = module.rotary_emb(torch.zeros(1), torch.arange(9).unsqueeze(0))
@@ -318,7 +318,7 @@ def test_a_pipeline_that_hands_one_tensor_on_is_refused_inside_the_ladder_alone(
 @pytest.mark.parametrize(
     ("ladder_layers", "expected"), [(2, [4, 5]), (0, []), (None, []), ([3, 1], [1, 3])], ids=str
 )  # fmt: skip
-def test_ladder_layers_are_read_as_the_authors_write_them(
+def test_ladder_layers_in_the_notation_of_the_authors(
     ladder_layers: Any, expected: list[int], tmp_path: Path
 ) -> None:
     folder = write_hf(random_model(tiny_config(**HYBRID)), tmp_path / "model")
@@ -338,13 +338,13 @@ def test_ladder_layers_are_read_as_the_authors_write_them(
         ({"ladder_layers": 1, "residual_mode": "parallel"}, "no meaning with residual_mode 'parallel'"),
     ],
 )
-def test_a_wiring_that_it_cannot_run_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_unsupported_wirings_are_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as refusal:
         MegatronLadderConfig(num_hidden_layers=6, **changes)
     assert words in str(refusal.value)
 
 
-def test_every_matrix_and_norm_of_queries_has_a_place_in_the_tensor_parallel_plan() -> None:
+def test_the_tensor_parallel_plan_has_every_matrix_and_query_norm() -> None:
     module = module_of(random_model(tiny_config(**HYBRID, qk_layernorm=True)))
     layer = "model.layers.*"
     assert {name: how for name, how in module.tp_plan.items() if name.startswith(layer)} == {

@@ -1,4 +1,4 @@
-"""`config.json` both ways: what plain types say, what transformers makes of it, and what is refused by name."""
+"""`config.json` in both directions: plain types, a round trip through transformers, and rejected values."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ LLAMA31 = {
     "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                      "original_max_position_embeddings": 8192, "rope_type": "llama3"},
 }  # fmt: skip
-"""Llama-3.1-8B's own, written by transformers 4."""
+"""Configuration of Llama-3.1-8B, written by transformers 4."""
 OURS = ModelConfig(
     num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_key_value_heads=8,
     head_dim=128, vocab_size=128256, max_position_embeddings=131072, **LLAMA3,
@@ -51,7 +51,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{hf_type(model)}-{model.residual_mode}")
-def test_a_model_comes_back_from_its_config(model: ModelConfig) -> None:
+def test_configs_survive_a_round_trip(model: ModelConfig) -> None:
     written = json.loads(json.dumps(hf_config(model, dtype="bfloat16", eos_token_id=[1, 2])))
     assert model_config_from_hf(written) == model
     assert (set(module_files(model)) != set()) == ("auto_map" in written) == (hf_type(model) == "megatron_ladder")
@@ -62,8 +62,8 @@ def test_a_model_comes_back_from_its_config(model: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS[:7], ids=hf_type)
-def test_transformers_writes_what_comes_back(model: ModelConfig, tmp_path: Path) -> None:
-    """What transformers saves after it has read ours is read alike: it keeps one spelling of the rotary embedding."""
+def test_configs_survive_a_round_trip_through_transformers(model: ModelConfig, tmp_path: Path) -> None:
+    """transformers keeps only one spelling of the rotary embedding when it saves our config."""
     (tmp_path / "config.json").write_text(json.dumps(hf_config(model, dtype="float32")))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
     saved = json.loads((tmp_path / "again" / "config.json").read_text())
@@ -71,7 +71,7 @@ def test_transformers_writes_what_comes_back(model: ModelConfig, tmp_path: Path)
     assert model_config_from_hf(saved) == model
 
 
-def test_configs_of_other_people_are_read() -> None:
+def test_configs_of_published_models() -> None:
     assert model_config_from_hf(LLAMA31) == OURS
     upper_two = model_config_from_hf(LLAMA31 | {"model_type": "llamaLadder", "ladder_layers": 2})
     assert upper_two == replace(OURS, residual_mode="ladder", ladder_layers=(30, 31))
@@ -132,7 +132,7 @@ def test_configs_of_other_people_are_read() -> None:
         ),
     ],
 )
-def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+def test_unsupported_values_are_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as refusal:
         model_config_from_hf(LLAMA31 | changes, "there/config.json")
     assert len(refusal.value.messages) == 1
@@ -140,7 +140,7 @@ def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], wor
     assert words in refusal.value.messages[0]
 
 
-def test_all_mistakes_come_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     with pytest.raises(UserError) as refusal:
         model_config_from_hf({"model_type": "llama", "hidden_act": "gelu", "rms_norm_eps": 1e-5})
     found = {mistake.split(": ")[1] for mistake in refusal.value.messages}
@@ -155,8 +155,8 @@ def test_desync_has_no_hugging_face_form() -> None:
             write()
 
 
-def test_neither_torch_nor_transformers_is_needed() -> None:
-    """A conversion of a checkpoint starts at once, on a machine that has neither."""
+def test_torch_and_transformers_are_not_imported() -> None:
+    """Conversions start quickly, and also on machines without them."""
     script = (
         "import sys; from megatron_ladder.convert import remote_code; "
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
