@@ -19,8 +19,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model  # noqa: E402
 from megatron_ladder.blueprint.wiring import SubBlockKind  # noqa: E402
 from megatron_ladder.lab.cost.links import (  # noqa: E402
-    Clock,
-    Collective,
+    SimulatedClock,
+    SimulatedCollective,
     SubBlockTime,
     WireModel,
     backward_seconds,
@@ -56,13 +56,13 @@ class Bar:
     label: str = ""
 
 
-class RecordingClock(Clock):
+class RecordingClock(SimulatedClock):
     """Records the (start, end) of computations, and of collectives on the wire."""
 
     def __init__(self, wire: WireModel) -> None:
         super().__init__(wire)
         self.computed: list[tuple[float, float]] = []
-        self.carried: dict[Collective, tuple[float, float]] = {}
+        self.carried: dict[SimulatedCollective, tuple[float, float]] = {}
 
     def compute(self, seconds: float) -> None:
         start = self.now
@@ -70,7 +70,7 @@ class RecordingClock(Clock):
         if seconds > 0:
             self.computed.append((start, self.now))
 
-    def advance(self, moving: Sequence[Collective], seconds: float) -> None:
+    def advance(self, moving: Sequence[SimulatedCollective], seconds: float) -> None:
         start = self.now
         super().advance(moving, seconds)
         for each in moving:

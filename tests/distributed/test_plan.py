@@ -12,10 +12,10 @@ from megatron_ladder.lab.cost.hardware import CLUSTERS
 from megatron_ladder.lab.cost.memory import (
     Layout,
     Precision,
-    head_activation_bytes,
-    layers_activation_bytes,
+    _head_activation_bytes,
+    _layers_activation_bytes,
+    _state_bytes,
     stage_parameters,
-    state_bytes,
 )
 from megatron_ladder.lab.plan.calibration import ClusterCalibration, apply_calibration
 from megatron_ladder.lab.plan.measure import _Measurement, _Sizes
@@ -73,7 +73,7 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int]:
 def test_states_are_what_the_engine_allocates(gloo_pools: GlooPools, precision: Precision, zero: int) -> None:
     argv = ["--zero-stage", str(zero), "--global-batch-size", "8", *(["--bf16"] if precision == "bf16" else [])]
     for held, parameters in gloo_pools(2).run(state_of_a_step, argv):
-        expected = sum(state_bytes(parameters, Layout(data=2, zero=zero), precision))
+        expected = sum(_state_bytes(parameters, Layout(data=2, zero=zero), precision))
         expected += BUCKET_BYTES if (precision, zero) == ("fp32", 1) else 0
         assert held == pytest.approx(expected, abs=TOLERANCE * 12 * parameters)
 
@@ -88,10 +88,10 @@ def kept_of_a_pass(wiring: ResidualMode, recompute: bool, sequence_parallel: boo
     loss = module(ids[:, :-1], ids[:, 1:])
     assert meter.kept_bytes is not None and loss.requires_grad
     layout = Layout(2, micro_batch=2, recompute=recompute, sequence_parallel=sequence_parallel, fused_norms=False)
-    counted = layers_activation_bytes(model, layout, 0, 128, "fp32")
+    counted = _layers_activation_bytes(model, layout, 0, 128, "fp32")
     # The rotary table, one for all layers, which the planner leaves out.
     table = 2 * 64 * model.head_dim * 4
-    return meter.kept_bytes, counted + head_activation_bytes(model, layout, 128, "fp32") + table
+    return meter.kept_bytes, counted + _head_activation_bytes(model, layout, 128, "fp32") + table
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

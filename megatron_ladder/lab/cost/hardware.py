@@ -1,7 +1,7 @@
-"""What a cluster's GPUs and links do, each figure with its source.
+"""Figures of a cluster's GPUs and links, each with its source.
 
-`CLUSTERS` are from data sheets and from fits to published runs. Figures of one's own machine replace them when it has
-been calibrated; until then times are worth `UNCALIBRATED_RANGE` to either side.
+`CLUSTERS` are from data sheets and from fits to published runs. A calibration replaces them with measurements of the
+user's machine; without one, predicted times are uncertain by `UNCALIBRATED_RANGE` to either side.
 """
 
 import math
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from megatron_ladder.lab.cost.links import GIGABYTE_PER_SECOND, MEGABYTE, MICROSECOND, wire_bytes
 
 UNCALIBRATED_RANGE = 0.15
-"""Relative; what figures of links and chips alone are good for."""
+"""Relative error of times predicted from figures of links and chips alone."""
 HOP = 0.25
-"""Assumed: of the network's latency in an all-reduce, what one hop of a ring takes; 5 us on InfiniBand."""
+"""Assumed share of the network's latency in an all-reduce that one hop of a ring takes; 5 us on InfiniBand."""
 
 
 @dataclass(frozen=True)
@@ -23,41 +23,41 @@ class Cluster:
     name: str
     gpus_per_node: int
     memory_bytes: float
-    """Of one GPU."""
+    """Memory of one GPU."""
     peak_flops: float
-    """Of one GPU, dense bf16 products, in FLOP/s: the 100 % of MFU."""
+    """Dense bf16 FLOP/s of one GPU: 100 % MFU."""
     flops_share: float
-    """Share of it that the products of a model reach."""
+    """Share of the peak that the products of a model reach."""
     memory_bytes_per_second: float
-    """That one GPU reads and writes."""
+    """Memory bandwidth of one GPU."""
     node_base_seconds: float
-    """Latency of an all-reduce inside a node, whatever its ranks."""
+    """Latency of an all-reduce inside a node, for any number of ranks."""
     node_rank_seconds: float
-    """Further latency for each rank."""
+    """Additional latency per rank."""
     node_root_seconds: float
-    """Further time for the square root of its MB, until the bandwidth takes longer."""
+    """Additional time per square root of the MB, until the bandwidth takes longer."""
     node_bytes_per_second: float
-    """At which a ring's bytes move inside a node."""
+    """Bandwidth of a ring's bytes inside a node."""
     network_seconds: float
-    """Further latency for each doubling of the nodes that take part."""
+    """Additional latency per doubling of the participating nodes."""
     network_bytes_per_second: float
-    """Of one GPU's adapter to other nodes, in one direction."""
+    """Bandwidth of one GPU's adapter to other nodes, in one direction."""
     contention: float
-    """Share of an overlap that a large collective gives back, since it takes multiprocessors."""
+    """Share of an overlap that a large collective gives back because it takes multiprocessors."""
     contention_bytes: float
     """Size of a collective that gives back half of that share."""
     sources: Mapping[str, str]
-    """Field -> where its figure is from."""
+    """Field -> source of its figure."""
     calibrated: bool = False
-    """Whether the figures of computation and of links inside a node were measured on this very machine."""
+    """Whether the figures of computation and of links inside a node were measured on this machine."""
 
     def all_reduce_seconds(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Time of one all-reduce of `num_bytes` on each of `ranks` GPUs.
+        """Return the time of one all-reduce of `num_bytes` on each of `ranks` GPUs.
 
-        Ranks in one node come first together, then the nodes, each GPU with its share of the bytes.
+        Ranks of one node reduce first, then the nodes, each GPU with its share of the bytes.
 
         Args:
-            stride: distance of neighbouring ranks; a node holds every stride-th GPU.
+            stride: distance of neighbouring ranks; of a node, every stride-th GPU takes part.
         """
         if ranks == 1:
             return 0.0
@@ -73,9 +73,9 @@ class Cluster:
         return latency + math.hypot(root, wire)
 
     def gather_seconds(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Time of one all-gather or reduce-scatter of `num_bytes` in all: half of what an all-reduce moves.
+        """Return the time of one all-gather or reduce-scatter of `num_bytes` in total, half the bytes of an all-reduce.
 
-        It goes around a ring, and so takes `HOP` of the network's latency for each further node.
+        It uses a ring, so each further node adds `HOP` of the network's latency.
         """
         if ranks == 1:
             return 0.0
@@ -86,13 +86,13 @@ class Cluster:
         return (self.all_reduce_seconds(num_bytes, ranks, stride) - doublings) / 2 + around
 
     def send_seconds(self, num_bytes: float, distance: int) -> float:
-        """Time to hand a tensor to the GPU that is so many ranks away."""
+        """Return the time to send a tensor to the GPU that is this many ranks away."""
         if distance < self.gpus_per_node:
             return self.node_base_seconds + num_bytes / self.node_bytes_per_second
         return self.network_seconds + num_bytes / self.network_bytes_per_second
 
     def contention_of(self, num_bytes: float) -> float:
-        """Share of the overlap with a collective of this size that is given back."""
+        """Return the share of the overlap with a collective of this size that is given back."""
         return self.contention * num_bytes / (num_bytes + self.contention_bytes)
 
 
@@ -103,14 +103,14 @@ _SHARED = {
     "flops_share": f"0.58: {_FIT}, prefill of 1024 tokens",
     "node_base_seconds": f"4.1 us: {_FIT}",
     "node_rank_seconds": (
-        f"2.12 us: {_FIT}; to compare: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB (sgl-project/sglang#22734)"
+        f"2.12 us: {_FIT}; for comparison: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB (sgl-project/sglang#22734)"
     ),
     "node_root_seconds": f"14 us for 1 MB: {_FIT}",
     "node_bytes_per_second": (
-        f"282 GB/s: {_FIT}; to compare: bus 365-370 GB/s by ring, 480 GB/s by NVLS (NVIDIA/nccl#1455)"
+        f"282 GB/s: {_FIT}; for comparison: bus 365-370 GB/s by ring, 480 GB/s by NVLS (NVIDIA/nccl#1455)"
     ),
     "network_seconds": (
-        "20 us: two nodes 44 us at 32 KB, fit to runs of the same authors; to compare: 46-48 us at 1 KB and less "
+        "20 us: two nodes 44 us at 32 KB, fit to runs of the same authors; for comparison: 46-48 us at 1 KB and less "
         "(NVIDIA/nccl#1244)"
     ),
     "network_bytes_per_second": f"50 GB/s: {_NVIDIA_NETWORK}",
@@ -149,5 +149,5 @@ CLUSTERS: Mapping[str, Cluster] = {
     "h100": _hopper("h100", 80e9, 3.35e12, "H100"),
     "h200": _hopper("h200", 141e9, 4.8e12, "H200"),
 }
-"""h100: the paper's nodes of eight H100 with NVLink, InfiniBand between them. h200: the same with more and faster
-memory; its other figures are taken to be the H100's."""
+"""h100: the paper's nodes of eight H100 with NVLink, connected by InfiniBand. h200: the same with more and faster
+memory; its other figures are assumed to be those of the H100."""

@@ -1,7 +1,7 @@
-"""What training takes of one GPU's memory: weights, gradients, optimizer state, activations.
+"""Memory of one GPU in training: weights, gradients, optimizer state, activations.
 
-Counted as this package and DeepSpeed's optimizers allocate. With N parameters on the GPU (of its tensor- and
-pipeline-parallel share) and D data-parallel ranks, bytes for each parameter:
+The counts follow the allocations of this package and DeepSpeed's optimizers. With D data-parallel ranks, the bytes per
+parameter of the GPU (those of its tensor- and pipeline-parallel share) are:
 
     precision, ZeRO    weights   gradients   optimizer
     fp32, 0            4         4           8
@@ -12,16 +12,16 @@ pipeline-parallel share) and D data-parallel ranks, bytes for each parameter:
     bf16, 2            2         4 / D       12 / D
     bf16, 3            2 / D     4 / D       12 / D
 
-Activations are what autograd keeps for backward, of T = s b tokens, in numbers (t tensor-parallel ranks):
+Activations that autograd keeps for backward, in numbers, for T = s b tokens and t tensor-parallel ranks:
 
-    sub-block          its input and what its norm gives            2 T h   (T h / t each with sequence parallelism)
-    attention          queries and keys turned, q k v projected,
-                       the heads' output                            T d (3 Hq + 3 Hkv) / t
+    sub-block          its input and the output of its norm         2 T h   (T h / t each with sequence parallelism)
+    attention          queries and keys after rotary embedding,
+                       q k v projected, the heads' output                            T d (3 Hq + 3 Hkv) / t
     MLP                gate and up, silu(gate), their product       4 T f / t
-    recomputed         its input alone                              T h
+    recomputed         only its input                               T h
     head               the stream and its norm, and in fp32 the exponentials of the logits: 2 T h, T V / t
 
-A pipeline's stage i of p holds those of min(p - i, micro-batches) micro-batches at once.
+Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro-batches at once.
 """
 
 from dataclasses import dataclass
@@ -35,29 +35,29 @@ from megatron_ladder.lab.cost.links import outputs_added
 Precision = Literal["fp32", "bf16"]
 FP32_BYTES = 4
 RESERVED_BYTES = 4e9
-"""Assumed for the CUDA context, the buffers of NCCL, DeepSpeed's bucket of 5e8 numbers, and fragmentation."""
+"""Assumed size of the CUDA context, the buffers of NCCL, DeepSpeed's bucket of 5e8 numbers, and fragmentation."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model and its batch are shared out."""
+    """How a model and its batch are distributed."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     zero: int = 1
     micro_batch: int = 1
-    """Samples."""
+    """Samples per micro-batch."""
     recompute: bool = False
-    """Keep only the inputs of sub-blocks."""
+    """Keep only the inputs of sub-blocks for backward."""
     sequence_parallel: bool = False
-    """Keep the stream and the norms' outputs cut over the tensor-parallel ranks."""
+    """Shard the stream and the norms' outputs over the tensor-parallel ranks."""
     fused_norms: bool = True
-    """Norms keep their input alone, as torch's and apex's do on CUDA; on a CPU torch's keeps more."""
+    """Norms keep only their input, as those of torch and apex do on CUDA; torch's norm keeps more on a CPU."""
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Number of GPUs."""
         return self.tensor * self.pipeline * self.data
 
 
@@ -69,65 +69,68 @@ class Memory:
     gradients: float
     optimizer: float
     activations: float
-    """Kept for backward, with what one sub-block and the loss use in passing."""
+    """Activations kept for backward, and the temporary ones of one sub-block and the loss."""
 
     @property
     def total(self) -> float:
-        """All four."""
+        """The sum."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def number_bytes(precision: Precision) -> int:
-    """Of one weight or activation."""
+def _number_bytes(precision: Precision) -> int:
+    """Return the size of one weight or activation."""
     return 2 if precision == "bf16" else FP32_BYTES
 
 
-def layer_parameters(model: ModelConfig, tensor: int) -> int:
+def _layer_parameters(model: ModelConfig, tensor: int) -> int:
     """Return the parameters of one layer on one rank."""
     return sum(sub_block.parameters(tensor) for sub_block in layer_tensors(model)[0])
 
 
 def stage_layers(model: ModelConfig, pipeline: int, stage: int) -> int:
-    """Layers of a pipeline's stage; the first stages have one more where they cannot be shared out evenly."""
+    """Return the layers of a pipeline stage; the first stages have one more if the layers do not divide evenly."""
     return model.num_layers // pipeline + (stage < model.num_layers % pipeline)
 
 
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
-    """On one rank of a stage: its layers, the embedding on the first, the head on the last (there, too, if tied)."""
+    """Return the parameters of one rank of a stage: its layers, the embedding on the first stage, the head on the last.
+
+    The last stage has the head's matrix even if it is tied to the embedding.
+    """
     matrix = embedding_tensor(model).local_numel(layout.tensor)
-    count = stage_layers(model, layout.pipeline, stage) * layer_parameters(model, layout.tensor)
+    count = stage_layers(model, layout.pipeline, stage) * _layer_parameters(model, layout.tensor)
     last = layout.pipeline - 1
     count += matrix * (stage == 0) + final_norm_tensor(model).numel * (stage == last)
     return count + matrix * (stage == last and not (model.tie_embeddings and stage == 0))
 
 
-def state_bytes(parameters: int, layout: Layout, precision: Precision) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer state, by the table at the head of this file.
+def _state_bytes(parameters: int, layout: Layout, precision: Precision) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and optimizer state by the table at the top of this file.
 
     Raises:
-        ValueError: bf16 without ZeRO, whose masters DeepSpeed would step on zero gradients.
+        ValueError: bf16 without ZeRO, for which DeepSpeed steps the masters on zero gradients.
     """
     if precision == "bf16" and layout.zero == 0:
         raise ValueError("bf16 needs ZeRO 1 or more")
     share = 1 / layout.data
-    weights = number_bytes(precision) * parameters * (share if layout.zero >= 3 else 1)
+    weights = _number_bytes(precision) * parameters * (share if layout.zero >= 3 else 1)
     gradients = FP32_BYTES * parameters * (share if layout.zero >= 2 else 1)
     if precision == "bf16" and layout.zero == 1:
-        gradients += number_bytes(precision) * parameters
+        gradients += _number_bytes(precision) * parameters
     optimizer = 2 * FP32_BYTES * parameters if layout.zero == 0 else 3 * FP32_BYTES * parameters * share
     return weights, gradients, optimizer
 
 
-def layers_activation_bytes(
+def _layers_activation_bytes(
     model: ModelConfig, layout: Layout, stage: int, tokens: int, precision: Precision
 ) -> float:
-    """Bytes that the layers of a stage keep of a micro-batch of so many tokens.
+    """Return the bytes that the layers of a stage keep of a micro-batch of so many tokens.
 
     Late sub-blocks may read the same stream as their predecessors, which is then kept once.
     """
     layers = stage_layers(model, layout.pipeline, stage)
     sub_blocks = layers * len(model.wiring.sub_blocks)
-    size = number_bytes(precision)
+    size = _number_bytes(precision)
     stream = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
     first = sum(stage_layers(model, layout.pipeline, earlier) for earlier in range(stage))
     inputs = _streams_read(model, first, first + layers) * stream * size
@@ -137,7 +140,7 @@ def layers_activation_bytes(
         # A norm of several operators keeps its own fp32 copy, so nothing is shared.
         inputs = sub_blocks * stream * size
     norms = sub_blocks * stream * (size + _unfused_bytes(layout, precision))
-    return inputs + norms + layers * inner_activations(model, layout.tensor, tokens) * size
+    return inputs + norms + layers * _inner_activations(model, layout.tensor, tokens) * size
 
 
 @lru_cache(maxsize=256)
@@ -149,54 +152,56 @@ def _streams_read(model: ModelConfig, start: int, stop: int) -> int:
 
 
 def _unfused_bytes(layout: Layout, precision: Precision) -> int:
-    """For each number of its input, what a norm of several operators keeps beside: the normalised one before the
-    weight, and in bf16 the input once more in fp32."""
+    """Return the further bytes that a norm of several operators keeps per number of its input.
+
+    They are the normalised number before the weight, and in bf16 an fp32 copy of the input.
+    """
     if layout.fused_norms:
         return 0
-    return FP32_BYTES if precision == "fp32" else FP32_BYTES + number_bytes(precision)
+    return FP32_BYTES if precision == "fp32" else FP32_BYTES + _number_bytes(precision)
 
 
-def inner_activations(model: ModelConfig, tensor: int, tokens: int) -> float:
+def _inner_activations(model: ModelConfig, tensor: int, tokens: int) -> float:
     """Return the numbers that one layer keeps inside its sub-blocks, all of them cut over the tensor-parallel ranks."""
     return tokens * sum(sub_block.activations(tensor) for sub_block in layer_tensors(model)[0])
 
 
-def head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, precision: Precision) -> float:
-    """Bytes that final norm, output head and loss keep. The head's input is whole on every rank."""
-    size, cut = number_bytes(precision), layout.tensor if layout.sequence_parallel else 1
+def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, precision: Precision) -> float:
+    """Return the bytes that final norm, output head and loss keep. The head's input is whole on every rank."""
+    size, cut = _number_bytes(precision), layout.tensor if layout.sequence_parallel else 1
     stream = tokens * model.hidden_size * (size + (size + _unfused_bytes(layout, precision)) / cut)
     rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
     return stream + FP32_BYTES * tokens * min(model.vocab_size, rows)
 
 
-def stage_memory(
+def _stage_memory(
     model: ModelConfig, layout: Layout, stage: int, sequence: int, micro_batches: int, precision: Precision = "bf16"
 ) -> Memory:
-    """Of one GPU of a pipeline's stage.
+    """Return the memory of one GPU of a pipeline stage.
 
     Args:
-        sequence: tokens of a sample.
-        micro_batches: of one step on one data-parallel rank.
+        sequence: tokens per sample.
+        micro_batches: per step and data-parallel rank.
     """
-    size, tokens = number_bytes(precision), sequence * layout.micro_batch
-    weights, gradients, optimizer = state_bytes(stage_parameters(model, layout, stage), layout, precision)
+    size, tokens = _number_bytes(precision), sequence * layout.micro_batch
+    weights, gradients, optimizer = _state_bytes(stage_parameters(model, layout, stage), layout, precision)
     held = min(layout.pipeline - stage, micro_batches)
-    activations = held * layers_activation_bytes(model, layout, stage, tokens, precision)
+    activations = held * _layers_activation_bytes(model, layout, stage, tokens, precision)
     if layout.recompute:
-        activations += inner_activations(model, layout.tensor, tokens) * size
+        activations += _inner_activations(model, layout.tensor, tokens) * size
     if stage == layout.pipeline - 1:
-        # Backward makes a gradient of the logits, in fp32 and once more in the model's precision.
+        # Backward computes a gradient of the logits in fp32 and another in the model's precision.
         logits = tokens * padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
-        activations += head_activation_bytes(model, layout, tokens, precision) + (FP32_BYTES + size) * logits
+        activations += _head_activation_bytes(model, layout, tokens, precision) + (FP32_BYTES + size) * logits
     if layout.zero >= 3:
-        weights += 2 * size * layer_parameters(model, layout.tensor)
+        weights += 2 * size * _layer_parameters(model, layout.tensor)
     return Memory(weights, gradients, optimizer, activations)
 
 
 def worst_memory(
     model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, precision: Precision = "bf16"
 ) -> Memory:
-    """Of the GPU that needs most: on the first stage of a pipeline, which holds most micro-batches, or the last."""
+    """Return the memory of the fullest GPU, on the first stage (which holds most micro-batches) or the last."""
     stages = {0, layout.pipeline - 1}
-    found = [stage_memory(model, layout, stage, sequence, micro_batches, precision) for stage in stages]
+    found = [_stage_memory(model, layout, stage, sequence, micro_batches, precision) for stage in stages]
     return max(found, key=lambda memory: memory.total)

@@ -1,20 +1,21 @@
-"""How long a training step takes in a layout and a wiring, split into what it is spent on.
+"""Time of a training step in a layout and a wiring, split by cause.
 
 A sub-block computes its matrix products at the share of the peak that products reach, and moves the stream through
-memory `STREAM_PASSES` times. Backward takes twice as long, half of it for the weights' gradients; with recomputation
-the forward pass comes again. The layers are walked by the schedule of `links.py`, the one that the benchmark is held
-against: on a serial wire, ladder's reduces under the next sub-block, and in backward every wiring's under the gradient
-of its own weight. The reduces of embedding and head are exposed in every wiring.
+memory `STREAM_PASSES` times. Backward takes twice as long, half of it for the weight gradients; with recomputation the
+forward pass is repeated. The layers follow the schedule of `links.py`, which the benchmark is compared with. On a
+serial wire, the reduce before a late sub-block overlaps with it, and in backward all reduces overlap with the
+gradient of the weight. The reduces of embedding and head are exposed in every wiring.
 
 A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one.
 
-Data-parallel ranks, bytes for each parameter of a GPU (bf16 weights, gradients accumulated in fp32):
+Bytes that data-parallel ranks move per parameter of a GPU (bf16 weights, gradients accumulated in fp32):
 
     ZeRO 1    once a step: all-reduce of 4, all-gather of 2                                     all exposed
     ZeRO 2    each micro-batch: reduce-scatter of 4; once a step: all-gather of 2              under backward
     ZeRO 3    each micro-batch: all-gather of 2, twice; reduce-scatter of 4; layer by layer    under both passes
 
-What runs under computation is exposed by as much as it takes longer, and gives back its share of contention.
+A collective that overlaps with computation is exposed by as much as it takes longer, and gives back its share of
+contention.
 """
 
 from dataclasses import dataclass, replace
@@ -29,31 +30,31 @@ from megatron_ladder.lab.cost.memory import FP32_BYTES, Layout, stage_layers, st
 
 WEIGHT_BYTES = 2
 STREAM_PASSES = 5.5
-"""Times that a sub-block moves its stream through memory forward: fit to prefill of the runs named in hardware.py."""
+"""Times that a sub-block moves its stream through memory in forward, fitted to prefill of the runs in hardware.py."""
 UPDATE_BYTES = 28
-"""Read and written by AdamW for each of its parameters: gradient, master copy, two moments, and the weight."""
+"""Bytes that AdamW reads and writes per parameter: gradient, master copy, two moments, and the weight."""
 GATHERED_AGAIN = 1.5
-"""With sequence parallelism, what a sub-block's backward moves over an all-reduce: its input is gathered again."""
+"""Bytes of a sub-block's backward relative to an all-reduce with sequence parallelism: it gathers its input again."""
 FEW, MANY = 4, 8
-"""Layers that are walked one by one; from these the time of any number of layers follows, since all are alike."""
+"""Numbers of layers that are simulated; the time of any number of equal layers follows from them."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, and what they are spent on."""
+    """Seconds of one optimizer step, by cause."""
 
     compute: float
-    """Products, norms, recomputation, the optimizer."""
+    """Products, norms, recomputation, and the optimizer."""
     exposed_tensor: float
-    """Waiting for tensor-parallel reduces, and what they take from the computation above them."""
+    """Waiting for tensor-parallel reduces, and the compute time lost to overlap with them."""
     bubble: float
-    """Idle stages of the pipeline, and handing on."""
+    """Idle pipeline stages, and sends between stages."""
     exposed_data: float
     """Waiting for data-parallel ranks."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum."""
         return self.compute + self.exposed_tensor + self.bubble + self.exposed_data
 
 
@@ -63,12 +64,12 @@ class _Passes:
 
     compute: float
     total: float
-    """With the tensor-parallel reduces."""
+    """Including the tensor-parallel reduces."""
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """The layers of one wiring on one tensor-parallel group, for a micro-batch of given size."""
+    """The time of layers of one wiring on one tensor-parallel group, for a micro-batch of given size."""
 
     model: ModelConfig
     cluster: Cluster
@@ -78,21 +79,21 @@ class LayerTime:
     recompute: bool
     sequence_parallel: bool
     reduce_factor: float = 1.0
-    """Times that every all-reduce takes of what the cluster's does."""
+    """Time of an all-reduce relative to the cluster's."""
 
     @property
     def stream_bytes(self) -> float:
-        """Of the tensor that is reduced."""
+        """Bytes of the reduced tensor."""
         return self.sequence * self.micro_batch * self.model.hidden_size * WEIGHT_BYTES
 
     @cached_property
     def reduce_seconds(self) -> float:
-        """Of one all-reduce, or of the reduce-scatter and all-gather that take its place."""
+        """Time of one all-reduce, or of the reduce-scatter and all-gather that replace it."""
         return self.reduce_factor * self.cluster.all_reduce_seconds(self.stream_bytes, self.tensor)
 
     @cached_property
     def sub_blocks(self) -> list[SubBlockTime]:
-        """Of one layer."""
+        """The sub-blocks of one layer."""
         rate = self.cluster.peak_flops * self.cluster.flops_share * self.tensor
         streams = STREAM_PASSES * self.stream_bytes / self.cluster.memory_bytes_per_second
         if self.sequence_parallel:
@@ -115,7 +116,7 @@ class LayerTime:
 
     @cached_property
     def wire(self) -> WireModel:
-        """Collectives one after another, as on one NCCL communicator."""
+        """A serial wire, like one NCCL communicator."""
         return WireModel(serial=True, contention=self.cluster.contention_of(self.stream_bytes))
 
     @cached_property
@@ -133,7 +134,7 @@ class LayerTime:
         return _Passes(compute, forward + backward_seconds(steps, self.wire, launch_before_wgrad=True))
 
     def passes(self, layers: int) -> _Passes:
-        """Forward and backward of so many layers."""
+        """Return the time of forward and backward of so many layers."""
         few, many = self._walked
         share = (layers - FEW) / (MANY - FEW)
         return _Passes(
@@ -142,10 +143,10 @@ class LayerTime:
 
 
 def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
-    """Of one step.
+    """Return the time of one step.
 
     Args:
-        times: of the layout's tensor-parallel group and micro-batch.
+        times: the layers of the layout's tensor-parallel group and micro-batch.
         global_batch: samples, a multiple of data-parallel ranks x micro-batch.
     """
     micro_batches = global_batch // (layout.data * layout.micro_batch)
@@ -153,23 +154,23 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     computes, totals = ([getattr(stage, name) for stage in stages] for name in ("compute", "total"))
     slowest = max(range(layout.pipeline), key=lambda stage: totals[stage])
     busy = micro_batches * totals[slowest]
-    handing_on = 0.0
+    sending = 0.0
     if layout.pipeline > 1:
         pending = pending_before(times.model.wired_layers, times.model.num_layers - 1)
         state = times.stream_bytes * (1 + pending) / (times.tensor if times.sequence_parallel else 1)
         distance = layout.tensor * layout.data
-        handing_on = 2 * (micro_batches + layout.pipeline - 1) * times.cluster.send_seconds(state, distance)
+        sending = 2 * (micro_batches + layout.pipeline - 1) * times.cluster.send_seconds(state, distance)
     update = _update_seconds(times, layout)
     return StepTime(
         compute=micro_batches * computes[slowest] + update,
         exposed_tensor=busy - micro_batches * computes[slowest],
-        bubble=sum(totals) - totals[slowest] + handing_on,
+        bubble=sum(totals) - totals[slowest] + sending,
         exposed_data=_exposed_data(times, layout, micro_batches, totals[slowest]),
     )
 
 
 def _stage(times: LayerTime, layout: Layout, stage: int) -> _Passes:
-    """Of one micro-batch on one stage, embedding and head included."""
+    """Return the time of one micro-batch on one stage, including embedding and head."""
     passes = times.passes(stage_layers(times.model, layout.pipeline, stage))
     compute, total = passes.compute, passes.total
     if stage == 0:
@@ -186,17 +187,17 @@ def _stage(times: LayerTime, layout: Layout, stage: int) -> _Passes:
 
 
 def _parameters(times: LayerTime, layout: Layout) -> int:
-    """Of the GPU that holds most of them."""
+    """Return the parameters of the GPU that holds most."""
     return max(stage_parameters(times.model, layout, stage) for stage in {0, layout.pipeline - 1})
 
 
 def _update_seconds(times: LayerTime, layout: Layout) -> float:
-    """AdamW's pass over this rank's share of the optimizer state."""
+    """Return the time of AdamW's pass over this rank's share of the optimizer state."""
     return UPDATE_BYTES * _parameters(times, layout) / layout.data / times.cluster.memory_bytes_per_second
 
 
 def _exposed_data(times: LayerTime, layout: Layout, micro_batches: int, pass_seconds: float) -> float:
-    """By the table at the head of this file."""
+    """Return the exposed data-parallel time by the table at the top of this file."""
     if layout.data == 1:
         return 0.0
     cluster, parameters = times.cluster, _parameters(times, layout)
@@ -219,6 +220,6 @@ def _exposed_data(times: LayerTime, layout: Layout, micro_batches: int, pass_sec
 
 
 def model_flop_utilisation(times: LayerTime, layout: Layout, global_batch: int, seconds: float) -> float:
-    """Model FLOPs of a step over what all GPUs could do in so many seconds."""
+    """Return the model FLOPs of a step relative to the peak of all GPUs in so many seconds."""
     flops = ModelFlops(times.model, times.sequence).training * global_batch
     return flops / (seconds * layout.gpus * times.cluster.peak_flops)

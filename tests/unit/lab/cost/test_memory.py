@@ -13,12 +13,12 @@ from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.cost.memory import (
     Layout,
     Precision,
-    head_activation_bytes,
-    layers_activation_bytes,
+    _head_activation_bytes,
+    _layers_activation_bytes,
+    _stage_memory,
+    _state_bytes,
     stage_layers,
-    stage_memory,
     stage_parameters,
-    state_bytes,
     worst_memory,
 )
 from megatron_ladder.model.language_model import LanguageModel
@@ -61,8 +61,8 @@ def test_activations_are_those_of_a_real_forward_pass(
 ) -> None:
     model = SMALL.in_wiring(wiring)
     layout = Layout(micro_batch=2, recompute=recompute, fused_norms=False)
-    counted = layers_activation_bytes(model, layout, 0, 128, precision)
-    counted += head_activation_bytes(model, layout, 128, precision)
+    counted = _layers_activation_bytes(model, layout, 0, 128, precision)
+    counted += _head_activation_bytes(model, layout, 128, precision)
     assert counted == pytest.approx(kept_bytes(model, recompute, dtype, 2, 64), rel=TOLERANCE)
 
 
@@ -103,12 +103,12 @@ def test_stages_hold_the_whole_model() -> None:
     ],
 )
 def test_states_of_four_data_parallel_ranks(precision: Precision, zero: int, expected) -> None:
-    assert state_bytes(1000, Layout(data=4, zero=zero), precision) == tuple(1000 * each for each in expected)
+    assert _state_bytes(1000, Layout(data=4, zero=zero), precision) == tuple(1000 * each for each in expected)
 
 
 def test_bf16_needs_zero() -> None:
     with pytest.raises(ValueError, match="ZeRO 1"):
-        state_bytes(1, Layout(zero=0), "bf16")
+        _state_bytes(1, Layout(zero=0), "bf16")
 
 
 def test_what_a_layout_saves() -> None:
@@ -116,14 +116,14 @@ def test_what_a_layout_saves() -> None:
     h, f, d, heads, kv = 8192, 28672, 128, 64, 8
     plain = Layout(tensor=8)
     inner = tokens * (3 * (heads + kv) * d + 4 * f) / 8
-    assert layers_activation_bytes(model, plain, 0, tokens, "bf16") == 80 * 2 * (4 * tokens * h + inner)
+    assert _layers_activation_bytes(model, plain, 0, tokens, "bf16") == 80 * 2 * (4 * tokens * h + inner)
     cut = replace(plain, sequence_parallel=True)
-    assert layers_activation_bytes(model, cut, 0, tokens, "bf16") == 80 * 2 * (4 * tokens * h / 8 + inner)
+    assert _layers_activation_bytes(model, cut, 0, tokens, "bf16") == 80 * 2 * (4 * tokens * h / 8 + inner)
     kept = replace(plain, recompute=True)
-    assert layers_activation_bytes(model, kept, 0, tokens, "bf16") == 80 * 2 * 2 * tokens * h
+    assert _layers_activation_bytes(model, kept, 0, tokens, "bf16") == 80 * 2 * 2 * tokens * h
     # Stage 1 of 4 has 20 layers and holds three micro-batches, or as many as there are.
     piped = replace(plain, pipeline=4)
     for micro_batches, held in ((8, 3), (2, 2)):
-        memory = stage_memory(model, piped, 1, tokens, micro_batches)
+        memory = _stage_memory(model, piped, 1, tokens, micro_batches)
         assert memory.activations == held * 20 * 2 * (4 * tokens * h + inner)
-    assert worst_memory(model, piped, tokens, 8) == stage_memory(model, piped, 0, tokens, 8)
+    assert worst_memory(model, piped, tokens, 8) == _stage_memory(model, piped, 0, tokens, 8)
