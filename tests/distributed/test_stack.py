@@ -188,7 +188,7 @@ def sharded_forward_events(
     return " ".join(group.events)
 
 
-@pytest.mark.parametrize(("training", "recompute"), [(True, 0), (True, 3), (False, 0)])
+@pytest.mark.parametrize(("training", "recompute"), [(True, 0), (True, 3), (False, 0), (False, 3)])
 @pytest.mark.parametrize(
     ("wiring", "expected"),
     [
