@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_ladder.cli.pretrain import main
 from megatron_ladder.errors import run_program
-from tests.distributed.commands import free_port
+from tests.helpers.commands import free_port
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>: sets the signal that the kernel sends to a process whose parent has died."""

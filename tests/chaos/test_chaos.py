@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.distributed.commands import run_command
+from tests.helpers.commands import run_command
 
 BITWISE = "bitwise those of the uninterrupted run"
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.pool import GlooPools
+from tests.helpers.pool import GlooPools
 
 PRELOADED = ("deepspeed.runtime.pipe.engine", "deepspeed.module_inject", "torch._inductor.compile_fx")
 """Imported once for all ranks, which are forks of the test process; each would need seconds for it."""

@@ -12,7 +12,7 @@ from megatron_ladder.lab.bench.program import _Benchmark
 from megatron_ladder.lab.bench.results import BenchmarkRow
 from megatron_ladder.lab.bench.variants import VARIANTS
 from megatron_ladder.lab.cost.links import WireModel
-from tests.distributed.pool import GlooPools
+from tests.helpers.pool import GlooPools
 
 ALPHA = 0.004
 

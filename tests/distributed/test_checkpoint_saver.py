@@ -16,10 +16,10 @@ from megatron_ladder.train import checkpoints
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
-from tests.distributed.pool import GlooPools
-from tests.distributed.test_training import steps_of_batches
-from tests.distributed.test_zero import everything
-from tests.distributed.training import build_trainer_here, own_batches
+from tests.helpers.pool import GlooPools
+from tests.helpers.states import everything
+from tests.helpers.steps import steps_of_batches
+from tests.helpers.training import build_trainer_here, own_batches
 
 RECIPE = (
     "--train-iters 4 --lr 1e-2 --micro-batch-size 2 --global-batch-size 4 --residual-mode ladder --bf16"

@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.stack import StackOptions
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import small_model
-from tests.distributed.test_stack import HYBRID, LADDER, PARALLEL, recorded_model
+from tests.helpers.pool import GlooPools
+from tests.helpers.recording import HYBRID, LADDER, PARALLEL, recorded_model
+from tests.helpers.sharded import small_model
 
 BACKEND = "aot_eager"
 """Traces forward and backward as inductor does, without a C++ compiler."""

@@ -10,9 +10,9 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.convert.names import hf_name
 from megatron_ladder.model.language_model import LanguageModel
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import mesh_of
-from tests.distributed.test_zero import everything, pass_on
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import mesh_of
+from tests.helpers.states import everything, pass_on
 from tests.unit.convert.saved_models import convert, save_model, tensors_of
 
 

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.side_queue import SideQueue, _InlineQueue
+from megatron_ladder.comm.side_queue import SideQueue
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import Pieces, assert_pieces, build, gradient_pieces, mesh_of, small_model
-from tests.pairwise import pairwise
+from tests.helpers.pairwise import pairwise
+from tests.helpers.pool import GlooPools
+from tests.helpers.recording import AtTheBeginning
+from tests.helpers.sharded import Pieces, assert_pieces, build, gradient_pieces, mesh_of, small_model
 from tests.reference import ReferenceConfig, Weights, make_weights, reference_gradients
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
@@ -48,12 +49,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "multi-head": {"num_key_value_heads": 4, "head_dim": 12, "vocab_size": 257, "rope_scaling": "llama3",
                    "rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 16},
 }  # fmt: skip
-
-
-class AtTheBeginning(_InlineQueue):
-    """Runs chains when the CUDA queue would launch them."""
-
-    runs_midway = False
 
 
 def run_case(

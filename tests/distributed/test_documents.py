@@ -12,9 +12,9 @@ from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import evaluate, train_step
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import Pieces, assert_pieces
-from tests.distributed.training import build_trainer_here, run_of, weight_pieces
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import Pieces, assert_pieces
+from tests.helpers.training import build_trainer_here, run_of, weight_pieces
 from tests.reference import MicroBatch, ReferenceConfig, Sight, Weights, make_weights, reference_training
 from tests.reference.documents import begins_after, loss_mask_of, sight_of
 

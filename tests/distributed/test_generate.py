@@ -26,10 +26,10 @@ from megatron_ladder.generate.prompts import PromptEncoder
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.stack import StackOptions
-from tests.distributed.commands import REPOSITORY_ROOT, free_port, run_command
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import build, mesh_of
-from tests.distributed.test_stack import recorded_model
+from tests.helpers.commands import REPOSITORY_ROOT, free_port, run_command
+from tests.helpers.pool import GlooPools
+from tests.helpers.recording import recorded_model
+from tests.helpers.sharded import build, mesh_of
 from tests.reference import greedy_continuation, reference_logits
 from tests.unit.convert.saved_models import save_model
 from tests.unit.generate.tiny_model import (

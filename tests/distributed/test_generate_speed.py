@@ -14,8 +14,8 @@ from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
 from megatron_ladder.model.language_model import LanguageModel
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import mesh_of
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import mesh_of
 from tests.unit.convert.hf_models import write_hf
 from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_engine
 

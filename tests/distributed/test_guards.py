@@ -10,10 +10,10 @@ from megatron_ladder.checkpoint.optimizer_state import MOMENTS
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import Pieces
-from tests.distributed.test_training import RECIPE, Batch, steps_of_batches
-from tests.distributed.training import build_trainer_here, own_batches, weight_pieces
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import Pieces
+from tests.helpers.steps import RECIPE, Batch, steps_of_batches
+from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
 
 BASE = [*RECIPE, "--global-batch-size", "8", "--residual-mode", "ladder"]
 LAYOUTS = [

@@ -8,10 +8,10 @@ import pytest
 from torch import equal
 
 from megatron_ladder.train.step import train_step
-from tests.distributed.pool import GlooPools
-from tests.distributed.test_training import Batch, steps_of_batches
-from tests.distributed.test_zero import everything
-from tests.distributed.training import build_trainer_here, load_trainer, own_batches, save_trainer
+from tests.helpers.pool import GlooPools
+from tests.helpers.states import everything
+from tests.helpers.steps import Batch, steps_of_batches
+from tests.helpers.training import build_trainer_here, load_trainer, own_batches, save_trainer
 
 RECIPE = (
     "--lr 1e-3 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 4 --train-iters 100 "

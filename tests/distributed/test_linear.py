@@ -8,8 +8,8 @@ from megatron_ladder.blueprint.tensors import Matrix, TensorSpec
 from megatron_ladder.comm.inflight import start_all_reduce
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import mesh_of
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import mesh_of
 
 CPU, DOUBLE = torch.device("cpu"), torch.float64
 

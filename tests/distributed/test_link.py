@@ -23,8 +23,8 @@ from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec, LinkWork, NoCo
 from megatron_ladder.lab.link.shared_memory import IN_FLIGHT, RECORDS, _map_shared
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import mesh_of, small_model
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import mesh_of, small_model
 
 FREE = LinkSpec(0.0, 0.0, serial=True)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ladder.comm.mesh import ProcessMesh
-from tests.distributed.pool import GlooPools
+from tests.helpers.pool import GlooPools
 
 
 def members() -> dict[str, tuple[int, ...]]:

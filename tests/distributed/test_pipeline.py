@@ -18,10 +18,10 @@ from megatron_ladder.train.profile import ActivationMeter
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import evaluate, train_step
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import Pieces, assert_pieces
-from tests.distributed.test_training import Batch, steps_of_batches
-from tests.distributed.training import (
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import Pieces, assert_pieces
+from tests.helpers.steps import Batch, steps_of_batches
+from tests.helpers.training import (
     build_trainer_here,
     load_trainer,
     own_batches,

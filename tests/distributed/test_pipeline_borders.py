@@ -15,11 +15,11 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import mesh_of, small_model
-from tests.distributed.test_stack import RecordingGroup
-from tests.distributed.test_training import steps_of_batches
-from tests.distributed.training import build_trainer_here, own_batches
+from tests.helpers.pool import GlooPools
+from tests.helpers.recording import RecordingGroup
+from tests.helpers.sharded import mesh_of, small_model
+from tests.helpers.steps import steps_of_batches
+from tests.helpers.training import build_trainer_here, own_batches
 
 RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --qk-layernorm".split()
 

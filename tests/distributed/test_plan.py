@@ -23,10 +23,10 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.train.profile import ActivationMeter
 from megatron_ladder.train.step import train_step
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import mesh_of
-from tests.distributed.test_training import steps_of_batches
-from tests.distributed.training import build_trainer_here, own_batches
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import mesh_of
+from tests.helpers.steps import steps_of_batches
+from tests.helpers.training import build_trainer_here, own_batches
 
 SHAPE = "--hidden-size 128 --ffn-hidden-size 352 --train-iters 4 --lr 1e-3 --micro-batch-size 2".split()
 TOLERANCE = 0.001

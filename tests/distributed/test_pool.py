@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, free_port, run_command
-from tests.distributed.pool import GROUPS_KEPT, GlooPool
+from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, run_command
+from tests.helpers.pool import GROUPS_KEPT, GlooPool
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_hanging_ranks_are_shown_and_all_processes_end(pool: GlooPool) -> None:
 ORPHANING_PROGRAM = """
 import sys
 from pathlib import Path
-from tests.distributed import pool, test_pool
+from tests.helpers import pool, test_pool
 
 pool.GlooPool(1).run(test_pool._show_and_sleep, Path(sys.argv[1]))
 """

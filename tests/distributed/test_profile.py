@@ -10,8 +10,8 @@ from megatron_ladder.cli.exposed_communication import _step_rows, _sub_block_row
 from megatron_ladder.lab.bench.exposed import ELSEWHERE, Event, communication, read_events
 from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.step import train_step
-from tests.distributed.pool import GlooPools
-from tests.distributed.training import CPU, build_trainer_here, own_batches
+from tests.helpers.pool import GlooPools
+from tests.helpers.training import CPU, build_trainer_here, own_batches
 
 RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --global-batch-size 4 --tensor-model-parallel-size 2".split()
 

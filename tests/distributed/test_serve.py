@@ -14,8 +14,8 @@ from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.generate.serve.plans import PLAN_TIMEOUT, PlanChannel, StepPlan, run_plans
 from megatron_ladder.model.stack import StackOptions
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import build, mesh_of
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import build, mesh_of
 from tests.reference import greedy_continuation
 from tests.unit.generate.served import serving_command
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint_with_tokenizer

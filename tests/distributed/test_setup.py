@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.setup import _check_shared
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import mesh_of
-from tests.distributed.test_training import RECIPE
-from tests.distributed.training import build_trainer_here
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import mesh_of
+from tests.helpers.steps import RECIPE
+from tests.helpers.training import build_trainer_here
 
 
 def mistakes_about_save(folders: list[Path]) -> tuple[str, ...]:

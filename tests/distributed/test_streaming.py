@@ -11,8 +11,8 @@ from megatron_ladder.data.streaming import StreamPlan
 from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.reading import TrainingData
-from tests.distributed.pool import GlooPools
-from tests.distributed.training import build_trainer_here
+from tests.helpers.pool import GlooPools
+from tests.helpers.training import build_trainer_here
 
 RECIPE = "--train-iters 9 --lr 1e-3 --micro-batch-size 1 --global-batch-size 4".split()
 

@@ -8,8 +8,8 @@ from megatron_ladder.lab.study.options import Request, RunOptions
 from megatron_ladder.lab.study.trial import Trial
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import Pieces, assert_pieces, mesh_of
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import Pieces, assert_pieces, mesh_of
 from tests.unit.lab.study.test_pairs import SIZE, matrices
 
 

@@ -5,51 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.train.profile import ActivationMeter
 from megatron_ladder.train.step import evaluate, train_step
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import Pieces, assert_pieces
-from tests.distributed.training import (
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import Pieces, assert_pieces
+from tests.helpers.steps import RECIPE, STEPS, Batch, check_resume, check_steps, interrupted, steps_of_batches, train
+from tests.helpers.training import (
     build_trainer_here,
     load_trainer,
     own_batches,
     run_of,
-    save_trainer,
     weight_pieces,
 )
-from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss, reference_training
+from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss
 
-Batch = tuple[Tensor, Tensor, Tensor]
-STEPS = 5
-RECIPE = f"--train-iters {STEPS} --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2".split()
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
-
-
-def steps_of_batches(steps: int, micro_batches: int) -> list[list[Batch]]:
-    """Masks differ from micro-batch to micro-batch, so their mean losses may not simply be averaged."""
-    generator = torch.Generator().manual_seed(5)
-    made = []
-    for _ in range(steps):
-        made.append([])
-        for index in range(micro_batches):
-            ids = torch.randint(0, 101, (2, 13), generator=generator)
-            mask = (torch.rand(2, 12, generator=generator) < 0.2 + 0.2 * index).float()
-            made[-1].append((ids[:, :-1], ids[:, 1:], mask))
-    return made
-
-
-def train(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[list[tuple[float, float]], Pieces]:
-    """On each rank: loss and gradient norm of every step, and the final weights."""
-    trainer = build_trainer_here(argv, weights)
-    history = []
-    for iteration, batch in enumerate(batches, start=1):
-        result = train_step(trainer, own_batches(trainer, batch), iteration)
-        loss = trainer.mesh.data.all_reduce(result.loss_sum.clone())
-        history.append((loss.item(), result.gradient_norm))
-    return history, weight_pieces(trainer)
 
 
 @pytest.mark.parametrize("zero_stage", ["0", "1"])
@@ -116,23 +87,6 @@ def test_sequence_parallelism_keeps_less(gloo_pools: GlooPools, mode: str, recom
     assert whole - cut >= sub_blocks * (1 if recompute else 2) * stream / 2
 
 
-def check_steps(gloo_pools: GlooPools, argv: list[str], world: int) -> None:
-    run = run_of(argv, world)
-    config = ReferenceConfig.like(run.model)
-    weights = make_weights(config, seed=1, dtype=torch.float32)
-    batches = steps_of_batches(STEPS, 4)
-    expected, final = reference_training(
-        weights, config, batches, build_schedule(run).at, (0.9, 0.95), 1e-8, 0.1, 0.5,
-        no_decay=lambda name: name.endswith(("norm.weight", ".bias")),
-    )  # fmt: skip
-    assert any(norm > 0.5 for _, norm in expected), "nothing was clipped, so clipping is not tested"
-    results = gloo_pools(world).run(train, argv, weights, batches)
-    for history, _ in results:
-        for found, wanted in zip(history, expected, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5)
-    assert_pieces([pieces for _, pieces in results], final, 2e-4)
-
-
 def test_bf16_follows_fp32(gloo_pools: GlooPools) -> None:
     argv = [*RECIPE, "--tensor-model-parallel-size", "2", "--global-batch-size", "8", "--residual-mode", "ladder"]
     weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
@@ -142,31 +96,6 @@ def test_bf16_follows_fp32(gloo_pools: GlooPools) -> None:
     for (found, _), (wanted, _) in zip(half, plain, strict=True):
         assert found == pytest.approx(wanted, rel=2e-2)
         assert found != wanted
-
-
-def interrupted(argv: list[str], batches: list[list[Batch]], save: str, stop: int) -> tuple[list[float], Pieces]:
-    """On each rank: the first `stop` steps in one trainer, saved; the others in a fresh one that loads."""
-    losses = []
-    trainer = build_trainer_here(argv)
-    for iteration in range(1, stop + 1):
-        losses.append(train_step(trainer, own_batches(trainer, batches[iteration - 1]), iteration).loss_sum.item())
-    save_trainer(trainer, Path(save), stop)
-    # Another seed: nothing of the fresh trainer's own weights may be left after loading.
-    fresh = build_trainer_here([*argv, "--seed", "99"])
-    load_trainer(fresh, Path(save))
-    for iteration in range(stop + 1, len(batches) + 1):
-        losses.append(train_step(fresh, own_batches(fresh, batches[iteration - 1]), iteration).loss_sum.item())
-    return losses, weight_pieces(fresh)
-
-
-def uninterrupted(argv: list[str], batches: list[list[Batch]]) -> tuple[list[float], Pieces]:
-    """On each rank: all steps in one trainer."""
-    trainer = build_trainer_here(argv)
-    losses = [
-        train_step(trainer, own_batches(trainer, batch), iteration).loss_sum.item()
-        for iteration, batch in enumerate(batches, start=1)
-    ]
-    return losses, weight_pieces(trainer)
 
 
 RESUMED = list(itertools.product([(1, 1), (2, 2), (1, 2), (2, 4)], ["--zero-stage 0", "--zero-stage 1", "--bf16"]))
@@ -186,16 +115,6 @@ def test_resumed_steps_are_bitwise_those_of_one_run(
         "--residual-mode", "ladder", "--ladder-layers", "0,2", "--tie-embeddings",
     ]  # fmt: skip
     check_resume(gloo_pools, tmp_path, argv, world)
-
-
-def check_resume(gloo_pools: GlooPools, tmp_path: Path, argv: list[str], world: int) -> None:
-    batches = steps_of_batches(STEPS, 4)
-    whole = gloo_pools(world).run(uninterrupted, argv, batches)
-    resumed = gloo_pools(world).run(interrupted, argv, batches, str(tmp_path / "save"), 3)
-    for (losses, pieces), (losses_resumed, pieces_resumed) in zip(whole, resumed, strict=True):
-        assert losses == losses_resumed
-        for (name, _, values), (_, _, values_resumed) in zip(pieces, pieces_resumed, strict=True):
-            assert torch.equal(values, values_resumed), name
 
 
 @pytest.mark.parametrize(("world", "precision"), [(2, "--zero-stage 0"), (4, "--zero-stage 1"), (4, "--bf16")])

@@ -13,7 +13,7 @@ from megatron_ladder.comm.launch import naming_lost_peers
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.watch import HangWatch, _recorded_collectives
 from megatron_ladder.errors import LostPeerError
-from tests.distributed.pool import GlooPools
+from tests.helpers.pool import GlooPools
 
 SHORT, LATE = 1.5, 2.0
 """Seconds: a timeout after the first step, and the delay of a late rank."""

@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.optimizer_state import MOMENTS
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import evaluate, train_step
-from tests.distributed.pool import GlooPools
-from tests.distributed.test_training import RECIPE, Batch, check_resume, check_steps, steps_of_batches, train
-from tests.distributed.training import (
+from tests.helpers.pool import GlooPools
+from tests.helpers.states import everything, pass_on
+from tests.helpers.steps import RECIPE, Batch, check_resume, check_steps, steps_of_batches, train
+from tests.helpers.training import (
     build_trainer_here,
     load_trainer,
     own_batches,
@@ -105,30 +104,6 @@ class Stay(NamedTuple):
 
     words: str
     world: int
-
-
-def pass_on(argv: list[str], load: str | None, save: str, steps: int) -> int:
-    """On each rank: loads a checkpoint, takes steps, and saves; returns the steps that AdamW then knows of."""
-    # Another seed: nothing of the trainer's own weights may be left after loading.
-    trainer = build_trainer_here(argv if load is None else [*argv, "--seed", "99"])
-    if load is not None:
-        load_trainer(trainer, Path(load))
-    for iteration, batch in enumerate(steps_of_batches(steps, 4), start=1):
-        train_step(trainer, own_batches(trainer, batch), iteration)
-    save_trainer(trainer, Path(save), 1)
-    return trainer.engine.state.steps_taken()
-
-
-def everything(save: Path) -> dict[tuple[str, str], Tensor]:
-    """All weights and moments of the checkpoint in a folder, whole."""
-    checkpoint = Checkpoint.open(save)
-    values = {}
-    for kind in ("weight", *MOMENTS):
-        for name, stored in checkpoint.stored(kind).items():
-            shape = stored.global_shape
-            values[name, kind] = torch.empty(shape)
-            checkpoint.read(name, kind, (0,) * len(shape), shape, out=values[name, kind])
-    return values
 
 
 JOURNEYS = [

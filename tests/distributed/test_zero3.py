@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.engine.build import build_model
 from megatron_ladder.parallel.layout import SHARDED_MARKS, parameter_sections
-from tests.distributed.pool import GlooPools
-from tests.distributed.sharded import Pieces, mesh_of
-from tests.distributed.test_training import RECIPE, steps_of_batches
-from tests.distributed.training import CPU, build_trainer_here, deepspeed_is_started, own_batches, run_of, weight_pieces
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import Pieces, mesh_of
+from tests.helpers.steps import RECIPE, steps_of_batches
+from tests.helpers.training import CPU, build_trainer_here, deepspeed_is_started, own_batches, run_of, weight_pieces
 
 NOTHING_STAYS = {
     "zero_optimization": {

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.distributed.commands import clean_environment, free_port, kill_tree, run_command
 from tests.docs.pages import ROOT, Fence, fences
+from tests.helpers.commands import clean_environment, free_port, kill_tree, run_command
 
 CORPUS_BYTES, LARGE_CORPUS_BYTES = 3_000_000, 10_000_000
 TIMEOUT = 900.0

@@ -16,7 +16,7 @@ import pytest
 from examples.adapt_llama.evaluate import HeldOut, first_metrics, perplexity, table, write_task
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.chat import Conversation
-from tests.distributed.commands import REPOSITORY_ROOT, run_command
+from tests.helpers.commands import REPOSITORY_ROOT, run_command
 
 SCRIPT = REPOSITORY_ROOT / "examples" / "adapt_llama" / "adapt.sh"
 LAYERS, HIDDEN, MLP, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 32, 4096, 14336, 32, 8, 128, 128256

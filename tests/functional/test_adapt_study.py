@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_ladder.data.indexed import IndexedDatasetWriter
-from tests.distributed.commands import run_command
+from tests.helpers.commands import run_command
 
 SIZE, VOCABULARY = "2x32x64x4x2x96", 96
 

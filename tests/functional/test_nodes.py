@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from megatron_ladder.data.indexed import IndexedDatasetWriter
-from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
-from tests.distributed.hosts import Host, two_hosts, why_no_hosts
+from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
+from tests.helpers.hosts import Host, two_hosts, why_no_hosts
 
 VOCABULARY = 96
 RECIPE = (

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_ladder.train.record import read_record
-from tests.distributed.commands import REPOSITORY_ROOT, free_port, run_command
+from tests.helpers.commands import REPOSITORY_ROOT, free_port, run_command
 
 FOLDER = REPOSITORY_ROOT / "tests" / "data" / "resumed_run"
 FLAGS = (

@@ -22,7 +22,7 @@ from examples.paper.runs import SIZES, WIRINGS, training_flags
 from examples.paper.take_documents import documents
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.cost.hardware import CLUSTERS
-from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, run_command
+from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, run_command
 
 EXAMPLE = REPOSITORY_ROOT / "examples" / "paper"
 SCRIPT = EXAMPLE / "train.sh"

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.train.record import read_record
-from tests.distributed.commands import free_port, run_command
+from tests.helpers.commands import free_port, run_command
 
 VOCABULARY = 96
 RECIPE = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, kill_tree, run_command
+from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, kill_tree, run_command
 
 SIZE = "2x32x64x2x2x512"
 FLAGS = (

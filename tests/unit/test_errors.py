@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.distributed.commands import REPOSITORY_ROOT, clean_environment
+from tests.helpers.commands import REPOSITORY_ROOT, clean_environment
 
 PROGRAM = """
 from megatron_ladder import errors

@@ -11,7 +11,7 @@ import pytest
 from megatron_ladder.cli.report_run import _describe, _summarize, main
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.record import RunRecord
-from tests.distributed.commands import REPOSITORY_ROOT
+from tests.helpers.commands import REPOSITORY_ROOT
 
 BEGAN = datetime(2026, 1, 31, 12, tzinfo=UTC)
 

@@ -16,7 +16,7 @@ from megatron_ladder.cli.run_resilient import ResilientConfig, _find_save_direct
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import SAME_SECONDS
-from tests.distributed.commands import REPOSITORY_ROOT
+from tests.helpers.commands import REPOSITORY_ROOT
 
 QUICK = {"backoff_seconds": 0.01, "max_backoff_seconds": 0.04}
 

@@ -17,7 +17,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.loading import load_weights
+from megatron_ladder.checkpoint.manifest import merge_manifest
+from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
+from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.cli.convert_checkpoint import main
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.convert.sources import whole_box
+from megatron_ladder.model.language_model import LanguageModel
+from tests.reference import ReferenceConfig, make_weights
 
 SIZES = {
     "vocab_size": 301, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -65,3 +75,47 @@ def assert_equal_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tenso
 def convert(*words: object) -> None:
     """Run the tool in this process."""
     main([str(word) for word in words])
+
+
+def small_config(**changes: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {
+        "num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 301, "max_position_embeddings": 64,
+    }  # fmt: skip
+    return ModelConfig(**(sizes | changes))
+
+
+def write_cut_checkpoint(save: Path, config: ModelConfig, run: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Write a checkpoint as ZeRO does: each of 3 ranks has an interval of every flattened tensor and its moments."""
+    ranks = 3
+    weights = make_weights(ReferenceConfig.like(config), seed=5)
+    temporary = create_temporary_directory(save, 30, "token")
+    writers = [CheckpointWriter(temporary, rank) for rank in range(ranks)]
+    for name, weight in weights.items():
+        flat = weight.reshape(-1)
+        cuts = [flat.numel() * rank // ranks for rank in range(ranks + 1)]
+        for rank, writer in enumerate(writers):
+            if cuts[rank] == cuts[rank + 1]:
+                continue
+            piece = flat[cuts[rank] : cuts[rank + 1]]
+            for kind, values in {"weight": piece, "exp_avg": piece * 0.1, "exp_avg_sq": piece.square()}.items():
+                writer.add_span(name, kind, weight.shape, whole_box(weight.shape), cuts[rank], values)
+    writers[1].add("rng.rank_00001.cpu", "rng", (9,), (0,), torch.arange(9, dtype=torch.uint8))
+    header = {
+        "iteration": 30, "consumed_samples": 240, "model": config.to_dict(), "run": {"training": run},
+        "optimizer": {"steps_taken": 30}, "tokenizer": None,
+    }  # fmt: skip
+    (temporary / "tokenizer.json").write_text("{}")
+    write_manifest(temporary, merge_manifest(header, [writer.finish() for writer in writers]))
+    publish(temporary, save, 30)
+    return weights
+
+
+def our_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """Map tokens [b, s] to logits [b, s, V] with our model on one rank."""
+    checkpoint = Checkpoint.open(directory)
+    model = LanguageModel(checkpoint.model(), ProcessMesh.single())
+    load_weights(model, checkpoint)
+    with torch.no_grad():
+        hidden_states = model.hidden_states(tokens, model.training_context(tokens))
+        return model.logits_shard(hidden_states)[..., : model.config.vocab_size].transpose(0, 1)

@@ -8,8 +8,7 @@ import pytest
 from megatron_ladder.checkpoint.checksum import checksum_of
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.errors import ExitCode, UserError, exit_code_of
-from tests.unit.convert.saved_models import convert
-from tests.unit.convert.test_outcomes import small_config, write_cut_checkpoint
+from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
 
 WEIGHTS, OPTIMIZER, TOKENIZER = "weights_rank_00001.safetensors", "optimizer_rank_00001.safetensors", "tokenizer.json"
 

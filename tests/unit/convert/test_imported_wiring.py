@@ -13,8 +13,7 @@ from transformers import LlamaForCausalLM
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import CONFIG, write_directory
-from tests.unit.convert.saved_models import convert, save_model
-from tests.unit.convert.test_round_trip import our_logits
+from tests.unit.convert.saved_models import convert, our_logits, save_model
 
 MASKS = [mask for size in range(5) for mask in itertools.combinations(range(4), size)]
 

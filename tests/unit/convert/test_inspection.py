@@ -7,8 +7,7 @@ import pytest
 from megatron_ladder.convert.inspection import inspect_directory
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import CONFIG, write_directory
-from tests.unit.convert.saved_models import convert
-from tests.unit.convert.test_outcomes import small_config, write_cut_checkpoint
+from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
 
 
 def lines_of(path: Path) -> str:

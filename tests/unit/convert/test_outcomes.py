@@ -11,20 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.manifest import merge_manifest
-from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
-from megatron_ladder.checkpoint.saving import CheckpointWriter
+from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.convert import copying
 from megatron_ladder.convert.names import hf_name, rank_slices
 from megatron_ladder.convert.options import shard_bytes
-from megatron_ladder.convert.sources import whole_box
 from megatron_ladder.errors import UserError
-from tests.reference import ReferenceConfig, make_weights, weight_shapes
+from tests.reference import ReferenceConfig, weight_shapes
 from tests.unit.convert.hand_made import CONFIG, SHAPES, entries, safetensors, write_directory, write_sharded
-from tests.unit.convert.saved_models import assert_equal_bits, convert, save_model, tensors_of
+from tests.unit.convert.saved_models import (
+    assert_equal_bits,
+    convert,
+    save_model,
+    small_config,
+    tensors_of,
+    write_cut_checkpoint,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS: list[dict[str, Any]] = [
@@ -34,14 +37,6 @@ CONFIGS: list[dict[str, Any]] = [
     {"residual_mode": "ladder-attention", "ladder_layers": (0, 2)},
     {"residual_mode": "desync", "desync_interval": 4, "desync_tp": 4},
 ]
-
-
-def small_config(**changes: Any) -> ModelConfig:
-    sizes: dict[str, Any] = {
-        "num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 301, "max_position_embeddings": 64,
-    }  # fmt: skip
-    return ModelConfig(**(sizes | changes))
 
 
 @pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: changes.get("residual_mode", "standard"))
@@ -88,32 +83,6 @@ def test_sizes_of_shards(text: str, size: int) -> None:
 def test_invalid_sizes_of_shards(text: str) -> None:
     with pytest.raises(ValueError):
         shard_bytes(text)
-
-
-def write_cut_checkpoint(save: Path, config: ModelConfig, run: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Write a checkpoint as ZeRO does: each of 3 ranks has an interval of every flattened tensor and its moments."""
-    ranks = 3
-    weights = make_weights(ReferenceConfig.like(config), seed=5)
-    temporary = create_temporary_directory(save, 30, "token")
-    writers = [CheckpointWriter(temporary, rank) for rank in range(ranks)]
-    for name, weight in weights.items():
-        flat = weight.reshape(-1)
-        cuts = [flat.numel() * rank // ranks for rank in range(ranks + 1)]
-        for rank, writer in enumerate(writers):
-            if cuts[rank] == cuts[rank + 1]:
-                continue
-            piece = flat[cuts[rank] : cuts[rank + 1]]
-            for kind, values in {"weight": piece, "exp_avg": piece * 0.1, "exp_avg_sq": piece.square()}.items():
-                writer.add_span(name, kind, weight.shape, whole_box(weight.shape), cuts[rank], values)
-    writers[1].add("rng.rank_00001.cpu", "rng", (9,), (0,), torch.arange(9, dtype=torch.uint8))
-    header = {
-        "iteration": 30, "consumed_samples": 240, "model": config.to_dict(), "run": {"training": run},
-        "optimizer": {"steps_taken": 30}, "tokenizer": None,
-    }  # fmt: skip
-    (temporary / "tokenizer.json").write_text("{}")
-    write_manifest(temporary, merge_manifest(header, [writer.finish() for writer in writers]))
-    publish(temporary, save, 30)
-    return weights
 
 
 @pytest.mark.parametrize(

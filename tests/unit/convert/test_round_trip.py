@@ -9,10 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.loading import load_weights
-from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.model.language_model import LanguageModel
-from tests.unit.convert.saved_models import assert_equal_bits, convert, save_model, tensors_of
+from tests.unit.convert.saved_models import assert_equal_bits, convert, our_logits, save_model, tensors_of
 
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1)]
 
@@ -38,16 +35,6 @@ def test_round_trip_is_bitwise(tmp_path: Path, tensor_parallel: int, stages: int
     index = json.loads((back / "model.safetensors.index.json").read_text())
     for name, file in index["weight_map"].items():
         assert name in load_file(back / file)
-
-
-def our_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Map tokens [b, s] to logits [b, s, V] with our model on one rank."""
-    checkpoint = Checkpoint.open(directory)
-    model = LanguageModel(checkpoint.model(), ProcessMesh.single())
-    load_weights(model, checkpoint)
-    with torch.no_grad():
-        hidden_states = model.hidden_states(tokens, model.training_context(tokens))
-        return model.logits_shard(hidden_states)[..., : model.config.vocab_size].transpose(0, 1)
 
 
 LLAMA3_ROPE = {

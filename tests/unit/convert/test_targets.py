@@ -16,8 +16,7 @@ from megatron_ladder.convert import carry_out
 from megatron_ladder.convert.sources import Reader
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import write_directory
-from tests.unit.convert.saved_models import convert
-from tests.unit.convert.test_outcomes import small_config, write_cut_checkpoint
+from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.requests import NewToken
 from megatron_ladder.generate.serve.plans import PlanChannel, run_plans
 from megatron_ladder.generate.serve.server import _ServerThread, _set_up
-from tests.distributed.commands import REPOSITORY_ROOT, clean_environment, kill_tree
+from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, kill_tree
 from tests.reference import greedy_continuation
 from tests.unit.generate.plain_tokenizers import Words
 from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_engine

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.lock import _LOCK_NAME, SaveLock, _start_ticks, _this_process
-from tests.distributed.commands import REPOSITORY_ROOT
+from tests.helpers.commands import REPOSITORY_ROOT
 
 HOLDER = """
 import sys, time

@@ -8,7 +8,7 @@ from typing import NoReturn
 import pytest
 
 from megatron_ladder.train.log import print_rank_0
-from tests.distributed.commands import REPOSITORY_ROOT
+from tests.helpers.commands import REPOSITORY_ROOT
 
 PROGRAM = """
 import contextlib

@@ -12,7 +12,7 @@ import pytest
 from megatron_ladder.config.training import ReliabilityConfig
 from megatron_ladder.flags import value_errors
 from megatron_ladder.train.stop import Stopper, StopSignals
-from tests.distributed.commands import REPOSITORY_ROOT
+from tests.helpers.commands import REPOSITORY_ROOT
 
 PROGRAM = """
 import signal, sys, time

@@ -21,7 +21,7 @@ from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.profile import named_for_profiler
 from megatron_ladder.train.setup import Trainer
-from tests.distributed.sharded import Pieces, mesh_of
+from tests.helpers.sharded import Pieces, mesh_of
 
 CPU = torch.device("cpu")
 SIZES = (

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import psutil
 import torch
 
-from tests.distributed.commands import clean_environment, end_tree, free_port
+from tests.helpers.commands import clean_environment, end_tree, free_port
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,0 +1,80 @@
+"""Models whose collectives record their launches and waits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.comm.group import CommGroup, Work
+from megatron_ladder.comm.side_queue import _InlineQueue
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions
+from tests.helpers.sharded import mesh_of
+
+LADDER = {"residual_mode": "ladder", "ladder_layers": (0, 1, 2)}
+HYBRID = {"residual_mode": "ladder", "ladder_layers": (1,)}
+PARALLEL = {"residual_mode": "parallel"}
+
+
+class RecordingGroup(CommGroup):
+    """A group that records launch (`L3`: of sub-block 3) and wait (`W3`) of each reduce or reduce-scatter, and those of
+    all-gathers (`G3`, `H3`)."""
+
+    def __init__(self, group: CommGroup) -> None:
+        super().__init__(group.ranks, group.rank, group.process_group)
+        self.events: list[str] = []
+        self.started = 0
+        self.gathers = 0
+        self.blocking = 0
+
+    def start_all_reduce(self, tensor: Tensor) -> Work | None:
+        return self._note("L", "W", self._next_reduce(), super().start_all_reduce(tensor))
+
+    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        rows, work = super().start_reduce_scatter(tensor)
+        return rows, self._note("L", "W", self._next_reduce(), work)
+
+    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+        whole, work = super().start_all_gather(tensor)
+        self.gathers += 1
+        return whole, self._note("G", "H", self.gathers - 1, work)
+
+    def _next_reduce(self) -> int:
+        self.started += 1
+        return self.started - 1
+
+    def _note(self, launch: str, wait: str, number: int, work: Work | None) -> "RecordedWork":
+        assert work is not None
+        self.events.append(f"{launch}{number}")
+        return RecordedWork(work, lambda: self.events.append(f"{wait}{number}"))
+
+    def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.blocking += 1
+        return super().all_reduce(tensor, *args, **kwargs)
+
+
+@dataclass
+class RecordedWork:
+    work: Work
+    note: Callable[[], None]
+
+    def wait(self) -> None:
+        self.note()
+        self.work.wait()
+
+
+def recorded_model(
+    config: ModelConfig, options: StackOptions, sequence_parallel: bool = False
+) -> tuple[LanguageModel, RecordingGroup]:
+    mesh = mesh_of(2)
+    group = RecordingGroup(mesh.tensor)
+    mesh = replace(mesh, tensor=group, sequence_parallel=sequence_parallel)
+    return LanguageModel(config, mesh, options, seed=1), group
+
+
+class AtTheBeginning(_InlineQueue):
+    """Runs chains when the CUDA queue would launch them."""
+
+    runs_midway = False
