@@ -1,5 +1,6 @@
 """The order of launches, waits and computations in the stack, and ranges of layers that are chained."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
