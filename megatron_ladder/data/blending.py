@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ladder.data.packing import PackedSource
-from megatron_ladder.data.samples import SampleRows, SampleSource, require_valid, rows_to_fill
+from megatron_ladder.data.samples import DatasetSamples, SampleRows, Samples
 from megatron_ladder.errors import UserError
 
 _MAX_TURNS = 1 << 18
@@ -128,15 +127,16 @@ def places_among_equals(turns: NDArray[np.int32], count: int) -> NDArray[np.int6
     return places
 
 
-class BlendedSource:
+class BlendedSource(Samples):
     """Samples from several sources by weight; see Samples."""
 
-    def __init__(self, sources: Sequence[SampleSource | PackedSource], weights: Sequence[Fraction]) -> None:
+    def __init__(self, sources: Sequence[DatasetSamples], weights: Sequence[Fraction]) -> None:
         """
         Args:
             weights: weight of each source, above 0, of any sum.
         """
         self.sources = tuple(sources)
+        self.has_begins = all(source.has_begins for source in sources)
         whole = _whole_weights(weights)
         self.weights: Sequence[float] = whole
         self.seq_length = sources[0].seq_length
@@ -158,13 +158,8 @@ class BlendedSource:
         """Whether any source has a loss mask; all tokens of the other sources count."""
         return any(source.has_loss_mask for source in self.sources)
 
-    @property
-    def has_begins(self) -> bool:
-        """Whether the sources mark where documents begin; either all of them do or none."""
-        return all(source.has_begins for source in self.sources)
-
     def describe(self) -> dict[str, Any]:
-        """See SampleSource; each data set also has a weight, of any sum."""
+        """See DatasetSamples; each data set also has a weight, of any sum."""
         members = [source.describe() for source in self.sources]
         sets = [member["sets"][0] | {"weight": weight} for member, weight in zip(members, self.weights, strict=True)]
         return members[0] | {"sets": sets}
@@ -175,12 +170,9 @@ class BlendedSource:
         origins = self._turns[places]
         return origins, periods * np.array(self.weights)[origins] + self._places[places]
 
-    def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
+    def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
         """See Samples."""
-        require_valid(numbers, self.name)
-        rows = rows_to_fill(self, len(numbers), out)
         origins, own_numbers = self.origins(numbers)
         for i in np.unique(origins):
             chosen = np.flatnonzero(origins == i)
-            self.sources[i].fill(own_numbers[chosen], chosen, rows)
-        return rows
+            self.sources[i].fill(own_numbers[chosen], rows[chosen], out)

@@ -47,6 +47,8 @@ def split_sequences(shares: Sequence[float], sequences: int) -> list[range]:
 class _MegatronSource(SampleSource):
     """The samples of one data set in Megatron's order, which is finite."""
 
+    order = _MEGATRON_ORDER
+
     def __init__(
         self,
         dataset: IndexedDataset,
@@ -81,10 +83,10 @@ class _MegatronSource(SampleSource):
         return super()._order_of(0)
 
     def _describe_order(self, epoch: int) -> dict[str, Any]:
-        return super()._describe_order(epoch) | {"order": _MEGATRON_ORDER, "run_samples": self.run_samples}
+        return super()._describe_order(epoch) | {"run_samples": self.run_samples}
 
     def describe(self) -> dict[str, Any]:
-        return super().describe() | {"order": _MEGATRON_ORDER, "run_samples": self.run_samples}
+        return super().describe() | {"run_samples": self.run_samples}
 
     def _build_order(self, epoch: int) -> Order:
         before_last = ((self.epochs - 1) * self.tokens - 1) // self.seq_length

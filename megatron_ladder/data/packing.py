@@ -10,17 +10,16 @@ n // len.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.samples import SAMPLES, SampleRows, SampleSource, permutation, require_valid, rows_to_fill
-from megatron_ladder.data.sidecar import content_of, missing_loss_mask, read_sidecar
+from megatron_ladder.data.samples import SAMPLES, DatasetSamples, SampleRows, SampleSource, permutation
+from megatron_ladder.data.sidecar import missing_loss_mask, read_sidecar
 from megatron_ladder.errors import UserError
 
-_PACKED_ORDER = "packed conversations"
 LossOn = Literal["all", "assistant"]
 """Values of --loss-on."""
 
@@ -67,8 +66,8 @@ def _no_loss_mask(dataset: IndexedDataset) -> str:
     return f"--loss-on assistant: {dataset.prefix} has no loss mask: preprocess it with --chat"
 
 
-class PackedSource:
-    """The rows of whole conversations of a range of documents; see Samples.
+class PackedSource(DatasetSamples):
+    """Rows of whole conversations.
 
     Attributes:
         tokens: number of tokens, including those that are cut off.
@@ -77,8 +76,8 @@ class PackedSource:
         filled: share of the rows that is not padding.
     """
 
-    has_loss_mask = True
-    has_begins = True
+    order = "packed conversations"
+    has_loss_mask = has_begins = True
 
     def __init__(
         self,
@@ -104,8 +103,8 @@ class PackedSource:
         Raises:
             UserError: there is no conversation, or `assistant` is given for a data set without a loss mask.
         """
-        self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
-        self.seed, self.shuffle, self.loss_on, self.pad_id = seed, shuffle, loss_on, pad_id
+        super().__init__(dataset, documents, seq_length, seed, shuffle)
+        self.loss_on, self.pad_id = loss_on, pad_id
         if loss_on == "assistant" and dataset.loss_mask is None:
             raise UserError(_no_loss_mask(dataset))
         bounds = dataset.document_bounds[documents.start : documents.stop + 1]
@@ -123,51 +122,23 @@ class PackedSource:
         self._firsts = np.searchsorted(row_of[by_row], np.arange(int(row_of.max()) + 2))
         self.filled = int(kept.sum()) / (len(self) * (seq_length + 1))
         self._epoch = -1
-        self._order = np.arange(len(self))
+        self._rows = np.arange(len(self))
 
     def __len__(self) -> int:
         """Number of rows, which are the samples of an epoch."""
         return len(self._firsts) - 1
 
-    @property
-    def name(self) -> str:
-        """The data set's prefix."""
-        return str(self.dataset.prefix)
-
-    @property
-    def sources(self) -> "tuple[PackedSource, ...]":
-        """This source, as a blend of one."""
-        return (self,)
-
-    def describe(self) -> dict[str, Any]:
-        """See SampleSource."""
-        documents = [self.documents.start, self.documents.stop]
-        one = {"prefix": self.name, "documents": documents, "content": content_of(self.dataset)}
-        return {"order": _PACKED_ORDER, "sets": [one]}
-
-    @property
-    def token_dtype(self) -> "np.dtype[Any]":
-        """Type of the tokens."""
-        return self.dataset.tokens.dtype
-
-    def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
+    def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
         """See Samples."""
-        rows = rows_to_fill(self, len(numbers), out)
-        self.fill(numbers, np.arange(len(numbers)), rows)
-        return rows
-
-    def fill(self, numbers: NDArray[np.int64], places: NDArray[np.int64], out: SampleRows) -> None:
-        """Write rows by their numbers [n] >= 0 into the rows `places` [n] of `out`."""
-        require_valid(numbers, self.name)
         epochs = numbers // len(self)
         for epoch in np.unique(epochs):
             self._permute(int(epoch))
-            for number, place in zip(numbers[epochs == epoch], places[epochs == epoch], strict=True):
-                self._fill_row(int(self._order[number % len(self)]), int(place), out)
+            for number, place in zip(numbers[epochs == epoch], rows[epochs == epoch], strict=True):
+                self._fill_row(int(self._rows[number % len(self)]), int(place), out)
 
     def _permute(self, epoch: int) -> None:
         if self.shuffle and epoch != self._epoch:
-            self._epoch, self._order = epoch, permutation(len(self), self.seed, epoch, SAMPLES)
+            self._epoch, self._rows = epoch, permutation(len(self), self.seed, epoch, SAMPLES)
 
     def _fill_row(self, row: int, place: int, out: SampleRows) -> None:
         tokens, mask, begins = out.tokens[place], out.loss_mask, out.begins

@@ -8,8 +8,9 @@ SAMPLES). Every epoch has the same number of samples, so sample n of a run is sa
 """
 
 import functools
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,54 +95,96 @@ class SampleRows(NamedTuple):
     """[n, seq_length + 1]: whether a document begins; None: documents begin after end-of-document tokens"""
 
 
-class Samples(Protocol):
+class Samples(ABC):
     """An infinite sequence of samples with random access."""
 
     seq_length: int
+    has_begins = False
+    """Whether the samples mark where documents begin."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """Name of the data, for messages."""
-        ...
+
+    @property
+    @abstractmethod
+    def token_dtype(self) -> "np.dtype[Any]":
+        """A type that fits all tokens."""
+
+    @property
+    @abstractmethod
+    def has_loss_mask(self) -> bool:
+        """Whether the samples have a loss mask."""
+
+    @abstractmethod
+    def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
+        """Write samples by their numbers [n] >= 0 into the rows `rows` [n] of `out`."""
 
     def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
-        """Return samples by their numbers [n] >= 0.
+        """Return samples by their numbers [n] >= 0. Consecutive numbers of one epoch avoid rebuilding its order.
 
         Args:
             out: arrays to fill and return. Tokens may have any integer type that is large enough; the loss mask must be
                 None exactly if the data has none. New arrays of the data's type if not given.
         """
-        ...
+        if len(numbers) and int(numbers.min()) < 0:
+            raise IndexError(f"sample {numbers.min()} of {self.name}")
+        shape = (len(numbers), self.seq_length + 1)
+        if out is None:
+            mask = np.empty(shape, np.uint8) if self.has_loss_mask else None
+            begins = np.empty(shape, np.bool_) if self.has_begins else None
+            out = SampleRows(np.empty(shape, self.token_dtype), mask, begins)
+        if (out.loss_mask is not None) != self.has_loss_mask:
+            raise ValueError(f"{self.name}: expected a loss mask exactly if the data has one")
+        for array in out:
+            if array is not None and (array.shape != shape or not array.flags.c_contiguous):
+                raise ValueError(f"{self.name}: expected a contiguous array {shape} to fill, found {array.shape}")
+        self.fill(numbers, np.arange(len(numbers)), out)
+        return out
 
 
-class _FillableSamples(Samples, Protocol):
-    """Samples that determine the arrays into which they are read."""
+class DatasetSamples(Samples):
+    """Samples of a range of documents of one data set."""
+
+    order: str
+    """Name of the order in checkpoints."""
+    tokens: int
+    """Number of tokens of the documents."""
+
+    def __init__(self, dataset: IndexedDataset, documents: range, seq_length: int, seed: int, shuffle: bool) -> None:
+        self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
+        self.seed, self.shuffle = seed, shuffle
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples of an epoch."""
 
     @property
-    def token_dtype(self) -> "np.dtype[Any]": ...
+    def name(self) -> str:
+        """The data set's prefix."""
+        return str(self.dataset.prefix)
+
     @property
-    def has_loss_mask(self) -> bool: ...
+    def sources(self) -> "tuple[DatasetSamples, ...]":
+        """These samples, as a blend of one."""
+        return (self,)
+
     @property
-    def has_begins(self) -> bool: ...
+    def token_dtype(self) -> "np.dtype[Any]":
+        """Type of the tokens."""
+        return self.dataset.tokens.dtype
 
+    @functools.cached_property
+    def content(self) -> dict[str, Any]:
+        """See `content_of`."""
+        return content_of(self.dataset)
 
-def rows_to_fill(source: _FillableSamples, count: int, out: SampleRows | None) -> SampleRows:
-    """Return `out` after validating it, or new arrays for `count` samples if it is None.
-
-    Raises:
-        ValueError: the arrays do not fit.
-    """
-    shape = (count, source.seq_length + 1)
-    if out is None:
-        mask = np.empty(shape, np.uint8) if source.has_loss_mask else None
-        begins = np.empty(shape, np.bool_) if source.has_begins else None
-        return SampleRows(np.empty(shape, source.token_dtype), mask, begins)
-    if (out.loss_mask is not None) != source.has_loss_mask:
-        raise ValueError(f"{source.name}: expected a loss mask exactly if the data has one")
-    for array in out:
-        if array is not None and (array.shape != shape or not array.flags.c_contiguous):
-            raise ValueError(f"{source.name}: expected a contiguous array {shape} to fill, found {array.shape}")
-    return out
+    def describe(self) -> dict[str, Any]:
+        """Return everything that determines the samples, except the seed and the sequence length; JSON-able."""
+        documents = [self.documents.start, self.documents.stop]
+        one = {"prefix": str(self.dataset.prefix), "documents": documents, "content": self.content}
+        return {"order": self.order, "sets": [one]}
 
 
 class Order(NamedTuple):
@@ -175,11 +218,13 @@ def _copy_pieces(data: NDArray[Any], pieces: _Pieces, out: NDArray[Any]) -> None
         flat[to:to_end] = data[begin:end]
 
 
-class SampleSource:
-    """The samples of a range of documents; see Samples.
+class SampleSource(DatasetSamples):
+    """Samples cut from the concatenated documents, as described at the top of this file.
 
     Keeps the order of one epoch in memory: 16 bytes per document and 8 per sample.
     """
+
+    order = _ORDER
 
     def __init__(
         self,
@@ -194,18 +239,14 @@ class SampleSource:
         """
         Args:
             documents: the documents of this source.
-            shuffle: permute as described at the top of this file; otherwise documents and samples keep their order.
+            shuffle: permute documents and samples; otherwise they keep their order.
             part: train, valid or test, for messages.
             cache: directory for shuffled orders, see order_cache.py; None: each process builds its own.
 
         Raises:
             UserError: the documents have fewer than seq_length + 1 tokens.
         """
-        self.dataset = dataset
-        self.documents = documents
-        self.seq_length = seq_length
-        self.seed = seed
-        self.shuffle = shuffle
+        super().__init__(dataset, documents, seq_length, seed, shuffle)
         self.cache = cache
         self.bounds = self._document_bounds()
         self.tokens = int(self.bounds[documents.stop] - self.bounds[documents.start])
@@ -222,36 +263,12 @@ class SampleSource:
         return (self.tokens - 1) // self.seq_length
 
     @property
-    def name(self) -> str:
-        """The data set's prefix."""
-        return str(self.dataset.prefix)
-
-    has_begins = False
-
-    @property
-    def sources(self) -> "tuple[SampleSource, ...]":
-        """This source, as a blend of one."""
-        return (self,)
-
-    @property
-    def token_dtype(self) -> "np.dtype[Any]":
-        """Type of the tokens."""
-        return self.dataset.tokens.dtype
-
-    @property
     def has_loss_mask(self) -> bool:
-        """Whether the data has a loss mask."""
+        """Whether the data set has a loss mask."""
         return self.dataset.loss_mask is not None
 
-    def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
-        """See Samples. Consecutive numbers of one epoch avoid rebuilding the order."""
-        rows = rows_to_fill(self, len(numbers), out)
-        self.fill(numbers, np.arange(len(numbers)), rows)
-        return rows
-
     def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        """Write samples by their numbers [n] >= 0 into the rows `rows` [n] of `out`."""
-        require_valid(numbers, self.name)
+        """See Samples."""
         epochs = numbers // len(self)
         for epoch in np.unique(epochs):
             chosen = np.flatnonzero(epochs == epoch)
@@ -283,17 +300,6 @@ class SampleSource:
         targets = rows[owner] * (self.seq_length + 1) + piece_begin - begins[owner]
         return _Pieces(sources, targets, lengths)
 
-    @functools.cached_property
-    def content(self) -> dict[str, Any]:
-        """See `content_of`."""
-        return content_of(self.dataset)
-
-    def describe(self) -> dict[str, Any]:
-        """Return everything that determines the samples, except the seed and the sequence length; JSON-able."""
-        documents = [self.documents.start, self.documents.stop]
-        one = {"prefix": str(self.dataset.prefix), "documents": documents, "content": self.content}
-        return {"order": _ORDER, "sets": [one]}
-
     def _document_bounds(self) -> NDArray[np.int64]:
         """Return the first token of each document in the file, and the number of tokens."""
         return self.dataset.document_bounds
@@ -312,7 +318,7 @@ class SampleSource:
     def _describe_order(self, epoch: int) -> dict[str, Any]:
         """Return everything that determines the order of an epoch."""
         return {
-            "order": _ORDER,
+            "order": self.order,
             "content": self.content,
             "documents": [self.documents.start, self.documents.stop],
             "seq_length": self.seq_length,
@@ -340,9 +346,3 @@ def joined_starts(bounds: NDArray[np.int64], documents: NDArray[Any]) -> NDArray
     starts = np.zeros(len(documents) + 1, np.int64)
     np.cumsum(np.diff(bounds)[documents], out=starts[1:])
     return starts
-
-
-def require_valid(numbers: NDArray[np.int64], name: str) -> None:
-    """Raise IndexError for negative sample numbers."""
-    if len(numbers) and int(numbers.min()) < 0:
-        raise IndexError(f"sample {numbers.min()} of {name}")
