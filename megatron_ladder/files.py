@@ -34,7 +34,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(temporary, "xb") as file:
             yield file
-            sync_file(file)
+            _sync_file(file)
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -50,7 +50,7 @@ def write_synced(path: Path, content: bytes) -> None:
     """Write and fsync a file under a name that does not need to be atomic, such as a temporary one."""
     with open(path, "wb") as file:
         file.write(content)
-        sync_file(file)
+        _sync_file(file)
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -59,7 +59,7 @@ def publish(temporary: Path, path: Path) -> None:
     sync_directory(path.parent)
 
 
-def sync_file(file: BinaryIO) -> None:
+def _sync_file(file: BinaryIO) -> None:
     """Flush the buffers of an open file and fsync it."""
     file.flush()
     os.fsync(file.fileno())

@@ -1,8 +1,8 @@
 """Benchmarks wirings against each other over an emulated or a real interconnect."""
 
+import functools
 import os
 from collections.abc import Sequence
-from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.comm.ranks import run_ranks
@@ -24,6 +24,4 @@ def main(argv: Sequence[str]) -> None:
     run_rank(case, options)
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

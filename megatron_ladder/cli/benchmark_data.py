@@ -1,12 +1,12 @@
 """Measures the data path (tokenizing, sampling, indexing) against its targets."""
 
 import dataclasses
+import functools
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import run_program
@@ -80,6 +80,4 @@ def _report(line: str) -> None:
     print(f"    {line}", flush=True)
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

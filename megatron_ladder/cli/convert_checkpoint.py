@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.convert.measures import Measures
@@ -38,6 +37,4 @@ def main(argv: Sequence[str]) -> None:
     carry_out(conversion, options, functools.partial(print, flush=True), measures)
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

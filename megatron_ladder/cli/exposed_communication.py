@@ -1,11 +1,12 @@
 """Measures exposed communication, per step and per sub-block, in a trace of --profile."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.cli.images import image_name_errors, matplotlib_errors
 from megatron_ladder.cli.programs import Command
@@ -185,6 +186,4 @@ def main(argv: Sequence[str]) -> None:
         _draw(found, sub_blocks, f"communication of a step, {config.trace.name}").savefig(config.plot, dpi=120)
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

@@ -1,8 +1,8 @@
 """Generates text from prompts with a trained model."""
 
+import functools
 import os
 from collections.abc import Sequence
-from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.comm.ranks import GRACE_SECONDS, run_ranks
@@ -26,6 +26,4 @@ def main(argv: Sequence[str]) -> None:
     generate(options)
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

@@ -1,10 +1,10 @@
 """Prints the contents of indexed data sets, and checks that they are complete."""
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.indexed import IndexedDataset
@@ -56,6 +56,4 @@ def main(argv: Sequence[str]) -> None:
         sys.stdout.write("\n".join(lines) + "\n")
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

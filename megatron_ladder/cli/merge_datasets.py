@@ -4,7 +4,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.merge import find_inputs, merge_datasets
@@ -46,6 +45,4 @@ def main(argv: Sequence[str]) -> None:
     print(f"{config.output_prefix}: {documents:,} documents, {tokens:,} tokens, of {len(prefixes)} data sets")
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

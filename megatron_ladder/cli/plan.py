@@ -1,8 +1,8 @@
 """Predicts layouts, memory and step times of a training run before it starts; needs no GPU."""
 
+import functools
 import os
 from collections.abc import Sequence
-from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.comm.ranks import run_ranks
@@ -34,6 +34,4 @@ def main(argv: Sequence[str]) -> None:
     print_paper(options)
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

@@ -1,10 +1,11 @@
 """Draws the loss curves of training runs from their TensorBoard files."""
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
@@ -196,6 +197,4 @@ def main(argv: Sequence[str]) -> None:
     print(f"plot: {config.output}")
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.corpus import prepare_corpus
@@ -40,6 +39,4 @@ def main(argv: Sequence[str]) -> None:
     )
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

@@ -1,10 +1,10 @@
 """Tokenizes documents into Megatron's indexed token files."""
 
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.chat import chat_task
@@ -119,6 +119,4 @@ def _print_message(line: str) -> None:
     print(f"\r\x1b[K{line}" if sys.stdout.isatty() else line, flush=True)
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

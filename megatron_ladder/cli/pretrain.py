@@ -1,7 +1,7 @@
 """Pretrains a Llama-family transformer with Ladder Residual: the program behind `pretrain_ladder.py`."""
 
+import functools
 from collections.abc import Sequence
-from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.config.run import SECTIONS
@@ -20,6 +20,4 @@ def main(argv: Sequence[str]) -> None:
         pretrain(argv, signals)
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

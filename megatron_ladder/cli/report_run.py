@@ -1,10 +1,11 @@
 """Reports on a run: its goodput, its interruptions, and a picture of its loss and speed."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.cli.images import image_name_errors, matplotlib_errors
 from megatron_ladder.cli.programs import Command
@@ -215,6 +216,4 @@ def main(argv: Sequence[str]) -> None:
     print(f"plot: {output}")
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

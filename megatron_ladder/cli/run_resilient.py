@@ -6,6 +6,7 @@ It imports no torch, and observes only the exit code and the record of the run.
 """
 
 import contextlib
+import functools
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
@@ -236,6 +237,4 @@ def _end_descendants(job: Child) -> None:
         remaining = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

@@ -1,7 +1,7 @@
 """Runs and reports grids of training runs, compared at equal tokens and at equal time."""
 
+import functools
 from collections.abc import Sequence
-from typing import NoReturn
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import run_program
@@ -29,6 +29,4 @@ def main(argv: Sequence[str]) -> None:
         run_study(options, argv)
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

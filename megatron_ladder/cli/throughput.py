@@ -1,9 +1,10 @@
 """Measures the training throughput of one device, compared with transformers."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 
@@ -109,6 +110,4 @@ def main(argv: Sequence[str]) -> None:
         raise BadNumbersError("; ".join(f"{row.way} at {row.sequence}: {row.verdict}" for row in doubtful))
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

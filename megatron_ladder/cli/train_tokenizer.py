@@ -1,12 +1,13 @@
 """Trains a byte-pair tokenizer: a SentencePiece model, or a byte-level tokenizer.json."""
 
+import functools
 import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.reading.find import find_sources, group_blocks
@@ -132,6 +133,4 @@ def main(argv: Sequence[str]) -> None:
     print(f"{path}: {tokenizer.vocab_size} ids, trained in {time.monotonic() - begun:.1f} s")
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)

@@ -1,10 +1,10 @@
 """Writes the reference pages in `docs/reference/` from the dataclasses of all command lines."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
 from megatron_ladder.cli.programs import PROGRAMS, Command, load_program, script_of
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
@@ -162,6 +162,4 @@ def main(argv: Sequence[str]) -> None:
     print(f"{config.output_dir}: {len(pages)} pages")
 
 
-def entry_point() -> NoReturn:
-    """Run the program."""
-    run_program(main)
+entry_point = functools.partial(run_program, main)
