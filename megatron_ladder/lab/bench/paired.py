@@ -108,7 +108,7 @@ def measure(
         raise ValueError(f"{rounds} rounds: expected {FEWEST_ROUNDS} or more")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     total = (warm_up_rounds + rounds) * len(ways)
-    with contextlib.nullcontext() if label is None else ProgressBar(label, total, unit=" runs") as bar:
+    with contextlib.nullcontext() if label is None else ProgressBar(label, total, unit="run") as bar:
         for number in range(-warm_up_rounds, rounds):
             for name, run in ways.items():
                 before_each()

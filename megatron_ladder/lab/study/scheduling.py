@@ -168,7 +168,7 @@ class GridProgress:
         left -= sum(position.iteration for position in at.values())
         notes = {f"{one.kind} {one.wiring} seed {one.seed}": _describe(one, at[one.name]) for one in running}
         if self._bar is None:
-            self._bar = ProgressBar("study", None, unit=" steps", stream=self._stream)
+            self._bar = ProgressBar("study", None, unit="step", stream=self._stream)
         self._bar.set_total(steps + max(0, left))
         self._bar.advance(steps - self._shown_steps, trials=f"{len(self.done)}/{len(self.expected)}", **notes)
         self._shown_steps = steps
@@ -176,6 +176,8 @@ class GridProgress:
     def close(self) -> None:
         """Show the final state."""
         if self._bar is not None:
+            self._next_update = 0.0
+            self.update([])
             self._bar.close()
 
 

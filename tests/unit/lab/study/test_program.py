@@ -313,12 +313,15 @@ def test_progress_covers_the_whole_grid(monkeypatch: pytest.MonkeyPatch) -> None
     at[trials[0].name], at[trials[1].name] = 100, 40
     grid.end(trials[0], "well")
     grid.update([trials[1]])
-    grid.close()
     first, *_, last = out.getvalue().splitlines()
     assert first == f"[1/4] {trials[0].name}: well"
     # This start did half of the first trial and 40 steps of the second; 260 steps are left.
     assert last.startswith("study:  26% 90/350 ")
     assert "trials=1/4, tokens ladder seed 2=40/100 (loss 2.500)" in last
+    at[trials[1].name] = 100
+    grid.end(trials[1], "well")
+    grid.close()
+    assert out.getvalue().splitlines()[-1].startswith("study:  43% 150/350 ")
 
 
 def test_a_trial_interrupted_before_its_last_evaluation_repeats_its_last_steps(stand: Stand) -> None:
