@@ -9,7 +9,8 @@ from pathlib import Path
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.chat import chat_task
 from megatron_ladder.data.encoders import TokenizerLibrary
-from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess, run_task
+from megatron_ladder.data.partial import dataset_prefix
+from megatron_ladder.data.preprocess import PreprocessOptions, preprocess, run_task
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizers import TokenizerSource, TokenizerType, load_source

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.data.indexed import idx_path
-from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess
+from megatron_ladder.data.partial import dataset_prefix
+from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
 from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.data.tokenizer_training import train_sentencepiece
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer, Tokenizer

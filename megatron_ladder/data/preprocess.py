@@ -20,15 +20,13 @@ from typing import Any, NamedTuple
 
 from megatron_ladder.data.encoders import choose_encoder
 from megatron_ladder.data.encoding import KeyTokens, Task, TextTask
-from megatron_ladder.data.partial import Partial, PartialDataset, dataset_prefix
+from megatron_ladder.data.partial import Partial, PartialDataset
 from megatron_ladder.data.reading.find import BufferedSource, PlacedBlock, find_sources, first_texts, group_blocks
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, BadRecord, Reading, Source, WrongInputError
 from megatron_ladder.data.sidecar import Sidecar
 from megatron_ladder.data.tokenizers import Tokenizer, source_of
 from megatron_ladder.errors import UserError
 from megatron_ladder.progress import ProgressBar
-
-__all__ = ["PreprocessOptions", "dataset_prefix", "preprocess", "run_task"]
 
 _COMMIT_SECONDS = 5.0
 """Time between two commits, which a killed run loses at most."""

@@ -56,12 +56,13 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; control tokens give no text, and incomplete characters give U+FFFD."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Uses the bytes of UTF-8 as ids 0 to 255; 256 ends a document. For tests."""
 
     kind = "ByteTokenizer"
@@ -75,16 +76,12 @@ class ByteTokenizer:
         """See Tokenizer."""
         return list(text.encode())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """See Tokenizer."""
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
         return bytes(int(number) for number in ids if number < self.eod_id).decode(errors="replace")
 
 
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Reads a text as decimal ids separated by spaces; the next id ends a document (as in Megatron)."""
 
     kind = "NullTokenizer"
@@ -111,16 +108,12 @@ class NullTokenizer:
             ids.append(int(word))
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """See Tokenizer."""
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
         return " ".join(str(int(number)) for number in ids if number != self.eod_id)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece .model file.
 
     SentencePiece represents spaces as U+2581, so this character itself is decoded as a space.
@@ -157,17 +150,13 @@ class SentencePieceTokenizer:
         ids: list[int] = self._processor.encode(text)
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """See Tokenizer."""
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
         text: str = self._processor.decode([int(number) for number in ids])
         return text
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json of the `tokenizers` library, or a directory that contains one."""
 
     kind = "HuggingFaceTokenizer"
