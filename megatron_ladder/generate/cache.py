@@ -22,11 +22,7 @@ from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 
 
 class StaticKeyValueCache:
-    """Keys and values of this rank's heads, for all layers.
-
-    Attributes:
-        positions: number of columns of every sample.
-    """
+    """Keys and values of this rank's heads, for all layers."""
 
     def __init__(
         self,
@@ -37,7 +33,6 @@ class StaticKeyValueCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.positions = positions
         kv_heads = config.num_key_value_heads * key_value_replicas(config, tensor_parallel) // tensor_parallel
         shape = (samples, kv_heads, positions, config.head_dim)
         # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.

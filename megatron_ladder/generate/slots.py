@@ -88,7 +88,6 @@ class SlotBatch:
             positions: maximum length of prompt and continuation together, per slot.
         """
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
-        self.positions = positions
         self.samples: list[_ActiveSample | None] = [None] * slots
         self._cache = StaticKeyValueCache(model.config, group.size, slots, positions, model.compute_dtype, self._device)
         all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
@@ -100,10 +99,6 @@ class SlotBatch:
                 lambda tokens, columns: self._one_token(tokens, columns, positions, masked=True),
                 slots, self._device, graph,
             )  # fmt: skip
-
-    def free_slots(self) -> list[int]:
-        """Return the slots without a request, in order."""
-        return [slot for slot, sample in enumerate(self.samples) if sample is None]
 
     def is_busy(self) -> bool:
         """Return whether any sample is unfinished."""

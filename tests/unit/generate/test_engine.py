@@ -194,10 +194,10 @@ def test_slots_are_filled_and_freed_while_others_decode() -> None:
     take(batch.admit({0: requests[1]}))
     while batch.is_busy():
         take(batch.step())
-        if batch.free_slots() == [1] and running[1] == 0:
+        if batch.samples[1] is None and running[1] == 0:
             running[1] = 2
             take(batch.admit({1: requests[2]}))
-    assert batch.free_slots() == [0, 1]
+    assert batch.samples == [None, None]
     expected = [greedy_continuation(weights, reference, prompt, NEW_TOKENS) for prompt in PROMPTS[:3]]
     assert [found[row] for row in range(3)] == expected
 
