@@ -14,7 +14,6 @@ boxes that hold them. There is no pickle. This module needs no process group, an
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.boxes import Box, cut_span, intersection
 from megatron_ladder.checkpoint.checksum import file_error
-from megatron_ladder.checkpoint.manifest import StoredTensor, TensorTable, decode_manifest
+from megatron_ladder.checkpoint.manifest import StoredTensor, TensorTable, decode_manifest, writer_of
 from megatron_ladder.checkpoint.publish import (
     LATEST_NAME,
     MANIFEST_NAME,
@@ -175,7 +174,7 @@ class Checkpoint:
         Raises:
             UserError: files are damaged; one line per file.
         """
-        records = [record for record in self.manifest["files"] if _writer_of(record["name"]) % ranks == rank]
+        records = [record for record in self.manifest["files"] if writer_of(record["name"]) % ranks == rank]
         lock = threading.Lock()
         with contextlib.ExitStack() as stack:
             bar = None
@@ -291,12 +290,6 @@ def _open_complete(directory: Path) -> Checkpoint:
     errors = [_size_error(directory, record) for record in manifest["files"]]
     raise_user_errors(limited([error for error in errors if error is not None]))
     return Checkpoint(directory, manifest, table)
-
-
-def _writer_of(name: str) -> int:
-    """Return the rank that wrote a file, from the file name."""
-    match = re.search(r"_rank_(\d{5,9})\.", name)
-    return 0 if match is None else int(match[1])
 
 
 def _size_error(directory: Path, record: dict[str, Any]) -> str | None:

@@ -71,6 +71,36 @@ class BoxRecord(TypedDict):
     key: str
 
 
+def file_name(kind: str, rank: int) -> str:
+    """Return the name of the file in which a rank writes tensors of a kind."""
+    return f"{KINDS[kind]}_rank_{rank:05d}.safetensors"
+
+
+def writer_of(name: str) -> int:
+    """Return the rank that wrote a file, from the file name; 0 for files that no rank's writer wrote."""
+    match = re.search(r"_rank_(\d{5,9})\.", name)
+    return 0 if match is None else int(match[1])
+
+
+def box_key(kind: str, name: str, box: Box) -> str:
+    """Return the key of a box in its file."""
+    return f"{kind}:{name}@{','.join(map(str, box.offset))}"
+
+
+def box_record(name: str, kind: str, global_shape: Sequence[int], box: Box, dtype: str, rank: int) -> BoxRecord:
+    """Describe a box that a rank writes; `dtype` is the name in torch."""
+    return {
+        "name": name,
+        "kind": kind,
+        "global_shape": list(global_shape),
+        "offset": list(box.offset),
+        "extent": list(box.extent),
+        "dtype": dtype,
+        "file": file_name(kind, rank),
+        "key": box_key(kind, name, box),
+    }
+
+
 class FileIndex(TypedDict):
     """The files that one rank wrote and the boxes in them; JSON-serialisable."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.boxes import Box, cut_span
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, file_checksum
-from megatron_ladder.checkpoint.manifest import KINDS, BoxRecord, FileIndex, FileRecord, merge_manifest
+from megatron_ladder.checkpoint.manifest import KINDS, BoxRecord, FileIndex, FileRecord, box_record, merge_manifest
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
 from megatron_ladder.checkpoint.publish import (
     create_temporary_directory,
@@ -88,21 +88,9 @@ class CheckpointWriter:
                 f"{name}: {list(tensor.shape)} elements at {list(offset)} are not contiguous, or not a box of a tensor "
                 f"of shape {list(global_shape)}"
             )
-        files = KINDS[kind]
-        key = f"{kind}:{name}@{','.join(map(str, offset))}"
-        self._tensors.setdefault(files, []).append((key, tensor))
-        self._boxes.append(
-            {
-                "name": name,
-                "kind": kind,
-                "global_shape": list(global_shape),
-                "offset": list(box.offset),
-                "extent": list(box.extent),
-                "dtype": element_name(tensor.dtype),
-                "file": self._file_name(files),
-                "key": key,
-            }
-        )
+        record = box_record(name, kind, global_shape, box, element_name(tensor.dtype), self._rank)
+        self._tensors.setdefault(record["file"], []).append((record["key"], tensor))
+        self._boxes.append(record)
 
     def add_span(
         self, name: str, kind: str, global_shape: Sequence[int], held: Box, start: int, flat_tensor: Tensor
@@ -128,19 +116,15 @@ class CheckpointWriter:
             FileExistsError: this rank has written here before.
         """
         index: FileIndex = {"files": [], "boxes": self._boxes}
-        for files, tensors in self._tensors.items():
-            name = self._file_name(files)
+        for name, tensors in self._tensors.items():
             size, checksum = write_tensor_file(self._directory / name, tensors, self._algorithm)
             index["files"].append({"name": name, "size": size, "checksum": checksum})
         return index
 
     def discard(self) -> None:
         """Remove the written files."""
-        for files in self._tensors:
-            (self._directory / self._file_name(files)).unlink(missing_ok=True)
-
-    def _file_name(self, files: str) -> str:
-        return f"{files}_rank_{self._rank:05d}.safetensors"
+        for name in self._tensors:
+            (self._directory / name).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

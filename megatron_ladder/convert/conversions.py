@@ -90,15 +90,8 @@ def plan_import(options: ImportOptions) -> Conversion:
     }
     other_files = {**carried, **description}
     parameters = sum(box.box.numel for tensor in directory.tensors.values() for box in tensor.boxes)
-    return Conversion(
-        plan=plan,
-        work=save_work(options.save, iteration, plan.fingerprint(header, sorted(other_files.items()))),
-        target=options.save,
-        checksums=True,
-        small_files=lambda checksums: {
-            **other_files, MANIFEST_NAME: manifest_bytes(plan, header, checksums, other_files)
-        },
-        publish=lambda work: publish_save(work, options.save, iteration, replaced),
+    return _checkpoint_conversion(
+        options, plan, header, other_files, replaced,
         facts=(
             f"{options.hf}: {model_type}, {parameters:,} parameters, {directory.dtype}",
             f"wiring: {wiring_text(model)}; {_layout_text(tensor_parallel, stages)}",
@@ -129,6 +122,27 @@ def plan_reshape(options: ReshapeOptions) -> Conversion:
         header["run"] = {**header["run"], "model": header["model"]}
     other_files = source.other_files
     kinds = [kind for kind, tensors in source.tensors.items() if tensors]
+    return _checkpoint_conversion(
+        options, plan, header, other_files, replaced,
+        facts=(
+            f"{checkpoint.directory}: iteration {iteration}, {', '.join(kinds)}, wiring: {wiring_text(model)}",
+            _layout_text(tensor_parallel, stages),
+        ),
+        notes=[*notes, *checkpoint.warnings],
+        source_checksums=checksums_of_sources(checkpoint, plan),
+    )  # fmt: skip
+
+
+def _checkpoint_conversion(
+    options: ImportOptions | ReshapeOptions,
+    plan: CopyPlan,
+    header: Mapping[str, Any],
+    other_files: Mapping[str, bytes],
+    replaced: Sequence[str],
+    **more: Any,
+) -> Conversion:
+    """Return a conversion to a training checkpoint; `more` are other fields of `Conversion`."""
+    iteration = header["iteration"]
     return Conversion(
         plan=plan,
         work=save_work(options.save, iteration, plan.fingerprint(header, sorted(other_files.items()))),
@@ -138,12 +152,7 @@ def plan_reshape(options: ReshapeOptions) -> Conversion:
             **other_files, MANIFEST_NAME: manifest_bytes(plan, header, checksums, other_files)
         },
         publish=lambda work: publish_save(work, options.save, iteration, replaced),
-        facts=(
-            f"{checkpoint.directory}: iteration {iteration}, {', '.join(kinds)}, wiring: {wiring_text(model)}",
-            _layout_text(tensor_parallel, stages),
-        ),
-        notes=[*notes, *checkpoint.warnings],
-        source_checksums=checksums_of_sources(checkpoint, plan),
+        **more,
     )  # fmt: skip
 
 

@@ -9,7 +9,16 @@ from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.checksum import algorithm_of, checksum_of, mismatch
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.manifest import KINDS, BoxRecord, FileIndex, encode_manifest, merge_manifest
+from megatron_ladder.checkpoint.manifest import (
+    KINDS,
+    FileIndex,
+    box_key,
+    box_record,
+    encode_manifest,
+    file_name,
+    merge_manifest,
+    writer_of,
+)
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
 from megatron_ladder.convert.names import rank_slices, stage_of, tensor_shapes
 from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, TargetBox, make_plan
@@ -129,8 +138,8 @@ def plan_checkpoint(
             slices = [(0, source.whole)] if kind == "rng" else rank_slices(described[name], tensor_parallel)
             boxes = []
             for rank, box in slices:
-                file = f"{KINDS[kind]}_rank_{stage * tensor_parallel + rank:05d}.safetensors"
-                boxes.append(TargetBox(file, f"{kind}:{name}@{','.join(map(str, box.offset))}", box))
+                file = file_name(kind, stage * tensor_parallel + rank)
+                boxes.append(TargetBox(file, box_key(kind, name, box), box))
             copied = CopiedTensor(name, kind, source, source.dtype, tuple(boxes))
             groups.setdefault((stage, KINDS[kind]), []).append(copied)
     return make_plan(groups[key] for key in sorted(groups))
@@ -145,17 +154,8 @@ def manifest_bytes(
         header: keys besides files and tensors.
         checksums: checksums of the planned files.
     """
-    boxes: list[BoxRecord] = [
-        {
-            "name": tensor.name,
-            "kind": tensor.kind,
-            "global_shape": list(tensor.source.shape),
-            "offset": list(target.box.offset),
-            "extent": list(target.box.extent),
-            "dtype": tensor.dtype,
-            "file": target.file,
-            "key": target.key,
-        }
+    boxes = [
+        box_record(tensor.name, tensor.kind, tensor.source.shape, target.box, tensor.dtype, writer_of(target.file))
         for tensor in plan.tensors
         for target in tensor.boxes
     ]

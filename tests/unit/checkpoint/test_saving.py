@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,16 @@ def test_a_rank_that_does_not_finish_is_reported(tmp_path: Path) -> None:
     outcome = on_ranks(2, rank)[0]
     assert outcome.directory == "" and outcome.error == "rank 1 did not finish writing in 0.2 s"
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("copy", ["not owned", "not counted"])
+def test_copies_that_other_ranks_save_are_not_written(tmp_path: Path, copy: str) -> None:
+    state = TinyState(1)
+    span = next(state.spans())
+    section = replace(span.sections[0], counted=copy != "not counted")
+    state._spans.append(span._replace(sections=[section], owned=copy != "not owned"))
+    save_at_once(tmp_path, 100, state, CommGroup.alone())
+    assert holds(tmp_path, state.whole)
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -158,7 +158,7 @@ def test_reshape_changes_both_copies_of_the_wiring(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words", "message"),
     [
-        (CONFIGS[3], ["--ladder-layers", "1"], "the source is desync"),
+        (CONFIGS[-1], ["--ladder-layers", "1"], "the source is desync"),
         ({}, ["--residual-mode", "parallel"], "every layer of the source has two norms"),
         ({}, ["--residual-mode", "desync"], "can only be trained from the start"),
     ],
