@@ -1,8 +1,8 @@
-"""The `config.json` of a Hugging Face directory, to and from `ModelConfig`, and the code that goes beside it.
+"""The `config.json` of a Hugging Face directory, to and from `ModelConfig`, and the code that is exported with it.
 
-A model whose wiring is the ordinary one is written as the plain type that expresses it exactly, so that everything
-that knows Llama opens it. Any other is of the project's own type, whose code stands in the directory: a reader that
-does not run that code refuses the directory, where one that took it for a Llama would compute nonsense.
+A model with the ordinary wiring is written as the plain type that expresses it exactly, so that every program that
+reads Llama can open it. Any other model gets the project's own type, whose code is part of the directory: programs that
+do not run that code reject the directory, whereas they would silently compute wrong results for a type such as llama.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,12 @@ from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, SUB_BLOCK_TABLE, WIRINGS
-from megatron_ladder.convert.hf_keys import HFKeys
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, raise_user_errors
 
 OWN_TYPE = "megatron_ladder"
-"""`model_type` of what no plain type expresses; as in `hf_module/configuration_megatron_ladder.py`."""
+"""`model_type` of models that no plain type expresses; as in `hf_module/configuration_megatron_ladder.py`."""
 CONFIGURATION, MODELING = "configuration_megatron_ladder", "modeling_megatron_ladder"
-"""Modules of `hf_module/` that are written beside the weights."""
+"""Modules of `hf_module/` that are exported with the weights."""
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -30,11 +29,148 @@ AUTHORS_TYPE = "llamaLadder"
 """`model_type` of the paper's authors: Llama, with `ladder_layers`."""
 READABLE_TYPES = (*CLASSES, AUTHORS_TYPE)
 _TABLE_IMPORT = b"from megatron_ladder.blueprint.wiring import SUB_BLOCK_TABLE\n"
-"""Line of the configuration module that an exported directory has the table instead of."""
+"""Line of the configuration module that an exported directory replaces with the table."""
+
+
+ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
+"""`rope_type` -> `--rope-scaling`."""
+
+
+class _Keys:
+    """The keys of one `config.json`. An invalid key is recorded, and a harmless value replaces it."""
+
+    def __init__(self, config: Mapping[str, Any], source: str) -> None:
+        self._config = config
+        self._source = source
+        self.errors: list[str] = []
+
+    def error(self, key: str, found: object, expected: str) -> None:
+        """Record an error."""
+        self.errors.append(f"{self._source}: {key}: found {found}, expected {expected}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a size, or `default` if the key is missing or null, which is an error without a default."""
+        value = self._config.get(key)
+        value = default if value is None else value
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.error(key, self._found(key), "an integer above zero")
+        return 1
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number, or `default` if the key is missing or null, which is an error without a default."""
+        return self._number(self._config, key, key, default)
+
+    def truth(self, key: str, default: bool) -> bool:
+        """Return true or false, or `default` if the key is missing or null."""
+        value = self._config.get(key)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        self.error(key, repr(value), "true or false")
+        return default
+
+    def expect(self, key: str, possible: Sequence[object], default: object = None) -> object:
+        """Return a value that must be one of `possible`, or `default` if the key is missing."""
+        value = self._config.get(key, default)
+        if value in possible:
+            return value
+        self.error(key, self._found(key), " or ".join(repr(one) for one in possible if one is not None))
+        return possible[0]
+
+    def layers(self, key: str, num_layers: int) -> tuple[int, ...]:
+        """Return the sorted indices of a list of layers, an integer N (the upper N), or null (none)."""
+        value = self._config.get(key)
+        if type(value) is int:
+            if 0 <= value <= num_layers:
+                return tuple(range(num_layers - value, num_layers))
+            self.error(key, value, f"at most the {num_layers} layers of num_hidden_layers")
+            return ()
+        listed = [] if value is None else value
+        indices = isinstance(listed, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in listed)
+        if not indices or len(set(listed)) != len(listed):
+            self.error(key, repr(value), f"null, an integer, or different layers of 0-{num_layers - 1}")
+            return ()
+        return tuple(sorted(listed))
+
+    def check_full_attention(self, model_type: str) -> None:
+        """Require that every query sees all earlier positions: no sliding windows."""
+        window = self._config.get("sliding_window", 4096 if model_type == "mistral" else None)
+        if model_type == "mistral" and window is not None:
+            found = window if "sliding_window" in self._config else "no such key, which means 4096"
+            self.error("sliding_window", found, "null: sliding-window attention is not supported")
+        if model_type in ("qwen2", "qwen3") and self._config.get("use_sliding_window"):
+            self.error("use_sliding_window", True, "false: sliding-window attention is not supported")
+        kinds = self._config.get("layer_types") or []
+        unknown = sorted({str(kind) for kind in kinds} - {"full_attention"}) if isinstance(kinds, list) else [kinds]
+        if unknown:
+            self.error("layer_types", ", ".join(map(str, unknown)), "full_attention in every layer")
+
+    def rope(self) -> dict[str, Any]:
+        """Return the rotary embedding from `rope_parameters`, or `rope_theta` and `rope_scaling`, or both.
+
+        If a file has both spellings, they must agree, since programs differ in which one they read.
+        """
+        spellings = {key: self._config[key] for key in ("rope_parameters", "rope_scaling") if key in self._config}
+        thetas = {"rope_theta": self.number("rope_theta")} if self._config.get("rope_theta") is not None else {}
+        read: dict[str, dict[str, Any]] = {}
+        for key, value in spellings.items():
+            if value is not None and not isinstance(value, dict):
+                self.error(key, repr(value), "an object or null")
+                continue
+            rope = value or {}
+            if rope.get("rope_theta") is not None:
+                thetas[f"{key}.rope_theta"] = self._number(rope, "rope_theta", f"{key}.rope_theta")
+            scaling = self._scaling(key, rope)
+            if scaling is not None:
+                read[key] = scaling
+        for what, values in (("rope_theta", thetas), ("rotary embedding", read)):
+            if len({str(value) for value in values.values()}) > 1:
+                found = " and ".join(f"{key} {value}" for key, value in values.items())
+                self.error(" and ".join(values), found, f"one {what}")
+        fields = next(iter(read.values()), {})
+        return {"rotary_base": next(iter(thetas.values()), 10000.0), **fields}
+
+    def _scaling(self, key: str, rope: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the fields of one spelling without the base, or None for an unsupported kind."""
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != rope.get("type", kind):
+            self.error(f"{key}.type", repr(rope["type"]), f"the same as rope_type, {kind!r}")
+        if any(isinstance(value, dict) for value in rope.values()):
+            kind = "one for each kind of layer"
+        if kind not in ROPE_TYPES:
+            self.error(f"{key}.rope_type", repr(kind), " or ".join(ROPE_TYPES))
+            return None
+        if rope.get("partial_rotary_factor") not in (None, 1.0):
+            self.error(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
+        fields: dict[str, Any] = {"rope_scaling": ROPE_TYPES[kind]}
+        if kind == "default":
+            return fields
+        fields["rope_scaling_factor"] = self._number(rope, "factor", f"{key}.factor")
+        if kind == "llama3":
+            for name in ("low_freq_factor", "high_freq_factor"):
+                fields[f"rope_{name}"] = self._number(rope, name, f"{key}.{name}")
+            name = "original_max_position_embeddings"
+            outer = self._config.get(name)
+            original = self._number(rope, name, f"{key}.{name}", outer or self._config.get("max_position_embeddings"))
+            if outer is not None and outer != original:
+                self.error(f"{name} and {key}.{name}", f"{outer} and {original}", "one number")
+            fields[f"rope_{name}"] = int(original)
+        return fields
+
+    def _number(self, holder: Mapping[str, Any], key: str, name: str, default: float | None = None) -> float:
+        value = holder.get(key)
+        value = default if value is None else value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        self.error(name, repr(value) if key in holder else "no such key", "a number")
+        return 1.0
+
+    def _found(self, key: str) -> str:
+        return repr(self._config[key]) if key in self._config else "no such key"
 
 
 def module_files(model: ModelConfig) -> dict[str, bytes]:
-    """File name -> content of the code that an exported directory needs; empty for a plain type.
+    """Return file name -> content of the code that an exported directory needs; empty for a plain type.
 
     Raises:
         UserError: see `hf_type`.
@@ -51,10 +187,10 @@ def module_files(model: ModelConfig) -> dict[str, bytes]:
 
 
 def hf_type(model: ModelConfig) -> str:
-    """`model_type` of the Hugging Face model that computes exactly what `model` does.
+    """Return the `model_type` of the Hugging Face model that computes exactly what `model` does.
 
     Raises:
-        UserError: a desync model, whose tensor-parallel ranks each have a stream and norms of their own.
+        UserError: a desync model, whose streams and norms are per rank.
     """
     if model.wiring.stream == "per rank":
         raise UserError(
@@ -72,7 +208,7 @@ def hf_type(model: ModelConfig) -> str:
         return "llama"
     if q_bias and not o_bias and not mlp_bias and usual_heads:
         return "qwen2"
-    # transformers refuses a Llama whose heads do not divide the hidden size; Mistral is the same without biases.
+    # transformers rejects a Llama whose heads do not divide the hidden size; Mistral is the same without biases.
     return OWN_TYPE if q_bias or o_bias or mlp_bias else "mistral"
 
 
@@ -84,10 +220,10 @@ def hf_config(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
 ) -> dict[str, Any]:
-    """The content of `config.json`.
+    """Return the content of `config.json`.
 
     Args:
-        dtype: of the weights beside it, as torch calls it: `bfloat16`.
+        dtype: element type of the weights in torch's spelling: `bfloat16`.
 
     Raises:
         UserError: see `hf_type`.
@@ -131,7 +267,7 @@ def hf_config(
 
 
 def _own_keys(model: ModelConfig) -> dict[str, Any]:
-    """What only the project's own type has."""
+    """Return the keys that only the project's own type has."""
     return {
         "auto_map": {
             "AutoConfig": f"{CONFIGURATION}.MegatronLadderConfig",
@@ -149,7 +285,7 @@ def _own_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_keys(model: ModelConfig) -> dict[str, Any]:
-    """The rotary embedding in both spellings: transformers from 5 on reads the first, everything older the others."""
+    """Return the rotary embedding in both spellings: transformers 5 reads the first, older versions the others."""
     scaling: dict[str, Any] = {}
     if model.rope_scaling != "none":
         scaling = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
@@ -167,20 +303,20 @@ def _rope_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def model_config_from_hf(config: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """Reads the `config.json` of a Llama, Mistral, Qwen2, Qwen3, of the paper's authors' or of the project's own type.
+    """Read the `config.json` of a Llama, Mistral, Qwen2, Qwen3, of the paper's authors' or of the project's own type.
 
-    Sizes must be there: what a reader would fill in from its own defaults is refused.
+    Sizes must be present: the defaults of other programs are not assumed.
 
     Raises:
-        UserError: something that the project's models cannot compute, or that contradicts itself; each mistake names
-            `source`, the key, what was found and what was expected.
+        UserError: the model is not supported, or the file contradicts itself; each line names `source`, the key, what
+            was found and what was expected.
     """
-    keys = HFKeys(config, source)
+    keys = _Keys(config, source)
     model_type = config.get("model_type")
     if model_type not in READABLE_TYPES:
         raise UserError(f"{source}: model_type {model_type!r}: only {', '.join(READABLE_TYPES)} can be converted")
     if config.get("quantization_config") is not None:
-        keys.mistake("quantization_config", "a quantised checkpoint", "weights in float32, float16 or bfloat16")
+        keys.error("quantization_config", "a quantised checkpoint", "weights in float32, float16 or bfloat16")
     keys.expect("hidden_act", ("silu", "swish"), default="silu")
     keys.expect("partial_rotary_factor", (1.0, None))
     keys.check_full_attention(model_type)
@@ -204,16 +340,14 @@ def model_config_from_hf(config: Mapping[str, Any], source: str = "config.json")
         **_biases(keys, model_type),
         **_wiring(keys, model_type),
     }
-    keys.raise_mistakes()
+    raise_user_errors(keys.errors)
     model = ModelConfig(**values)
-    mistakes = model_errors(model)
-    if mistakes:
-        raise UserError(*(f"{source}: {mistake}" for mistake in mistakes))
+    raise_user_errors(f"{source}: {error}" for error in model_errors(model))
     return model
 
 
-def _biases(keys: HFKeys, model_type: str) -> dict[str, bool]:
-    """Which projections have biases, and whether queries and keys have norms."""
+def _biases(keys: _Keys, model_type: str) -> dict[str, bool]:
+    """Return which projections have biases, and whether queries and keys have norms."""
     if model_type == OWN_TYPE:
         return {
             "add_qkv_bias": keys.truth("attention_bias", False),
@@ -230,18 +364,18 @@ def _biases(keys: HFKeys, model_type: str) -> dict[str, bool]:
     }
 
 
-def _wiring(keys: HFKeys, model_type: str) -> dict[str, Any]:
-    """`residual_mode`, `ladder_layers` and `residual_staleness`."""
+def _wiring(keys: _Keys, model_type: str) -> dict[str, Any]:
+    """Return `residual_mode`, `ladder_layers` and `residual_staleness`."""
     layers = keys.layers("ladder_layers", keys.integer("num_hidden_layers"))
     if model_type == AUTHORS_TYPE:
         return {"residual_mode": "ladder" if layers else "standard", "ladder_layers": layers}
     if model_type != OWN_TYPE:
         if layers:
-            keys.mistake("ladder_layers", list(layers), f"none in a {model_type} model, which computes no ladder")
+            keys.error("ladder_layers", list(layers), f"none in a {model_type} model, which has no ladder layers")
         return {}
     mode = str(keys.expect("residual_mode", SHARED_STREAM_MODES))
     if layers and not WIRINGS[mode].late:
-        keys.mistake("ladder_layers", list(layers), f"none with residual_mode {mode!r}")
+        keys.error("ladder_layers", list(layers), f"none with residual_mode {mode!r}")
     return {
         "residual_mode": mode,
         "ladder_layers": layers,

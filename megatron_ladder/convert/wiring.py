@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, parse_layers
-from megatron_ladder.blueprint.wiring import WIRINGS, modes_taking
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, WIRINGS
 from megatron_ladder.convert.options import Rewiring
 from megatron_ladder.errors import raise_user_errors
 
@@ -43,35 +43,35 @@ def rewired(model: ModelConfig, options: Rewiring) -> tuple[ModelConfig, list[st
     if mode is None:
         mode = model.residual_mode if model.wiring.late else "ladder"
     old, new = model.wiring, WIRINGS[mode]
-    mistakes = []
+    errors = []
     if old.stream == "per rank":
-        mistakes.append(
+        errors.append(
             f"--residual-mode {mode}: the source is {old.name}, whose norms differ from rank to rank, so its wiring "
             "cannot change: leave --residual-mode, --ladder-layers and --residual-staleness out"
         )
     elif new.stream == "per rank":
-        mistakes.append(
+        errors.append(
             f"--residual-mode {mode}: its norms differ from rank to rank, and the source has one for all ranks: "
             "such a model can only be trained from the start"
         )
     if new.one_norm != old.one_norm:
         has, needs = ("one norm", "two") if old.one_norm else ("two norms", "one")
-        late = [name for name in modes_taking("ladder_layers") if WIRINGS[name].one_norm == old.one_norm]
-        mistakes.append(
+        possible = [name for name in SHARED_STREAM_MODES if WIRINGS[name].one_norm == old.one_norm]
+        errors.append(
             f"--residual-mode {mode}: every layer of the source has {has}, and this wiring needs {needs}: "
-            f"give --residual-mode {' or '.join(late)}, or leave it out"
+            f"give --residual-mode {' or '.join(possible)}, or leave it out"
         )
     for flag, value in (("--ladder-layers", layers), ("--residual-staleness", staleness)):
         if value is not None and not new.late:
-            mistakes.append(f"{flag} {value} has no meaning with --residual-mode {mode}: leave it out")
+            errors.append(f"{flag} {value} has no meaning with --residual-mode {mode}: leave it out")
     late_layers: tuple[int, ...] = ()
-    if new.late and not mistakes:
+    if new.late and not errors:
         keep = layers is None and old.late and options.residual_mode is None
         try:
             late_layers = model.ladder_layers if keep else parse_layers(layers or "all", model.num_layers)
         except ValueError as error:
-            mistakes.append(f"--ladder-layers {layers}: {error}")
-    raise_user_errors(mistakes)
+            errors.append(f"--ladder-layers {layers}: {error}")
+    raise_user_errors(errors)
     changed = replace(model, residual_mode=mode, ladder_layers=late_layers, residual_staleness=staleness or 1)
     raise_user_errors(model_errors(changed))
     if wiring_text(changed) == wiring_text(model):

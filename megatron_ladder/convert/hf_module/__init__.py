@@ -1,4 +1,5 @@
-"""The model as transformers runs it: the files of this folder are written, as they are, beside exported weights.
+"""The model for transformers. Exported directories contain the files of this folder.
 
-They import torch and transformers alone. Nothing else of the package imports them.
+An exported file imports only torch and transformers; `convert/remote_code.py` writes the table of wirings into it. No
+other module of the package imports this folder.
 """

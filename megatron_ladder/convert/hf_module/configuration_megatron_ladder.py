@@ -11,15 +11,15 @@ from megatron_ladder.blueprint.wiring import SUB_BLOCK_TABLE
 
 
 class MegatronLadderConfig(PreTrainedConfig):
-    """Llama's keys, and those that Llama does not have.
+    """Llama's keys, and the keys of biases, norms and the wiring.
 
-    One of Llama's own means less here: `attention_bias` is about queries, keys and values alone.
+    `attention_bias` applies only to queries, keys and values, unlike in Llama.
     """
 
     model_type = "megatron_ladder"
     keys_to_ignore_at_inference = ["past_key_values"]
     base_model_tp_plan = LlamaConfig.base_model_tp_plan
-    # A pipeline stage would have to hand several tensors on.
+    # A pipeline stage would have to pass on several tensors.
     base_model_pp_plan = None
 
     def __init__(
@@ -55,16 +55,16 @@ class MegatronLadderConfig(PreTrainedConfig):
         """
         Args:
             attention_bias: whether the projections of queries, keys and values have biases.
-            attention_output_bias: whether the attention's output projection has one.
-            qk_norm: whether each head's queries and keys are normed before they are turned.
-            residual_mode: `ladder` (Ladder Residual, arXiv 2501.06589), `parallel` (attention and MLP side by side),
-                `ladder-parallel` (both), or `standard`.
+            attention_output_bias: whether the attention's output projection has a bias.
+            qk_norm: whether each head's queries and keys are normed before the rotary embedding.
+            residual_mode: `standard`, `ladder` (Ladder Residual, arXiv 2501.06589), `parallel` (attention and MLP side
+                by side), or another key of `SUB_BLOCK_TABLE`.
             ladder_layers: layers that read the residual stream late: their indices, an integer N for the upper N,
                 or None for none.
-            residual_staleness: by how many sub-blocks they read it late.
+            residual_staleness: how many sub-blocks late they read it.
 
         Raises:
-            ValueError: a wiring that one process cannot compute, or that does not fit the number of layers.
+            ValueError: a wiring that one process cannot compute, or that does not match the number of layers.
         """
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -92,12 +92,12 @@ class MegatronLadderConfig(PreTrainedConfig):
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
         if qk_norm:
-            # The same matrices, and the norms of queries and keys.
+            # The same matrices plus the norms of queries and keys.
             self.base_model_tp_plan = Qwen3Config.base_model_tp_plan
         super().__init__(**kwargs)
 
     def _late_layers(self, residual_mode: str, ladder_layers: int | list[int] | None, staleness: int) -> list[int]:
-        """`ladder_layers` as sorted indices."""
+        """Return `ladder_layers` as sorted indices."""
         if residual_mode not in SUB_BLOCK_TABLE:
             raise ValueError(f"residual_mode {residual_mode!r}: transformers can run {', '.join(SUB_BLOCK_TABLE)}")
         if staleness < 1:

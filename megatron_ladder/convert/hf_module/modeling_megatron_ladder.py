@@ -5,9 +5,9 @@ how late the sub-block reads it,
 
     x_i = x_{i-1} + h_i(x_{i-1-s})
 
-so s = 0 is the ordinary transformer and s = 1 the ladder. A sub-block that reads less late than the one before it has
-waited for everything in between, and from then on nothing older can be read. What a layer hands on is therefore the
-streams that the next one may still read, newest first. Everything else is Llama's and Qwen3's as transformers has it.
+so s = 0 is the ordinary transformer and s = 1 the ladder. A sub-block that reads less late than its predecessor sees
+every output in between, and no later sub-block can read an older stream. A layer therefore passes on the streams that
+the next layer may still read, newest first. Everything else is the Llama and Qwen3 of transformers.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from .configuration_megatron_ladder import MegatronLadderConfig
 
 
 class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
-    """One layer: streams in, streams out, newest first. A single one is a tensor, several are a tuple."""
+    """One layer: streams in, streams out, newest first. A single stream is a tensor, several are a tuple."""
 
     def __init__(self, config: MegatronLadderConfig, layer_idx: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         self.streams_out = 1 + config.missing_before(layer_idx + 1)
 
     def __call__(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Any:
-        # Recomputation follows the gradients of positional tensors, and not of a tuple of them.
+        # Recomputation supports gradients of positional tensors, but not of a tuple of tensors.
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         return super().__call__(*streams, **kwargs)
 
@@ -56,7 +56,7 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         """Streams [b, s, h] -> streams [b, s, h]; `kwargs` are those of Llama's attention.
 
         Raises:
-            ValueError: too few streams, as where a pipeline of somebody else's hands on one tensor alone.
+            ValueError: too few streams, as in a pipeline of another program that passes on only one tensor.
         """
         if len(streams) < self.streams_in:
             raise ValueError(
@@ -78,7 +78,7 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
 
 
 class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
-    """What transformers asks of every model of a type."""
+    """The base class that transformers requires of every model of a type."""
 
     config: MegatronLadderConfig
     _no_split_modules = ["MegatronLadderDecoderLayer"]
@@ -89,10 +89,10 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
 
 
 class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
-    """The decoder without its head. `hidden_states` are the newest streams, in which no output is missing."""
+    """The decoder without its head. `hidden_states` are the newest streams, which include every output."""
 
     def __init__(self, config: MegatronLadderConfig) -> None:
-        # Llama's own would make, and initialise, layers that are not wanted.
+        # The constructor of LlamaModel would create and initialise Llama's layers.
         super(LlamaModel, self).__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
