@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ladder.cli.programs import PROGRAMS, script_of
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron_ladder"
 
@@ -49,6 +51,14 @@ HOMES = {
 
 MOST_LINES_OF_A_FUNCTION = 90
 MOST_LINES_OF_A_FILE = 470
+
+
+PROGRAM_INTERFACE = {"entry_point", "main", "parse_options"}
+"""Functions of a program's module, which are called by name; see `cli/programs.py`."""
+CLIENTS_OUTSIDE = ("tools", "examples", "docs/pictures")
+"""Folders whose scripts count as clients of the package; tests do not."""
+REMOTE_CODE = "convert/hf_module/"
+"""Classes that transformers loads by name from exported models."""
 
 
 def package_files() -> list[Path]:
@@ -310,9 +320,28 @@ def test_an_undocumented_field_is_found() -> None:
     assert undocumented_fields("@dataclass\nclass Pair:\n    a: int\n    b: int\n", "a.py") == []
 
 
+def package_sources() -> dict[str, str]:
+    return {path.relative_to(ROOT / PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in package_files()}
+
+
+def test_class_names_are_unique() -> None:
+    assert shared_class_names(package_sources()) == []
+
+
 def test_a_shared_class_name_is_found() -> None:
     sources = {"data/a.py": "class Plan: ...\nclass _Row: ...", "lab/b.py": "class Plan: ...\nclass _Row: ..."}
     assert shared_class_names(sources) == ["Plan: data/a.py, lab/b.py"]
+
+
+def test_public_definitions_have_clients() -> None:
+    scripts = [ROOT / "setup.py", ROOT / "pretrain_ladder.py"]
+    files = [path for folder in CLIENTS_OUTSIDE for path in (ROOT / folder).rglob("*")]
+    scripts += [path for path in files if path.suffix in (".py", ".sh")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in scripts)
+    interfaces = {f"cli/{program}.py: {name}" for program in PROGRAMS for name in PROGRAM_INTERFACE}
+    assert all((ROOT / script_of(program)).is_file() for program in PROGRAMS)
+    found = definitions_without_client(package_sources(), text)
+    assert [one for one in found if one not in interfaces and not one.startswith(REMOTE_CODE)] == []
 
 
 def test_a_public_definition_without_client_is_found() -> None:

@@ -47,7 +47,7 @@ SHAPES: dict[str, ModelConfig] = {
 
 
 @dataclass(frozen=True)
-class Table:
+class _Table:
     """A CSV file of runs."""
 
     path: Path
@@ -77,7 +77,7 @@ def print_paper(options: PaperOptions) -> None:
         print(f"  {name}: median error {100 * median:.1f} %, 90th percentile {100 * high:.1f} % of {len(errors)}")
 
 
-def _read_table(path: Path, flag: str, times: bool) -> Table:
+def _read_table(path: Path, flag: str, times: bool) -> _Table:
     """Read a table.
 
     Args:
@@ -115,7 +115,7 @@ def _read_table(path: Path, flag: str, times: bool) -> Table:
             if not _is_time(row[name])
         ]
     raise_user_errors(errors)
-    return Table(path, tuple(rows), tuple(setting for setting in settings if setting is not None))
+    return _Table(path, tuple(rows), tuple(setting for setting in settings if setting is not None))
 
 
 def _read_setting(row: Mapping[str, str], where: str, errors: list[str]) -> Setting | None:
@@ -142,7 +142,7 @@ def _is_time(text: str) -> bool:
         return False
 
 
-def _fit_table(table: Table) -> dict[str, float]:
+def _fit_table(table: _Table) -> dict[str, float]:
     """Return the parameters fitted to all rows."""
     groups: dict[str, list[tuple[Setting, ServingTimes]]] = {}
     for row, setting in zip(table.rows, table.settings, strict=True):
@@ -151,7 +151,7 @@ def _fit_table(table: Table) -> dict[str, float]:
     return fit_serving(groups)
 
 
-def _predict_table(table: Table, values: Mapping[str, float]) -> list[dict[str, Any]]:
+def _predict_table(table: _Table, values: Mapping[str, float]) -> list[dict[str, Any]]:
     """Return the rows with all their columns, numbers as numbers, and the three predictions."""
     predicted = []
     for row, setting in zip(table.rows, table.settings, strict=True):
