@@ -16,11 +16,11 @@ from megatron_ladder.lab.cost.serving import PARAMETERS, Setting, predict
 from megatron_ladder.lab.plan.published import (
     GROUP_COLUMNS,
     SHAPES,
-    Table,
     _fit_table,
     _predict_table,
     _read_table,
     _relative_errors,
+    _Table,
 )
 
 HEADER = "run,model,p2p,tensor_parallel,pipeline_parallel,batch,wiring,prefill_seconds,decode_511_tokens_seconds"
@@ -54,7 +54,7 @@ def make_table(path: Path, seed: int) -> Path:
     return path
 
 
-def halves(table: Table, seed: int) -> tuple[Table, Table]:
+def halves(table: _Table, seed: int) -> tuple[_Table, _Table]:
     """Two tables that share no setting."""
     keys = [tuple(row[name] for name in GROUP_COLUMNS) for row in table.rows]
     chosen = set(random.Random(seed).sample(sorted(set(keys)), len(set(keys)) // 2))
