@@ -15,10 +15,12 @@ from safetensors import safe_open
 import megatron_ladder.checkpoint.format as format_module
 from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
+from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import FileIndex, merge_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.errors import UserError
+from megatron_ladder.parallel.layout import ParallelModule, Section
 from megatron_ladder.progress import ProgressBar
 
 State = dict[tuple[str, str], torch.Tensor]
@@ -217,6 +219,16 @@ def test_parameters_are_filled_in_place(tmp_path: Path, save: Save, state: MakeS
         parameter = torch.nn.Parameter(torch.zeros(6, 5, dtype=dtype))
         Checkpoint.open(tmp_path).read_weight("mlp.weight", (0, 0), (6, 5), parameter)
         assert torch.equal(parameter, expected.to(dtype)) and parameter.requires_grad
+
+
+def test_models_are_filled_and_their_padding_becomes_zero(tmp_path: Path, save: Save, state: MakeState) -> None:
+    save(tmp_path, 100, "a", state(1))
+    model = ParallelModule()
+    model.register_parameter("rows", torch.nn.Parameter(torch.full((6, 5), 7.0)))
+    model.sections["rows"] = (Section("mlp.weight", (6, 5), global_start=2, length=4),)
+    load_weights(model, Checkpoint.open(tmp_path))
+    assert torch.equal(model.rows[:4], state(1)["mlp.weight", "weight"][2:].float())
+    assert not model.rows[4:].any() and model.rows.requires_grad
 
 
 def test_checkpoints_of_another_model_are_rejected(tmp_path: Path, save: Save, state: MakeState) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -11,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_ladder.checkpoint import checksum, tensor_file
+from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.checksum import file_checksum
-from megatron_ladder.checkpoint.tensor_file import BY_NAME, BY_STORED_NAME, read_header, write_tensor_file
+from megatron_ladder.checkpoint.tensor_file import BY_NAME, BY_STORED_NAME, read_header, read_part, write_tensor_file
 from megatron_ladder.errors import UserError
 
 
@@ -98,6 +100,18 @@ def test_files_of_the_library_are_read(
         assert data[position.begin : position.end] == tensor.view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.parametrize("part", [Box((0, 0), (2, 3)), Box((0, 1), (2, 2))], ids=["contiguous", "strided"])
+def test_short_files_are_reported(tmp_path: Path, part: Box) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(bytes(30))
+    out = torch.zeros(part.extent)
+    with pytest.raises(UserError, match=f"{path}: cannot be read: "):
+        read_part(path, 8, (2, 3), part, "float32", out)
+    path.write_bytes(bytes(8) + np.arange(6, dtype=np.float32).tobytes())
+    read_part(path, 8, (2, 3), part, "float32", out)
+    assert torch.equal(out, torch.arange(6.0).view(2, 3)[part.slices()])
+
+
 def test_checksum_of_a_file_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksum, "PIECE_BYTES", 40)
     path = tmp_path / "any"
@@ -147,3 +161,11 @@ def test_damaged_and_hostile_headers_are_rejected(tmp_path: Path, data: bytes, m
     with pytest.raises(UserError, match=message) as raised:
         read_header(path)
     assert str(path) in str(raised.value)
+
+
+def test_oversized_headers_are_rejected_before_they_are_read(tmp_path: Path) -> None:
+    path, length = tmp_path / "sparse.safetensors", 100_000_001
+    path.write_bytes(length.to_bytes(8, "little"))
+    os.truncate(path, 8 + length)
+    with pytest.raises(UserError, match=f"a header of {length} bytes"):
+        read_header(path)
