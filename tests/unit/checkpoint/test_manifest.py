@@ -181,6 +181,7 @@ FIRST_BOX = ("tensors", 0, "boxes", 0)
         (set_in("files", 0, "name", to=".hidden"), "plain file name"),
         (set_in("files", 0, "name", to="weights_rank_00001.safetensors"), "listed twice"),
         (set_in("files", 0, "size", to="4"), "size"),
+        (set_in("files", 0, "checksum", to="md5:00"), "unknown checksum"),
         (set_in("files", 0, to="x"), "no name"),
         (set_in("tensors", to={}), "tensors"),
         (set_in("tensors", 0, to=[]), "a tensor has no name"),

@@ -18,7 +18,7 @@ import torch
 
 from megatron_ladder.checkpoint import async_save as async_save_module
 from megatron_ladder.checkpoint import format as format_module
-from megatron_ladder.checkpoint import saving
+from megatron_ladder.checkpoint import loading, saving
 from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
@@ -362,6 +362,27 @@ def test_loading_weights_only(tmp_path: Path) -> None:
         assert torch.equal(span.master, stored.master)
         assert torch.equal(state.moment(span, "exp_avg"), fresh.moment(other, "exp_avg"))
     assert state.steps == 0
+
+
+def test_generators_are_restored(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    save_at_once(tmp_path, 100, TinyState(1), CommGroup.alone())
+    expected = torch.rand(4)
+    load_newest(tmp_path, TinyState(3), CommGroup.alone(), lambda c: [], generators=False)
+    assert not torch.equal(torch.rand(4), expected)
+    load_newest(tmp_path, TinyState(3), CommGroup.alone(), lambda c: [])
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_generators_of_another_size_are_not_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of torch may have another generator."""
+    save_at_once(tmp_path, 100, TinyState(1), CommGroup.alone())
+    smaller = {name: state[:5] for name, state in loading.generator_states(0).items()}
+    monkeypatch.setattr(loading, "generator_states", lambda rank: smaller)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    load_newest(tmp_path, TinyState(3), CommGroup.alone(), lambda c: [])
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_ranks_share_the_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
