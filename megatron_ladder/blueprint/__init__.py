@@ -1,1 +1,1 @@
-"""What a model is, without torch: its sizes, its wiring, its tensors and what they cost."""
+"""The description of a model, without torch: sizes, wiring, tensors, FLOPs and bytes."""

@@ -38,7 +38,7 @@ class TensorSpec:
     name: str
     """`layers.7.attention.q_proj.weight`."""
     shape: tuple[int, ...]
-    """Of the whole tensor, without padding."""
+    """Shape of the whole tensor, without padding."""
     sharded_dim: int | None = None
     """The dimension that is cut over the tensor-parallel ranks; None if every rank holds the whole tensor."""
     block: int = 1
@@ -116,7 +116,7 @@ class Branch:
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """All of them, in the order in which the model computes with them."""
+        """All tensors, in the order in which the model computes with them."""
         inputs = (tensor for matrix in self.inputs for tensor in matrix.tensors)
         return (*inputs, *self.head_norms, *self.output.tensors)
 
@@ -150,7 +150,7 @@ class SubBlockTensors:
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """All of them, in the order in which the model computes with them."""
+        """All tensors, in the order in which the model computes with them."""
         return (self.norm, *(tensor for branch in self.branches for tensor in branch.tensors))
 
     def parameters(self, ranks: int | None = None) -> int:

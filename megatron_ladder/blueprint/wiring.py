@@ -52,9 +52,9 @@ class Wiring:
     description: str
     """For `--help`."""
     sub_blocks: tuple[SubBlockKind, ...]
-    """Of every layer, in order; each has a norm."""
+    """Sub-blocks of every layer, in order; each has a norm."""
     late: tuple[SubBlockKind, ...] = ()
-    """Those that read the stream `--residual-staleness` sub-blocks late in the layers of `--ladder-layers`."""
+    """Sub-blocks that read the stream `--residual-staleness` sub-blocks late in the layers of `--ladder-layers`."""
     stream: Literal["shared", "per rank"] = "shared"
     """Whether the tensor-parallel ranks share one stream, or each has its own (desync)."""
 

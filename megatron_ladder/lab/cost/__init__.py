@@ -1,1 +1,1 @@
-"""What a model costs, by arithmetic alone."""
+"""Predictions of memory and time by arithmetic."""
