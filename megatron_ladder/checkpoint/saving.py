@@ -246,6 +246,7 @@ class TrainingSave:
         try:
             return {"index": self._writer.finish()}
         except OSError as error:
+            # Frees room on a full disk, so that the hand-over file can be written.
             self._writer.discard()
             return {"error": _reason(error, self.directory)}
 

@@ -19,7 +19,7 @@ import torch
 from megatron_ladder.checkpoint import async_save as async_save_module
 from megatron_ladder.checkpoint import format as format_module
 from megatron_ladder.checkpoint import loading, saving
-from megatron_ladder.checkpoint.async_save import HostMemory
+from megatron_ladder.checkpoint.async_save import FileHandover, HostMemory
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, published_checkpoints
@@ -71,6 +71,11 @@ def test_a_rank_that_does_not_finish_is_reported(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_a_rank_that_cannot_hand_over_does_not_fail(tmp_path: Path) -> None:
+    """Rank 0 notices by waiting."""
+    assert FileHandover(tmp_path / "absent", 1, 2, 1.0).gather({}) == []
+
+
 @pytest.mark.parametrize("copy", ["not owned", "not counted"])
 def test_copies_that_other_ranks_save_are_not_written(tmp_path: Path, copy: str) -> None:
     state = TinyState(1)
@@ -104,6 +109,23 @@ def test_a_rank_that_cannot_write_fails_the_save_of_all(
     outcome = on_ranks(2, rank)[0]
     assert outcome.error.endswith(f"optimizer_rank_{failing:05d}.safetensors: No space left on device")
     assert names(tmp_path) == ["iter_0000100", "latest"] and holds(tmp_path, TinyState(1).whole)
+
+
+def test_a_failing_rank_frees_its_room_before_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, *_: Any) -> tuple[int, str]:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(saving, "write_tensor_file", write)
+    begun = begin(tmp_path, 100, TinyState(1), CommGroup.alone(), SaveOptions())
+    left: list[list[str]] = []
+
+    def gather(part: Any) -> list[Any]:
+        left.append(names(begun.directory))
+        return [part]
+
+    outcome = begun.write(gather)
+    assert outcome is not None and "No space left" in str(outcome.error) and left == [[]]
 
 
 def test_a_master_that_does_not_round_to_its_weight_is_a_bug(tmp_path: Path) -> None:
