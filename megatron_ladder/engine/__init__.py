@@ -1,1 +1,1 @@
-"""Everything that knows DeepSpeed: the engine, its optimizer state, pipeline stages and the derived JSON."""
+"""The only package that imports DeepSpeed: engines, their optimizer state, and the derived configuration."""

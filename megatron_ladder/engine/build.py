@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def build_engine(
         offload=run.parallel.offload_optimizer == "cpu",
         apex_counts_steps=run.parallel.zero_stage != "3",
     )
-    kind: Callable[..., Engine] = UnpipelinedEngine
+    kind: type[Engine] = UnpipelinedEngine
     if mesh.pipeline.size > 1:
         from megatron_ladder.engine.pipeline import PipelinedEngine
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, derived from the run; a user's own file is merged and must not contradict it."""
+"""DeepSpeed's configuration, derived from the run and merged with the user's file, which must not contradict it."""
 
 import json
 import math
@@ -16,32 +16,32 @@ REFUSED_SECTIONS = {
     "pipeline": "remove it",
     "activation_checkpointing": "use --recompute-granularity full; remove it",
     "torch_autocast": "half precision is --bf16 or --fp16; remove it",
-    "zenflow": "every gradient is applied in its own step; remove it",
-    "compression_training": "weights are trained as they are; remove it",
+    "zenflow": "every gradient is applied in its step; remove it",
+    "compression_training": "weights are not compressed; remove it",
     "tensor_parallel": "use --tensor-model-parallel-size; remove it",
 }
-"""Sections of DeepSpeed's JSON that would take over what the command line decides."""
+"""Sections of DeepSpeed's JSON that would override the command line, and what to do instead."""
 
 REFUSED_KEYS = {
-    "zero_optimization.offload_param": "parameters stay where the model is; use --offload-optimizer cpu",
-    "zero_optimization.zenflow": "every gradient is applied in its own step",
-    "zero_optimization.zero_hpz_partition_size": "weights have one partition",
-    "zero_optimization.zero_quantized_weights": "weights travel as they are",
-    "zero_optimization.zero_quantized_gradients": "gradients travel as they are",
-    "zero_optimization.zero_quantized_nontrainable_weights": "weights travel as they are",
-    "zero_optimization.mics_shard_size": "weights are shared out over all data-parallel processes",
-    "zero_optimization.offload_optimizer.nvme_path": "the optimizer is offloaded to the host's memory alone",
-    "zero_optimization.offload_optimizer.ratio": "the optimizer is offloaded as a whole",
+    "zero_optimization.offload_param": "only the optimizer can be offloaded; use --offload-optimizer cpu",
+    "zero_optimization.zenflow": "every gradient is applied in its step",
+    "zero_optimization.zero_hpz_partition_size": "weights have one level of partitions",
+    "zero_optimization.zero_quantized_weights": "weights are sent without quantization",
+    "zero_optimization.zero_quantized_gradients": "gradients are sent without quantization",
+    "zero_optimization.zero_quantized_nontrainable_weights": "weights are sent without quantization",
+    "zero_optimization.mics_shard_size": "weights are partitioned over all data-parallel processes",
+    "zero_optimization.offload_optimizer.nvme_path": "the optimizer can only be offloaded to host memory",
+    "zero_optimization.offload_optimizer.ratio": "the optimizer is offloaded completely or not at all",
     "zero_optimization.offload_optimizer.super_offload": "the optimizer is torch's",
-    "zero_optimization.memory_efficient_linear": "it replaces torch's own function for all code of the process",
+    "zero_optimization.memory_efficient_linear": "it replaces torch's linear function in the whole process",
     "zero_force_ds_cpu_optimizer": "the optimizer is torch's",
     "bf16.bf16_master_weights_and_grads": "master weights and gradients are fp32",
     "bf16.bf16_optimizer_states": "the optimizer's state is fp32",
     "fp16.fp16_master_weights_and_grads": "master weights and gradients are fp32",
-    "fp16.auto_cast": "the model casts what it must",
+    "fp16.auto_cast": "the model casts its inputs itself",
     "managed_gradient_accumulation": "a step is --global-batch-size samples",
 }
-"""Settings that our reading of the engine's state, or the mathematics of a step, excludes, and why."""
+"""Settings that the adapters of the engine's state or the mathematics of a step do not support, with the reason."""
 
 FLAGS = {
     "train_batch_size": "--global-batch-size",
@@ -59,14 +59,16 @@ FLAGS = {
     "fp16.hysteresis": "--hysteresis",
     "data_types.grad_accum_dtype": "--bf16",
 }
-"""Keys that the command line decides, with the flag to name when a file contradicts it."""
+"""Keys that the command line determines, with the flag to name if a file contradicts it."""
 
 
-def deepspeed_json(run: RunConfig, mistakes: list[str]) -> dict[str, Any]:
-    """The configuration that the engine is built from.
+def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
+    """Return DeepSpeed's configuration.
 
-    Clipping is computed by this package in every layout, so the engine's own is off, whatever --clip-grad says.
-    A line is appended to `mistakes` for each key of `--deepspeed_config` that contradicts the command line.
+    DeepSpeed's clipping is always off, because this package clips by the norm that it computes in every layout.
+
+    Args:
+        errors: receives one line per key of --deepspeed_config that contradicts the command line.
     """
     stage, offload = int(run.parallel.zero_stage), run.parallel.offload_optimizer
     derived: dict[str, Any] = {
@@ -78,41 +80,41 @@ def deepspeed_json(run: RunConfig, mistakes: list[str]) -> dict[str, Any]:
         "bf16": {"enabled": run.training.bf16},
         "fp16": _loss_scaling(run.training),
         "data_types": {"grad_accum_dtype": "fp32"},
-        # Partial sums over data-parallel ranks are sums too: the engine's default is the model's precision.
+        # By default gradients would be summed over data-parallel ranks in the precision of the model.
         "communication_data_type": "fp32",
-        # DeepSpeed's own progress lines would come between ours.
+        # No progress lines of DeepSpeed between ours.
         "steps_per_print": 2**31,
     }
     path = run.parallel.deepspeed_config
     if path is not None:
-        given = _read(path, mistakes)
+        given = _read(path, errors)
         for section in sorted(set(given) & set(REFUSED_SECTIONS)):
-            mistakes.append(f"--deepspeed_config {path}: {section}: {REFUSED_SECTIONS[section]}")
+            errors.append(f"--deepspeed_config {path}: {section}: {REFUSED_SECTIONS[section]}")
             del given[section]
-        derived = _merge(derived, given, f"--deepspeed_config {path}", "", mistakes)
+        derived = _merge(derived, given, f"--deepspeed_config {path}", "", errors)
     derived["gradient_clipping"] = 0.0
     zero = derived["zero_optimization"]
     if offload == "none":
         del zero["offload_optimizer"]
-        # The norm is ours, so the engine need not compute another, where it can leave it out.
+        # This package computes the norm; DeepSpeed can omit its own only in these cases.
         if stage == 2 or (stage == 1 and not run.training.bf16):
             zero["compute_grad_norm"] = False
     if stage == 3:
-        # It would replace torch's linear function for the whole process.
+        # It would replace torch's linear function in the whole process.
         zero["memory_efficient_linear"] = False
-    # AdamW of torch may run on offloaded state: DeepSpeed's own needs a compiler.
+    # Allows torch's AdamW on offloaded state; DeepSpeed's own AdamW needs a compiler.
     derived["zero_force_ds_cpu_optimizer"] = False
     if run.parallel.pipeline_model_parallel_size > 1:
-        # It would send each rank's share of what crosses a stage, taking it for the same on all tensor-parallel
-        # ranks; the partial sums that cross here are not.
+        # DeepSpeed would send only a part of a stage's output from each tensor-parallel rank, assuming that all ranks
+        # have the same output; the partial sums that cross stages here differ.
         derived["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
-    # AdamW of torch or of apex is handed over as an object, which DeepSpeed calls untested.
+    # DeepSpeed considers any optimizer that it receives as an object untested.
     derived["zero_allow_untested_optimizer"] = True
     return derived
 
 
 def _loss_scaling(training: TrainingConfig) -> dict[str, Any]:
-    """The section `fp16`; its numbers only count if that is enabled."""
+    """Return the section `fp16`."""
     if not training.fp16:
         return {"enabled": False}
     return {
@@ -125,39 +127,39 @@ def _loss_scaling(training: TrainingConfig) -> dict[str, Any]:
     }
 
 
-def _read(path: Path, mistakes: list[str]) -> dict[str, Any]:
+def _read(path: Path, errors: list[str]) -> dict[str, Any]:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        mistakes.append(f"--deepspeed_config {path}: cannot be read: {error.strerror}")
+        errors.append(f"--deepspeed_config {path}: cannot be read: {error.strerror}")
         return {}
     except ValueError as error:
-        mistakes.append(f"--deepspeed_config {path}: is no JSON: {error}")
+        errors.append(f"--deepspeed_config {path}: not JSON: {error}")
         return {}
     if not isinstance(given, dict):
-        mistakes.append(f"--deepspeed_config {path}: found a {type(given).__name__}, expected an object")
+        errors.append(f"--deepspeed_config {path}: found a {type(given).__name__}, expected an object")
         return {}
     return given
 
 
 def _merge(
-    derived: Mapping[str, Any], given: Mapping[str, Any], source: str, prefix: str, mistakes: list[str]
+    derived: Mapping[str, Any], given: Mapping[str, Any], source: str, prefix: str, errors: list[str]
 ) -> dict[str, Any]:
-    """What the command line decides, plus what only the file says."""
+    """Return `derived` with the additional keys of the file."""
     merged = dict(derived)
     for key, value in given.items():
         path = prefix + key
         if path in REFUSED_KEYS:
-            mistakes.append(f"{source}: {path}: {REFUSED_KEYS[path]}; remove it")
+            errors.append(f"{source}: {path}: {REFUSED_KEYS[path]}; remove it")
         elif isinstance(derived.get(key), Mapping) and isinstance(value, Mapping):
-            merged[key] = _merge(derived[key], value, source, path + ".", mistakes)
+            merged[key] = _merge(derived[key], value, source, path + ".", errors)
         elif isinstance(derived.get(key), Mapping):
-            mistakes.append(f"{source}: {path} is {json.dumps(value)}, expected an object")
+            errors.append(f"{source}: {path} is {json.dumps(value)}, expected an object")
         elif value == "auto":
             if path not in FLAGS:
-                mistakes.append(f'{source}: {path} is "auto", and no flag decides it: give a value or leave it out')
+                errors.append(f'{source}: {path} is "auto", but no flag determines it: give a value or leave it out')
         elif path in FLAGS and key in derived and value != derived[key]:
-            mistakes.append(
+            errors.append(
                 f"{source}: {path} is {value}, and the command line says {derived[key]} ({FLAGS[path]}): "
                 'change one of them, or write "auto"'
             )

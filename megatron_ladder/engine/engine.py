@@ -1,20 +1,43 @@
 """The interface between a training step and DeepSpeed, and its implementation without pipeline stages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.engine.mpu import DeepSpeedMpu
 from megatron_ladder.engine.state import EngineState, engine_state
 from megatron_ladder.model.language_model import LanguageModel
 
 ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 """One micro-batch: token ids and labels [b, s]; loss mask, positions and document bounds or None, as
 `LanguageModel.forward` takes them."""
+
+
+class DeepSpeedMpu:
+    """The process mesh under the names that DeepSpeed requires of its `mpu` argument.
+
+    For each kind of group it has `get_KIND_rank`, `get_KIND_world_size` and `get_KIND_group`.
+    """
+
+    def __init__(self, mesh: ProcessMesh) -> None:
+        """`mesh` must come from `ProcessMesh.build`, so that its groups have process groups."""
+        groups = {
+            "model_parallel": mesh.model,
+            "tensor_model_parallel": mesh.tensor,
+            "pipeline_model_parallel": mesh.pipeline,
+            "data_parallel": mesh.data,
+        }
+        methods = vars(self)
+        for kind, group in groups.items():
+            for suffix, value in (("rank", group.rank), ("world_size", group.size), ("group", group.process_group)):
+                methods[f"get_{kind}_{suffix}"] = _constant(value)
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
 
 
 class Engine(ABC):
@@ -24,18 +47,30 @@ class Engine(ABC):
     `step` or `skip_step`.
     """
 
-    def __init__(self, wrapped: Any, mesh: ProcessMesh, device: torch.device) -> None:
-        """`wrapped` is DeepSpeed's engine."""
-        self.wrapped = wrapped
-        self.state: EngineState = engine_state(wrapped)
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any],
+        mesh: ProcessMesh,
+        device: torch.device,
+    ) -> None:
+        """`config` is DeepSpeed's."""
         self._mesh = mesh
         self._device = device
+        self.wrapped = self._initialize(model, optimizer=optimizer, config=config, dist_init_required=False)
+        """DeepSpeed's engine."""
+        self.state: EngineState = engine_state(self.wrapped)
 
     @property
     def module(self) -> nn.Module:
         """The module whose forward pass processes a micro-batch."""
         module: nn.Module = self.wrapped.module
         return module
+
+    @abstractmethod
+    def _initialize(self, model: LanguageModel, **arguments: Any) -> Any:
+        """Return DeepSpeed's engine around the model; `arguments` are those of `deepspeed.initialize`."""
 
     @abstractmethod
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
@@ -75,20 +110,11 @@ class Engine(ABC):
 class UnpipelinedEngine(Engine):
     """Every rank holds all layers."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        optimizer: torch.optim.Optimizer,
-        config: dict[str, Any],
-        mesh: ProcessMesh,
-        device: torch.device,
-    ) -> None:
+    def _initialize(self, model: LanguageModel, **arguments: Any) -> Any:
         import deepspeed
 
-        wrapped, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, mpu=DeepSpeedMpu(mesh), dist_init_required=False
-        )
-        super().__init__(wrapped, mesh, device)
+        wrapped, *_ = deepspeed.initialize(model=model, mpu=DeepSpeedMpu(self._mesh), **arguments)
+        return wrapped
 
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
         loss_sum = torch.zeros((), device=self._device)

@@ -18,8 +18,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.engine.engine import Engine, ModelInputs
-from megatron_ladder.engine.mpu import DeepSpeedMpu
+from megatron_ladder.engine.engine import DeepSpeedMpu, Engine, ModelInputs
 from megatron_ladder.model.language_model import LanguageModel
 
 
@@ -114,18 +113,11 @@ class PipelinedEngine(Engine):
     schedule without that step, so that the caller clips as in every other layout.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        optimizer: torch.optim.Optimizer,
-        config: dict[str, Any],
-        mesh: ProcessMesh,
-        device: torch.device,
-    ) -> None:
-        staged = _StagedModel(model, mesh)
-        wrapped, *_ = deepspeed.initialize(model=staged, optimizer=optimizer, config=config, dist_init_required=False)
-        super().__init__(wrapped, mesh, device)
+    def _initialize(self, model: LanguageModel, **arguments: Any) -> Any:
+        staged = _StagedModel(model, self._mesh)
         self._stage = staged.stage
+        wrapped, *_ = deepspeed.initialize(model=staged, **arguments)
+        return wrapped
 
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
         count, data_parallel = self.wrapped.micro_batches, self._mesh.data.size

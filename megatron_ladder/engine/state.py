@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_ladder.checkpoint.optimizer_state import Span
+from megatron_ladder.checkpoint.optimizer_state import OptimizerState, Span
 from megatron_ladder.engine.gradients import GradientPiece
 from megatron_ladder.parallel.layout import parameter_sections
 
@@ -23,8 +23,8 @@ _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """State of DeepSpeed's dynamic loss scaler."""
 
 
-class EngineState(ABC):
-    """The state of one engine's optimizer; implements the contract of `checkpoint/optimizer_state.py`."""
+class EngineState(OptimizerState, ABC):
+    """The state of one engine's optimizer."""
 
     def __init__(self, engine: Any) -> None:
         """`engine` is DeepSpeed's."""
@@ -32,13 +32,10 @@ class EngineState(ABC):
         self._sections = {id(parameter): sections for parameter, sections in parameter_sections(engine.module)}
 
     @property
-    @abstractmethod
     def base(self) -> torch.optim.Optimizer:
         """The optimizer that DeepSpeed wraps."""
-
-    @abstractmethod
-    def spans(self) -> Iterator[Span]:
-        """Iterate over all spans that this rank updates, in the same order at every call."""
+        optimizer: torch.optim.Optimizer = self._engine.optimizer.optimizer
+        return optimizer
 
     @abstractmethod
     def gradients(self) -> Iterator[Tensor]:
@@ -46,10 +43,6 @@ class EngineState(ABC):
 
         They exist from the last backward pass of a step until the optimizer step.
         """
-
-    @abstractmethod
-    def copy_masters_to_weights(self) -> None:
-        """Update the model's weights from masters that were overwritten; every rank must call it."""
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """Return the gradient that this rank holds, reduced over data-parallel ranks, times `loss_scale`."""
@@ -59,7 +52,6 @@ class EngineState(ABC):
         ]
 
     def moment(self, span: Span, which: str) -> Tensor:
-        """Return the span's part of `exp_avg` or `exp_avg_sq`, flat; creates zeros before the first step."""
         state = self.base.state[span.flat_master]
         if which not in state:
             state[which] = torch.zeros_like(span.flat_master, memory_format=torch.preserve_format).detach()
@@ -70,7 +62,6 @@ class EngineState(ABC):
         return moment.view(-1).narrow(0, span.offset, span.length)
 
     def steps_taken(self) -> int:
-        """Return the number of optimizer steps since the start of the run."""
         for group in self.base.param_groups:
             if "step" in group:
                 return int(group["step"])
@@ -80,7 +71,6 @@ class EngineState(ABC):
         return 0
 
     def set_steps_taken(self, steps: int) -> None:
-        """Set the number of steps, which AdamW needs for its bias correction."""
         if type(self.base) is not torch.optim.AdamW:
             for group in self.base.param_groups:
                 group["step"] = steps
@@ -117,12 +107,10 @@ class EngineState(ABC):
         return self._engine.fp16_enabled() and bool(self._engine.optimizer.overflow)
 
     def loss_scaler(self) -> dict[str, float]:
-        """Return the state of fp16's dynamic loss scaling; empty if the scale is constant."""
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         return {name: getattr(scaler, name) for name in _LOSS_SCALER if hasattr(scaler, name)}
 
     def set_loss_scaler(self, stored: Mapping[str, float]) -> None:
-        """Restore the state of dynamic loss scaling, if this run uses it."""
         for name in self.loss_scaler():
             if name in stored:
                 setattr(self._engine.optimizer.loss_scaler, name, stored[name])
@@ -164,11 +152,6 @@ class _FlatGroup(NamedTuple):
 
 class _FlatState(EngineState):
     """ZeRO-1 and 2: the parameters of a group are flattened, and each data-parallel rank updates a partition."""
-
-    @property
-    def base(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._engine.optimizer.optimizer
-        return optimizer
 
     @abstractmethod
     def groups(self) -> Iterator[_FlatGroup]:
@@ -246,11 +229,6 @@ class _ZeroState(_FlatState):
 
 class _Zero3State(EngineState):
     """ZeRO-3: each parameter is divided into equal parts, the last one padded; a rank's parts are concatenated."""
-
-    @property
-    def base(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._engine.optimizer.optimizer
-        return optimizer
 
     def _parts(self) -> Iterator[tuple[int, int, Span]]:
         """Iterate over subgroup, index within it, and this rank's span, leaving out parts that are only padding."""

@@ -1,1 +1,1 @@
-"""A run: its inputs, its set-up, its step and its loop. Start with `loop.py`."""
+"""Training runs: inputs, set-up, step and loop. Start with `loop.py`."""

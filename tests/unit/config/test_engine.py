@@ -112,7 +112,7 @@ def test_values_of_a_disabled_section_are_ignored(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "says none (--offload-optimizer)"),
-        ({"zero_optimization": {"offload_optimizer": {"nvme_path": "/x"}}}, "nvme_path: the optimizer is offloaded to"),
+        ({"zero_optimization": {"offload_optimizer": {"nvme_path": "/x"}}}, "nvme_path: the optimizer can only be offloaded to"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param: parameters stay where"),
         ({"zero_optimization": {"memory_efficient_linear": True}}, "memory_efficient_linear: it replaces torch's own"),
         ({"bf16": {"bf16_master_weights_and_grads": True}}, "master weights and gradients are fp32; remove it"),

@@ -153,8 +153,8 @@ def test_a_users_json_is_merged(tmp_path: Path) -> None:
         ({"bf16": None}, "bf16 is null, expected an object"),
         ({"zero_optimization": 1}, "zero_optimization is 1, expected an object"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast: half precision is --bf16"),
-        ({"comms_logger": "auto"}, 'comms_logger is "auto", and no flag decides it'),
-        ("{", "is no JSON"),
+        ({"comms_logger": "auto"}, 'comms_logger is "auto", but no flag determines it'),
+        ("{", "not JSON"),
         ([1], "found a list, expected an object"),
     ],
 )
