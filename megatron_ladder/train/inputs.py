@@ -48,8 +48,10 @@ def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
     """
     errors = ErrorCollector()
     flags = parse_run(argv, errors.messages)
-    tokenizer, vocab_size = _load_vocabulary(flags.data, flags.model.vocab_size, errors)
+    tokenizer_errors = ErrorCollector()
+    tokenizer, vocab_size = _load_vocabulary(flags.data, flags.model.vocab_size, tokenizer_errors)
     run = resolve_run(flags, vocab_size or 1, place.world_size, errors.messages)
+    errors.add(*tokenizer_errors.messages)
     _check_machine(run, place, errors)
     flags_are_valid = not errors.messages
     deepspeed = deepspeed_json(run, errors.messages)

@@ -1,4 +1,4 @@
-"""Steps with bad numbers and loss spikes: left out on every rank alike, and without a trace."""
+"""Steps with invalid numbers or loss spikes: all ranks skip them, without side effects."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ SPOILED = "layers.2.mlp.down_proj.weight"
 
 @contextmanager
 def spoiled_gradient(trainer: Trainer, rank: int, name: str) -> Iterator[None]:
-    """Inside it, one element of a parameter's gradient is not a number on one rank."""
+    """Inside the block, one element of a parameter's gradient is NaN on one rank."""
     taken = trainer.engine.state.gradient_pieces
 
     def take() -> list:
@@ -48,14 +48,14 @@ def spoiled_gradient(trainer: Trainer, rank: int, name: str) -> Iterator[None]:
 def steps_around(
     argv: Sequence[str], batches: list[list[Batch]], bad: int | None, rank: int
 ) -> tuple[list[Finding | None], list[float], Pieces, int]:
-    """On each rank: findings and losses of the steps, the `bad` one with a gradient spoiled, and what is left."""
+    """On each rank: return findings, losses and final state; the gradient of step `bad` is spoiled."""
     trainer = build_trainer_here(argv)
     findings, losses = [], []
     for iteration, batch in enumerate(batches, start=1):
         if iteration == bad:
             with spoiled_gradient(trainer, rank, SPOILED):
                 result = train_step(trainer, own_batches(trainer, batch), iteration)
-            # As a save does; before the first update there are none yet.
+            # Read the moments as a save does; before the first update they do not exist yet.
             state = trainer.engine.state
             moments = [state.moment(span, which) for span in state.spans() for which in MOMENTS]
             assert iteration > 1 or not any(moment.any() for moment in moments)
@@ -69,7 +69,7 @@ def steps_around(
 @pytest.mark.parametrize("bad", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_bad_step_leaves_no_trace(gloo_pools: GlooPools, layout: str, bad: int) -> None:
-    """Bitwise: what a run is that never had it. The rate is constant, since its schedule counts all steps."""
+    """The run equals one without the step bitwise. The rate is constant, because its schedule counts skipped steps."""
     argv = [*BASE, *layout.split(), "--lr-decay-style", "constant", "--lr-warmup-iters", "0", "--min-lr", "0"]
     batches = steps_of_batches(5, 4)
     rank = 1
@@ -90,7 +90,7 @@ def test_a_bad_step_leaves_no_trace(gloo_pools: GlooPools, layout: str, bad: int
 
 
 def bad_weight(argv: Sequence[str]) -> tuple[Finding, bool, float]:
-    """On each rank: what a step finds whose loss is not a number, and whether weights stayed."""
+    """On each rank: return the finding of a step whose loss is NaN, and whether the weights are unchanged."""
     trainer = build_trainer_here(argv)
     with torch.no_grad():
         trainer.model.stack.sub_blocks()[0].norm.weight.fill_(float("nan") if trainer.mesh.world.rank == 1 else 1.0)
@@ -101,7 +101,7 @@ def bad_weight(argv: Sequence[str]) -> tuple[Finding, bool, float]:
     return result.finding, stayed, result.loss
 
 
-def test_a_loss_that_is_no_number_is_seen_by_every_rank(gloo_pools: GlooPools) -> None:
+def test_every_rank_notices_a_loss_that_is_nan(gloo_pools: GlooPools) -> None:
     argv = [*RECIPE, "--zero-stage", "1", "--global-batch-size", "4"]
     for finding, stayed, loss in gloo_pools(2).run(bad_weight, argv):
         assert finding.kind == "bad numbers" and stayed and loss != loss
@@ -109,7 +109,7 @@ def test_a_loss_that_is_no_number_is_seen_by_every_rank(gloo_pools: GlooPools) -
 
 
 def losses_everywhere(argv: Sequence[str]) -> tuple[float, float]:
-    """On each rank: the loss as the step tells it, and as the ranks' shares add up to."""
+    """On each rank: return the loss that the step reports, and the sum of the ranks' parts."""
     trainer = build_trainer_here(argv)
     result = train_step(trainer, own_batches(trainer, steps_of_batches(1, 4)[0]), 1, lambda: [1.0, 0.0])
     shares = trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(result.loss_sum.clone()))

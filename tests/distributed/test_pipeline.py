@@ -1,4 +1,4 @@
-"""Pipeline stages: whole steps in every layout against a plain model, checkpoints across layouts, logging."""
+"""Pipeline stages: whole steps compared with a plain model, checkpoints across layouts, logging."""
 
 import contextlib
 import io
@@ -41,7 +41,7 @@ Layout = tuple[int, int, int]
 """Tensor-, pipeline- and data-parallel size."""
 
 LAYOUTS: list[Layout] = [(1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]
-# Of three layers, the first stage of two has 0 and 1.
+# With two stages, the first one has layers 0 and 1 of the three.
 WIRINGS = {
     "standard": "",
     "ladder": "--residual-mode ladder",
@@ -59,12 +59,12 @@ def world_of(layout: Layout) -> int:
 
 
 def loss_of(trainer: Trainer, share: torch.Tensor) -> float:
-    """The whole loss, on every rank."""
+    """Return the loss of the global batch on every rank."""
     return trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(share.clone())).item()
 
 
 def train(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[list[tuple[float, float]], Pieces]:
-    """On each rank: loss and gradient norm of every step, and the final weights."""
+    """On each rank: return loss and gradient norm of every step, and the final weights."""
     trainer = build_trainer_here(argv, weights)
     history = []
     for iteration, batch in enumerate(batches, start=1):
@@ -74,7 +74,7 @@ def train(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tupl
 
 
 def check_steps(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:
-    """Losses, gradient norms and final weights are those of a plain model on one process."""
+    """Compare losses, gradient norms and final weights with a plain model in one process."""
     world = world_of(layout)
     argv = [*RECIPE, *layout_flags(layout), *flags.split()]
     run = run_of(argv, world)
@@ -94,7 +94,7 @@ def check_steps(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:
 
 
 def grid() -> list[object]:
-    """All of it; without --slow each pair of layout, wiring and ZeRO stage once."""
+    """Return all combinations; without --slow, every pair of layout and wiring occurs with one ZeRO stage."""
     return [
         pytest.param(layout, flags, str(zero), id=f"{'x'.join(map(str, layout))}-{name}-zero{zero}",
                      marks=[] if (row + column) % 2 == zero else pytest.mark.slow)
@@ -116,7 +116,7 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags:
         ((2, 2, 1), "--residual-mode ladder-parallel"),
         ((2, 4, 1), "--residual-mode ladder --residual-staleness 2 --num-layers 4"),
         ((2, 4, 1), "--residual-mode ladder-attention --num-layers 5"),
-        # Outputs pass through stages of one layer, which neither read nor made them.
+        # Outputs pass through stages of one layer that neither read nor compute them.
         ((2, 4, 1), "--residual-mode ladder-parallel --residual-staleness 3 --num-layers 5"),
         ((2, 2, 1), "--residual-mode ladder --ladder-layers 0,1"),
         ((2, 2, 1), "--residual-mode desync --desync-interval 4 --zero-stage 0"),
@@ -148,7 +148,7 @@ def test_bf16_follows_fp32(gloo_pools: GlooPools) -> None:
 
 
 def evaluated(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[float, list[float]]:
-    """On each rank: the evaluation's loss; then the losses of steps, with evaluations between them."""
+    """On each rank: return the loss of an evaluation, and losses of steps with evaluations between them."""
     trainer = build_trainer_here(argv, weights)
     own = [own_batches(trainer, batch) for batch in batches]
     before = evaluate(trainer, iter(own), len(own))
@@ -159,7 +159,7 @@ def evaluated(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> 
     return before, losses
 
 
-def test_evaluation_is_the_mean_over_tokens_and_disturbs_no_step(gloo_pools: GlooPools) -> None:
+def test_evaluation_is_the_mean_over_tokens_and_affects_no_step(gloo_pools: GlooPools) -> None:
     argv = [*RECIPE, *layout_flags((1, 2, 2)), "--residual-mode", "ladder"]
     config = ReferenceConfig.like(run_of(argv, 4).model)
     weights = make_weights(config, seed=1, dtype=torch.float32)
@@ -176,8 +176,8 @@ def test_evaluation_is_the_mean_over_tokens_and_disturbs_no_step(gloo_pools: Glo
 def part_of_a_run(
     argv: list[str], batches: list[list[Batch]], first: int, load: Path | None, save: Path | None
 ) -> tuple[list[float], Pieces]:
-    """On each rank: losses from step `first` on, and the weights at the end."""
-    # Another seed: nothing of the trainer's own weights may be left after loading.
+    """On each rank: return the losses from step `first` on, and the final weights."""
+    # The seed differs, so weights that loading did not overwrite would be noticed.
     trainer = build_trainer_here([*argv, "--seed", "1" if load is None else "99"])
     if load is not None:
         load_trainer(trainer, load)
@@ -192,7 +192,7 @@ def part_of_a_run(
 
 @pytest.mark.parametrize("precision", ["--zero-stage 0", "--zero-stage 1", "--bf16"])
 def test_checkpoints_move_between_layouts(gloo_pools: GlooPools, tmp_path: Path, precision: str) -> None:
-    """With tied embeddings, of which a pipeline holds two and saves one."""
+    """The embeddings are tied; a pipeline holds two copies and saves one."""
     recipe = [*RECIPE, *precision.split(), *"--residual-mode ladder --tie-embeddings".split()]
     staged, unstaged = [*recipe, *layout_flags((2, 2, 1))], [*recipe, *layout_flags((1, 1, 4))]
     batches = steps_of_batches(STEPS, 4)
@@ -213,7 +213,7 @@ def test_checkpoints_move_between_layouts(gloo_pools: GlooPools, tmp_path: Path,
     back = run(part_of_a_run, [*recipe, *layout_flags((1, 2, 2))], batches[4:], 5, save, None)
     ahead = run(part_of_a_run, unstaged, batches[4:], 5, save, None)
     assert back[0][0] == pytest.approx(ahead[0][0], rel=tolerance)
-    # For generation the layout that saved a checkpoint does not exist.
+    # Generation loads a checkpoint without knowing the layout that saved it.
     for directory, trained in ((save, None), (unstaged_save, moved)):
         stored = open_model(directory, None, None)
         model = LanguageModel(stored.config, ProcessMesh.single(), StackOptions(), device=torch.device("cpu"))
@@ -224,7 +224,7 @@ def test_checkpoints_move_between_layouts(gloo_pools: GlooPools, tmp_path: Path,
 
 
 def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, float, int, str]:
-    """On each rank: what a step's report prints, this rank's share of the loss, bytes of activations, the banner."""
+    """On each rank: return a step's log line, this rank's part of the loss, bytes of activations, and the banner."""
     trainer = build_trainer_here(argv, weights)
     printing = contextlib.redirect_stdout(io.StringIO())
     meter = ActivationMeter(trainer.engine.module, trainer.device)
@@ -235,7 +235,7 @@ def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, 
     return printed.getvalue(), result.loss_sum.item(), meter.kept_bytes, banner(trainer)
 
 
-def test_the_first_rank_alone_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> None:
+def test_only_rank_0_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> None:
     argv = [*RECIPE, *layout_flags((2, 2, 1))]
     weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
     results = gloo_pools(4).run(logged, argv, weights, steps_of_batches(1, 4)[0])
@@ -243,5 +243,5 @@ def test_the_first_rank_alone_logs_the_loss_of_the_last_stage(gloo_pools: GlooPo
     assert lines[1:] == ("", "", "") and losses[0] == 0.0 and losses[-1] > 1
     assert lines[0].count("\n") == 1 and f"| lm loss {losses[-1]:.4f} |" in lines[0]
     assert min(kept) > 0
-    # One of the five slots in which four micro-batches pass two stages is idle.
+    # Four micro-batches need five slots to pass two stages, and one slot of each stage is idle.
     assert "layers 0-1, 2; the pipeline idles 20% of a step with 4 accumulation steps" in banners[0]

@@ -1,4 +1,4 @@
-"""What crosses the border of two stages: which reduce flies under what there, gradients, and arithmetic."""
+"""The border between two stages: overlap of reduces, gradients, and the amount of computation."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -25,7 +25,7 @@ RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --qk-layernorm".split()
 
 
 class NotingSums(RecordingGroup):
-    """Notes a blocking sum as `S`."""
+    """Records a blocking sum as `S`."""
 
     def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.events.append("S")
@@ -33,8 +33,11 @@ class NotingSums(RecordingGroup):
 
 
 def record(trainer: Trainer) -> list[str]:
-    """The events of this stage's stack: reduces (`L3`, `W3`), sub-blocks that begin (`B3`), and gradients of their
-    first weights (`G3`), all numbered within the stage, and sums of partial gradients (`S`)."""
+    """Record the events of this stage's stack, numbered within the stage.
+
+    The events are launches and waits of reduces (`L3`, `W3`), starts of sub-blocks (`B3`), gradients of their first
+    weights (`G3`), and sums of partial gradients (`S`).
+    """
     stack = trainer.model.stack
     group = NotingSums(stack.mesh.tensor)
     stack.mesh = replace(stack.mesh, tensor=group)
@@ -48,7 +51,7 @@ def record(trainer: Trainer) -> list[str]:
 
 
 def events_of_a_step(argv: list[str], micro_batches: int) -> str:
-    """On each rank: the events of one step."""
+    """On each rank: return the events of one step."""
     trainer = build_trainer_here(argv)
     events = record(trainer)
     train_step(trainer, own_batches(trainer, steps_of_batches(1, micro_batches)[0]), 1)
@@ -63,10 +66,10 @@ LAST_BACKWARD = "L3 G1 G0 W3"
 
 
 def test_nothing_is_exposed_at_a_ladder_border(gloo_pools: GlooPools) -> None:
-    """Forward: the last output of the first stage (B3) is reduced by the last stage (L0) under its first sub-block.
+    """Forward: the last stage reduces the last output of the first stage (B3) under its first sub-block (L0).
 
-    Backward: the gradient of that sub-block's input leaves unreduced (no launch between G1 and the end), and the first
-    stage reduces it (L3) under its first backward.
+    Backward: the last stage sends the gradient of that sub-block's input unreduced (no launch between G1 and the end),
+    and the first stage reduces it (L3) under its first backward.
     """
     argv = [*RECIPE, *"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --residual-mode ladder".split()]
     first, _, last, _ = gloo_pools(4).run(events_of_a_step, argv, 1)
@@ -83,7 +86,7 @@ def test_norms_at_a_border_are_summed_once_a_step(gloo_pools: GlooPools) -> None
 
 
 def gradients(parts: list[LanguageModel]) -> dict[str, Tensor]:
-    """By layer and name."""
+    """Return gradients by layer and name."""
     found = {}
     for part in parts:
         for name, parameter in part.stack.named_parameters():
@@ -95,8 +98,10 @@ def gradients(parts: list[LanguageModel]) -> dict[str, Tensor]:
 def chained_gradients(
     config: ModelConfig, cuts: tuple[int, ...], options: StackOptions, sequence_parallel: bool = False
 ) -> float:
-    """On each rank: the largest error of a parameter's gradient after two backward passes, ranges against the whole,
-    as a share of the largest gradient."""
+    """On each rank: compare gradients of chained ranges with those of the whole model after two backward passes.
+
+    Returns the largest error relative to the largest gradient.
+    """
     mesh = mesh_of(2)
     whole = LanguageModel(config, mesh, StackOptions(mirrored_backward=False), seed=1, dtype=torch.float64)
     bounds = [0, *cuts, config.num_layers]
@@ -114,7 +119,7 @@ def chained_gradients(
         entered: list[Tensor] = []
         left = tokens
         for part in parts:
-            # What crosses between processes is a new leaf there, and its gradient comes back.
+            # A state that crosses between processes is a new leaf there, and its gradient is sent back.
             entered.append(left if left is tokens else left.detach().clone().requires_grad_())
             left = part.stage(entered[-1])
             entered.append(left)
@@ -146,7 +151,7 @@ def chained_gradients(
     ],
 )  # fmt: skip
 def test_gradients_of_chained_ranges(gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int) -> None:
-    """Cut at every layer, so that outputs and gradients pass through ranges; and in the middle."""
+    """The model is cut after every layer, so that outputs and gradients pass through ranges, and in the middle."""
     config = small_model(qk_layernorm=True, add_attention_output_bias=True, **wiring)
     for cuts in ((1, 2, 3), (2,)):
         for options in (StackOptions(recompute_layers=recompute), StackOptions(tp_overlap=False)):
@@ -174,9 +179,9 @@ def test_gradients_of_chained_ranges_of_a_sharded_stream(
 
 
 class Operations(TorchDispatchMode):
-    """Counts the floating-point operations of products, by torch's own formulas.
+    """Counts the floating-point operations of products with torch's formulas.
 
-    Its FlopCounterMode also follows modules, and gives up in one whose input requires a gradient without having one.
+    torch's FlopCounterMode also tracks modules, and fails if an input requires a gradient without receiving one.
     """
 
     total = 0
@@ -189,7 +194,7 @@ class Operations(TorchDispatchMode):
 
 
 def operations(argv: list[str], micro_batches: int) -> tuple[int, list[int]]:
-    """On each rank: floating-point operations of a step, and how often each matrix got a gradient."""
+    """On each rank: return the floating-point operations of a step, and how often each matrix received a gradient."""
     trainer = build_trainer_here(argv)
     backward_passes: dict[int, int] = {}
     for parameter in trainer.model.stack.parameters():
@@ -208,8 +213,8 @@ def operations(argv: list[str], micro_batches: int) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("flags", ["--residual-mode ladder", "--recompute-granularity full --recompute-num-layers 1"])
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_stages_cost_no_more_arithmetic(gloo_pools: GlooPools, tensor_parallel: int, flags: str) -> None:
-    """Nothing is computed twice for having been cut: operations of two stages add up to those of one."""
+def test_stages_need_no_additional_computation(gloo_pools: GlooPools, tensor_parallel: int, flags: str) -> None:
+    """The operations of two stages add up to those of one stage."""
     argv = [*RECIPE, "--global-batch-size", "6", "--tensor-model-parallel-size", str(tensor_parallel), *flags.split()]
     whole = gloo_pools(tensor_parallel).run(operations, argv, 3)
     stages = gloo_pools(2 * tensor_parallel).run(operations, [*argv, "--pipeline-model-parallel-size", "2"], 3)

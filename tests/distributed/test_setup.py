@@ -1,4 +1,4 @@
-"""What is found out about a run once its processes have met."""
+"""Checks that need all processes of a run."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,8 @@ from tests.helpers.steps import RECIPE
 from tests.helpers.training import build_trainer_here
 
 
-def mistakes_about_save(folders: list[Path]) -> tuple[str, ...]:
-    """On each rank: what is said where every rank was told its own directory."""
+def errors_of_save(folders: list[Path]) -> tuple[str, ...]:
+    """On each rank: return the errors if every rank has its own directory."""
     save = folders[dist.get_rank()]
     try:
         _check_shared(save, mesh_of(2).world)
@@ -24,18 +24,18 @@ def mistakes_about_save(folders: list[Path]) -> tuple[str, ...]:
     return ()
 
 
-def test_a_directory_that_is_not_shared_is_found_at_once(gloo_pools: GlooPools, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_shared_is_rejected(gloo_pools: GlooPools, tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-    assert gloo_pools(2).run(mistakes_about_save, [folders[0]] * 2) == [(), ()]
-    for (mistake,) in gloo_pools(2).run(mistakes_about_save, folders):
-        assert mistake.startswith("--save ") and "do not see the same directory" in mistake
+    assert gloo_pools(2).run(errors_of_save, [folders[0]] * 2) == [(), ()]
+    for (message,) in gloo_pools(2).run(errors_of_save, folders):
+        assert message.startswith("--save ") and "do not see the same directory" in message
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
 
 
-def mistakes_of_deepspeed(path: Path) -> tuple[str, ...]:
-    """On each rank: what the engine says of a configuration."""
+def errors_of_deepspeed(path: Path) -> tuple[str, ...]:
+    """On each rank: return the errors of a DeepSpeed configuration."""
     try:
         build_trainer_here([*RECIPE, "--zero-stage", "1", "--deepspeed_config", str(path)])
     except UserError as error:
@@ -50,10 +50,10 @@ def mistakes_of_deepspeed(path: Path) -> tuple[str, ...]:
         ({"checkpoint": {"tag_validation": "perhaps"}}, "tag_validation"),
     ],
 )
-def test_what_deepspeed_refuses_is_a_mistake_in_the_file(
+def test_an_error_of_deepspeed_names_the_file(
     gloo_pools: GlooPools, tmp_path: Path, given: object, said: str
 ) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(given))
-    for (mistake,) in gloo_pools(2).run(mistakes_of_deepspeed, path):
-        assert mistake.startswith(f"--deepspeed_config {path}: ") and said in mistake
+    for (message,) in gloo_pools(2).run(errors_of_deepspeed, path):
+        assert message.startswith(f"--deepspeed_config {path}: ") and said in message

@@ -1,4 +1,4 @@
-"""Whole optimizer steps through DeepSpeed in every layout, against AdamW written out on a plain model."""
+"""Whole optimizer steps with DeepSpeed in every layout, compared with a plain AdamW on a plain model."""
 
 import itertools
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_steps_equal_a_plain_model(
 def test_desync_steps_equal_a_plain_model(
     gloo_pools: GlooPools, tensor_parallel: int, data_parallel: int, interval: int, zero_stage: str
 ) -> None:
-    """The gradient's norm counts each rank's norms, and they do not decay, although they are rows of a matrix."""
+    """Norm weights of every rank count in the gradient norm and do not decay, although they are rows of a matrix."""
     argv = [
         *RECIPE, "--tensor-model-parallel-size", str(tensor_parallel), "--zero-stage", zero_stage,
         "--residual-mode", "desync", "--desync-interval", str(interval), "--global-batch-size", "8",
@@ -65,7 +65,7 @@ def test_sequence_parallel_steps_equal_a_plain_model(
 
 
 def kept_for_backward(argv: list[str], batches: list[list[Batch]]) -> int:
-    """On each rank: what one forward pass keeps, in bytes, by the fullest rank."""
+    """On each rank: return the bytes that one forward pass keeps, on the rank with the most."""
     trainer = build_trainer_here(argv)
     with ActivationMeter(trainer.model, trainer.device) as meter:
         train_step(trainer, own_batches(trainer, batches[0]), 1)
@@ -74,8 +74,8 @@ def kept_for_backward(argv: list[str], batches: list[list[Batch]]) -> int:
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("mode", ["standard", "ladder", "ladder-parallel"])
-def test_sequence_parallelism_keeps_less(gloo_pools: GlooPools, mode: str, recompute: bool) -> None:
-    """A sub-block no longer keeps the stream and the normed stream whole, or, recomputed, the stream."""
+def test_sequence_parallelism_keeps_less_memory(gloo_pools: GlooPools, mode: str, recompute: bool) -> None:
+    """A sub-block keeps only a slice of the stream and of the normed stream, or with recomputation of the stream."""
     argv = [*RECIPE, "--tensor-model-parallel-size", "2", "--global-batch-size", "2", "--residual-mode", mode]
     argv += ["--recompute-granularity", "full"] if recompute else []
     batches = steps_of_batches(1, 1)
@@ -83,7 +83,7 @@ def test_sequence_parallelism_keeps_less(gloo_pools: GlooPools, mode: str, recom
     cut, *_ = gloo_pools(2).run(kept_for_backward, [*argv, "--sequence-parallel"], batches)
     stream = 12 * 2 * 32 * 4
     sub_blocks = 3 if mode == "ladder-parallel" else 6
-    # Half of each; standard's first norm reads what the embedding gave, of which there is one more in either case.
+    # Half of each. The first norm of `standard` reads the output of the embedding, which is kept in either case.
     assert whole - cut >= sub_blocks * (1 if recompute else 2) * stream / 2
 
 
@@ -106,7 +106,7 @@ RESUMED_AT_ONCE = [((1, 1), "--zero-stage 0"), ((1, 2), "--zero-stage 1"), ((2, 
     ("layout", "precision"),
     [pytest.param(*case, marks=[] if case in RESUMED_AT_ONCE else pytest.mark.slow) for case in RESUMED],
 )
-def test_resumed_steps_are_bitwise_those_of_one_run(
+def test_resumed_steps_equal_uninterrupted_ones_bitwise(
     gloo_pools: GlooPools, tmp_path: Path, layout: tuple[int, int], precision: str
 ) -> None:
     tensor_parallel, world = layout
@@ -124,7 +124,7 @@ def test_desync_resumes_bitwise(gloo_pools: GlooPools, tmp_path: Path, world: in
 
 
 def load_elsewhere(argv: list[str], save: str) -> Pieces:
-    """On each rank: the weights of a checkpoint that another layout wrote."""
+    """On each rank: return the weights of a checkpoint that another layout wrote."""
     trainer = build_trainer_here([*argv, "--seed", "99"])
     load_trainer(trainer, Path(save))
     return weight_pieces(trainer)
@@ -145,7 +145,7 @@ def test_a_checkpoint_is_read_in_another_layout(
 
 
 def mean_loss(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> float:
-    """On each rank: the evaluation's loss."""
+    """On each rank: return the loss of the evaluation."""
     trainer = build_trainer_here(argv, weights)
     return evaluate(trainer, iter([own_batches(trainer, batch) for batch in batches]), len(batches))
 

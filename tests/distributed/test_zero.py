@@ -1,4 +1,4 @@
-"""Every ZeRO stage: steps against a plain model, checkpoints across stages, precision, the optimizer on the host."""
+"""All ZeRO stages: steps compared with a plain model, checkpoints across stages, precision, offloaded optimizer."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ from tests.reference import ReferenceConfig, make_weights, reference_loss
 GENTLE_RECIPE = [*RECIPE, "--lr", "1e-3", "--global-batch-size", "8"]
 slow = pytest.mark.slow
 LAYOUTS = {"111": (1, 1), "211": (2, 1), "112": (1, 2), "212": (2, 2)}
-"""(TP, PP, DP) of the grid, as tensor-parallel and data-parallel size."""
+"""Tensor-parallel and data-parallel size of the layouts TP, PP, DP."""
 WIRINGS = {
     "standard": "--residual-mode standard --tie-embeddings --add-mlp-bias",
     "ladder": "--residual-mode ladder --qk-layernorm --add-attention-output-bias",
@@ -42,15 +42,15 @@ PAIRWISE = {
     (layout, list(WIRINGS)[(place + int(stage)) % 3], stage)
     for (place, layout), stage in itertools.product(enumerate(LAYOUTS), STAGES)
 }
-"""Every layout with every stage, and so every pair of the three."""
+"""Every pair of layout, wiring and stage occurs."""
 
 
 @pytest.mark.parametrize(
     ("layout", "wiring", "stage"),
     [pytest.param(*case, marks=[] if case in PAIRWISE else pytest.mark.slow) for case in GRID],
 )
-def test_grid(gloo_pools: GlooPools, layout: str, wiring: str, stage: str) -> None:
-    """Loss and gradient norm of five steps, and the weights after them."""
+def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, wiring: str, stage: str) -> None:
+    """Compares loss and gradient norm of five steps, and the final weights."""
     tensor_parallel, data_parallel = LAYOUTS[layout]
     argv = [
         *GENTLE_RECIPE, *WIRINGS[wiring].split(), "--tensor-model-parallel-size", str(tensor_parallel),
@@ -59,7 +59,7 @@ def test_grid(gloo_pools: GlooPools, layout: str, wiring: str, stage: str) -> No
     check_steps(gloo_pools, argv, tensor_parallel * data_parallel)
 
 
-def test_the_pairwise_cases_are_pairwise() -> None:
+def test_the_cases_contain_all_pairs() -> None:
     for one, other in itertools.combinations(range(3), 2):
         assert {(case[one], case[other]) for case in PAIRWISE} == {(case[one], case[other]) for case in GRID}
 
@@ -77,7 +77,7 @@ def test_the_pairwise_cases_are_pairwise() -> None:
         "--zero-stage 3 --residual-mode ladder --offload-optimizer cpu",
     ],
 )
-def test_other_wirings_and_the_optimizer_on_the_host(gloo_pools: GlooPools, words: str) -> None:
+def test_other_wirings_and_an_offloaded_optimizer(gloo_pools: GlooPools, words: str) -> None:
     check_steps(gloo_pools, [*GENTLE_RECIPE, "--tensor-model-parallel-size", "2", *words.split()], 4)
 
 
@@ -92,7 +92,7 @@ RESUMED = [
 
 
 @pytest.mark.parametrize(("words", "tensor_parallel", "world"), RESUMED)
-def test_resumed_steps_are_bitwise_those_of_one_run(
+def test_resumed_steps_equal_uninterrupted_ones_bitwise(
     gloo_pools: GlooPools, tmp_path: Path, words: str, tensor_parallel: int, world: int
 ) -> None:
     layout = ["--tensor-model-parallel-size", str(tensor_parallel), "--global-batch-size", "8"]
@@ -100,7 +100,7 @@ def test_resumed_steps_are_bitwise_those_of_one_run(
 
 
 class Stay(NamedTuple):
-    """A layout in which a checkpoint stays for a while."""
+    """A layout that a checkpoint passes through."""
 
     words: str
     world: int
@@ -117,10 +117,10 @@ JOURNEYS = [
 
 
 @pytest.mark.parametrize("journey", JOURNEYS, ids=lambda journey: " to ".join(stay.words for stay in journey))
-def test_a_checkpoint_is_the_same_at_every_stage(
+def test_a_checkpoint_survives_changes_of_stage_and_layout(
     gloo_pools: GlooPools, tmp_path: Path, journey: list[Stay]
 ) -> None:
-    """There and back: weights and moments stay exactly what they were, in other stages, sizes and places."""
+    """Weights and moments stay bitwise the same in every stage and layout, and back in the first."""
     recipe = [*RECIPE, "--global-batch-size", "8", "--residual-mode", "ladder", "--qk-layernorm", "--add-mlp-bias"]
     load, first = None, {}
     for number, stay in enumerate([*journey, journey[0]]):
@@ -135,8 +135,8 @@ def test_a_checkpoint_is_the_same_at_every_stage(
     assert any(moment.any() for (_, kind), moment in first.items() if kind == "exp_avg_sq")
 
 
-def test_bf16_is_the_same_at_every_stage(gloo_pools: GlooPools) -> None:
-    """Gradients are summed in fp32 over micro-batches and over data-parallel ranks, whoever holds the sums."""
+def test_bf16_gives_equal_losses_in_every_stage(gloo_pools: GlooPools) -> None:
+    """Gradients are summed in fp32 over micro-batches and over data-parallel ranks in every stage."""
     argv = [*RECIPE, *"--bf16 --tensor-model-parallel-size 2 --global-batch-size 8 --residual-mode ladder".split()]
     weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
     batches = steps_of_batches(5, 4)
@@ -150,16 +150,16 @@ def test_bf16_is_the_same_at_every_stage(gloo_pools: GlooPools) -> None:
 
 
 SMALL = 2.0**-9
-"""Of a bf16 number, less than half the distance to the next: added one by one, such parts would leave no trace."""
+"""Less than half the distance between neighbouring bf16 numbers: parts of this size would be lost one by one."""
 
 
 def norm_with_small_parts(argv: list[str], parts: int) -> float:
-    """On each rank: the gradient's norm after one batch, and `parts` more like it of weight `SMALL`."""
+    """On each rank: return the gradient norm after one batch, and after `parts` more batches of weight `SMALL`."""
     trainer = build_trainer_here(argv)
     ((tokens, labels, _),) = steps_of_batches(1, 1)[0]
     masks = [1.0, *[SMALL] * parts]
     batches = [MicroBatch(tokens, labels, torch.full(labels.shape, mask)) for mask in masks]
-    # The engine reduces when it has seen all micro-batches; the scale takes the mean over the weights.
+    # DeepSpeed reduces after all micro-batches; the scale makes the sum a weighted mean.
     return train_step(trainer, batches, 1).gradient_norm * sum(masks)
 
 
@@ -180,7 +180,7 @@ def test_bf16_gradients_accumulate_in_fp32(gloo_pools: GlooPools, words: str) ->
 
 
 def evaluated(argv: list[str], batches: list[list[Batch]]) -> tuple[float, float, list[tuple[str, Tensor]]]:
-    """On each rank: the validation loss before the first step and after it, with the weights at the beginning."""
+    """On each rank: return the validation losses before and after the first step, and the initial weights."""
     trainer = build_trainer_here(argv)
     weights = [(name, values) for name, _, values in weight_pieces(trainer)]
     losses = []
@@ -191,7 +191,7 @@ def evaluated(argv: list[str], batches: list[list[Batch]]) -> tuple[float, float
 
 
 def test_evaluation_gathers_partitioned_weights(gloo_pools: GlooPools) -> None:
-    """Between steps and before the first one, when no weight was gathered yet."""
+    """Evaluation works between steps, and before the first step, when no weight was gathered yet."""
     argv = [*GENTLE_RECIPE, "--lr-warmup-iters", "0", *WIRINGS["hybrid"].split()]
     batches = steps_of_batches(2, 4)
     plain = gloo_pools(1).run(evaluated, [*argv, "--zero-stage", "0"], batches)[0]
@@ -204,7 +204,7 @@ def test_evaluation_gathers_partitioned_weights(gloo_pools: GlooPools) -> None:
 
 
 def build_fp16_trainer(argv: list[str]) -> Trainer:
-    """DeepSpeed refuses float16 on a CPU; torch computes in it there, if slowly."""
+    """Build an fp16 trainer on a CPU, which DeepSpeed rejects although torch supports it, slowly."""
     from deepspeed.accelerator import get_accelerator
 
     with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
@@ -222,7 +222,7 @@ class ScaledStep(NamedTuple):
 
 
 def scaled_steps(argv: list[str], save: str) -> tuple[list[ScaledStep], dict[str, float], dict[str, float]]:
-    """On each rank: the steps, the state of the loss scaler, and that of a fresh trainer that continues."""
+    """On each rank: return the steps, the state of the loss scaler, and that of a new trainer after loading."""
     trainer = build_fp16_trainer(argv)
     history = []
     for iteration, batch in enumerate(steps_of_batches(5, 4), start=1):
@@ -251,8 +251,8 @@ FP16 = [*RECIPE, *"--fp16 --tensor-model-parallel-size 2 --global-batch-size 8 -
         pytest.param("--zero-stage 3 --offload-optimizer cpu", marks=slow),
     ],
 )
-def test_an_overflow_in_fp16_is_left_out(gloo_pools: GlooPools, tmp_path: Path, words: str) -> None:
-    """The scale is halved at each, until gradients are finite; norms are those of the loss without scale."""
+def test_a_step_that_overflows_in_fp16_is_skipped(gloo_pools: GlooPools, tmp_path: Path, words: str) -> None:
+    """Each overflow halves the scale until gradients are finite; reported norms exclude the scale."""
     argv = [*FP16, *words.split(), "--initial-loss-scale", str(2.0**22), "--hysteresis", "1", "--lr-warmup-iters", "0"]
     for history, scaler, continued in gloo_pools(4).run(scaled_steps, argv, str(tmp_path / "save")):
         left_out = [step.left_out for step in history]
@@ -264,7 +264,7 @@ def test_an_overflow_in_fp16_is_left_out(gloo_pools: GlooPools, tmp_path: Path, 
 
 
 def fp16_history(argv: list[str]) -> list[tuple[float, float]]:
-    """On each rank: loss and gradient norm of every step."""
+    """On each rank: return loss and gradient norm of every step."""
     trainer = build_fp16_trainer(argv)
     history = []
     for iteration, batch in enumerate(steps_of_batches(5, 4), start=1):
@@ -274,8 +274,8 @@ def fp16_history(argv: list[str]) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("scale", ["1", "1024"])
-def test_fp16_follows_fp32_whatever_the_loss_scale(gloo_pools: GlooPools, scale: str) -> None:
-    """Norm and clipping are of gradients without the scale: with it, a norm of 2 would be one of 2,000."""
+def test_fp16_follows_fp32_at_any_loss_scale(gloo_pools: GlooPools, scale: str) -> None:
+    """Norm and clipping use gradients without the scale, which would turn a norm of 2 into 2,000."""
     weights = make_weights(ReferenceConfig.like(run_of(FP16, 4).model), seed=1, dtype=torch.float32)
     fp32 = [word for word in FP16 if word != "--fp16"]
     plain = gloo_pools(4).run(train, fp32, weights, steps_of_batches(5, 4))[0][0]
@@ -286,7 +286,7 @@ def test_fp16_follows_fp32_whatever_the_loss_scale(gloo_pools: GlooPools, scale:
 
 
 def overflow_at(argv: list[str]) -> str:
-    """On each rank: what a step says that overflows at the lowest loss scale."""
+    """On each rank: return the error of a step that overflows at the lowest loss scale."""
     trainer = build_fp16_trainer(argv)
     try:
         train_step(trainer, own_batches(trainer, steps_of_batches(1, 4)[0]), 1)

@@ -1,4 +1,4 @@
-"""ZeRO-3: every weight is whole when it is used, and no rank holds more of the model than it needs at a time."""
+"""ZeRO-3: every weight is gathered when it is used, and no rank holds more of the model than it needs."""
 
 import itertools
 import json
@@ -31,24 +31,24 @@ NOTHING_STAYS = {
         "stage3_max_reuse_distance": 0,
     }
 }
-"""A weight is gathered for a use, however small it is, and given back after it."""
+"""Every weight, however small, is gathered for each use and released afterwards."""
 
 BOOKKEEPING = ("aten::detach", "aten::view")
-"""Operators by which DeepSpeed and autograd look at parameters without reading them."""
+"""Operators that DeepSpeed and autograd call on parameters without reading elements."""
 
 
 class Use(NamedTuple):
-    """A weight that an operator got."""
+    """One use of a weight by an operator."""
 
     name: str
     backward: bool
     whole: bool
     gathered: int
-    """Matrices that were gathered then."""
+    """Number of matrices that were gathered at that time."""
 
 
 class Uses(TorchDispatchMode):
-    """Sees every operator, in forward, in backward, and in what backward computes again."""
+    """Observes every operator in forward, backward and recomputation."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -72,23 +72,23 @@ class Uses(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
     def still_held(self) -> set[str]:
-        """Weights of which a gathered copy is still in memory."""
+        """Return the weights of which a gathered copy is still in memory."""
         return {name for name, storage in self._storages if not storage.expired()}
 
 
 class Observed(NamedTuple):
-    """What one step showed."""
+    """Observations of one step."""
 
     uses: list[Use]
     held_after_forward: set[str]
     held_after_backward: set[str]
     reductions: Counter[str]
-    """How often each parameter's gradient was taken away to be reduced."""
+    """How often each parameter's gradient was reduced."""
     names: set[str]
 
 
 def observe(argv: list[str]) -> Observed:
-    """On each rank: forward and backward of one micro-batch, in the second step, when DeepSpeed knows the order."""
+    """On each rank: observe one micro-batch of the second step, when DeepSpeed has recorded the order of modules."""
     trainer = build_trainer_here(argv)
     engine = trainer.engine.wrapped
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
@@ -136,18 +136,18 @@ def test_every_weight_is_gathered_before_its_use(gloo_pools: GlooPools, tmp_path
     for uses, after_forward, after_backward, reductions, names in gloo_pools(4).run(observe, argv):
         assert [use for use in uses if not use.whole] == []
         assert {use.name for use in uses if not use.backward} == names
-        # Of biases backward reads nothing; norms of heads and of desync are read through a view.
+        # Backward does not read biases, and reads the norms of heads and of desync through a view.
         matrices = {name for name in names if name.endswith("proj.weight")}
         assert {use.name for use in uses if use.backward} >= matrices
-        # Of 13 or 14: two of a sub-block, and the vocabulary's, where embedding and head share it.
+        # There are 13 or 14 matrices: two per sub-block, and the vocabulary's if embedding and head share it.
         assert max(use.gathered for use in uses) <= 3
         assert {name for name in after_forward | after_backward if "norm" not in name} == set()
         assert reductions == Counter(names)
 
 
 def parts_and_weights(argv: list[str]) -> tuple[list[tuple[int, int, int]], list[tuple[bool, ...]], Pieces]:
-    """On each rank: of each parameter of a model that no engine has yet, the elements that there are, those of this
-    rank's part and those of the whole; its marks; and the weights that a trainer gets."""
+    """On each rank: return for each parameter of a model without an engine the number of elements in memory, in this
+    rank's part and in total; its marks; and the weights of a trainer."""
     assert deepspeed_is_started()
     run = run_of(argv, torch.distributed.get_world_size())
     tensor_parallel = run.parallel.tensor_model_parallel_size
@@ -162,8 +162,8 @@ def parts_and_weights(argv: list[str]) -> tuple[list[tuple[int, int, int]], list
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]])
-def test_a_model_is_partitioned_while_it_is_made(gloo_pools: GlooPools, precision: list[str]) -> None:
-    """With the initial weights of every other layout, bit by bit."""
+def test_a_model_is_partitioned_while_it_is_built(gloo_pools: GlooPools, precision: list[str]) -> None:
+    """Its initial weights equal those of every other layout bitwise."""
     argv = [*RECIPE, *precision, "--tensor-model-parallel-size", "2", "--residual-mode", "ladder", "--qk-layernorm"]
     plain = gloo_pools(4).run(parts_and_weights, argv)
     partitioned = gloo_pools(4).run(parts_and_weights, [*argv, "--zero-stage", "3"])

@@ -1,4 +1,4 @@
-"""Trainers inside the pools: built as the program builds them, from a command line, in a group that exists."""
+"""Trainers for the process pools, built from a command line like those of the program, in an existing process group."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,13 +32,13 @@ SIZES = (
 
 @functools.cache
 def deepspeed_is_started() -> bool:
-    """Once a process."""
+    """Start DeepSpeed once per process."""
     start_deepspeed(RankInfo(torch.distributed.get_rank(), torch.distributed.get_world_size(), 0), CPU)
     return True
 
 
 def run_of(argv: Sequence[str], world_size: int) -> RunConfig:
-    """The run of a command line; it must have no mistakes."""
+    """Return the run of a valid command line."""
     mistakes: list[str] = []
     run = resolve_run(parse_run([*SIZES, *argv], mistakes), 101, world_size, mistakes)
     assert not mistakes, mistakes
@@ -46,7 +46,7 @@ def run_of(argv: Sequence[str], world_size: int) -> RunConfig:
 
 
 def build_trainer_here(argv: Sequence[str], weights: Mapping[str, Tensor] | None = None) -> Trainer:
-    """On each rank: a trainer, of these full weights if they are given."""
+    """On each rank: return a trainer, with these unsharded weights if they are given."""
     assert deepspeed_is_started()
     run = run_of(argv, torch.distributed.get_world_size())
     tensor_parallel = run.parallel.tensor_model_parallel_size
@@ -67,12 +67,12 @@ def build_trainer_here(argv: Sequence[str], weights: Mapping[str, Tensor] | None
 
 
 def own_batches(trainer: Trainer, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[MicroBatch]:
-    """Of a global batch's micro-batches in order, those of this data-parallel rank."""
+    """Return this data-parallel rank's micro-batches of a global batch."""
     return [MicroBatch(*batch) for batch in micro_batches[trainer.mesh.data.rank :: trainer.mesh.data.size]]
 
 
 def weight_pieces(trainer: Trainer) -> Pieces:
-    """Every weight of this rank's slices of the model, gathered where ZeRO-3 partitions it."""
+    """Return every weight of this rank's part of the model, gathered if ZeRO-3 partitions it."""
     with gathered(trainer.model.parameters()):
         return [
             (section.name, section.offset, section.view(parameter.detach()).clone())
@@ -82,7 +82,7 @@ def weight_pieces(trainer: Trainer) -> Pieces:
 
 
 def gathered(parameters: Iterable[nn.Parameter], written: bool = False) -> AbstractContextManager[None]:
-    """Inside it, parameters that ZeRO-3 partitions are whole, and may be `written`; others are left alone."""
+    """Gather parameters that ZeRO-3 partitions inside the block; `written`: keep changes made inside it."""
     import deepspeed
 
     partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]

@@ -1,4 +1,4 @@
-"""TensorBoard's files where they can be written, and where they cannot."""
+"""TensorBoard files that can be written, and that cannot."""
 
 from pathlib import Path
 from typing import NoReturn
@@ -9,12 +9,12 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_ladder.train.log import _Curves
 
-# TensorBoard's own thread dies of the error, and says so, maybe a test later.
+# TensorBoard's thread dies of the error, and may report that during a later test.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 def steps(folder: Path) -> list[int]:
-    """What TensorBoard shows of the curve `loss`."""
+    """Return the steps that TensorBoard shows in the curve `loss`."""
     shown = EventAccumulator(str(folder))
     shown.Reload()
     return [point.step for point in shown.Scalars("loss")]
@@ -24,7 +24,7 @@ def fail(*_: object) -> NoReturn:
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_costs_the_curves_alone(
+def test_a_full_disk_ends_only_the_curves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     curves = _Curves(tmp_path, 0, "configuration")
@@ -40,7 +40,7 @@ def test_a_full_disk_costs_the_curves_alone(
     assert steps(tmp_path) == [1]
 
 
-def test_an_end_that_cannot_be_written_costs_nothing(
+def test_a_failing_close_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     curves = _Curves(tmp_path, 0, "configuration")
@@ -50,7 +50,7 @@ def test_an_end_that_cannot_be_written_costs_nothing(
     assert "from iteration 1 on" in capsys.readouterr().out and steps(tmp_path) == [1]
 
 
-def test_a_folder_that_cannot_be_made_costs_the_curves_alone(
+def test_a_folder_that_cannot_be_created_ends_only_the_curves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_made_costs_the_curves_alone(
 
 
 @pytest.mark.parametrize(("hide_later", "kept"), [(True, [1, 3]), (False, [1, 2, 3])])
-def test_points_of_steps_that_are_taken_again_are_hidden(tmp_path: Path, hide_later: bool, kept: list[int]) -> None:
+def test_points_of_repeated_steps_are_hidden(tmp_path: Path, hide_later: bool, kept: list[int]) -> None:
     before = _Curves(tmp_path, 0, "configuration")
     for iteration in (1, 2):
         before.scalars(iteration, {"loss": 2.0})

@@ -1,4 +1,4 @@
-"""An evaluation of what is saved leaves a run's curves and record as they are."""
+"""An evaluation of a checkpoint does not change the curves and the record of a run."""
 
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,14 +12,14 @@ from megatron_ladder.train.log import describe_start
 @pytest.mark.parametrize(
     ("skips", "iteration", "reason"), [(True, 4, "evaluates"), (False, 4, "goes on"), (False, 0, "begins")]
 )
-def test_its_start_is_marked(skips: bool, iteration: int, reason: str) -> None:
+def test_the_start_event_has_its_reason(skips: bool, iteration: int, reason: str) -> None:
     trainer = MagicMock()
     trainer.run.to_dict.return_value = {}
     trainer.run.logging.skip_train = skips
     assert describe_start(trainer, iteration)["reason"] == reason
 
 
-def test_it_hides_no_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_hides_no_points(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
 
     def curves(folder: object, iteration: int, configuration: str, hide_later: bool) -> MagicMock:

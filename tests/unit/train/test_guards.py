@@ -1,4 +1,4 @@
-"""What is a spike, and how many bad steps in a row end a run."""
+"""Detection of loss spikes, and the number of consecutive bad steps that ends a run."""
 
 import math
 
@@ -13,16 +13,16 @@ BAD = Finding("bad numbers", True, "iteration 9: the loss is nan")
 
 def test_a_spike_is_above_a_multiple_of_the_median() -> None:
     guard = Guard(ReliabilityConfig(loss_spike_factor=1.5, loss_spike_window=5))
-    # No rule before the window is full.
+    # Nothing is a spike before the window is full.
     assert [guard.judge(loss, 1.0) for loss in (2.0, 9.0, 4.0, 3.0, 5.0)] == [None] * 5
-    # Of 2, 3, 4, 5, 9 the median is 4.
+    # The median of 2, 3, 4, 5, 9 is 4.
     assert guard.highest_loss() == 6.0
     assert guard.judge(6.0, 1.0) is None
-    # Of 3, 4, 5, 6, 9 it is 5.
+    # The median of 3, 4, 5, 6, 9 is 5.
     assert guard.judge(7.6, 1.0) == "loss spike"
 
 
-def test_losses_that_stay_high_become_the_rule() -> None:
+def test_losses_that_stay_high_become_normal() -> None:
     guard = Guard(ReliabilityConfig(loss_spike_factor=2.0, loss_spike_window=5))
     found = [guard.judge(loss, 1.0) for loss in [1.0] * 5 + [3.0] * 4]
     assert found == [None] * 5 + ["loss spike"] * 3 + [None]
@@ -34,7 +34,7 @@ def test_without_a_factor_nothing_is_a_spike() -> None:
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
-def test_bad_steps_in_a_row_end_the_run(loss: float, norm: float) -> None:
+def test_consecutive_bad_steps_end_the_run(loss: float, norm: float) -> None:
     guard = Guard(ReliabilityConfig(max_consecutive_bad_steps=2))
     assert guard.judge(loss, norm) == "bad numbers"
     guard.stop_if_hopeless(BAD)
@@ -47,7 +47,7 @@ def test_bad_steps_in_a_row_end_the_run(loss: float, norm: float) -> None:
         guard.stop_if_hopeless(BAD)
 
 
-def test_a_resumed_run_decides_as_the_first_would() -> None:
+def test_a_resumed_run_makes_the_same_decisions() -> None:
     config = ReliabilityConfig(loss_spike_factor=1.5, loss_spike_window=3, max_consecutive_bad_steps=2)
     guard, resumed = Guard(config), Guard(config)
     for loss in (1.0, 2.0, 3.0, 4.0, math.nan):

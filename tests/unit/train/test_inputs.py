@@ -1,4 +1,4 @@
-"""What a resumed run must say as the checkpoint does."""
+"""Validation of a training command line, its files, and the checkpoint that it resumes."""
 
 import json
 import shutil
@@ -25,14 +25,14 @@ SIZES = (
 ).split()
 
 
-def mistakes_about(save: Path, words: str) -> list[str]:
+def differences_in(save: Path, words: str) -> list[str]:
     with pytest.raises(UserError) as raised:
         read_inputs([*SIZES, "--load", str(save), *words.split()], RankInfo(0, 4, 0))
-    return [mistake.split(":")[0] for mistake in raised.value.messages if "was trained with" in mistake]
+    return [message.split(":")[0] for message in raised.value.messages if "was trained with" in message]
 
 
-def test_what_a_run_cannot_use_is_told_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are looked at after numbers, and every one of them."""
+def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files are checked, after the numbers."""
     prefix = tmp_path / "tokens"
     writer = IndexedDatasetWriter(prefix, np.dtype(np.uint16))
     writer.add_document(np.full(40, 99))
@@ -72,78 +72,78 @@ def test_a_tokenizer_without_a_file_has_a_vocabulary(tmp_path: Path) -> None:
 
 
 def test_fp16_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mistakes(device: str) -> list[str]:
+    def errors(device: str) -> list[str]:
         monkeypatch.setattr(RankInfo, "device", lambda place: torch.device(device))
         with pytest.raises(UserError) as raised:
             read_inputs([*SIZES, "--fp16"], RankInfo(0, 1, 0))
-        return [mistake for mistake in raised.value.messages if "--fp16" in mistake]
+        return [message for message in raised.value.messages if "--fp16" in message]
 
-    assert len(mistakes("cpu")) == 1 and mistakes("cuda") == []
+    assert len(errors("cpu")) == 1 and errors("cuda") == []
 
 
-def test_a_desync_model_resumes_at_its_own_size(tmp_path: Path) -> None:
+def test_a_desync_model_resumes_only_at_its_tensor_parallel_size(tmp_path: Path) -> None:
     config = tiny_config(residual_mode="desync", desync_interval=4, desync_tp=2)
     write_checkpoint(tmp_path, config, reference_of(config)[0])
     desync = "--residual-mode desync --desync-interval"
-    assert mistakes_about(tmp_path, f"{desync} 4 --tensor-model-parallel-size 2") == []
-    assert mistakes_about(tmp_path, f"{desync} 4 --tensor-model-parallel-size 4") == ["--tensor-model-parallel-size 4"]
-    assert mistakes_about(tmp_path, f"{desync} 2 --tensor-model-parallel-size 2") == ["--desync-interval 2"]
-    assert mistakes_about(tmp_path, "--tensor-model-parallel-size 2") == ["--residual-mode standard"]
+    assert differences_in(tmp_path, f"{desync} 4 --tensor-model-parallel-size 2") == []
+    assert differences_in(tmp_path, f"{desync} 4 --tensor-model-parallel-size 4") == ["--tensor-model-parallel-size 4"]
+    assert differences_in(tmp_path, f"{desync} 2 --tensor-model-parallel-size 2") == ["--desync-interval 2"]
+    assert differences_in(tmp_path, "--tensor-model-parallel-size 2") == ["--residual-mode standard"]
 
 
-def test_a_missing_checkpoint_ends_the_run_if_asked(tmp_path: Path) -> None:
-    def mistakes(words: str) -> list[str]:
+def test_a_missing_checkpoint_is_an_error_if_one_is_required(tmp_path: Path) -> None:
+    def errors(words: str) -> list[str]:
         with pytest.raises(UserError) as raised:
             read_inputs([*SIZES, "--load", str(tmp_path), *words.split()], RankInfo(0, 1, 0))
-        return [mistake for mistake in raised.value.messages if "--load" in mistake]
+        return [message for message in raised.value.messages if "--load" in message]
 
-    assert mistakes("") == []
-    assert mistakes("--exit-on-missing-checkpoint") == [
+    assert errors("") == []
+    assert errors("--exit-on-missing-checkpoint") == [
         f"--load {tmp_path}: holds no checkpoint, and --exit-on-missing-checkpoint requires one"
     ]
 
 
-def test_finetuning_may_read_other_lengths_and_orders(tmp_path: Path) -> None:
+def test_finetuning_may_change_length_and_order_of_samples(tmp_path: Path) -> None:
     config = tiny_config()
     write_checkpoint(tmp_path, config, reference_of(config)[0])
     manifest = tmp_path / "iter_0000010" / "manifest.json"
     stored = decode_manifest(manifest.read_bytes())[0] | {"run": {"training": {"seq_length": 8, "seed": 5}}}
     tensors = json.loads(manifest.read_text())["tensors"]
     write_manifest(manifest.parent, stored | {"tensors": tensors})
-    assert mistakes_about(tmp_path, "--no-load-optim") == ["--seed 1234", "--seq-length 12"]
-    assert mistakes_about(tmp_path, "--finetune") == []
-    assert mistakes_about(tmp_path, "--skip-train") == []
-    assert mistakes_about(tmp_path, "--skip-train --residual-mode ladder") == [
+    assert differences_in(tmp_path, "--no-load-optim") == ["--seed 1234", "--seq-length 12"]
+    assert differences_in(tmp_path, "--finetune") == []
+    assert differences_in(tmp_path, "--skip-train") == []
+    assert differences_in(tmp_path, "--skip-train --residual-mode ladder") == [
         "--residual-mode ladder", "--ladder-layers [0, 1, 2]"
     ]  # fmt: skip
 
 
 def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None:
-    """And no data to train on."""
+    """It needs no training data."""
     prefix = tmp_path / "tokens"
     with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
         writer.add_document(np.arange(40))
         writer.publish()
 
-    def mistakes(words: str) -> list[str]:
+    def errors(words: str) -> list[str]:
         with pytest.raises(UserError) as raised:
             read_inputs([*SIZES, "--skip-train", *words.split()], RankInfo(0, 1, 0))
-        return [mistake.split(":")[0] for mistake in raised.value.messages]
+        return [message.split(":")[0] for message in raised.value.messages]
 
     valid = f"--valid-data-path {prefix} --eval-iters 1"
-    assert mistakes(valid) == ["--skip-train evaluates the model of a checkpoint"]
-    assert mistakes(f"{valid} --load {tmp_path}") == [f"--load {tmp_path}"]
-    assert mistakes(f"{valid} --load {tmp_path}/iter_0000009") == [f"--load {tmp_path}/iter_0000009"]
+    assert errors(valid) == ["--skip-train evaluates the model of a checkpoint"]
+    assert errors(f"{valid} --load {tmp_path}") == [f"--load {tmp_path}"]
+    assert errors(f"{valid} --load {tmp_path}/iter_0000009") == [f"--load {tmp_path}/iter_0000009"]
     config = tiny_config()
     write_checkpoint(tmp_path, config, reference_of(config)[0])
     load = f"--load {tmp_path}"
-    assert mistakes(f"{load} --data-path {prefix} --split 1") == ["--skip-train needs validation data"]
-    assert mistakes(f"{load} --data-path {prefix} --split 1 --eval-iters 0") == ["--eval-iters 0"]
+    assert errors(f"{load} --data-path {prefix} --split 1") == ["--skip-train needs validation data"]
+    assert errors(f"{load} --data-path {prefix} --split 1 --eval-iters 0") == ["--eval-iters 0"]
     sources = read_inputs([*SIZES, "--skip-train", *valid.split(), *load.split()], RankInfo(0, 1, 0)).sources
     assert sources.train is None and sources.valid is not None
 
 
-def test_changed_data_is_refused_or_said_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_data_is_rejected_or_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = tmp_path / "tokens"
 
     def rewrite(first: int) -> None:
@@ -175,8 +175,8 @@ def test_changed_data_is_refused_or_said_loudly(tmp_path: Path, capsys: pytest.C
     assert f"*** --allow-data-change: {prefix}: checksum" in said and "of the new order ***" in said
 
 
-def test_documents_end_with_the_token_that_is_looked_for(tmp_path: Path) -> None:
-    """Which token that is stands in tokenizer_config.json, so that the checksum of tokenizer.json does not tell."""
+def test_documents_must_end_with_the_expected_token(tmp_path: Path) -> None:
+    """The token is defined in tokenizer_config.json, which the checksum of tokenizer.json does not cover."""
     tokenizer = ByteTokenizer()
     made = Sidecar(
         tokenizer.kind, tokenizer.sha256, 257, eod_id=7, append_eod=True, largest_id=39, documents=1, tokens=40
@@ -187,7 +187,7 @@ def test_documents_end_with_the_token_that_is_looked_for(tmp_path: Path) -> None
             writer.publish()
     a, b = tmp_path / "a", tmp_path / "b"
 
-    def mistakes(words: str, of_a: Sidecar, of_b: Sidecar) -> list[str]:
+    def errors(words: str, of_a: Sidecar, of_b: Sidecar) -> list[str]:
         write_sidecar(a, of_a)
         write_sidecar(b, of_b)
         data = f"--vocab-size 300 --data-path {a} {b} --split 1 --eval-iters 0 {words}"
@@ -219,4 +219,4 @@ def test_documents_end_with_the_token_that_is_looked_for(tmp_path: Path) -> None
         (f"{byte} --eod-mask-loss", talk, other_talk, by_tokenizer),
         (byte, replace(made, append_eod=False), replace(nine, append_eod=False), []),
     ):
-        assert mistakes(words, of_a, of_b) == expected
+        assert errors(words, of_a, of_b) == expected

@@ -1,4 +1,4 @@
-"""Who may write to a directory: locks of the living, of the dead, and of other hosts."""
+"""Locks of a directory held by live processes, dead processes, and other hosts."""
 
 import fcntl
 import json
@@ -46,16 +46,16 @@ def write_lock(folder: Path, **changes: Any) -> None:
     (folder / _LOCK_NAME).write_text(json.dumps({**_this_process(), **changes}))
 
 
-def test_a_second_run_is_told_of_the_first(tmp_path: Path) -> None:
+def test_a_second_run_is_rejected_with_the_holder_of_the_lock(tmp_path: Path) -> None:
     with held_elsewhere(tmp_path) as process:
         with pytest.raises(UserError) as refused, SaveLock(tmp_path):
             pass
-        (told,) = refused.value.messages
+        (message,) = refused.value.messages
         who = f"pid {process.pid} on {os.uname().nodename}"
-        assert told.startswith(f"--save {tmp_path}: another run writes there: {who}, started 20")
+        assert message.startswith(f"--save {tmp_path}: another run writes there: {who}, started 20")
         process.kill()
         process.wait()
-        # A dead one's is taken over at once.
+        # The lock of a dead process is taken over immediately.
         with SaveLock(tmp_path):
             assert json.loads((tmp_path / _LOCK_NAME).read_text())["pid"] == os.getpid()
     assert (tmp_path / _LOCK_NAME).read_text() == ""
@@ -72,7 +72,7 @@ def test_without_kernel_locks_the_process_decides(tmp_path: Path, monkeypatch: p
     without_kernel_locks(monkeypatch)
     with held_elsewhere(tmp_path), pytest.raises(UserError, match="another run writes there"), SaveLock(tmp_path):
         pass
-    # Dead now; and a process that has its number today was born at another time.
+    # The holder is dead now; a later process with the same number has another start time.
     for changes in ({}, {"pid": os.getpid(), "born": 1}, {"pid": os.getpid(), "boot": "another"}, {"pid": 2**22 + 1}):
         if changes:
             write_lock(tmp_path, **changes)
@@ -83,7 +83,7 @@ def test_without_kernel_locks_the_process_decides(tmp_path: Path, monkeypatch: p
         pass
 
 
-def test_another_hosts_lock_counts_while_it_is_touched(tmp_path: Path) -> None:
+def test_a_lock_of_another_host_is_valid_while_it_is_updated(tmp_path: Path) -> None:
     write_lock(tmp_path, host="elsewhere", pid=7)
     done = threading.Event()
 
@@ -114,7 +114,7 @@ def test_a_lock_whose_holder_is_unreadable_is_free(tmp_path: Path) -> None:
         pass
 
 
-def test_a_holder_touches_its_lock(tmp_path: Path) -> None:
+def test_a_holder_updates_its_lock(tmp_path: Path) -> None:
     with SaveLock(tmp_path, beat_seconds=0.05):
         os.utime(tmp_path / _LOCK_NAME, (0, 0))
         deadline = time.monotonic() + 5
@@ -123,7 +123,7 @@ def test_a_holder_touches_its_lock(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
-def test_a_birth_is_told_from_a_zombie_and_from_nobody() -> None:
+def test_zombies_and_missing_processes_have_no_start_time() -> None:
     assert _start_ticks(os.getpid()) == _this_process()["born"]
     assert _start_ticks(2**22 + 1) is None
     child = subprocess.Popen([sys.executable, "-c", ""])

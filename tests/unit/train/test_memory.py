@@ -1,4 +1,4 @@
-"""What a forward pass keeps is counted as the tensors that it left."""
+"""The memory that a forward pass keeps, compared with the tensors that it leaves."""
 
 import torch
 from torch import nn
@@ -31,13 +31,13 @@ def test_only_what_backward_needs_is_counted() -> None:
     model, x = Chain(), torch.randn(100, 8)
     with ActivationMeter(model, CPU) as meter:
         loss = model(x)
-    # x was there before; hidden itself is freed; 3 hidden, its square, and the sum stay.
+    # x existed before and hidden is freed; 3 hidden, its square, and the sum remain.
     assert meter.kept_bytes == 2 * 100 * 8 * 4 + 4
     assert meter.largest(CommGroup.alone()) == meter.kept_bytes
     loss.backward()
 
 
-def test_the_first_training_pass_is_measured_and_no_other() -> None:
+def test_only_the_first_training_pass_is_measured() -> None:
     model = Chain()
     with ActivationMeter(model, CPU) as meter:
         with torch.no_grad():
@@ -51,7 +51,7 @@ def test_the_first_training_pass_is_measured_and_no_other() -> None:
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
-def test_a_compiled_model_is_measured_uncompiled_and_compiled_afterwards() -> None:
+def test_a_compiled_model_is_measured_eagerly_and_compiled_afterwards() -> None:
     torch.compiler.reset()
     counters.clear()
     config = tiny_config()

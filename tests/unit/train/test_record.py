@@ -1,4 +1,4 @@
-"""A record that survives the death of who writes it."""
+"""A record that survives the death of its writer."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_ladder.train.record import RECORD_NAME, RunRecord, read_record
 
 
-def test_events_come_back_in_order(tmp_path: Path) -> None:
+def test_events_are_read_in_order(tmp_path: Path) -> None:
     record = RunRecord(tmp_path)
     record.write("start", iteration=3, directory=tmp_path)
     record.write("skip", loss=math.nan)
@@ -20,7 +20,7 @@ def test_events_come_back_in_order(tmp_path: Path) -> None:
         json.loads(line)
 
 
-def test_a_torn_line_costs_itself_alone(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
     record = RunRecord(tmp_path)
     record.write("start", iteration=1)
     with open(tmp_path / RECORD_NAME, "ab") as file:
@@ -30,21 +30,21 @@ def test_a_torn_line_costs_itself_alone(tmp_path: Path) -> None:
     assert [event["event"] for event in read_record(tmp_path)] == ["start", "stop"]
 
 
-def test_writers_do_not_mix(tmp_path: Path) -> None:
+def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
     record = RunRecord(tmp_path)
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda number: record.write("progress", iteration=number, filler="x" * 300), range(200)))
     assert sorted(event["iteration"] for event in read_record(tmp_path)) == list(range(200))
 
 
-def test_only_the_first_rank_tells_what_all_know(tmp_path: Path) -> None:
+def test_only_rank_0_writes_what_all_ranks_know(tmp_path: Path) -> None:
     RunRecord(tmp_path, rank=1).write_first("start")
     assert not (tmp_path / RECORD_NAME).exists()
     RunRecord(tmp_path, rank=1).write("hang", ranks=[0])
     assert read_record(tmp_path)[0]["ranks"] == [0]
 
 
-def test_without_a_directory_and_without_room_a_run_goes_on(tmp_path: Path) -> None:
+def test_a_missing_directory_and_a_full_disk_are_ignored(tmp_path: Path) -> None:
     RunRecord(None).write("start")
     RunRecord(tmp_path / "none").write("start")
     assert list(tmp_path.iterdir()) == []

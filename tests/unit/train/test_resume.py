@@ -1,4 +1,4 @@
-"""What a resumed run may say otherwise of its schedule, and what it then does."""
+"""Changes of the schedule that a resumed run may make, and their effect."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +17,9 @@ OVERRIDE, KEEP = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-s
 
 
 def run_of(words: str) -> RunConfig:
-    mistakes: list[str] = []
-    run = resolve_run(parse_run(f"{BASE} {words}".split(), mistakes), 100, 1, mistakes)
-    assert not mistakes, mistakes
+    errors: list[str] = []
+    run = resolve_run(parse_run(f"{BASE} {words}".split(), errors), 100, 1, errors)
+    assert not errors, errors
     return run
 
 
@@ -41,9 +41,9 @@ def rates(run: RunConfig) -> list[float]:
     return [schedule.at(iteration) for iteration in range(1, 301)]
 
 
-def test_the_same_words_continue_the_same_schedule() -> None:
-    run, mistakes = resume(TRAINED)
-    assert not mistakes and rates(run) == rates(run_of(TRAINED))
+def test_the_same_flags_continue_the_same_schedule() -> None:
+    run, errors = resume(TRAINED)
+    assert not errors and rates(run) == rates(run_of(TRAINED))
     assert schedule_note(run, checkpoint_of(run_of(TRAINED))) is None
 
 
@@ -61,56 +61,56 @@ def test_the_same_words_continue_the_same_schedule() -> None:
         ("--adam-eps 1e-6 --adam-beta1 0.8", ["--adam-beta1 0.8", "--adam-eps 1e-06"]),
     ],
 )
-def test_another_schedule_is_refused_unless_it_is_asked_for(change: str, flags: list[str]) -> None:
+def test_another_schedule_is_rejected_unless_a_flag_allows_it(change: str, flags: list[str]) -> None:
     words = f"{TRAINED} {change}"
     assert resume(words)[1] == flags
-    changed, mistakes = resume(f"{words} {OVERRIDE}")
-    assert not mistakes and changed.optimizer == run_of(words).optimizer
-    kept, mistakes = resume(f"{words} {KEEP}")
-    assert not mistakes and rates(kept) == rates(run_of(TRAINED))
+    changed, errors = resume(f"{words} {OVERRIDE}")
+    assert not errors and changed.optimizer == run_of(words).optimizer
+    kept, errors = resume(f"{words} {KEEP}")
+    assert not errors and rates(kept) == rates(run_of(TRAINED))
     for name in ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"):
         assert getattr(kept.optimizer, name) == getattr(run_of(TRAINED).optimizer, name)
 
 
-def test_a_longer_run_decays_as_it_did() -> None:
-    """Until it is told otherwise; the third run of a chain still knows where the decay ends."""
+def test_a_longer_run_keeps_its_decay() -> None:
+    """A third run in a chain still knows where the decay ends, unless a flag changes it."""
     longer = TRAINED.replace("100", "300")
-    run, mistakes = resume(longer)
-    assert not mistakes and rates(run) == rates(run_of(TRAINED)) and run.training.train_iters == 300
+    run, errors = resume(longer)
+    assert not errors and rates(run) == rates(run_of(TRAINED)) and run.training.train_iters == 300
     note = schedule_note(run, checkpoint_of(run_of(TRAINED)))
     assert note is not None and "ends at iteration 100;" in note
     again = ErrorCollector()
     third = resumed_run(run_of(longer.replace("300", "400")), checkpoint_of(run), again)
     assert not again.messages and rates(third) == rates(run_of(TRAINED))
-    stretched, mistakes = resume(f"{longer} {OVERRIDE}")
-    assert not mistakes and rates(stretched) == rates(run_of(longer)) != rates(run_of(TRAINED))
+    stretched, errors = resume(f"{longer} {OVERRIDE}")
+    assert not errors and rates(stretched) == rates(run_of(longer)) != rates(run_of(TRAINED))
     assert schedule_note(stretched, checkpoint_of(run_of(TRAINED))) is None
-    shorter, mistakes = resume(TRAINED.replace("100", "60"))
-    assert not mistakes and rates(shorter) == rates(run_of(TRAINED))
+    shorter, errors = resume(TRAINED.replace("100", "60"))
+    assert not errors and rates(shorter) == rates(run_of(TRAINED))
 
 
-def test_what_a_style_does_not_use_may_change() -> None:
+def test_values_without_effect_may_change() -> None:
     constant = f"{TRAINED} --lr-decay-style constant"
-    run, mistakes = resume(f"{constant} --min-lr 0 --lr-decay-iters 50 --lr-wsd-decay-iters 7", constant)
-    assert not mistakes and schedule_note(run, checkpoint_of(run_of(constant))) is None
+    run, errors = resume(f"{constant} --min-lr 0 --lr-decay-iters 50 --lr-wsd-decay-iters 7", constant)
+    assert not errors and schedule_note(run, checkpoint_of(run_of(constant))) is None
     assert resume(f"{TRAINED} --lr-wsd-decay-iters 7")[1] == []
     stable = f"{TRAINED} --lr-decay-style WSD"
     assert resume(f"{stable} --lr-wsd-decay-iters 7", stable)[1] == ["--lr-wsd-decay-iters 7"]
     assert resume(f"{stable} --lr-wsd-decay-iters 10", stable)[1] == []
 
 
-def test_finetuning_begins_with_its_own_schedule() -> None:
+def test_finetuning_uses_its_own_schedule() -> None:
     words = "--train-iters 20 --lr 5e-5 --lr-decay-style linear --finetune --weight-decay 0"
-    run, mistakes = resume(words)
-    assert not mistakes and run == run_of(words)
+    run, errors = resume(words)
+    assert not errors and run == run_of(words)
 
 
 def test_an_evaluation_has_no_schedule() -> None:
-    run, mistakes = resume(f"{TRAINED} --lr 2e-3 --weight-decay 0 --skip-train")
-    assert not mistakes and run.optimizer.lr == 2e-3
+    run, errors = resume(f"{TRAINED} --lr 2e-3 --weight-decay 0 --skip-train")
+    assert not errors and run.optimizer.lr == 2e-3
 
 
-def test_weights_alone_are_no_run_to_continue() -> None:
+def test_a_run_cannot_be_resumed_from_weights_alone() -> None:
     for words, refused in (("", True), ("--finetune", False), ("--no-load-optim", False), ("--skip-train", False)):
         errors = ErrorCollector()
         run = run_of(f"{TRAINED} {words}")
@@ -118,15 +118,15 @@ def test_weights_alone_are_no_run_to_continue() -> None:
         assert [("give --finetune, or --no-load-optim" in line) for line in errors.messages] == [True] * refused
 
 
-def test_flags_that_contradict_each_other() -> None:
-    mistakes: list[str] = []
+def test_contradicting_flags_are_reported() -> None:
+    errors: list[str] = []
     words = f"{TRAINED} {OVERRIDE} {KEEP} --finetune --keep-last-n-checkpoints 0 --save-retain-interval -1"
-    flags = parse_run([word for word in f"{BASE} {words}".split() if word not in ("--load", "c")], mistakes)
-    resolve_run(flags, 100, 1, mistakes)
+    flags = parse_run([word for word in f"{BASE} {words}".split() if word not in ("--load", "c")], errors)
+    resolve_run(flags, 100, 1, errors)
     starts = ["--keep-last-n-checkpoints 0:", "--save-retain-interval -1:", "--finetune", "--override-opt"]
-    assert [line.startswith(start) for line, start in zip(mistakes, starts, strict=True)] == [True] * 4
+    assert [line.startswith(start) for line, start in zip(errors, starts, strict=True)] == [True] * 4
 
 
-def test_megatrons_older_spelling_is_the_same_flag() -> None:
+def test_megatrons_older_spelling_is_accepted() -> None:
     flags = parse_run(f"{BASE} {TRAINED} --override-opt_param-scheduler".split(), [])
     assert flags.checkpoint.override_opt_param_scheduler

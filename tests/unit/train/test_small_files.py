@@ -1,4 +1,4 @@
-"""What an imported model came with stays beside it through training: template, token ids, settings of generation."""
+"""Files of an imported model in checkpoints: chat template, special token ids, generation settings."""
 
 import json
 import os
@@ -38,13 +38,13 @@ def write_words(path: Path, *words: str) -> None:
 
 @pytest.fixture
 def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of checkpoints with an import, and the Hugging Face directory `hf` beside it."""
+    """A directory of checkpoints with an imported model, next to its Hugging Face directory `hf`."""
     directory = write_directory(tmp_path / "hf", {**CONFIG, "eos_token_id": 5, "pad_token_id": 3})
     write_words(directory / "tokenizer.json", "a", "b")
     for name, text in BESIDE.items():
         (directory / name).write_text(text)
     convert("import", "--hf", directory, "--save", tmp_path / "imported")
-    # The tiny state gets the tensors of that model.
+    # The tiny state receives the tensors of that model.
     shapes = tensor_shapes(open_model(tmp_path / "imported", None, None).config)
     monkeypatch.setattr(tiny_training, "SHAPES", shapes)
     monkeypatch.setattr(checkpoints, "describe_data", lambda *of_the_data: {})
@@ -52,7 +52,7 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, iteration: int) -> Path:
-    """A run that loads, and saves after a step and at its end; returns its last checkpoint."""
+    """Run a training that loads, saves after a step and at its end; return its last checkpoint."""
     opened = Checkpoint.open(load)
     run = SimpleNamespace(
         checkpoint=CheckpointConfig(load=load, save=save, finetune=finetune),
@@ -74,8 +74,8 @@ def train(load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, i
 
 
 @pytest.mark.parametrize("given", ["", "hf", "words.json"])
-def test_what_was_imported_is_exported_after_two_runs(imported: Path, tmp_path: Path, given: str) -> None:
-    """Whether the runs are given no tokenizer, the model's directory, or a copy of the tokenizer's file alone."""
+def test_imported_files_are_exported_after_two_runs(imported: Path, tmp_path: Path, given: str) -> None:
+    """The runs have no tokenizer, the model's directory, or a copy of only the tokenizer's file."""
     hf = tmp_path / "hf"
     (tmp_path / "words.json").write_bytes((hf / "tokenizer.json").read_bytes())
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')
@@ -93,7 +93,7 @@ def test_what_was_imported_is_exported_after_two_runs(imported: Path, tmp_path: 
     assert config["eos_token_id"] == [0, 2] and config["pad_token_id"] == 3
 
 
-def test_nothing_of_another_tokenizer_is_taken_over(
+def test_files_of_another_tokenizer_are_not_taken_over(
     imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = train(imported, tmp_path / "run", ByteTokenizer(), True, 1)
@@ -104,7 +104,7 @@ def test_nothing_of_another_tokenizer_is_taken_over(
     assert "these are not taken over: chat_template.jinja, generation_config.json" in said
 
 
-def test_what_cannot_be_removed_is_told_once(
+def test_a_directory_that_cannot_be_removed_is_reported_once(
     imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = tmp_path / "run" / "iter_0000001.tmp-theirs"
@@ -119,7 +119,7 @@ def test_what_cannot_be_removed_is_told_once(
     assert capsys.readouterr().out.count(f"*** {theirs}: left by a failed save, cannot be removed") == 1
 
 
-def test_the_runs_own_files_count_before_those_of_the_model(imported: Path, tmp_path: Path) -> None:
+def test_the_runs_files_override_those_of_the_model(imported: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
     (own / "tokenizer.json").write_bytes((tmp_path / "hf" / "tokenizer.json").read_bytes())
@@ -127,6 +127,6 @@ def test_the_runs_own_files_count_before_those_of_the_model(imported: Path, tmp_
     (own / "tokenizer_config.json").write_text(config)
     directory = train(imported, tmp_path / "run", load_tokenizer("HuggingFaceTokenizer", own), True, 1)
     assert (directory / "tokenizer_config.json").read_text() == config
-    # It would count before the template in the configuration.
+    # It would override the template in the configuration.
     assert not (directory / "chat_template.jinja").exists()
     assert (directory / "generation_config.json").read_text() == BESIDE["generation_config.json"]

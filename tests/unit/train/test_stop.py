@@ -1,4 +1,4 @@
-"""Signals that are noted, those that end at once, and votes that become an end."""
+"""Signals that request a shutdown or end the process, and votes that stop a run."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ with StopSignals() as signals:
     {wait}
 print(signals.received, flush=True)
 """
-# In C, without a return to the interpreter: as a rank that waits in a collective.
+# Blocks in C without returning to the interpreter, like a rank that waits in a collective.
 IN_C = "import ctypes; libc = ctypes.CDLL(None); [libc.usleep(900000) for _ in range(10)]"
 UNTIL_NOTED = "exec('while not signals.received: time.sleep(0.01)')"
 
@@ -44,7 +44,7 @@ def test_the_first_signal_is_noted(number: int) -> None:
     assert output == f"[{int(number)}]\n" and process.returncode == 0
 
 
-def test_two_signals_of_a_launcher_are_one_and_a_later_one_ends_at_once() -> None:
+def test_two_quick_signals_count_as_one_and_a_later_one_ends_the_process() -> None:
     process = start(IN_C)
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
@@ -53,12 +53,12 @@ def test_two_signals_of_a_launcher_are_one_and_a_later_one_ends_at_once() -> Non
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
-    _, told = process.communicate(timeout=10)
+    _, output = process.communicate(timeout=10)
     assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - began < 0.8
-    assert told == "a second SIGTERM: ends at once\n"
+    assert output == "a second SIGTERM: ends at once\n"
 
 
-def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
+def test_handlers_are_restored_and_ignored_signals_stay_ignored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -74,7 +74,7 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
         signal.signal(signal.SIGINT, ignored)
 
 
-def test_any_ranks_wish_ends_the_run() -> None:
+def test_the_vote_of_any_rank_ends_the_run() -> None:
     signals = StopSignals()
     asked = Stopper(ReliabilityConfig(), signals, 1, time.monotonic())
     others = Stopper(ReliabilityConfig(), None, 0, time.monotonic())
@@ -99,7 +99,7 @@ def test_time_steps_and_a_file_end_the_run(tmp_path: Path) -> None:
     assert second.votes() == [0.0] * 4, "only the first rank looks"
 
 
-def test_numbers_that_cannot_be_are_mistakes() -> None:
+def test_invalid_numbers_are_rejected() -> None:
     wrong = ReliabilityConfig(
         exit_interval=0, exit_duration_in_mins=-1.0, max_consecutive_bad_steps=0, loss_spike_factor=1.0,
         loss_spike_window=0,

@@ -18,8 +18,8 @@ def streams_of(plan: StreamPlan, vocab_size: int = 100) -> tuple[_TextStreams, R
     return _TextStreams(cast(Any, None), inputs, plan), inputs
 
 
-def test_positions_of_other_data_are_not_gone_on_from(tmp_path: Path) -> None:
-    """Such a checkpoint comes here only where --allow-data-change was given."""
+def test_positions_of_other_data_are_ignored(tmp_path: Path) -> None:
+    """Such a checkpoint only gets here with --allow-data-change."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "1 2"}\n{"text": "3 4"}\n')
     shards, sources = find_input([str(path)], "text")

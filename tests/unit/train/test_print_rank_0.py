@@ -1,4 +1,4 @@
-"""What a run prints where nobody can read it any more."""
+"""Output to a terminal that is gone, and to a full disk."""
 
 import io
 import subprocess
@@ -29,12 +29,12 @@ class HungUp(io.StringIO):
         raise OSError(5, "Input/output error")
 
 
-def test_what_cannot_be_printed_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_cannot_be_printed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", HungUp())
     print_rank_0("lost", 0)
 
 
-def test_a_run_whose_last_words_cannot_be_printed_is_done() -> None:
+def test_a_run_succeeds_if_its_last_line_cannot_be_printed() -> None:
     # A file on a full disk fails in the same call as a terminal that has hung up.
     with open("/dev/full", "w") as full:
         done = subprocess.run(
