@@ -1,1 +1,1 @@
-"""Which layout a run should have, and how long it will take: arithmetic over what `cost` knows."""
+"""Plans the layout of a run and predicts its time, and predicts published runs."""
