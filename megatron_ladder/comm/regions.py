@@ -47,7 +47,7 @@ class _SumGradientRows(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         whole = gradient.clone()
-        whole[ctx.rows] = ctx.group.all_reduce(gradient[ctx.rows].contiguous())
+        whole[ctx.rows] = ctx.group.all_reduce(whole[ctx.rows].contiguous())
         return whole, None, None, None
 
 
