@@ -20,7 +20,7 @@ from megatron_ladder.parallel.layout import parameter_sections
 
 
 class Finding(NamedTuple):
-    """What is wrong with a step."""
+    """A problem of a step."""
 
     kind: Literal["bad numbers", "loss spike", "overflow"]
     skipped: bool

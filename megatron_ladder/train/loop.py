@@ -38,7 +38,7 @@ from megatron_ladder.train.stop import Stopper, StopSignals
 
 
 class _Session(NamedTuple):
-    """What a process has of a run besides the trainer."""
+    """The parts of a run other than the trainer."""
 
     inputs: RunInputs
     reading: TrainingData
