@@ -19,6 +19,7 @@ allocated and its memory is reused. Reads of a sharded stream are waited for on 
 their tensors instead.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -40,6 +41,15 @@ class InFlight(NamedTuple):
         if self.work is not None:
             self.work.wait()
         return self.partial
+
+
+Launch = Callable[[Tensor], InFlight]
+"""Starts to sum a partial sum over the ranks, and takes ownership of it."""
+
+
+def leave_unreduced(partial: Tensor) -> InFlight:
+    """Return a handle of the partial sum itself: the `Launch` that starts nothing."""
+    return InFlight(partial, None)
 
 
 class _StartAllReduce(Function):

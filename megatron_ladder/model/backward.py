@@ -54,7 +54,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import SideQueue
 from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.model.sub_block import Midway, SequenceContext, SubBlock, ignore_midway, walk
@@ -144,15 +144,15 @@ class ForwardRecord:
         stream = stream if output is None else stream + output
         return stream, self._read(index, stream.detach().requires_grad_(), with_graph=not self.steps[index].recompute)
 
-    def partial_sum(self, index: int, reading: LocalReading, midway: Midway) -> Tensor:
-        """See `ForwardPass.partial_sum`."""
+    def start(self, index: int, reading: LocalReading, midway: Midway, launch: Launch) -> InFlight:
+        """See `ForwardPass.start`."""
         step = self.steps[index]
         if step.recompute:
             self._kept.append(reading.stream)
-            return step.body(reading.whole.wait(), self.context, midway=midway)
+            return step.body(reading.whole.wait(), self.context, midway=midway, launch=launch)
         graph, output = self._build(index, reading, midway, keeps_input=not self.sharded)
         self._kept.append(graph)
-        return output
+        return launch(output)
 
     def gather_again(self, index: int) -> None:
         """Start to gather the tensor that the backward of a sub-block needs whole and forward did not keep."""
@@ -204,8 +204,8 @@ class ForwardRecord:
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
             output = self.steps[index].body(
-                normed, self.context, input_gradient, hook_backward if runs_midway else ignore_midway
-            )
+                normed, self.context, input_gradient, hook_backward if runs_midway else ignore_midway, leave_unreduced
+            ).partial
         assert reading.normed_edge is not None
         graph = _Graph(reading.stream, reading.normed_edge, reading.normed, get_gradient_edge(output), input_gradient)
         return graph, output.detach()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors
+from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced, start_all_reduce
 from megatron_ladder.model.documents import document_attention
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext
@@ -95,12 +96,13 @@ class Attention(nn.Module):
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
         midway: Midway = ignore_midway,
-    ) -> Tensor:
+        launch: Launch | None = None,
+    ) -> InFlight:
         """See `SubBlockBody`."""
         attended = self.heads(self.qkv_proj(normed, input_gradient), context, input_gradient)
         midway(attended)
-        partial: Tensor = self.o_proj(attended)
-        return partial
+        in_flight: InFlight = self.o_proj(attended, launch)
+        return in_flight
 
 
 class MLP(nn.Module):
@@ -119,12 +121,13 @@ class MLP(nn.Module):
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
         midway: Midway = ignore_midway,
-    ) -> Tensor:
+        launch: Launch | None = None,
+    ) -> InFlight:
         """See `SubBlockBody`."""
         inner = self.operations.swiglu(self.gate_up_proj(normed, input_gradient))
         midway(inner)
-        partial: Tensor = self.down_proj(inner)
-        return partial
+        in_flight: InFlight = self.down_proj(inner, launch)
+        return in_flight
 
 
 class AttentionMLP(nn.Module):
@@ -145,12 +148,15 @@ class AttentionMLP(nn.Module):
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
         midway: Midway = ignore_midway,
-    ) -> Tensor:
+        launch: Launch | None = None,
+    ) -> InFlight:
         """See `SubBlockBody`."""
         widths = self.in_proj.widths
         projected = self.in_proj(normed, input_gradient)
         heads, gate_up = torch.split(projected, [sum(widths[:3]), sum(widths[3:])], dim=-1)
         attended = self.heads(heads, context, input_gradient)
         midway(attended)
-        partial: Tensor = self.o_proj(attended)
-        return partial + self.down_proj(self.operations.swiglu(gate_up))
+        unreduced: InFlight = self.o_proj(attended, leave_unreduced)
+        of_mlp: InFlight = self.down_proj(self.operations.swiglu(gate_up), leave_unreduced)
+        partial = unreduced.partial + of_mlp.partial
+        return start_all_reduce(partial, self.o_proj.group) if launch is None else launch(partial)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import SideQueue
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.comm.stream import StreamLayout
@@ -64,14 +64,16 @@ class SubBlockBody(Protocol):
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
         midway: Midway = ignore_midway,
-    ) -> Tensor:
-        """Return this rank's unreduced partial sum of the output, [s, b, h].
+        launch: Launch | None = None,
+    ) -> InFlight:
+        """Return the handle of the output, [s, b, h] or this rank's positions of it.
 
         Args:
             normed: the normed stream, all positions, [s, b, h].
             context: the positions, and what their queries may attend to.
             input_gradient: receives the gradient of `normed`; None leaves it to autograd.
             midway: called once, between input and output projection, with a tensor that the output depends on.
+            launch: starts the sum over the ranks, as in `RowParallelLinear`.
         """
 
 
@@ -112,7 +114,8 @@ class SubBlock(NamedTuple):
         """
 
         def compute(stream: Tensor) -> Tensor:
-            return self.body(self.layout.start_read(self.norm(stream, norm_weight)).wait(), context)
+            normed = self.layout.start_read(self.norm(stream, norm_weight)).wait()
+            return self.body(normed, context, launch=leave_unreduced).partial
 
         if self.recomputes:
             recomputed: Tensor = checkpoint(compute, stream, use_reentrant=False, preserve_rng_state=False)
@@ -138,10 +141,10 @@ class ForwardPass(Protocol[Reading]):
             The stream after the addition, and the reading.
         """
 
-    def partial_sum(self, index: int, reading: Reading, midway: Midway) -> Tensor:
-        """Run the body of step `index` and return its unreduced partial sum [s, b, h].
+    def start(self, index: int, reading: Reading, midway: Midway, launch: Launch) -> InFlight:
+        """Run the body of step `index` and launch the sum of its output.
 
-        The caller may reduce it in place: no graph may depend on its values.
+        The sum may overwrite the partial sum: no graph may depend on its values.
         """
 
 
@@ -168,12 +171,12 @@ class AutogradPass(NamedTuple):
         stream, normed = (stream, step.norm(stream)) if output is None else step.norm(stream, output=output)
         return stream, NormedStream(stream, step.layout.start_read(normed))
 
-    def partial_sum(self, index: int, reading: NormedStream, midway: Midway) -> Tensor:
-        """See `ForwardPass.partial_sum`."""
+    def start(self, index: int, reading: NormedStream, midway: Midway, launch: Launch) -> InFlight:
+        """See `ForwardPass.start`."""
         step = self.steps[index]
         if reading.whole is None:
-            return step.partial_sum(reading.stream, self.context)
-        return step.body(reading.whole.wait(), self.context, midway=midway)
+            return launch(step.partial_sum(reading.stream, self.context))
+        return step.body(reading.whole.wait(), self.context, midway=midway, launch=launch)
 
 
 def walk(
@@ -181,7 +184,7 @@ def walk(
     forward: ForwardPass[Reading],
     pending_out: int,
     layout: StreamLayout,
-    launch: Callable[[Tensor], InFlight],
+    launch: Launch,
     side_queue: SideQueue | None,
 ) -> Tensor:
     """Walk a range of sub-blocks by the rule of `stack.py`.
@@ -201,7 +204,7 @@ def walk(
     # A range shorter than its staleness passes on outputs that it neither made nor read.
     reduced_here = len(entered) + len(steps) - pending_out
     pending = deque(
-        launch(partial.clone()) if number < reduced_here else InFlight(partial, None)
+        launch(partial.clone()) if number < reduced_here else leave_unreduced(partial)
         for number, partial in enumerate(entered)
     )
     ahead: list[Reading] = []
@@ -234,9 +237,8 @@ def walk(
         if side_queue is not None and index + 1 < len(steps) and steps[index + 1].staleness > 0:
             midway = start_reading_ahead(index + 1, side_queue)
         with step.named("forward"):
-            partial = forward.partial_sum(index, reading, midway)
             is_reduced = len(entered) + index < reduced_here
-            pending.append(launch(partial) if is_reduced else InFlight(partial, None))
+            pending.append(forward.start(index, reading, midway, launch if is_reduced else leave_unreduced))
     stream = _drain(stream, pending, pending_out)
     return _join_state(stream, (in_flight.partial for in_flight in pending))
 

@@ -3,7 +3,7 @@
 Shapes per rank, with t ranks, s positions, b samples:
 
     ColumnParallelLinear   x [s, b, in]         weight_shard_out [out/t, in]   ->  [s, b, out/t]
-    RowParallelLinear      x_shard [s, b, in/t] weight_shard_in [out, in/t]    ->  partial sum [s, b, out]
+    RowParallelLinear      x_shard [s, b, in/t] weight_shard_in [out, in/t]    ->  InFlight of [s, b, out]
 
 ZeRO-3 gathers a parameter before each use and releases it after; `linear` and `reached_by_backward` allow for that.
 """
@@ -18,6 +18,7 @@ from torch.autograd import Function
 
 from megatron_ladder.blueprint.tensors import Matrix
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.inflight import InFlight, Launch, start_all_reduce
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region, sum_gradient_rows
 from megatron_ladder.parallel.input_gradient import InputGradient, linear_with_input_gradient
 from megatron_ladder.parallel.layout import ParallelModule
@@ -161,7 +162,7 @@ class ColumnParallelLinear(ParallelModule):
 
 
 class RowParallelLinear(ParallelModule):
-    """`partial = x_shard @ weight_shard^T`, + bias on rank 0; the sum over the ranks is left to the caller.
+    """`y = sum over ranks of x_shard @ weight_shard^T`, + bias, returned while the sum is in flight.
 
     The bias enters the partial sum of rank 0 only, so it counts once. Its gradient is that of the sum, and equal on
     every rank. Added here instead of after the sum, the bias needs no second hook on the handle: it crosses a pipeline
@@ -196,13 +197,17 @@ class RowParallelLinear(ParallelModule):
         else:
             self.bias = None
 
-    def forward(self, x_shard: Tensor) -> Tensor:
-        """[s, b, in/t] -> this rank's partial sum [s, b, out]."""
+    def forward(self, x_shard: Tensor, launch: Launch | None = None) -> InFlight:
+        """[s, b, in/t] -> the handle of the sum over the ranks, [s, b, out].
+
+        Args:
+            launch: starts the sum of this rank's partial sum; an all-reduce if not given. `leave_unreduced` is for a
+                caller that adds to the partial sum, or sends it elsewhere, before the sum starts.
+        """
         partial = self.linear(x_shard, self.weight, None)
-        if self.bias is None:
-            return partial
-        added: Tensor = _AddOnRankZero.apply(partial, self.bias, self.group, self.equal_gradients)
-        return added
+        if self.bias is not None:
+            partial = _AddOnRankZero.apply(partial, self.bias, self.group, self.equal_gradients)
+        return start_all_reduce(partial, self.group) if launch is None else launch(partial)
 
 
 class _AddOnRankZero(Function):

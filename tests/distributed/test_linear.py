@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ladder.blueprint.tensors import Matrix, TensorSpec
-from megatron_ladder.comm.inflight import start_all_reduce
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tests.helpers.pool import GlooPools
@@ -36,7 +35,9 @@ def run_layers() -> dict[str, Tensor]:
                     box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
                     section.view(parameter).copy_(whole[section.name][box])
     x = torch.linspace(-1, 1, 18, dtype=DOUBLE).view(3, 1, 6).requires_grad_()
-    output = start_all_reduce(down(up(x).tanh()), mesh.tensor).wait()
+    in_flight = down(up(x).tanh())
+    assert in_flight.work is not None and in_flight.partial.shape == (3, 1, 5)
+    output = in_flight.wait()
     output.square().sum().backward()
     assert x.grad is not None and down.bias is not None and down.bias.grad is not None
     return {"output": output.detach(), "x": x.grad, "bias": down.bias.grad}
