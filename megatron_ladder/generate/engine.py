@@ -37,11 +37,7 @@ class GenerationEngine:
             tokenizer: decodes the generated ids; None if only ids are needed.
             new_graph: creates the graph in which a batch captures its decode step; None runs the step eagerly.
         """
-        self.model = model.eval()
-        self.group = mesh.tensor
-        self.tokenizer = tokenizer
-        self.new_graph = new_graph
-        self.device = model.embedding.weight.device
+        self.model, self.group, self.tokenizer, self.new_graph = model.eval(), mesh.tensor, tokenizer, new_graph
 
     def new_batch(self, slots: int, positions: int) -> SlotBatch:
         """Return an empty batch; see `SlotBatch`."""
@@ -84,7 +80,13 @@ class GenerationEngine:
             tokens = batch.step()
             decode_seconds += time.perf_counter() - begun
             yield from tokens
-        return _generations(batch, prefill_seconds, decode_seconds)
+        samples = [sample for sample in batch.samples if sample is not None]
+        prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+        later_tokens = sum(len(sample.ids) - 1 for sample in samples)
+        timings = Timings(
+            prefill_seconds, prompt_tokens / prefill_seconds, later_tokens / decode_seconds if later_tokens else None
+        )
+        return [sample.result(timings) for sample in samples]
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:
@@ -94,37 +96,12 @@ class GenerationEngine:
             ids: at least two, and at most as many as the model has positions. The first token has no score.
         """
         model = self.model
-        tokens = torch.tensor([ids], device=self.device)
+        tokens = torch.tensor([ids], device=model.embedding.weight.device)
         hidden_states = model.hidden_states(tokens[:, :-1], model.training_context(tokens[:, :-1]))
+        parts, targets = hidden_states.split(_SCORED_AT_ONCE), tokens[:, 1:].t().split(_SCORED_AT_ONCE)
         logprobs: list[float] = []
-        for part, targets in zip(
-            hidden_states.split(_SCORED_AT_ONCE), tokens[:, 1:].split(_SCORED_AT_ONCE, dim=1), strict=True
-        ):
+        for part, following in zip(parts, targets, strict=True):
             logits = model.logits_shard(part)
-            losses = vocab_parallel_cross_entropy(logits, targets.t(), model.head.start, model.head.valid, self.group)
+            losses = vocab_parallel_cross_entropy(logits, following, model.head.start, model.head.valid, self.group)
             logprobs += (-losses[:, 0]).tolist()
         return logprobs
-
-
-def _generations(batch: SlotBatch, prefill_seconds: float, decode_seconds: float) -> list[Generation]:
-    samples = [sample for sample in batch.samples if sample is not None]
-    prompt_tokens = sum(len(sample.request.prompt_ids) for sample in samples)
-    later_tokens = sum(len(sample.ids) - 1 for sample in samples)
-    timings = Timings(
-        prefill_seconds, prompt_tokens / prefill_seconds, later_tokens / decode_seconds if later_tokens else None
-    )
-    generations = []
-    for sample in samples:
-        assert sample.finish_reason is not None
-        generations.append(
-            Generation(
-                sample.request.prompt_ids,
-                tuple(sample.ids),
-                text=None if sample.decoder is None else "".join(sample.pieces),
-                finish_reason=sample.finish_reason,
-                timings=timings,
-                logprobs=tuple(sample.logprobs) if sample.request.sampling.logprobs else None,
-                alternatives=tuple(sample.alternatives) or None,
-            )
-        )
-    return generations

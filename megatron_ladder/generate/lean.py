@@ -1,8 +1,8 @@
 """Operations of a decode step on a CPU, in as few torch calls as possible, and the layout of the weights for them.
 
 A decoded token of a small model is hundreds of operations on a few thousand numbers each, so the number of calls
-determines the time. The functions compute what those of `model/operations.py` compute, up to rounding, without a graph
-for backward: inputs that nobody reads any more are overwritten.
+determines the time. The functions equal those of `model/operations.py` up to rounding, but they have no backward and
+overwrite inputs that are not read again.
 
 Matrices are laid out in panels. In the usual layout of a matrix [out, in], one row of x is multiplied at half of the
 memory's rate, because rows of 768 numbers are too short for the processor's prefetcher. In panels of a few output
@@ -10,8 +10,8 @@ columns,
 
     weight [out, in]   ->   panels [out / width, in, width]
 
-the same product reads the weight from end to end, and the sums of a panel stay in registers. A weight of three
-dimensions is one in panels.
+the same product reads the weight from end to end, and the sums of a panel stay in registers. A weight with
+three dimensions is in panels.
 
 Weights are stored in large pages. Linux uses pages of 4 KiB by default; a processor looks up the address of each page,
 and its prefetcher stops at the end of one. With pages of 2 MiB, a product with one row reads a weight a quarter faster,
@@ -50,18 +50,21 @@ def load_for_cpu(model: LanguageModel, fill: Callable[[nn.Module], None]) -> Non
     Args:
         fill: reads the weights of a part of the model.
     """
-    in_panels = set(_multiplied_in_panels(model))
+    modules = [module for module in model.modules() if isinstance(module, ParallelModule)]
+    table_only = None if model.lm_head is None else model.embedding
+    in_panels = {
+        module
+        for module in modules
+        if not isinstance(module, RMSNorm) and module is not table_only and _fits_panels(module.get_parameter("weight"))
+    }
     largest = max((module.get_parameter("weight").numel() for module in in_panels), default=0)
     buffer = _empty_in_large_pages((largest,), model.compute_dtype)
-    for module in model.modules():
-        if not isinstance(module, ParallelModule):
-            continue
+    for module in modules:
         for name, described in list(module.named_parameters(recurse=False)):
-            shape = described.shape
             if name == "weight" and module in in_panels:
-                memory = buffer[: described.numel()].view(shape)
+                memory = buffer[: described.numel()].view(described.shape)
             else:
-                memory = _empty_in_large_pages(shape, described.dtype)
+                memory = _empty_in_large_pages(described.shape, described.dtype)
             module.register_parameter(name, nn.Parameter(memory, requires_grad=False))
         fill(module)
         if module in in_panels:
@@ -69,20 +72,8 @@ def load_for_cpu(model: LanguageModel, fill: Callable[[nn.Module], None]) -> Non
             module.register_parameter("weight", nn.Parameter(panels, requires_grad=False))
 
 
-def _multiplied_in_panels(model: LanguageModel) -> list[ParallelModule]:
-    table_only = None if model.lm_head is None else model.embedding
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, ParallelModule)
-        and not isinstance(module, RMSNorm)
-        and module is not table_only
-        and _fits_panels(module.get_parameter("weight"))
-    ]
-
-
 def _fits_panels(weight: Tensor) -> bool:
-    """Whether the dtype of a weight [out, in] has a panel width, and that width divides `out`."""
+    """Return whether the dtype of a weight [out, in] has a panel width, and that width divides `out`."""
     width = _PANEL_WIDTHS.get(weight.dtype)
     return weight.dim() == 2 and width is not None and weight.shape[0] % width == 0
 
@@ -155,13 +146,9 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _split_heads(
-    projected: Tensor,
-    widths: Sequence[int],
-    head_dim: int,
-    table: RotaryTable,
-    norm_weights: tuple[Tensor, Tensor] | None,
-    epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    projected: Tensor, widths: Sequence[int], head_dim: int, table: RotaryTable,
+    norm_weights: tuple[Tensor, Tensor] | None, epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Split heads as `Operations.split_heads` does; queries and keys, which are adjacent, are rotated together."""
     positions, samples, _ = projected.shape
     heads = projected.view(positions, samples, -1, head_dim)

@@ -6,6 +6,7 @@ override them. `load_model` then builds this rank's model and reads this rank's 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,7 @@ from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory, safe_path
 from megatron_ladder.convert.tokenizer_files import token_ids
-from megatron_ladder.data.tokenizers import (
-    DESCRIPTION_FILE,
-    Tokenizer,
-    load_tokenizer,
-    load_tokenizer_from_directory,
-)
+from megatron_ladder.data.tokenizers import DESCRIPTION_FILE, Tokenizer, load_tokenizer, load_tokenizer_from_directory
 from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
 from megatron_ladder.model.language_model import LanguageModel
@@ -66,9 +62,9 @@ def open_model(directory: Path, tokenizer_type: str | None, tokenizer_model: Pat
     given = None
     if tokenizer_type is not None and tokenizer_model is not None:
         given = load_tokenizer(tokenizer_type, tokenizer_model)
+    open_directory = _open_hf if (directory / CONFIG_NAME).exists() else _open_checkpoint
     try:
-        is_hf = (directory / CONFIG_NAME).exists()
-        stored = _open_hf(directory, given) if is_hf else _open_checkpoint(directory, given)
+        stored = open_directory(directory, given)
     except UserError as error:
         first, *more = error.messages
         raise UserError(first if first.startswith("--") else f"--model {first}", *more) from None
@@ -84,48 +80,35 @@ def open_model(directory: Path, tokenizer_type: str | None, tokenizer_model: Pat
 
 def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
     checkpoint = Checkpoint.open(directory)
-    if tokenizer is None and (checkpoint.directory / DESCRIPTION_FILE).is_file():
-        tokenizer = load_tokenizer_from_directory(checkpoint.directory)
-    return StoredModel(
-        checkpoint.directory,
-        checkpoint.model(),
-        tokenizer,
-        eos_ids=_eos_ids(checkpoint.manifest.get("hugging_face") or {}, tokenizer),
-        prefix=(),
-        fill=lambda model: load_weights(model, checkpoint),
-        warnings=tuple(checkpoint.warnings),
-    )
+    directory = checkpoint.directory
+    if tokenizer is None and (directory / DESCRIPTION_FILE).is_file():
+        tokenizer = load_tokenizer_from_directory(directory)
+    eos_ids = _eos_ids(checkpoint.manifest.get("hugging_face") or {}, tokenizer)
+    fill = partial(load_weights, source=checkpoint)
+    return StoredModel(directory, checkpoint.model(), tokenizer, eos_ids, (), fill, tuple(checkpoint.warnings))
 
 
 def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
     found = open_hf_directory(directory)
-    prefix: tuple[int, ...] = ()
+    prefix: list[int] = []
     name = next((name for name in _TOKENIZER_FILES if (directory / name).exists()), None)
     if tokenizer is None and name is not None:
         safe_path(directory, name)
         tokenizer = load_tokenizer(_TOKENIZER_FILES[name], directory / name)
-        prefix = _prefix(tokenizer)
+        path = tokenizer.files[0]
+        if path.suffix == ".json":
+            # The special tokens that it puts before every text.
+            whole = tokenizers.Tokenizer.from_file(str(path))
+            plain, special = (whole.encode("a", add_special_tokens=added).ids for added in (False, True))
+            prefix = next((special[:at] for at in range(len(special)) if special[at:][: len(plain)] == plain), [])
     eos_ids = _eos_ids(token_ids(found.config, directory), tokenizer)
-    return StoredModel(
-        directory, found.model, tokenizer, eos_ids, prefix, fill=lambda model: load_weights(model, found)
-    )
+    return StoredModel(directory, found.model, tokenizer, eos_ids, tuple(prefix), partial(load_weights, source=found))
 
 
 def _eos_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
     ids = config.get("eos_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    return frozenset(listed) | (frozenset() if tokenizer is None else {tokenizer.eod_id})
-
-
-def _prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the special tokens that a tokenizer.json puts before every text."""
-    path = tokenizer.files[0]
-    if path.suffix != ".json":
-        return ()
-    whole = tokenizers.Tokenizer.from_file(str(path))
-    plain, with_special = (whole.encode("a", add_special_tokens=special).ids for special in (False, True))
-    starts = [start for start in range(len(with_special)) if with_special[start : start + len(plain)] == plain]
-    return tuple(with_special[: starts[0]]) if starts else ()
+    return frozenset(listed if tokenizer is None else [*listed, tokenizer.eod_id])
 
 
 def check_tensor_parallel(config: ModelConfig, tensor_parallel: int) -> None:

@@ -1,6 +1,5 @@
 """Flags of `tools/generate.py`, without torch, because the process that starts the ranks does not need it."""
 
-import ipaddress
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +9,7 @@ from typing import Literal
 from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag, parse_command_line
 
-PROGRAM = "generate.py"
-DESCRIPTION = (
+_DESCRIPTION = (
     "Generates text with a trained model, or serves it over HTTP. Output goes to stdout, statistics to stderr."
 )
 LARGEST_PENALTY = 2.0
@@ -162,14 +160,6 @@ class ServeOptions:
     grace_seconds: float = flag(10.0, minimum=0, requires="--serve")
     """Time that running requests have to finish after SIGTERM or Ctrl-C."""
 
-    @property
-    def is_local(self) -> bool:
-        """Whether only this machine can reach the server."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
-
 
 @dataclass(frozen=True)
 class GenerateOptions:
@@ -193,15 +183,9 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
         UserError: with one line for each error that can be found without opening a file.
     """
     errors: list[str] = []
-    options = GenerateOptions(*parse_command_line(SECTIONS, argv, PROGRAM, DESCRIPTION, found=errors))
-    raise_user_errors([*errors, *_input_errors(options), *_serve_errors(options)])
-    return options
-
-
-def _input_errors(options: GenerateOptions) -> list[str]:
-    """Return the errors that bounds and exclusions of single flags do not cover."""
-    prompts, output, errors = options.prompts, options.output, []
-    has_input = prompts.given or prompts.interactive or options.bench.bench or options.serve.serve
+    options = GenerateOptions(*parse_command_line(SECTIONS, argv, "generate.py", _DESCRIPTION, found=errors))
+    prompts, sampling, output, bench = options.prompts, options.sampling, options.output, options.bench
+    has_input = prompts.given or prompts.interactive or bench.bench or options.serve.serve
     if not has_input and sys.stdin.isatty():
         errors.append("there is no prompt; use --prompt, --prompt-file, --tokens or --interactive, or pipe a text")
     try:
@@ -209,25 +193,19 @@ def _input_errors(options: GenerateOptions) -> list[str]:
             errors.append("--tokens: the prompt is empty; at least one id is required")
     except ValueError as error:
         errors.append(f"--tokens: {error}")
-    if "" in options.sampling.stop:
+    if "" in sampling.stop:
         errors.append("--stop: an empty text would end every continuation at once; use at least one character")
     if output.logprobs and not (output.json or output.score):
         errors.append("--logprobs requires --json or --score")
-    return errors
-
-
-def _serve_errors(options: GenerateOptions) -> list[str]:
-    if not options.serve.serve:
-        return []
-    sections = {
-        "prompts": (options.prompts, PromptOptions()), "sampling": (options.sampling, SamplingOptions()),
-        "output": (options.output, OutputOptions()), "benchmark": (options.bench, BenchOptions()),
-    }  # fmt: skip
-    return [
-        f"--serve does not use the {name} flags; remove them"
-        for name, (given, default) in sections.items()
-        if given != default
-    ]
+    if options.serve.serve:
+        sections = {"prompts": prompts, "sampling": sampling, "output": output, "benchmark": bench}
+        errors += [
+            f"--serve does not use the {name} flags; remove them"
+            for name, given in sections.items()
+            if given != type(given)()
+        ]
+    raise_user_errors(errors)
+    return options
 
 
 def token_ids(words: Sequence[str]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.generate.options import BenchOptions
@@ -38,41 +38,37 @@ class TextOutput:
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        tokenizer: Tokenizer | None,
-        write: Callable[[str], None],
-        repeat: bool = True,
+        self, prompts: Sequence[Prompt], tokenizer: Tokenizer | None, write: Callable[[str], None], repeat: bool = True
     ) -> None:
         """`repeat`: write each prompt before its continuation."""
-        self._prompts, self._tokenizer, self._write, self._repeat = prompts, tokenizer, write, repeat
-        self._buffered = ["" for _ in prompts]
-        self._finished = [False for _ in prompts]
+        self._tokenizer, self._write = tokenizer, write
+        self._buffered = [""] * len(prompts)
+        for index, prompt in enumerate(prompts):
+            if len(prompts) > 1:
+                self._buffered[index] = f"--- {index + 1} of {len(prompts)} ---\n"
+            if repeat and prompt.text is not None:
+                self._buffered[index] += prompt.text
+            elif repeat and tokenizer is not None:
+                self._buffered[index] += tokenizer.decode(prompt.ids)
+        self._finished = [False] * len(prompts)
         self._current = 0
-        self._write(self._beginning(0))
+        self._flush()
 
     def add(self, token: NewToken) -> None:
         """Take the next token of any prompt."""
         self._buffered[token.sample] += f"{token.id} " if self._tokenizer is None else token.text
-        self._finished[token.sample] = token.finish_reason is not None
-        while self._current < len(self._prompts):
+        if token.finish_reason is not None:
+            self._buffered[token.sample] += "\n"
+            self._finished[token.sample] = True
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._current < len(self._buffered):
             self._write(self._buffered[self._current])
             self._buffered[self._current] = ""
             if not self._finished[self._current]:
                 return
-            self._write("\n")
             self._current += 1
-            if self._current < len(self._prompts):
-                self._write(self._beginning(self._current))
-
-    def _beginning(self, index: int) -> str:
-        prompt = self._prompts[index]
-        heading = f"--- {index + 1} of {len(self._prompts)} ---\n" if len(self._prompts) > 1 else ""
-        if not self._repeat:
-            return heading
-        if prompt.text is not None:
-            return heading + prompt.text
-        return heading if self._tokenizer is None else heading + self._tokenizer.decode(prompt.ids)
 
 
 def generation_line(prompt: Prompt, generation: Generation) -> str:
@@ -87,11 +83,8 @@ def generation_line(prompt: Prompt, generation: Generation) -> str:
         "generated_tokens": len(generation.ids),
         **generation.timings._asdict(),
     }
-    if generation.logprobs is not None:
-        values["logprobs"] = generation.logprobs
-    if generation.alternatives is not None:
-        values["top_logprobs"] = generation.alternatives
-    return _json_line(values)
+    requested = {"logprobs": generation.logprobs, "top_logprobs": generation.alternatives}
+    return json.dumps(values | {name: value for name, value in requested.items() if value is not None}) + "\n"
 
 
 def summary(generations: Sequence[Generation]) -> str:
@@ -112,21 +105,20 @@ def score_line(prompt: Prompt, logprobs: Sequence[float], as_json: bool, per_tok
     total = sum(logprobs)
     perplexity = math.exp(min(-total / len(logprobs), _LARGEST_EXPONENT))
     if as_json:
-        values: dict[str, object] = {
+        values = {
             "prompt": prompt.text, "prompt_ids": prompt.ids, "scored_tokens": len(logprobs), "log_likelihood": total,
             "perplexity": perplexity,
         }  # fmt: skip
-        return _json_line(values | {"logprobs": list(logprobs)} if per_token else values)
+        return json.dumps(values | ({"logprobs": list(logprobs)} if per_token else {})) + "\n"
     line = f"{len(logprobs)} tokens scored, log-likelihood {total:.4f}, perplexity {perplexity:.4f}\n"
     return line + (" ".join(f"{logprob:.4f}" for logprob in logprobs) + "\n" if per_token else "")
 
 
 def benchmark_report(rounds: Sequence[Timings], options: BenchOptions, new_tokens: int, as_json: bool) -> str:
     """Return the median, minimum and maximum speed over the rounds of a benchmark."""
-    rates = {"prefill": [round.prefill_tokens_per_second for round in rounds]}
-    decode = [round.decode_tokens_per_second for round in rounds if round.decode_tokens_per_second is not None]
-    if decode:
-        rates["decode"] = decode
+    prefill = [timings.prefill_tokens_per_second for timings in rounds]
+    decode = [timings.decode_tokens_per_second for timings in rounds if timings.decode_tokens_per_second is not None]
+    rates = {"prefill": prefill, "decode": decode} if decode else {"prefill": prefill}
     if as_json:
         values: dict[str, object] = {
             "batch": options.bench_batch, "prompt_tokens": options.bench_prompt, "new_tokens": new_tokens,
@@ -135,13 +127,9 @@ def benchmark_report(rounds: Sequence[Timings], options: BenchOptions, new_token
         for name, found in rates.items():
             values[f"{name}_tokens_per_second"] = statistics.median(found)
             values[f"{name}_tokens_per_second_range"] = [min(found), max(found)]
-        return _json_line(values)
+        return json.dumps(values) + "\n"
     return "".join(
         f"{name:8} {statistics.median(found):10.1f} tokens/s  ({min(found):.1f} to {max(found):.1f} in {len(found)} "
         f"rounds; batch {options.bench_batch}, {options.bench_prompt} + {new_tokens} tokens)\n"
         for name, found in rates.items()
     )
-
-
-def _json_line(values: Mapping[str, object]) -> str:
-    return json.dumps(values) + "\n"

@@ -50,11 +50,10 @@ from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY, SamplingParameters, request_seed
 from megatron_ladder.model.operations import require_compiler
 
-TIMEOUT_MINUTES = 60.0
+_TIMEOUT_MINUTES = 60.0
 """Timeout of collectives; long, because a slow reader of the output can hold up rank 0."""
 _INPUT_TIMEOUT = timedelta(days=30)
 """Time that a user can take to enter a line. The end of a process is noticed immediately in any case."""
-_INPUT_PROMPT = "> "
 
 Mode = Callable[[GenerationEngine], None]
 
@@ -93,69 +92,55 @@ def _check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelCon
 
 
 def _prepare_mode(rank_info: RankInfo, options: GenerateOptions, stored: StoredModel) -> Mode:
+    prompts, sampling = options.prompts, options.sampling
     if options.serve.serve:
-        _require_server_packages()
+        missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise UserError(f"--serve: missing packages; run: pip install {' '.join(missing)}")
         from megatron_ladder.generate.serve.server import prepare_server
 
         return prepare_server(rank_info, options.serve, stored, options.model.model)
-    encoder = _make_encoder(options, stored)
+    encoder = None
+    if stored.tokenizer is not None:
+        encoder = PromptEncoder(stored.tokenizer, stored.prefix, prompts.chat, prompts.system)
+    else:
+        flags = {"--interactive": prompts.interactive, "--chat": prompts.chat, "--stop": bool(sampling.stop)}
+        raise_user_errors(
+            f"{flag} needs a tokenizer, and the model's directory has none; use --tokenizer-type and --tokenizer-model"
+            for flag, given in flags.items()
+            if given
+        )
     if options.bench.bench:
         return _prepare_benchmark(options, stored.config)
-    if options.prompts.interactive:
+    if prompts.interactive:
         assert encoder is not None
         return lambda engine: _converse(engine, encoder, options, stored)
     return _prepare_prompts(options, stored, encoder)
 
 
-def _require_server_packages() -> None:
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"--serve: missing packages; run: pip install {' '.join(missing)}")
-
-
-def _make_encoder(options: GenerateOptions, stored: StoredModel) -> PromptEncoder | None:
-    if stored.tokenizer is not None:
-        return PromptEncoder(stored.tokenizer, stored.prefix, options.prompts.chat, options.prompts.system)
-    given = {
-        "--interactive": options.prompts.interactive, "--chat": options.prompts.chat,
-        "--stop": bool(options.sampling.stop),
-    }  # fmt: skip
-    errors = [
-        f"{flag} needs a tokenizer, and the model's directory has none; use --tokenizer-type and --tokenizer-model"
-        for flag in given
-        if given[flag]
-    ]
-    raise_user_errors(errors)
-    return None
-
-
 def _build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel) -> GenerationEngine:
     begun = time.monotonic()
-    mesh, device = _join_ranks(rank_info, stored.config)
+    config, ranks = stored.config, rank_info.world_size
+    if rank_info.launched:
+        if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+            # By default each rank starts one thread per core, and the ranks slow each other down.
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        device = start_process_group(rank_info, _TIMEOUT_MINUTES)
+        mesh = ProcessMesh.build(ranks, kv_replicas=key_value_replicas(config, ranks))
+    else:
+        device, mesh = rank_info.device(), ProcessMesh.single()
     dtype_name = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     model = load_model(stored, mesh, DTYPES[dtype_name], device, options.overlap, options.compile_sub_blocks)
     if rank_info.rank == 0:
-        config = stored.config
         for warning in stored.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         print(
-            f"{stored.directory}: {config.residual_mode}, {config.num_layers} layers, {dtype_name} on "
-            f"{device.type}, tensor parallel {rank_info.world_size}, loaded in {time.monotonic() - begun:.1f} s",
+            f"{stored.directory}: {config.residual_mode}, {config.num_layers} layers, {dtype_name} on {device.type}, "
+            f"tensor parallel {ranks}, loaded in {time.monotonic() - begun:.1f} s",
             file=sys.stderr,
             flush=True,
         )
     return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if options.cuda_graph else None)
-
-
-def _join_ranks(rank_info: RankInfo, config: ModelConfig) -> tuple[ProcessMesh, torch.device]:
-    """Return the groups and the device of this rank; a single process needs no process group."""
-    if not rank_info.launched:
-        return ProcessMesh.single(), rank_info.device()
-    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        # By default each rank starts one thread per core, and the ranks slow each other down.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank_info.world_size))
-    device = start_process_group(rank_info, TIMEOUT_MINUTES)
-    return ProcessMesh.build(rank_info.world_size, kv_replicas=key_value_replicas(config, rank_info.world_size)), device
 
 
 def _prepare_prompts(options: GenerateOptions, stored: StoredModel, encoder: PromptEncoder | None) -> Mode:
@@ -175,10 +160,13 @@ def _prepare_prompts(options: GenerateOptions, stored: StoredModel, encoder: Pro
 
     def run(engine: GenerationEngine) -> None:
         found = _read_standard_input(engine, read) if prompts is None else prompts
-        if options.output.score:
-            _score(engine, found, options)
-        else:
+        if not options.output.score:
             _continue(engine, found, options, stored)
+            return
+        for prompt in found:
+            logprobs = engine.score(prompt.ids)
+            if engine.group.rank == 0:
+                write_stdout(score_line(prompt, logprobs, options.output.json, options.output.logprobs))
 
     return run
 
@@ -220,29 +208,14 @@ def _continue(
 
 
 def _new_request(options: GenerateOptions, stored: StoredModel, prompt: Prompt, sample: int = 0) -> GenerationRequest:
-    sampling = options.sampling
-    parameters = SamplingParameters(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=request_seed(sampling.seed, prompt.ids, sample),
-        logprobs=options.output.logprobs,
-        top_logprobs=options.output.top_logprobs,
+    sampling, output = options.sampling, options.output
+    seed = request_seed(sampling.seed, prompt.ids, sample)
+    parameters = SamplingParameters.like(
+        sampling, seed=seed, logprobs=output.logprobs, top_logprobs=output.top_logprobs
     )
     eos_ids = frozenset[int]() if sampling.ignore_eos else stored.eos_ids
     stop = tuple(text.replace("\\n", "\n").replace("\\t", "\t") for text in sampling.stop)
     return GenerationRequest(prompt.ids, sampling.max_new_tokens, parameters, eos_ids, stop)
-
-
-def _score(engine: GenerationEngine, prompts: Sequence[Prompt], options: GenerateOptions) -> None:
-    for prompt in prompts:
-        logprobs = engine.score(prompt.ids)
-        if engine.group.rank == 0:
-            write_stdout(score_line(prompt, logprobs, options.output.json, options.output.logprobs))
 
 
 def _converse(engine: GenerationEngine, encoder: PromptEncoder, options: GenerateOptions, stored: StoredModel) -> None:
@@ -282,7 +255,7 @@ def _next_line(
     """Return the next line of standard input that can be continued; None at the end."""
     while True:
         if sys.stdin.isatty():
-            print(_INPUT_PROMPT, end="", file=sys.stderr, flush=True)
+            print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
             return None

@@ -24,7 +24,7 @@ class GenerationRequest:
 
 
 class NewToken(NamedTuple):
-    """One generated token of one sample."""
+    """One generated token of one sample. Log-probability and alternatives are None if not requested."""
 
     sample: int
     """Slot of the sample; the index of its request if all requests were submitted at once."""
@@ -34,9 +34,7 @@ class NewToken(NamedTuple):
     finish_reason: FinishReason | None
     """Set for the last token of the sample."""
     logprob: float | None = None
-    """Log-probability under the model; None if not requested."""
     alternatives: Alternatives | None = None
-    """The most likely tokens at this position; None if not requested."""
 
 
 class Timings(NamedTuple):
@@ -52,7 +50,7 @@ class Timings(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """The result of a request."""
+    """The result of a request. Log-probabilities and alternatives have one entry per token; None if not requested."""
 
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
@@ -62,6 +60,4 @@ class Generation:
     finish_reason: FinishReason
     timings: Timings
     logprobs: tuple[float, ...] | None = None
-    """One per token; None if not requested."""
     alternatives: tuple[Alternatives, ...] | None = None
-    """One entry per token; None if not requested."""

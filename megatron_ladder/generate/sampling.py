@@ -17,8 +17,8 @@ Rank 0 decides, so that rounding cannot make ranks diverge.
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,12 @@ class SamplingParameters:
     """Whether to return each token's log-probability under the model, without penalties and temperature."""
     top_logprobs: int = 0
     """With `logprobs`, the number of most likely tokens to return as well."""
+
+    @classmethod
+    def like(cls, source: object, **changes: Any) -> "SamplingParameters":
+        """Return the parameters of the same names in `source`, except for `changes`."""
+        names = {entry.name for entry in fields(cls)} - changes.keys()
+        return cls(**{name: getattr(source, name) for name in names}, **changes)
 
     @property
     def counted(self) -> bool:

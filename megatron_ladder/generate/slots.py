@@ -1,34 +1,91 @@
-"""Continuous batching over a static cache: slots of a batch are filled and freed while it decodes.
-
-Layouts: token ids [b, s]; hidden_states [s, b, h]; logits_shard_v [b, padded V / t], of each sample's newest token.
+"""Continuous batching: slots of a batch are filled and freed while it decodes, over a cache that is allocated once.
 
     admit     prompts of any lengths, as one batch into free slots    -> the first token of each
     step      the newest token of every slot through the model        -> the next token of each unfinished sample
     release   a slot becomes free for another request
 
 Every tensor-parallel rank makes the same calls in the same order.
+
+Layouts: token ids [b, s]; hidden_states [s, b, h]; logits_shard_v [b, padded V / t], of each sample's newest token;
+keys and values of a layer [b, kv_heads/t, positions, d].
+
+Every sample begins in column 0 of the cache, so that a token's column is its position, independent of the other
+samples' lengths:
+
+    column       0  1  2  3  4  5
+    sample 0     a  b  c  d  e  .       the prompt a b c, then d e
+    sample 1     p  q  x  x  .  .       the prompt p q, then x x
+
+Prompts are processed as one batch, padded on the right. Attention is causal, so no token sees the padding after it. The
+padding's columns of the cache are overwritten by the sample's next tokens, or hidden by the mask.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate.cache import StaticKeyValueCache
 from megatron_ladder.generate.graph import CapturedDecode, StepGraph
-from megatron_ladder.generate.requests import FinishReason, GenerationRequest, NewToken
+from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Alternatives, Sampler
 from megatron_ladder.generate.text import IncrementalDecoder, StopFinder
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
 
-PADDING = 0
+_PADDING = 0
 """The token after shorter prompts and in free slots; no result depends on its value."""
+
+
+class _StaticCache:
+    """Keys and values of this rank's heads, for all layers."""
+
+    def __init__(
+        self, config: ModelConfig, ranks: int, slots: int, positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        kv_heads = config.num_key_value_heads * key_value_replicas(config, ranks) // ranks
+        shape = (slots, kv_heads, positions, config.head_dim)
+        # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
+        # All columns of all heads one after another, and the first row of each head of each sample among them.
+        self.key_rows = [keys.flatten(0, 2) for keys in self.keys]
+        self.value_rows = [values.flatten(0, 2) for values in self.values]
+        self.first_rows = torch.arange(0, slots * kv_heads * positions, positions, device=device).view(slots, kv_heads)
+
+
+class _PromptColumns(NamedTuple):
+    """A `KeyValueCache` that stores the prompts of some slots, which attend to themselves only."""
+
+    cache: _StaticCache
+    slots: Tensor
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values [n, kv_heads/t, s, d] in the first s columns, and return them."""
+        self.cache.keys[layer][self.slots, :, : keys.shape[2]] = keys
+        self.cache.values[layer][self.slots, :, : values.shape[2]] = values
+        return keys, values
+
+
+class _TokenColumns(NamedTuple):
+    """A `KeyValueCache` that stores one token per sample, and returns it with all earlier ones."""
+
+    cache: _StaticCache
+    rows: Tensor
+    """[b kv_heads/t] int64, rows among the columns of all heads."""
+    extent: int
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values [b, kv_heads/t, 1, d]; return those of the first `extent` columns."""
+        self.cache.key_rows[layer].index_copy_(0, self.rows, keys.flatten(0, 2))
+        self.cache.value_rows[layer].index_copy_(0, self.rows, values.flatten(0, 2))
+        return self.cache.keys[layer].narrow(2, 0, self.extent), self.cache.values[layer].narrow(2, 0, self.extent)
 
 
 @dataclass
@@ -43,11 +100,6 @@ class _ActiveSample:
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[Alternatives] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-
-    @property
-    def column(self) -> int:
-        """The newest token's column in the cache: after the prompt and the tokens before it."""
-        return len(self.request.prompt_ids) + len(self.ids) - 1
 
     def append(self, token: int) -> str:
         """Append the next token, and return the text that has become complete."""
@@ -69,19 +121,27 @@ class _ActiveSample:
         self.pieces.append(piece)
         return piece
 
+    def result(self, timings: Timings) -> Generation:
+        """Return the finished generation."""
+        assert self.finish_reason is not None
+        return Generation(
+            self.request.prompt_ids,
+            tuple(self.ids),
+            text=None if self.decoder is None else "".join(self.pieces),
+            finish_reason=self.finish_reason,
+            timings=timings,
+            logprobs=tuple(self.logprobs) if self.request.sampling.logprobs else None,
+            alternatives=tuple(self.alternatives) or None,
+        )
+
 
 class SlotBatch:
     """Samples in slots 0 .. slots - 1 over one static cache."""
 
     def __init__(
-        self,
-        model: LanguageModel,
-        group: CommGroup,
-        tokenizer: Tokenizer | None,
-        graph: StepGraph | None,
-        slots: int,
-        positions: int,
-    ) -> None:
+        self, model: LanguageModel, group: CommGroup, tokenizer: Tokenizer | None, graph: StepGraph | None,
+        slots: int, positions: int,
+    ) -> None:  # fmt: skip
         """
         Args:
             graph: captures the decode step; None launches its kernels for every token.
@@ -89,7 +149,7 @@ class SlotBatch:
         """
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self.samples: list[_ActiveSample | None] = [None] * slots
-        self._cache = StaticKeyValueCache(model.config, group.size, slots, positions, model.compute_dtype, self._device)
+        self._cache = _StaticCache(model.config, group.size, slots, positions, model.compute_dtype, self._device)
         all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
         self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
         self._sampler = Sampler(slots, model.config.vocab_size, model.head.start, group, self._device)
@@ -104,28 +164,34 @@ class SlotBatch:
         """Return whether any sample is unfinished."""
         return any(sample is not None and sample.finish_reason is None for sample in self.samples)
 
+    @torch.inference_mode()
     def release(self, slot: int) -> None:
         """Free a slot, finished or not."""
         self.samples[slot] = None
         self._sampler.assign(slot, GREEDY, ())
 
+    @torch.inference_mode()
     def admit(self, requests: Mapping[int, GenerationRequest]) -> list[NewToken]:
-        """Fill free slots, with all prompts in one batch.
-
-        Returns:
-            The first token of each, in the order of `requests`.
+        """Fill free slots, with all prompts in one batch, and return the first token of each, in the same order.
 
         Raises:
             BadNumbersError: logits are not finite.
         """
         for slot, request in requests.items():
             self._sampler.assign(slot, request.sampling, request.prompt_ids)
-        logits_shard_v = self._prefill(requests)
-        for slot, request in requests.items():
-            stream = None if self._tokenizer is None else IncrementalDecoder(self._tokenizer, request.prompt_ids)
-            self.samples[slot] = _ActiveSample(request, stream, StopFinder(request.stop))
-        return self._choose(logits_shard_v, list(requests))
+            decoder = None if self._tokenizer is None else IncrementalDecoder(self._tokenizer, request.prompt_ids)
+            self.samples[slot] = _ActiveSample(request, decoder, StopFinder(request.stop))
+        slots, prompts = list(requests), [request.prompt_ids for request in requests.values()]
+        longest = max(map(len, prompts))
+        tokens = torch.tensor([[*ids, *[_PADDING] * (longest - len(ids))] for ids in prompts], device=self._device)
+        turns = RotaryTable(self._rotary.cos[:longest], self._rotary.sin[:longest])
+        context = SequenceContext(turns, _PromptColumns(self._cache, torch.tensor(slots, device=self._device)))
+        hidden_states = self._model.hidden_states(tokens, context)
+        last = torch.tensor([len(ids) - 1 for ids in prompts], device=self._device)
+        newest = hidden_states[last, torch.arange(len(prompts), device=self._device)]
+        return self._choose(self._model.logits_shard(newest.unsqueeze(0))[0], slots)
 
+    @torch.inference_mode()
     def step(self) -> list[NewToken]:
         """Return the next token of every unfinished sample, in the order of the slots.
 
@@ -134,43 +200,29 @@ class SlotBatch:
         Raises:
             BadNumbersError: logits are not finite.
         """
-        return self._choose(self._decode(), range(len(self.samples)))
-
-    @torch.inference_mode()
-    def _prefill(self, requests: Mapping[int, GenerationRequest]) -> Tensor:
-        """All prompts as one batch -> logits after the last token of each."""
-        prompts = [request.prompt_ids for request in requests.values()]
-        longest = max(map(len, prompts))
-        tokens = torch.tensor([[*ids, *[PADDING] * (longest - len(ids))] for ids in prompts], device=self._device)
-        turns = RotaryTable(self._rotary.cos[:longest], self._rotary.sin[:longest])
-        context = SequenceContext(turns, self._cache.for_prompts(list(requests)))
-        hidden_states = self._model.hidden_states(tokens, context)
-        lengths = torch.tensor([len(ids) for ids in prompts], device=self._device)
-        newest = hidden_states[lengths - 1, torch.arange(len(prompts), device=self._device)]
-        return self._model.logits_shard(newest.unsqueeze(0))[0]
-
-    @torch.inference_mode()
-    def _decode(self) -> Tensor:
-        """The newest token of each slot -> logits after it."""
-        newest = [(sample.ids[-1], sample.column) if sample else (PADDING, 0) for sample in self.samples]
+        newest = [
+            (sample.ids[-1], len(sample.request.prompt_ids) + len(sample.ids) - 1) if sample else (_PADDING, 0)
+            for sample in self.samples
+        ]
         tokens = torch.tensor([[token] for token, _ in newest], device=self._device)
         columns = torch.tensor([column for _, column in newest], device=self._device)
         if self._captured is not None:
-            return self._captured(tokens, columns)
-        extent = max(column for _, column in newest) + 1
-        return self._one_token(tokens, columns, extent, any(column + 1 < extent for _, column in newest))
+            logits_shard_v = self._captured(tokens, columns)
+        else:
+            lowest, highest = min(column for _, column in newest), max(column for _, column in newest)
+            logits_shard_v = self._one_token(tokens, columns, highest + 1, masked=lowest < highest)
+        return self._choose(logits_shard_v, range(len(self.samples)))
 
     def _one_token(self, tokens: Tensor, columns: Tensor, extent: int, masked: bool) -> Tensor:
         """Ids [b, 1] for columns [b] -> logits. Attention gets `extent` columns; `masked` hides later ones."""
         mask = None
         if masked:
-            seen = torch.arange(extent, device=self._device) <= columns.unsqueeze(1)
-            mask = seen[:, None, None, :]
+            mask = (torch.arange(extent, device=self._device) <= columns.unsqueeze(1))[:, None, None, :]
         turns = RotaryTable(self._rotary.cos[columns].transpose(0, 1), self._rotary.sin[columns].transpose(0, 1))
-        context = SequenceContext(turns, self._cache.for_one_token(columns, extent), mask)
+        rows = (self._cache.first_rows + columns.unsqueeze(1)).flatten()
+        context = SequenceContext(turns, _TokenColumns(self._cache, rows, extent), mask)
         return self._model.logits_shard(self._model.hidden_states(tokens, context))[0]
 
-    @torch.inference_mode()
     def _choose(self, logits_shard_v: Tensor, slots: Sequence[int]) -> list[NewToken]:
         chosen = self._sampler.choose(logits_shard_v, slots)
         new_tokens = []

@@ -21,7 +21,7 @@ class IncrementalDecoder:
         self._tokenizer = tokenizer
         self._ids = [number for number in prompt_ids[-_PROMPT_CONTEXT:] if number < tokenizer.vocab_size]
         self._shown_ids = len(self._ids)
-        self._shown = self._decode().rstrip(INCOMPLETE)
+        self._shown = tokenizer.decode(self._ids).rstrip(INCOMPLETE)
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; empty within a character."""
@@ -29,23 +29,17 @@ class IncrementalDecoder:
         if token >= self._tokenizer.vocab_size:
             return ""
         self._ids.append(token)
-        text = self._decode()
-        if text.endswith(INCOMPLETE):
-            return ""
-        piece = text[len(self._shown) :]
-        if not piece:
+        piece = self.finish()
+        if piece.endswith(INCOMPLETE) or not piece:
             return ""
         self._ids = self._ids[self._shown_ids :]
         self._shown_ids = len(self._ids)
-        self._shown = self._decode()
+        self._shown = self._tokenizer.decode(self._ids)
         return piece
 
     def finish(self) -> str:
         """Return the text of trailing tokens that did not complete a character."""
-        return self._decode()[len(self._shown) :]
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids)
+        return self._tokenizer.decode(self._ids)[len(self._shown) :]
 
 
 class StopFinder:
@@ -53,8 +47,7 @@ class StopFinder:
 
     def __init__(self, stops: Sequence[str]) -> None:
         """`stops`: non-empty strings."""
-        self._stops = stops
-        self._held = ""
+        self._stops, self._held = stops, ""
         self.stopped = False
 
     def push(self, piece: str) -> str:
@@ -70,8 +63,8 @@ class StopFinder:
             return text[: min(starts)]
         longest = min(len(text), max(map(len, self._stops)) - 1)
         held = next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        shown, self._held = text[: len(text) - held], text[len(text) - held :]
+        return shown
 
     def finish(self) -> str:
         """Return the text that was held back."""

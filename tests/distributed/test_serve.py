@@ -12,7 +12,7 @@ from megatron_ladder.cli.generate import main
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters
-from megatron_ladder.generate.serve.plans import PLAN_TIMEOUT, PlanChannel, StepPlan, run_plans
+from megatron_ladder.generate.serve.scheduler import PLAN_TIMEOUT, StepPlan, _share_plan, run_plans
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import build, mesh_of
@@ -33,8 +33,8 @@ PLANS = [
 def shared_plans() -> list[StepPlan]:
     """Return the plans that this rank receives."""
     mesh = mesh_of(2)
-    channel = PlanChannel(mesh.tensor.over_gloo(PLAN_TIMEOUT))
-    return [channel.share(plan if mesh.tensor.rank == 0 else None) for plan in PLANS]
+    group = mesh.tensor.over_gloo(PLAN_TIMEOUT)
+    return [_share_plan(group, plan if group.rank == 0 else None) for plan in PLANS]
 
 
 def test_plans_of_any_size_reach_every_rank(gloo_pools: GlooPools) -> None:
@@ -63,8 +63,8 @@ def served_tokens() -> dict[tuple[int, ...], list[int]]:
             assert sample is not None
             found.setdefault(sample.request.prompt_ids, []).append(token.id)
 
-    channel = PlanChannel(mesh.tensor.over_gloo(PLAN_TIMEOUT))
-    run_plans(batch, channel, plans.__next__ if mesh.tensor.rank == 0 else None, record)
+    group = mesh.tensor.over_gloo(PLAN_TIMEOUT)
+    run_plans(batch, group, plans.__next__ if mesh.tensor.rank == 0 else None, record)
     assert batch.samples == [None, None]
     return found
 

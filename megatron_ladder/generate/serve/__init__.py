@@ -4,8 +4,7 @@
 
 A request takes these steps:
 
-    app         receives it and writes the response; `protocol` parses it and `responses` builds the JSON
+    app         receives it and writes the response; `protocol` parses it and builds the JSON of the response
     service     limits and counts requests, and collects the tokens of each request
-    scheduler   assigns samples to slots of the batch as slots become free
-    plans       broadcasts each step from rank 0 to all ranks, which run it
+    scheduler   assigns samples to slots as they become free, and broadcasts each step to all ranks, which run it
 """

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import signal
 import socket
 import sys
@@ -14,7 +15,7 @@ from types import FrameType
 import uvicorn
 
 from megatron_ladder.comm.launch import RankInfo, reporting_errors
-from megatron_ladder.data.chat_template import ChatTemplate, load_chat_template
+from megatron_ladder.data.chat_template import load_chat_template
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.generate.engine import GenerationEngine
@@ -22,9 +23,8 @@ from megatron_ladder.generate.loading import StoredModel
 from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.prompts import PromptEncoder
 from megatron_ladder.generate.serve.app import LimitedConnection, build_app
-from megatron_ladder.generate.serve.plans import PLAN_TIMEOUT, PlanChannel, run_plans
 from megatron_ladder.generate.serve.protocol import ServedModel
-from megatron_ladder.generate.serve.scheduler import Event, Scheduler, Ticket
+from megatron_ladder.generate.serve.scheduler import PLAN_TIMEOUT, Event, Scheduler, Ticket, run_plans
 from megatron_ladder.generate.serve.service import Service, ServiceLimits
 
 _DEFAULT_POSITIONS = 4096
@@ -72,20 +72,25 @@ def _set_up(rank_info: RankInfo, options: ServeOptions, stored: StoredModel, dir
             "--serve needs a tokenizer, and the model's directory has none; use --tokenizer-type and --tokenizer-model"
         )
     keys: tuple[bytes, ...] = ()
-    with errors.collect():
-        keys = _read_keys(options.api_key_file)
+    if options.api_key_file is not None:
+        with errors.collect():
+            keys = _read_keys(options.api_key_file)
     errors.raise_if_any()
     tokenizer = stored.tokenizer
     assert tokenizer is not None
-    listener = None
+    listener = template = None
     if rank_info.rank == 0:
         with reporting_errors(rank_info):
             listener = _listen(options.host, options.port)
+        try:
+            template = load_chat_template(tokenizer.files[0], None) if tokenizer.files else None
+        except UserError as error:
+            print(f"warning: /v1/chat/completions is not available: {error}", file=sys.stderr)
     model = ServedModel(
         name=options.model_name or directory.resolve().name,
         encode=PromptEncoder(tokenizer, stored.prefix, chat=False, system=None).encode,
         encode_chat=lambda text: tuple(tokenizer.encode(text)),
-        template=_load_template(tokenizer) if rank_info.rank == 0 else None,
+        template=template,
         vocab_size=stored.config.vocab_size,
         positions=positions,
         max_samples=options.max_concurrent + options.max_queue,
@@ -94,40 +99,26 @@ def _set_up(rank_info: RankInfo, options: ServeOptions, stored: StoredModel, dir
     return _ServerSetup(options, model, tokenizer, keys, listener)
 
 
-def _read_keys(path: Path | None) -> tuple[bytes, ...]:
+def _read_keys(path: Path) -> tuple[bytes, ...]:
     """Return the keys of a file with one key per line; raises UserError if it has none, or an invalid one."""
-    if path is None:
-        return ()
     try:
         lines = [line.strip() for line in path.read_bytes().splitlines()]
     except OSError as error:
         raise UserError(f"--api-key-file {path}: cannot be read: {error.strerror}") from None
-    keys = tuple(line for line in lines if line)
-    if not keys:
+    if not any(lines):
         raise UserError(f"--api-key-file {path}: the file contains no key; write one key per line")
     invalid = [number for number, line in enumerate(lines, start=1) if any(not 33 <= byte <= 126 for byte in line)]
     if invalid:
         raise UserError(f"--api-key-file {path}:{invalid[0]}: a key must be printable ASCII without spaces")
-    return keys
+    return tuple(filter(None, lines))
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raises UserError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: cannot listen: {error.strerror}; use another address") from None
-
-
-def _load_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    if not tokenizer.files:
-        return None
-    try:
-        return load_chat_template(tokenizer.files[0], None)
-    except UserError as error:
-        print(f"warning: /v1/chat/completions is not available: {error}", file=sys.stderr)
-        return None
 
 
 def _serve(engine: GenerationEngine, setup: _ServerSetup) -> None:
@@ -136,23 +127,30 @@ def _serve(engine: GenerationEngine, setup: _ServerSetup) -> None:
     Raises:
         BadNumbersError: the model's logits are not finite.
     """
-    batch = engine.new_batch(setup.options.max_concurrent, setup.model.positions)
-    channel = PlanChannel(engine.group.over_gloo(PLAN_TIMEOUT))
-    if setup.listener is None:
-        # Launchers send signals to all ranks. The other ranks stop when rank 0 says so, or when it is gone.
+    options, listener = setup.options, setup.listener
+    batch = engine.new_batch(options.max_concurrent, setup.model.positions)
+    group = engine.group.over_gloo(PLAN_TIMEOUT)
+    if listener is None:
+        # Launchers send signals to all ranks. The other ranks stop at rank 0's last plan, or when rank 0 is gone.
         with _handled_signals(signal.SIG_IGN):
-            run_plans(batch, channel)
+            run_plans(batch, group)
         return
-    server = _ServerThread(setup, setup.listener)
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        server.stop()
-
-    with _handled_signals(stop):
+    server = _ServerThread(setup, listener)
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    with _handled_signals(lambda number, frame: server.stop()):
         server.start()
-        print(_greeting(setup, setup.listener), file=sys.stderr, flush=True)
+        print(
+            f"serving {setup.model.name} at http://{address}:{port}/v1: {options.max_concurrent} samples at a time, "
+            f"{setup.model.positions} tokens each",
+            file=sys.stderr,
+            flush=True,
+        )
+        if not ipaddress.ip_address(host).is_loopback and not setup.api_keys:
+            warning = "other machines can reach this server, and it requires no key; use --api-key-file"
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         try:
-            run_plans(batch, channel, server.scheduler.next_plan, server.scheduler.deliver)
+            run_plans(batch, group, server.scheduler.next_plan, server.scheduler.deliver)
         except BaseException:
             server.scheduler.abort_all("the server has failed")
             server.stop()
@@ -176,8 +174,7 @@ class _ServerThread(threading.Thread):
             uvicorn.Config(
                 build_app(self.service), loop="asyncio", http=LimitedConnection, ws="none", lifespan="off",
                 log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False,
-                timeout_keep_alive=30,
-                timeout_graceful_shutdown=int(options.grace_seconds + _FLUSH_SECONDS),
+                timeout_keep_alive=30, timeout_graceful_shutdown=int(options.grace_seconds + _FLUSH_SECONDS),
             )
         )  # fmt: skip
 
@@ -198,14 +195,13 @@ class _ServerThread(threading.Thread):
         self.scheduler.stop()
 
     def _deliver(self, events: Sequence[tuple[Ticket, Event]]) -> None:
+        def dispatch() -> None:
+            for ticket, event in events:
+                ticket.on_event(event)
+
         # A closed loop has no clients left.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(_dispatch, events)
-
-
-def _dispatch(events: Sequence[tuple[Ticket, Event]]) -> None:
-    for ticket, event in events:
-        ticket.on_event(event)
+            self._loop.call_soon_threadsafe(dispatch)
 
 
 @contextlib.contextmanager
@@ -221,16 +217,3 @@ def _handled_signals(handler: Callable[[int, FrameType | None], None] | signal.H
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-def _greeting(setup: _ServerSetup, listener: socket.socket) -> str:
-    options = setup.options
-    host, port = listener.getsockname()[:2]
-    address = f"[{host}]" if ":" in host else host
-    lines = [
-        f"serving {setup.model.name} at http://{address}:{port}/v1: {options.max_concurrent} samples at a time, "
-        f"{setup.model.positions} tokens each"
-    ]
-    if not options.is_local and not setup.api_keys:
-        lines.append("warning: other machines can reach this server, and it requires no key; use --api-key-file")
-    return "\n".join(lines)

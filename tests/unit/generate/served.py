@@ -20,7 +20,7 @@ from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel
 from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.requests import NewToken
-from megatron_ladder.generate.serve.plans import PlanChannel, run_plans
+from megatron_ladder.generate.serve.scheduler import run_plans
 from megatron_ladder.generate.serve.server import _ServerThread, _set_up
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, kill_tree
 from tests.reference import greedy_continuation
@@ -109,7 +109,7 @@ def serving(
         time.sleep(step_seconds)
         server.scheduler.deliver(tokens)
 
-    work = (batch, PlanChannel(engine.group), server.scheduler.next_plan, deliver)
+    work = (batch, engine.group, server.scheduler.next_plan, deliver)
     worker = threading.Thread(target=run_plans, args=work, daemon=True)
     server.start()
     worker.start()

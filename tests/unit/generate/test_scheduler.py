@@ -6,8 +6,7 @@ import pytest
 
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.serve import scheduler as scheduler_module
-from megatron_ladder.generate.serve.plans import StepPlan
-from megatron_ladder.generate.serve.scheduler import PREFILL_TOKENS, Aborted, Event, Scheduler, Ticket
+from megatron_ladder.generate.serve.scheduler import PREFILL_TOKENS, Aborted, Event, Scheduler, StepPlan, Ticket
 
 
 class RecordedScheduler:

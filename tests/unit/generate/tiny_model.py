@@ -40,7 +40,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "standard": {"residual_mode": "standard", "add_qkv_bias": True},
     "ladder": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2), "num_key_value_heads": 1},
     "hybrid": {"residual_mode": "ladder", "ladder_layers": (1,), "qk_layernorm": True, "tie_embeddings": True},
-    "parallel": {
+    "parallel": {"residual_mode": "parallel", "add_mlp_bias": True, "num_key_value_heads": 1},
+    "ladder-parallel": {
         "residual_mode": "ladder-parallel",
         "ladder_layers": (0, 1, 2),
         "num_key_value_heads": 4,
