@@ -6,11 +6,13 @@ collective is the time that a pass over a wire without latency takes longer than
 number of reduces.
 """
 
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,42 +25,35 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.sub_block import SubBlock
 
 
-class StageClock(Protocol):
-    """Measures the time between two points of a program on the processor that does the work."""
+class DeviceClock:
+    """Measures the time between two points of a program on the processor that does the work.
+
+    A CPU has done its work when a call returns. A GPU's current stream does it later, so its points are events.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
 
     def mark(self) -> Any:
         """Mark this point."""
-
-    def seconds(self, began: Any, ended: Any) -> float:
-        """Return the time from one mark to a later one."""
-
-
-class _HostClock:
-    """For work that is done when its call returns."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, began: float, ended: float) -> float:
-        return ended - began
-
-
-class _CudaClock:
-    """For work that a GPU's current stream does after its call has returned."""
-
-    def mark(self) -> torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream())
         return event
 
-    def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+    def seconds(self, began: Any, ended: Any) -> float:
+        """Return the time from one mark to a later one."""
+        if not self._on_gpu:
+            return ended - began
         ended.synchronize()
         return began.elapsed_time(ended) * 1e-3
 
-
-def clock_of(device: torch.device) -> StageClock:
-    """Return the clock for a device's work."""
-    return _CudaClock() if device.type == "cuda" else _HostClock()
+    def time(self, run: Callable[[], object]) -> float:
+        """Return the time that a call takes."""
+        began = self.mark()
+        run()
+        return self.seconds(began, self.mark())
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,6 @@ class Calibration:
 
     def predict(self, variant: Variant, reduce_seconds: float, wire: WireModel) -> float:
         """Return the seconds of one pass of a variant when every all-reduce takes `reduce_seconds` on the wire."""
-        training = any(self.backward)
         wiring = WIRINGS[variant.residual_mode]
         late = [variant.options.tp_overlap and kind in wiring.late for kind in wiring.sub_blocks]
         times = list(zip(self.forward, self.backward, self.weight_gradient, late, strict=True)) * self.layers
@@ -106,7 +100,7 @@ class Calibration:
             )
         ]
         total = forward_seconds(steps, wire, head_seconds=self.head)
-        if training:
+        if any(self.backward):
             mirrored = variant.options.tp_overlap and variant.options.mirrored_backward and not variant.desync_interval
             total += backward_seconds(steps, wire, launch_before_wgrad=mirrored, wait_at_once=not mirrored)
         return total
@@ -131,39 +125,41 @@ class Prediction:
         return calibration.predict(variant, alpha, self.wire) + self.always_waiting * (alpha + cost)
 
 
-class ForwardTimer:
-    """Times every sub-block of a model inside its passes while it is attached."""
+def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], tuple[float, ...]]:
+    """Time every sub-block of a model inside its passes from now on.
 
-    def __init__(self, model: LanguageModel, clock: StageClock) -> None:
-        self._clock = clock
-        self._handles: list[RemovableHandle] = []
-        per_layer = len(model.stack.sub_blocks()) // model.config.num_layers
-        self._spans: list[list[tuple[Any, Any]]] = [[] for _ in range(per_layer)]
-        for number, step in enumerate(model.stack.sub_blocks()):
-            self._attach(step, self._spans[number % per_layer])
+    Returns:
+        A function that ends the timing and returns the median seconds of each sub-block of a layer.
+    """
+    steps = model.stack.sub_blocks()
+    spans: list[list[tuple[Any, Any]]] = [[] for _ in range(len(steps) // model.config.num_layers)]
+    handles: list[RemovableHandle] = []
 
-    def _attach(self, step: SubBlock, spans: list[tuple[Any, Any]]) -> None:
+    def attach(step: SubBlock, own: list[tuple[Any, Any]]) -> None:
         began: list[Any] = [None]
 
         def begin(*_: object) -> None:
-            began[0] = self._clock.mark()
+            began[0] = clock.mark()
 
         def end(*_: object) -> None:
-            spans.append((began[0], self._clock.mark()))
+            own.append((began[0], clock.mark()))
 
         assert isinstance(step.body, nn.Module)
-        self._handles += [step.norm.register_forward_pre_hook(begin), step.body.register_forward_hook(end)]
+        handles.extend([step.norm.register_forward_pre_hook(begin), step.body.register_forward_hook(end)])
 
-    def finish(self) -> tuple[float, ...]:
-        """Detach the timer and return the median seconds of each sub-block of a layer."""
-        for handle in self._handles:
+    def finish() -> tuple[float, ...]:
+        for handle in handles:
             handle.remove()
-        return tuple(statistics.median(self._clock.seconds(*span) for span in spans) for spans in self._spans)
+        return tuple(statistics.median(clock.seconds(*span) for span in own) for own in spans)
+
+    for step, own in zip(steps, itertools.cycle(spans), strict=False):
+        attach(step, own)
+    return finish
 
 
 def time_backward(
-    model: LanguageModel, hidden_states: Tensor, rounds: int, clock: StageClock
-) -> tuple[tuple[float, ...], ...]:
+    model: LanguageModel, hidden_states: Tensor, rounds: int, clock: DeviceClock
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the median seconds of each sub-block's backward in a layer, and of its column-parallel weight's gradient.
 
     Args:
@@ -171,33 +167,20 @@ def time_backward(
     """
     steps = model.stack.sub_blocks()
     per_layer = len(steps) // model.config.num_layers
-    sequence, batch, _ = hidden_states.shape
+    sequence, batch, width = hidden_states.shape
     context = model.training_context(hidden_states.new_zeros(batch, sequence, dtype=torch.int64))
+    rows = hidden_states.flatten(0, 1)
     backward: list[list[float]] = [[] for _ in range(per_layer)]
     weight_gradient: list[list[float]] = [[] for _ in range(per_layer)]
-    for _ in range(rounds):
-        for number, step in enumerate(steps):
-            leaf = hidden_states.detach().requires_grad_()
-            partial = step.partial_sum(leaf, context)
-            gradient = torch.ones_like(partial)
-            backward[number % per_layer].append(_seconds(lambda: partial.backward(gradient), clock))  # noqa: B023
-            weight_gradient[number % per_layer].append(_time_weight_gradient(step, leaf.detach(), clock))
+    for number, step in [*enumerate(steps)] * rounds:
+        partial = step.partial_sum(hidden_states.detach().requires_grad_(), context)
+        backward[number % per_layer].append(clock.time(functools.partial(partial.backward, torch.ones_like(partial))))
+        # The product of the output's gradient and the input, for the first matrix of the sub-block.
+        assert isinstance(step.body, nn.Module)
+        weight = next(parameter for parameter in step.body.parameters() if parameter.shape[-1] == width)
+        gradient = rows.new_ones(rows.shape[0], weight.shape[0]).t()
+        weight_gradient[number % per_layer].append(clock.time(functools.partial(torch.matmul, gradient, rows)))
     return tuple(map(statistics.median, backward)), tuple(map(statistics.median, weight_gradient))
-
-
-def _time_weight_gradient(step: SubBlock, x: Tensor, clock: StageClock) -> float:
-    """Time the product of the input with the output's gradient, for the first matrix of the sub-block."""
-    assert isinstance(step.body, nn.Module)
-    weight = next(parameter for parameter in step.body.parameters() if parameter.shape[-1] == x.shape[-1])
-    rows = x.flatten(0, 1)
-    gradient = rows.new_ones(rows.shape[0], weight.shape[0])
-    return _seconds(lambda: gradient.t() @ rows, clock)
-
-
-def _seconds(run: Callable[[], object], clock: StageClock) -> float:
-    began = clock.mark()
-    run()
-    return clock.seconds(began, clock.mark())
 
 
 def collective_cost(without: Sequence[float], with_reduces: Sequence[float], collectives: int) -> float:

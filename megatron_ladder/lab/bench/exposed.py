@@ -51,19 +51,18 @@ _NESTING = 4
 
 
 class _Interval(NamedTuple):
-    """A time interval."""
-
     start: float
     stop: float
 
 
 class Owner(NamedTuple):
-    """The part of the model that started a collective."""
+    """The part of the model that started a collective: a name such as `layers.3.attention` and forward or backward.
+
+    Outside of sub-blocks the name is `ELSEWHERE` and the direction is "".
+    """
 
     name: str
-    """`layers.3.attention`, or `ELSEWHERE`."""
     direction: str
-    """forward or backward; "" elsewhere."""
 
 
 class TracedCollective(NamedTuple):
@@ -153,33 +152,26 @@ class _Names:
         operators: list[tuple[Event, int]] = []
         for event in events:
             if event.get("cat") == "user_annotation":
-                self._add(event)
+                if step := _STEP.fullmatch(event["name"]):
+                    self.steps.append((_interval(event), int(step[1])))
+                elif sub_block := _SUB_BLOCK.fullmatch(event["name"]):
+                    owner = Owner(sub_block[1], "forward" if sub_block[2].endswith("forward") else "backward")
+                    self._sub_blocks[event["tid"]].append((_interval(event), owner))
             sequence = event.get("args", {}).get("Sequence number", -1)
             if sequence >= 0 and event["name"].startswith(_AUTOGRAD):
                 self._backward_nodes[event["tid"]].append((_interval(event), sequence))
             elif sequence >= 0:
                 operators.append((event, sequence))
-        self.steps.sort()
-        for named in self._sub_blocks.values():
-            named.sort()
-        for nodes in self._backward_nodes.values():
-            nodes.sort()
+        named: list[list[Any]] = [self.steps, *self._sub_blocks.values(), *self._backward_nodes.values()]
+        for entries in named:
+            entries.sort()
         self._forward_of: dict[int, str] = {}
         for event, sequence in operators:
-            owner = self._sub_block_at(event["ts"], event["tid"])
-            if owner is not None and owner.direction == "forward":
-                self._forward_of[sequence] = owner.name
-
-    def _add(self, event: Event) -> None:
-        step, sub_block = _STEP.fullmatch(event["name"]), _SUB_BLOCK.fullmatch(event["name"])
-        if step:
-            self.steps.append((_interval(event), int(step[1])))
-        elif sub_block:
-            owner = Owner(sub_block[1], "forward" if sub_block[2].endswith("forward") else "backward")
-            self._sub_blocks[event["tid"]].append((_interval(event), owner))
+            named_owner = self._sub_block_at(event["ts"], event["tid"])
+            if named_owner is not None and named_owner.direction == "forward":
+                self._forward_of[sequence] = named_owner.name
 
     def step_at(self, moment: float) -> int | None:
-        """Return the step at a time."""
         return _around(moment, self.steps, nesting=1)
 
     def owner_at(self, moment: float, thread: Any) -> Owner:
@@ -216,12 +208,8 @@ def _of_waits(events: Sequence[Event], names: _Names) -> list[TracedCollective]:
             continue
         if what == "wait" and started[operation]:
             owner, begin = started[operation].popleft()
-        span = _interval(event)
-        found.append(
-            TracedCollective(
-                owner, iteration, (span.stop - begin) * _MICROSECOND, (span.stop - span.start) * _MICROSECOND
-            )
-        )
+        start, stop = _interval(event)
+        found.append(TracedCollective(owner, iteration, (stop - begin) * _MICROSECOND, (stop - start) * _MICROSECOND))
     return found
 
 
@@ -234,21 +222,20 @@ def _of_kernels(
         for event in events
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
     }
-    communicating = [event for event in on_device if kernels.search(event["name"])]
-    apart = {id(event) for event in communicating}
-    cover = _union(_interval(event) for event in on_device if id(event) not in apart)
+    communicating: dict[bool, list[Event]] = {True: [], False: []}
+    for event in on_device:
+        communicating[kernels.search(event["name"]) is not None].append(event)
+    cover = _union(map(_interval, communicating[False]))
     found, counted_until = [], 0.0
-    for event in sorted(communicating, key=lambda event: event["ts"]):
+    for event in sorted(communicating[True], key=lambda event: event["ts"]):
         span = _interval(event)
         exposed = _uncovered(_Interval(max(span.start, counted_until), span.stop), cover)
         counted_until = max(counted_until, span.stop)
         launch = launches.get(event.get("args", {}).get("correlation"), event)
         iteration = names.step_at(launch["ts"])
         if iteration is not None:
-            owner = names.owner_at(launch["ts"], launch["tid"])
-            found.append(
-                TracedCollective(owner, iteration, (span.stop - span.start) * _MICROSECOND, exposed * _MICROSECOND)
-            )
+            owner, seconds = names.owner_at(launch["ts"], launch["tid"]), (span.stop - span.start) * _MICROSECOND
+            found.append(TracedCollective(owner, iteration, seconds, exposed * _MICROSECOND))
     return found
 
 

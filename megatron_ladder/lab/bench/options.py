@@ -105,30 +105,18 @@ def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
         [BenchmarkOptions], words, "benchmark.py {decode,prefill,train}", "Time wirings in alternation.", found=errors
     )
     assert isinstance(given, BenchmarkOptions)
-    options = _with_defaults(given, case)
-    if options.ranks < 2:
-        name = "--tp" if given.emulated_tp is None else "--emulated-tp"
-        errors.append(f"{name} {options.ranks}: expected 2 or more; with fewer there is nothing to reduce")
-    else:
-        errors += _size_errors(options)
-    for text in _words(given.alpha):
-        if parse_alpha(text) is None:
-            errors.append(f"--alpha {text}: expected a time such as 500us or 2ms, or a multiple such as 1c or 0.5a")
-    errors += _interconnect_errors(options, given)
-    if errors:
-        raise UserError(*errors)
-    return case, options
-
-
-def _with_defaults(given: BenchmarkOptions, case: Case) -> BenchmarkOptions:
-    """Split lists at commas, and fill in what was not given."""
     sizes = _words(given.sizes) or ("small-train" if case == "train" else "small",)
     alpha, presets = _words(given.alpha), _words(given.link_preset)
     if given.own_interconnect:
         alpha = (OWN,)
     elif not alpha and not presets:
         alpha = DEFAULT_ALPHA
-    return replace(given, wirings=_words(given.wirings), sizes=sizes, alpha=alpha, link_preset=presets)
+    options = replace(given, wirings=_words(given.wirings), sizes=sizes, alpha=alpha, link_preset=presets)
+    errors += _size_errors(options)
+    errors += _interconnect_errors(options, given)
+    if errors:
+        raise UserError(*errors)
+    return case, options
 
 
 def _words(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -136,6 +124,9 @@ def _words(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _size_errors(options: BenchmarkOptions) -> list[str]:
+    if options.ranks < 2:
+        name = "--tp" if options.emulated_tp is None else "--emulated-tp"
+        return [f"{name} {options.ranks}: expected 2 or more; with fewer there is nothing to reduce"]
     errors = []
     for size in options.sizes:
         try:
@@ -148,7 +139,11 @@ def _size_errors(options: BenchmarkOptions) -> list[str]:
 
 
 def _interconnect_errors(options: BenchmarkOptions, given: BenchmarkOptions) -> list[str]:
-    errors = []
+    errors = [
+        f"--alpha {text}: expected a time such as 500us or 2ms, or a multiple such as 1c or 0.5a"
+        for text in _words(given.alpha)
+        if parse_alpha(text) is None
+    ]
     for preset in options.link_preset:
         if preset not in PRESETS:
             errors.append(f"--link-preset {preset}: expected some of {', '.join(PRESETS)}")

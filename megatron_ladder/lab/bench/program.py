@@ -1,11 +1,11 @@
 """One rank of `tools/benchmark.py`: calibrates, measures round by round, and compares with the step-time model."""
 
+import itertools
 import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -23,11 +23,11 @@ from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.lab.bench.calibration import (
     Calibration,
-    ForwardTimer,
+    DeviceClock,
     Prediction,
-    clock_of,
     collective_cost,
     time_backward,
+    time_forward,
 )
 from megatron_ladder.lab.bench.options import OWN, BenchmarkOptions, Case, parse_alpha
 from megatron_ladder.lab.bench.paired import PairedTimes, RatioVerdict, measure
@@ -51,15 +51,12 @@ SPIN_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class _Interconnect:
-    """The ranks of a benchmark and the wire between them."""
+    """The ranks of a benchmark and the wire between them: the tensor-parallel group whose reduces are timed."""
 
     name: str
-    """For tables."""
     mesh: ProcessMesh
     wire: EmulatedLink | CudaLink | MeteredGroup
-    """The tensor-parallel group whose reduces are timed."""
     no_comm: NoCommGroup
-    """A group whose reduces do nothing."""
     device: torch.device
     dtype: torch.dtype
 
@@ -137,55 +134,54 @@ class _Benchmark:
         self.interconnect = _make_interconnect(options, self.shape, device)
         self.mesh, self.wire = self.interconnect.mesh, self.interconnect.wire
         self.workload = Workload(case, options.batch, options.sequence, options.tokens)
+        self.clock = DeviceClock(device)
         self.variants = find_variants(options.wirings)
         if VARIANTS["standard"] not in self.variants:
             self.variants.insert(0, VARIANTS["standard"])
-        self.bounds = [b for b in (VARIANTS["no-comm"], VARIANTS["no-comm-parallel"]) if self._needs(b)]
+        needed = {bound_of(variant).name for variant in self.variants}
+        self.bounds = [VARIANTS[name] for name in ("no-comm", "no-comm-parallel") if name in needed]
         self.models = build_models(
             [*self.variants, *self.bounds], self.shape, self.mesh, self.wire, self.interconnect.no_comm,
             self.interconnect.dtype, device,
         )  # fmt: skip
         self.waited: dict[str, list[float]] = {}
 
-    def _needs(self, bound: Variant) -> bool:
-        return any(bound_of(variant) is bound for variant in self.variants)
-
     def time(self, variants: Sequence[Variant], what: str) -> PairedTimes:
         """Time variants in interleaved rounds over the wire."""
         rounds = self.options.rounds
         self.waited = {variant.name: [] for variant in variants}
+
+        def counting(name: str, run: Callable[[], object]) -> Callable[[], None]:
+            def counted() -> None:
+                self.wire.reset_counters()
+                run()
+                self.interconnect.synchronize()
+                self.waited[name].append(self.wire.waited_seconds / self.workload.units)
+
+            return counted
+
         ways = {
-            variant.name: self._counting(
-                variant.name, self.workload.prepare(self.models[variant.name], self.mesh, rounds + 1)
-            )
-            for variant in variants
+            name: counting(name, self.workload.prepare(self.models[name], self.mesh, rounds + 1))
+            for name in self.waited
         }
         label = what if self.place.rank == 0 else None
         return measure(ways, rounds, before_each=self.mesh.world.barrier, label=label)
 
-    def _counting(self, name: str, run: Callable[[], object]) -> Callable[[], None]:
-        def counted() -> None:
-            self.wire.reset_counters()
-            run()
-            self.interconnect.synchronize()
-            self.waited[name].append(self.wire.waited_seconds / self.workload.units)
-
-        return counted
-
     def calibrate(self) -> Prediction:
         """Measure the inputs of the step-time model, on a wire without latency."""
         self.interconnect.set_alpha(0.0)
-        clock = clock_of(self.interconnect.device)
-        timers = {bound.name: ForwardTimer(self.models[bound.name], clock) for bound in self.bounds}
+        finish = {bound.name: time_forward(self.models[bound.name], self.clock) for bound in self.bounds}
         times = self.time([VARIANTS["standard"], *self.bounds], "calibrating")
-        forward = {name: timer.finish() for name, timer in timers.items()}
-        found = {bound.one_norm: self._calibration(bound, forward[bound.name], times) for bound in self.bounds}
-        reduces = self._reduces_of_a_pass()
-        cost = 0.0
+        found = {bound.one_norm: self._calibration(bound, finish[bound.name](), times) for bound in self.bounds}
+        # Including those of embedding, head and loss.
+        run = self.workload.prepare(self.models["standard"], self.mesh, 1)
+        self.wire.reset_counters()
+        run()
+        reduces = self.wire.collectives // self.workload.units
+        hideable = len(self.models["standard"].stack.sub_blocks()) * (2 if self.case == "train" else 1)
+        cost = contention = 0.0
         if not self.options.own_interconnect:
             cost = collective_cost(times.seconds["no-comm"], times.seconds["standard"], reduces * self.workload.units)
-        hideable = len(self.models["standard"].stack.sub_blocks()) * (2 if self.case == "train" else 1)
-        contention = 0.0
         if self.interconnect.device.type == "cuda":
             contention = min(BOUNDED_CONTENTION, gpu_contention(self._message_bytes()))
         serial = self.options.own_interconnect or self.options.link == "serial"
@@ -195,20 +191,12 @@ class _Benchmark:
     def _calibration(self, bound: Variant, forward: tuple[float, ...], times: PairedTimes) -> Calibration:
         backward = weight_gradient = (0.0,) * len(forward)
         if self.case == "train":
-            device, dtype = self.interconnect.device, self.interconnect.dtype
             shape = (self.options.sequence, self.options.batch, self.shape.hidden_size)
-            hidden = torch.randn(shape, device=device, dtype=dtype)
-            model, clock = self.models[bound.name], clock_of(device)
-            backward, weight_gradient = time_backward(model, hidden, self.options.rounds, clock)
+            hidden = torch.randn(shape, device=self.interconnect.device, dtype=self.interconnect.dtype)
+            model, rounds = self.models[bound.name], self.options.rounds
+            backward, weight_gradient = time_backward(model, hidden, rounds, self.clock)
         seconds = times.median(bound.name) / self.workload.units
         return Calibration(forward, backward, weight_gradient, seconds, self.shape.num_layers)
-
-    def _reduces_of_a_pass(self) -> int:
-        """Count the reduces of one pass of the standard wiring, including embedding, head and loss."""
-        run = self.workload.prepare(self.models["standard"], self.mesh, 1)
-        self.wire.reset_counters()
-        run()
-        return self.wire.collectives // self.workload.units
 
     def _message_bytes(self) -> int:
         """Size of a sub-block's output."""
@@ -220,19 +208,18 @@ class _Benchmark:
         if text in PRESETS:
             return PRESETS[text].seconds(self._message_bytes(), self.options.ranks)
         if text == OWN:
-            return self._own_seconds()
-        return _seconds_of(text, prediction.by_modules[False])
-
-    def _own_seconds(self) -> float:
-        clock = clock_of(self.interconnect.device)
-        dtype = self.interconnect.dtype
-        message = torch.zeros(self._message_bytes() // dtype.itemsize, dtype=dtype, device=self.interconnect.device)
-        marks = [clock.mark()]
-        for _ in range(2 * OWN_REDUCES):
-            self.wire.all_reduce(message)
-            marks.append(clock.mark())
-        measured = marks[OWN_REDUCES:]
-        return statistics.median(clock.seconds(a, b) for a, b in zip(measured, measured[1:], strict=False))
+            dtype = self.interconnect.dtype
+            message = torch.zeros(self._message_bytes() // dtype.itemsize, dtype=dtype, device=self.interconnect.device)
+            marks = [self.clock.mark()]
+            for _ in range(2 * OWN_REDUCES):
+                self.wire.all_reduce(message)
+                marks.append(self.clock.mark())
+            return statistics.median(self.clock.seconds(*span) for span in itertools.pairwise(marks[OWN_REDUCES:]))
+        parsed = parse_alpha(text)
+        assert parsed is not None
+        number, unit = parsed
+        calibration = prediction.by_modules[False]
+        return number * {"s": 1.0, "c": calibration.sub_block, "a": calibration.forward[0]}[unit]
 
     def rows(self, prediction: Prediction, text: str) -> list[BenchmarkRow]:
         """Measure every wiring at one interconnect time."""
@@ -240,28 +227,28 @@ class _Benchmark:
         self.interconnect.set_alpha(alpha)
         compared = [*self.variants, *self.bounds]
         times = self.time(compared, f"alpha {text}")
-        return [self._row(variant, text, alpha, times, prediction) for variant in compared]
-
-    def _row(
-        self, variant: Variant, text: str, alpha: float, times: PairedTimes, prediction: Prediction
-    ) -> BenchmarkRow:
-        ratio = times.ratio("standard", variant.name)
-        bound = times.ratio("standard", bound_of(variant).name)
         standard = prediction.seconds(VARIANTS["standard"], alpha)
-        return BenchmarkRow(
-            case=self.case,
-            size=self.size,
-            wiring=variant.name,
-            interconnect=self.interconnect.name,
-            alpha=text,
-            alpha_seconds=alpha,
-            median_seconds=times.median(variant.name) / self.workload.units,
-            ratio_to_standard=ratio.median,
-            spread=ratio.spread,
-            predicted_ratio=standard / prediction.seconds(variant, alpha),
-            exposed_seconds_per_layer=statistics.median(self.waited[variant.name]) / self.shape.num_layers,
-            verdict=ratio.verdict(bound.median + bound.spread).value,
-        )
+        rows = []
+        for variant in compared:
+            ratio = times.ratio("standard", variant.name)
+            bound = times.ratio("standard", bound_of(variant).name)
+            rows.append(
+                BenchmarkRow(
+                    case=self.case,
+                    size=self.size,
+                    wiring=variant.name,
+                    interconnect=self.interconnect.name,
+                    alpha=text,
+                    alpha_seconds=alpha,
+                    median_seconds=times.median(variant.name) / self.workload.units,
+                    ratio_to_standard=ratio.median,
+                    spread=ratio.spread,
+                    predicted_ratio=standard / prediction.seconds(variant, alpha),
+                    exposed_seconds_per_layer=statistics.median(self.waited[variant.name]) / self.shape.num_layers,
+                    verdict=ratio.verdict(bound.median + bound.spread).value,
+                )
+            )
+        return rows
 
 
 def run_rank(case: Case, options: BenchmarkOptions) -> None:
@@ -272,14 +259,17 @@ def run_rank(case: Case, options: BenchmarkOptions) -> None:
     """
     place = read_rank_info()
     if options.device == "cpu":
-        _pin(place)
+        # One thread and, if there are enough cores, a dedicated core for each rank.
+        torch.set_num_threads(1)
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) >= place.world_size:
+            os.sched_setaffinity(0, {cores[place.local_rank]})
     with naming_lost_peers():
         rows = _measure(case, options, place)
     doubtful = [row for row in rows if row.verdict != RatioVerdict.SOUND.value]
     if doubtful and place.rank == 0:
-        raise BadNumbersError(
-            "; ".join(f"{row.wiring} of {row.size} at {row.alpha}: {row.verdict}" for row in doubtful)
-        )
+        verdicts = (f"{row.wiring} of {row.size} at {row.alpha}: {row.verdict}" for row in doubtful)
+        raise BadNumbersError("; ".join(verdicts))
 
 
 def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[BenchmarkRow]:
@@ -296,25 +286,13 @@ def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[Ben
             if place.rank == 0:
                 print(results_table(new), flush=True)
         benchmark.interconnect.close()
-    if place.rank == 0:
-        _write(rows, options, prediction)
+    if place.rank == 0 and options.json is not None:
+        write_atomically(options.json, json.dumps([vars(row) for row in rows], indent=1) + "\n")
+    if place.rank == 0 and options.plot is not None:
+        title = f"{case}, {rows[0].size}, {options.ranks} ranks, {rows[0].interconnect}"
+        plot_speed_up(rows, title, prediction.by_modules[False].sub_block, options.plot)
     stop_process_group()
     return rows
-
-
-def _pin(place: RankInfo) -> None:
-    """Use one thread and, if there are enough cores, a dedicated core for each rank."""
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= place.world_size:
-        os.sched_setaffinity(0, {cores[place.local_rank]})
-
-
-def _seconds_of(text: str, calibration: Calibration) -> float:
-    parsed = parse_alpha(text)
-    assert parsed is not None
-    number, unit = parsed
-    return number * {"s": 1.0, "c": calibration.sub_block, "a": calibration.forward[0]}[unit]
 
 
 def _heading(benchmark: _Benchmark, prediction: Prediction) -> str:
@@ -331,12 +309,3 @@ def _heading(benchmark: _Benchmark, prediction: Prediction) -> str:
         f"a collective costs its processor {2e3 * prediction.wire.launch_seconds:.3f} ms\n\n"
         f"{TABLE_HEAD}"
     )
-
-
-def _write(rows: Sequence[BenchmarkRow], options: BenchmarkOptions, prediction: Prediction) -> None:
-    if options.json is not None:
-        plain: list[dict[str, Any]] = [vars(row) for row in rows]
-        write_atomically(options.json, json.dumps(plain, indent=1) + "\n")
-    if options.plot is not None:
-        title = f"{rows[0].case}, {rows[0].size}, {options.ranks} ranks, {rows[0].interconnect}"
-        plot_speed_up(rows, title, prediction.by_modules[False].sub_block, options.plot)

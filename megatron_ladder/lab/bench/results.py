@@ -20,7 +20,7 @@ TABLE_HEAD = (
 
 @dataclass(frozen=True)
 class BenchmarkRow:
-    """One wiring at one interconnect time."""
+    """One wiring at one interconnect time. A pass is a decoded token, a prefill, or forward and backward."""
 
     case: str
     size: str
@@ -31,22 +31,24 @@ class BenchmarkRow:
     alpha_seconds: float
     """Time of one all-reduce on the wire."""
     median_seconds: float
-    """One pass: a decoded token, a prefill, or forward and backward."""
+    """Time of one pass."""
     ratio_to_standard: float
     """Median of the rounds' paired ratios, standard over this wiring."""
     spread: float
     """Interquartile range of the ratio."""
     predicted_ratio: float
-    """By the step-time model, from the calibration."""
     exposed_seconds_per_layer: float
-    """Time spent waiting for reduces."""
     verdict: str
 
 
 def results_table(rows: Sequence[BenchmarkRow]) -> str:
     """Return the rows as lines of a Markdown table below `TABLE_HEAD`."""
+
+    def milliseconds(seconds: float) -> str:
+        return f"{1e3 * seconds:.{2 if seconds >= 1e-4 or not seconds else 4}f} ms"
+
     return "\n".join(
-        f"| {row.interconnect}, {row.alpha} = {_milliseconds(row.alpha_seconds)} "
+        f"| {row.interconnect}, {row.alpha} = {milliseconds(row.alpha_seconds)} "
         f"| {row.wiring} | {1e3 * row.median_seconds:.2f} "
         f"| {row.ratio_to_standard:.3f} | {row.spread:.3f} | {row.predicted_ratio:.3f} "
         f"| {row.ratio_to_standard / row.predicted_ratio:.2f} | {1e3 * row.exposed_seconds_per_layer:.3f} "
@@ -55,46 +57,36 @@ def results_table(rows: Sequence[BenchmarkRow]) -> str:
     )
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.{2 if seconds >= 1e-4 or not seconds else 4}f} ms"
-
-
-def plot_speed_up(rows: Sequence[BenchmarkRow], title: str, sub_block_seconds: float, path: Path) -> None:
-    """Write the plot of `_draw_speed_up` as a PNG; the folder of `path` must exist."""
-    _draw_speed_up(rows, title, sub_block_seconds).savefig(path, format="png", dpi=120)
-
-
-def _draw_speed_up(rows: Sequence[BenchmarkRow], title: str, sub_block_seconds: float) -> "Figure":
-    """Draw measured medians with their spread, predictions dashed, and the bound as the edge of a grey area.
+def plot_speed_up(rows: Sequence[BenchmarkRow], title: str, sub_block_seconds: float, path: Path) -> "Figure":
+    """Draw measured medians with their spread, predictions dashed, and the bound as the edge of a grey area, as a PNG.
 
     Args:
         sub_block_seconds: the unit of the axis of interconnect times.
+        path: the file to write; its folder must exist.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     # Imported here because matplotlib comes with the extra [plot] and takes a second to import.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     bound = [row for row in rows if row.wiring == "no-comm"]
     measured = [row for row in rows if row.wiring not in ("standard", "no-comm", "no-comm-parallel")]
     highest = max(max(row.ratio_to_standard + row.spread / 2, row.predicted_ratio) for row in measured)
     top = HEADROOM * max(1.0, highest)
     lowest = min(row.ratio_to_standard - row.spread / 2 for row in [*measured, *bound])
-    times = [row.alpha_seconds / sub_block_seconds for row in bound]
-    ratios = [row.ratio_to_standard for row in bound]
+
+    def points(curve: Sequence[BenchmarkRow]) -> tuple[list[float], list[float]]:
+        return [row.alpha_seconds / sub_block_seconds for row in curve], [row.ratio_to_standard for row in curve]
+
+    times, ratios = points(bound)
     axes.plot(times, ratios, color="0.35", linewidth=1.5, label="no-comm (bound)")
     axes.fill_between(times, ratios, [max(top, ratio) for ratio in ratios], color="0.88", linewidth=0)
     for number, wiring in enumerate(dict.fromkeys(row.wiring for row in measured)):
         curve = [row for row in measured if row.wiring == wiring]
-        times, ratios = (
-            [row.alpha_seconds / sub_block_seconds for row in curve],
-            [row.ratio_to_standard for row in curve],
-        )
+        times, ratios = points(curve)
         halves, color = [row.spread / 2 for row in curve], f"C{number}"
         axes.errorbar(times, ratios, yerr=halves, color=color, marker="o", markersize=5, capsize=3, label=wiring)
         axes.plot(times, [row.predicted_ratio for row in curve], color=color, linestyle="--", linewidth=1)
@@ -106,4 +98,5 @@ def _draw_speed_up(rows: Sequence[BenchmarkRow], title: str, sub_block_seconds: 
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left")
+    figure.savefig(path, format="png", dpi=120)
     return figure

@@ -2,13 +2,14 @@
 
 The floor is a lower bound on the time: the model's matrix products alone, at the rate of one large product on the same
 device. It is measured in the same rounds as the models, so that a clock that slows down under load affects all of them.
-Utilisation is the floor over the measured time: model FLOPs (`blueprint/flops.py`: 3 x forward, full scores) over the
+Utilisation is the floor over the measured time: model FLOPs (`blueprint/tensors.py`: 3 x forward, full scores) over the
 time, as a share of the measured rate.
 
 Our models are compiled as with --compile-sub-blocks, the setting for training on many ranks; transformers' Llama is
 compiled whole. The optimizer is not included.
 """
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -42,20 +43,14 @@ class ThroughputWorkload:
     """The computation that every way performs."""
 
     config: ModelConfig
-    """The model, in any wiring."""
     sequence: int
     batch: int
     dtype: torch.dtype
     device: torch.device
     backend: str | None
-    """Backend of torch.compile; None does not compile."""
+    """Of torch.compile; None does not compile."""
     matrix: int
     """Side of the square product that measures the rate."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one micro-batch."""
-        return self.sequence * self.batch
 
     @property
     def flops(self) -> int:
@@ -87,63 +82,50 @@ class ThroughputRow:
 def _ways(
     workload: ThroughputWorkload, variants: Sequence[Variant], with_transformers: bool
 ) -> dict[str, Callable[[], object]]:
-    """Return all functions to time, by name; our models share one set of weights."""
-    alone = CommGroup.alone()
+    """Return all functions to time, by name; each waits for the device. Our models share one set of weights."""
+    alone, device = CommGroup.alone(), workload.device
     operations = Operations()
     if workload.backend is not None:
         operations = compile_operations(operations, workload.backend)
-    models: dict[str, nn.Module] = {
-        **build_models(
-            [replace(variant, options=replace(variant.options, operations=operations)) for variant in variants],
-            workload.config, ProcessMesh.single(), alone, alone, workload.dtype, workload.device,
-        )  # fmt: skip
-    }
+    models = build_models(
+        [replace(variant, options=replace(variant.options, operations=operations)) for variant in variants],
+        workload.config, ProcessMesh.single(), alone, alone, workload.dtype, device,
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     shape = (workload.batch, workload.sequence + 1)
-    ids = torch.randint(0, workload.config.vocab_size, shape, generator=generator).to(workload.device)
-    made: dict[str, Callable[[], object]] = {
-        name: _training(model, lambda model=model: model(ids[:, :-1], ids[:, 1:]), workload)  # type: ignore[misc]
-        for name, model in models.items()
-    }
+    ids = torch.randint(0, workload.config.vocab_size, shape, generator=generator).to(device)
+
+    def finish() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def training(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+        model.train()
+
+        def run() -> None:
+            for parameter in model.parameters():
+                parameter.grad = None
+            loss().backward()
+            finish()
+
+        return run
+
+    made = {name: training(model, functools.partial(model, ids[:, :-1], ids[:, 1:])) for name, model in models.items()}
     if with_transformers:
-        llama = _transformers_llama(workload.config, workload.dtype, workload.device)
+        llama = _transformers_llama(workload.config, workload.dtype, device)
         compiled: Any = llama if workload.backend is None else torch.compile(llama, backend=workload.backend)
         tokens = ids[:, :-1].contiguous()
-        made[TRANSFORMERS] = _training(llama, lambda: compiled(input_ids=tokens, labels=tokens).loss, workload)
-    made[PRODUCT] = _product(workload)
-    return made
-
-
-def _training(model: nn.Module, loss: Callable[[], Tensor], workload: ThroughputWorkload) -> Callable[[], None]:
-    """Return a function that runs forward and backward and waits for the device."""
-    model.train()
-
-    def run() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-        loss().backward()
-        _finish(workload.device)
-
-    return run
-
-
-def _product(workload: ThroughputWorkload) -> Callable[[], None]:
-    left, right = (
-        torch.randn(workload.matrix, workload.matrix, dtype=workload.dtype, device=workload.device) for _ in range(2)
-    )
+        made[TRANSFORMERS] = training(llama, lambda: compiled(input_ids=tokens, labels=tokens).loss)
+    side = workload.matrix
+    left, right = (torch.randn(side, side, dtype=workload.dtype, device=device) for _ in range(2))
     result = torch.empty_like(left)
 
-    def run() -> None:
+    def products() -> None:
         for _ in range(PRODUCTS_AT_ONCE):
             torch.mm(left, right, out=result)
-        _finish(workload.device)
+        finish()
 
-    return run
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return {**made, PRODUCT: products}
 
 
 def _transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -177,28 +159,32 @@ def check_transformers() -> None:
 
 def _rows(workload: ThroughputWorkload, times: PairedTimes) -> list[ThroughputRow]:
     """Return a row for every way but the product."""
-    return [_row(way, workload, times) for way in times.seconds if way != PRODUCT]
-
-
-def _row(way: str, workload: ThroughputWorkload, times: PairedTimes) -> ThroughputRow:
     # The floor is the time of the product, scaled to the FLOPs of the model.
     scale = workload.flops / (PRODUCTS_AT_ONCE * 2 * workload.matrix**3)
-    utilisation = times.ratio(PRODUCT, way)
-    judged = times.ratio(TRANSFORMERS, way) if TRANSFORMERS in times.seconds else utilisation
-    seconds = times.median(way)
-    return ThroughputRow(
-        way=way,
-        sequence=workload.sequence,
-        batch=workload.batch,
-        layers=workload.config.num_layers,
-        median_seconds=seconds,
-        tokens_per_second=workload.tokens / seconds,
-        model_flops_per_second=workload.flops / seconds,
-        utilisation=utilisation.median * scale,
-        speed_over_transformers=judged.median if TRANSFORMERS in times.seconds else None,
-        spread=judged.spread if TRANSFORMERS in times.seconds else utilisation.spread * scale,
-        verdict=judged.verdict().value,
-    )
+    compared = TRANSFORMERS in times.seconds
+    rows = []
+    for way in times.seconds:
+        if way == PRODUCT:
+            continue
+        utilisation = times.ratio(PRODUCT, way)
+        judged = times.ratio(TRANSFORMERS, way) if compared else utilisation
+        seconds = times.median(way)
+        rows.append(
+            ThroughputRow(
+                way=way,
+                sequence=workload.sequence,
+                batch=workload.batch,
+                layers=workload.config.num_layers,
+                median_seconds=seconds,
+                tokens_per_second=workload.sequence * workload.batch / seconds,
+                model_flops_per_second=workload.flops / seconds,
+                utilisation=utilisation.median * scale,
+                speed_over_transformers=judged.median if compared else None,
+                spread=judged.spread * (1 if compared else scale),
+                verdict=judged.verdict().value,
+            )
+        )
+    return rows
 
 
 def _table(found: Sequence[ThroughputRow]) -> str:

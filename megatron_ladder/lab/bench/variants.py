@@ -32,12 +32,6 @@ class Variant:
         """Whether attention and MLP share a norm, an input product and a reduce."""
         return WIRINGS[self.residual_mode].one_norm
 
-    def config(self, model: ModelConfig, ranks: int) -> ModelConfig:
-        """Return `model` in this wiring, on a number of tensor-parallel ranks."""
-        return model.in_wiring(
-            self.residual_mode, staleness=self.residual_staleness, desync_interval=self.desync_interval, ranks=ranks
-        )
-
 
 _BLOCKING = StackOptions(tp_overlap=False)
 _AUTOGRAD = StackOptions(mirrored_backward=False)
@@ -90,27 +84,22 @@ def build_models(
     owners: dict[bool, LanguageModel] = {}
     for variant in variants:
         group = no_comm if variant.without_reduces else link
+        config = model.in_wiring(
+            variant.residual_mode, staleness=variant.residual_staleness, desync_interval=variant.desync_interval,
+            ranks=link.size,
+        )  # fmt: skip
         built = LanguageModel(
-            variant.config(model, link.size),
-            replace(mesh, tensor=group),
-            variant.options,
-            dtype=dtype,
-            device=device,
+            config, replace(mesh, tensor=group), variant.options, dtype=dtype, device=device,
             seed=None if variant.one_norm in owners else 1,
-        )
+        )  # fmt: skip
         if variant.one_norm in owners:
-            _share_weights(owners[variant.one_norm], built)
+            shapes = {name: parameter.shape for name, parameter in built.named_parameters()}
+            weights = owners[variant.one_norm].state_dict(keep_vars=True)
+            for name, weight in weights.items():
+                # Norms of per-rank streams have a row for each rank.
+                if weight.shape != shapes[name]:
+                    weights[name] = nn.Parameter(weight.detach().view(shapes[name]))
+            built.load_state_dict(weights, assign=True)
         owners.setdefault(variant.one_norm, built)
         models[variant.name] = built
     return models
-
-
-def _share_weights(owner: LanguageModel, other: LanguageModel) -> None:
-    """Make `other` compute with the parameters of `owner`."""
-    shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
-    weights = owner.state_dict(keep_vars=True)
-    for name, weight in weights.items():
-        # Norms of per-rank streams have a row for each rank.
-        if weight.shape != shapes[name]:
-            weights[name] = nn.Parameter(weight.detach().view(shapes[name]))
-    other.load_state_dict(weights, assign=True)
