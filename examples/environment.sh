@@ -1,23 +1,23 @@
-# Makes and keeps the project's own Python environment, .venv in the repository. To be sourced by bash:
+# Creates and updates the project's own Python environment, .venv in the repository. Source it from bash:
 #
 #     source examples/environment.sh
 #     prepare_environment plot          # or: test, or several extras of setup.py as "plot,data"
 #     "$ENVIRONMENT/bin/python" ...
 #
-# What is installed is written down last, so that a killed run is noticed, and an unchanged environment costs
-# nothing. pip's own settings (index, mirror, cache, proxies) are the user's and are not touched.
+# The record of what is installed is written last, so an interrupted installation is detected, and an unchanged
+# environment costs nothing. pip's settings (index, mirror, cache, proxies) are the user's and stay untouched.
 # shellcheck shell=bash
 
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 ENVIRONMENT=$REPOSITORY/.venv
 
-# fail LINE...: says what is wrong and how to mend it, and ends the script as a user's mistake does.
+# fail LINE...: prints what is wrong and how to fix it, and exits with the code for invalid input.
 fail() {
     printf 'error: %s\n' "$@" >&2
     exit 2
 }
 
-# prepare_environment EXTRAS: installs the package with those extras, in the versions of constraints.txt.
+# prepare_environment EXTRAS: installs the package with these extras, in the versions of constraints.txt.
 prepare_environment() {
     local extras=$1 python stamp wanted lock=""
     python=$(find_python)
@@ -28,7 +28,7 @@ prepare_environment() {
         return
     fi
     echo "environment: preparing .venv for $("$python" -V) with [$extras]"
-    # A second script in the same repository waits here until the first one has finished.
+    # A second script in the same repository waits here until the first has finished.
     if command -v flock >/dev/null; then
         exec {lock}>"$REPOSITORY/.venv.lock"
         flock --nonblock "$lock" || {
@@ -49,13 +49,13 @@ prepare_environment() {
     fi
 }
 
-# The first Python that is new enough, python3 before the numbered ones.
+# Prints the first Python that is new enough, python3 before the numbered ones.
 find_python() {
     local candidate
     for candidate in python3 python3.13 python3.12 python3.11 python3.14; do
         if command -v "$candidate" >/dev/null &&
             "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            # Inside a virtual environment, the Python that it was made from outlives it.
+            # In a virtual environment, use the Python that created it, which outlives it.
             "$candidate" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)'
             return
         fi
@@ -66,7 +66,7 @@ find_python() {
     fail "no python3 on the PATH: install Python 3.11 or newer"
 }
 
-# What a finished environment was made from, a line each.
+# Prints what an environment is made from.
 wanted_environment() {
     local extras=$1 python=$2
     echo "extras $extras"
@@ -80,7 +80,7 @@ is_prepared() {
         was_made_here && "$ENVIRONMENT/bin/python" -c '' 2>/dev/null && ! lacks_cuda
 }
 
-# Scripts of a virtual environment hold its absolute path, so a copied or moved one is of no use.
+# Scripts of a virtual environment contain its absolute path, so a copied or moved one is unusable.
 was_made_here() {
     [ -f "$ENVIRONMENT/made-at" ] && [ "$(cat "$ENVIRONMENT/made-at")" = "$ENVIRONMENT" ]
 }
@@ -89,7 +89,7 @@ has_gpu() {
     command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU '
 }
 
-# How many GPUs a program started here may use.
+# Prints the number of GPUs that a program started here may use.
 gpu_count() {
     if ! has_gpu; then
         echo 0
@@ -100,7 +100,7 @@ gpu_count() {
     fi
 }
 
-# True when there is a GPU and the installed torch is a CPU build, as after a move from a login node to a GPU node.
+# True if there is a GPU and the installed torch is a CPU build, as after moving from a login node to a GPU node.
 lacks_cuda() {
     has_gpu && compgen -G "$ENVIRONMENT/lib/python3*/site-packages/torch-*+cpu.dist-info" >/dev/null
 }
@@ -108,19 +108,19 @@ lacks_cuda() {
 make_virtual_environment() {
     local python=$1 version
     if [ -e "$ENVIRONMENT" ] && [ ! -f "$ENVIRONMENT/made-at" ]; then
-        fail "$ENVIRONMENT is there, but this script did not make it: move it away and run again"
+        fail "$ENVIRONMENT exists, but this script did not create it: move it away and run again"
     fi
     if [ -e "$ENVIRONMENT/incomplete" ]; then
-        echo "environment: .venv was not finished: making it anew"
+        echo "environment: .venv is incomplete: creating it again"
     elif ! was_made_here || ! same_python "$python" "$ENVIRONMENT/bin/python"; then
-        [ ! -e "$ENVIRONMENT" ] || echo "environment: .venv is of another place or Python: making it anew"
+        [ ! -e "$ENVIRONMENT" ] || echo "environment: .venv belongs to another directory or Python: creating it again"
     else
         return 0
     fi
     rm -rf "$ENVIRONMENT"
     version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
     if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
-        fail "$python cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install $version-venv)"
+        fail "$python cannot create virtual environments: install its venv module (Debian, Ubuntu: apt install $version-venv)"
     fi
     mkdir -p "$ENVIRONMENT"
     touch "$ENVIRONMENT/incomplete"
@@ -133,7 +133,7 @@ same_python() {
     [ "$("$1" -c "$ask" 2>/dev/null)" = "$("$2" -c "$ask" 2>/dev/null)" ]
 }
 
-# torch comes first and by itself: asked for as a dependency, the newest build with all of CUDA would come.
+# torch is installed first and alone: as a dependency, pip would choose the newest build with all of CUDA.
 install_torch() {
     local version
     version=$(sed -n 's/^torch==//p' "$REPOSITORY/constraints.txt")
@@ -149,19 +149,19 @@ install_torch() {
         stage "torch $version" pip install "torch==$version"
     elif attempt "torch $version, CPU build" pip install "torch==$version+cpu"; then
         return
-    elif attempt "uv, which knows where CPU builds are" pip install --constraint "$REPOSITORY/constraints.txt" uv &&
-        attempt "torch $version, CPU build, by uv" "$ENVIRONMENT/bin/uv" pip install --no-deps \
+    elif attempt "uv, which can locate CPU builds" pip install --constraint "$REPOSITORY/constraints.txt" uv &&
+        attempt "torch $version, CPU build, with uv" "$ENVIRONMENT/bin/uv" pip install --no-deps \
             --python "$ENVIRONMENT/bin/python" --torch-backend cpu "torch==$version"; then
         return
     else
-        echo "environment: note: no CPU build of torch can be had here; the usual one brings CUDA, several GB"
+        echo "environment: note: no CPU build of torch is available here; the default build includes CUDA (several GB)"
         stage "torch $version" pip install "torch==$version"
     fi
 }
 
 install_package() {
-    # DeepSpeed would otherwise follow a stray DS_BUILD_OPS=1 and ask for a compiler.
-    DS_BUILD_OPS=0 stage "deepspeed, megatron_ladder and what they need" \
+    # Otherwise DeepSpeed would honour a stray DS_BUILD_OPS=1 and require a compiler.
+    DS_BUILD_OPS=0 stage "deepspeed, megatron_ladder and their dependencies" \
         pip install --constraint "$REPOSITORY/constraints.txt" --editable "${REPOSITORY}[$1]"
 }
 
@@ -169,7 +169,7 @@ pip() {
     "$ENVIRONMENT/bin/python" -m pip --disable-pip-version-check --no-input "$@"
 }
 
-# has_version PACKAGE VERSION: whether it is installed, whichever build (the +cpu of 2.13.0+cpu).
+# has_version PACKAGE VERSION: whether it is installed, in any build (the +cpu of 2.13.0+cpu).
 has_version() {
     "$ENVIRONMENT/bin/python" -c '
 import sys
@@ -180,7 +180,7 @@ except PackageNotFoundError:
     sys.exit(1)' "$1" "$2"
 }
 
-# stage WHAT COMMAND...: runs the command quietly, a line with the seconds that it took; ends the script if it fails.
+# stage WHAT COMMAND...: runs the command quietly and prints how long it took; ends the script if it fails.
 stage() {
     if ! attempt "$@"; then
         echo "error: $1 failed; the end of $ENVIRONMENT/install.log:" >&2
@@ -189,7 +189,7 @@ stage() {
     fi
 }
 
-# attempt WHAT COMMAND...: as stage, but the caller decides what a failure means.
+# attempt WHAT COMMAND...: as stage, but returns the command's status.
 attempt() {
     local what=$1 begin=$SECONDS ticker="" status=0
     shift
@@ -207,7 +207,7 @@ attempt() {
     if [ "$status" -eq 0 ]; then
         printf ' %d s\n' $((SECONDS - begin))
     else
-        printf ' not possible (%d s)\n' $((SECONDS - begin))
+        printf ' failed (%d s)\n' $((SECONDS - begin))
     fi
     return "$status"
 }

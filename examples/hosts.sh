@@ -1,16 +1,16 @@
-# What examples on several hosts share: the deepspeed launcher's command. To be sourced by bash, in the repository's
-# folder, by a script that sets
+# Shared by the examples for several hosts: the command of the deepspeed launcher. Source it from bash, in the
+# repository's folder, in a script that sets
 #
-#     hosts           names or addresses that all hosts know, rank 0 on the first
-#     gpus_per_host   GPUs of each
+#     hosts           names or addresses that all hosts can resolve; rank 0 runs on the first
+#     gpus_per_host   number of GPUs per host
 #     master_port     a port of the first host
-#     node_rank       this host's number, if every host is started by itself; empty: all are started from here, over ssh
+#     node_rank       this host's number if every host is started separately; empty starts all from here over ssh
 #
-#     require_launcher      ends the script if a program is missing, and reads .deepspeed_env
-#     build_launcher        fills the array `launcher`, and writes `hostfile`, which is removed when the script ends
+#     require_launcher      exits if a program is missing, and reads .deepspeed_env
+#     build_launcher        sets the array `launcher`, and writes `hostfile`, which is removed at exit
 # shellcheck shell=bash disable=SC2154
 
-# fail LINE...: says what is wrong and how to mend it, and ends the script as a user's mistake does.
+# fail LINE...: prints what is wrong and how to fix it, and exits with the code for invalid input.
 fail() {
     printf 'error: %s\n' "$@" >&2
     exit 2
@@ -25,9 +25,8 @@ require_launcher() {
     if [ -z "$node_rank" ]; then
         command -v pdsh >/dev/null || fail "no pdsh on the PATH: install it, or start this script on every host with --node-rank"
     fi
-    # Variables for all ranks stand in .deepspeed_env, here or in the home directory, a line NAME=VALUE each. The
-    # launcher carries them to hosts that it reaches over ssh, and stumbles over any other line; without ssh we read
-    # them ourselves.
+    # .deepspeed_env, here or in the home directory, holds variables for all ranks, one NAME=VALUE per line. The launcher
+    # passes them to hosts that it reaches over ssh, and fails on any other line. Without ssh, this script reads them.
     for file in "$HOME/${DS_ENV_FILE:-.deepspeed_env}" "${DS_ENV_FILE:-.deepspeed_env}"; do
         [ -f "$file" ] || continue
         while IFS= read -r line || [ -n "$line" ]; do

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Trains one model on several hosts with the deepspeed launcher. Edit the two places below, then:
 #
-#     bash examples/multi_node.sh                  on the first host: starts all of them over ssh, with pdsh
+#     bash examples/multi_node.sh                  on the first host: starts all hosts over ssh with pdsh
 #     bash examples/multi_node.sh --node-rank N    on every host, N = 0 on the first, 1 on the second: without ssh
 #
-# Every host needs this repository and its environment (.venv, or what the PATH has) under the same path. Further flags
-# go to pretrain_ladder.py and win over those below. --hosts "A B", --gpus-per-host N and --master-port N stand in for
-# the first edit, as examples/multi_node.sbatch uses them. docs/multi_node.md says what to do when it does not start.
+# Every host needs this repository and its environment (.venv, or the one on the PATH) under the same path. Further flags
+# go to pretrain_ladder.py and override those below. --hosts "A B", --gpus-per-host N and --master-port N replace the
+# first edit, as in examples/multi_node.sbatch. docs/multi_node.md explains what to do if a run does not start.
 set -euo pipefail
 
-# EDIT 1: the hosts by names or addresses that all of them know, rank 0 on the first, and the GPUs of each.
+# EDIT 1: names or addresses that all hosts can resolve, rank 0 on the first, and the number of GPUs per host.
 hosts="node-1 node-2"
 gpus_per_host=8
 
-# EDIT 2: the data, readable under this path on every host, and where checkpoints go, on a shared file system.
+# EDIT 2: the data, readable under the same path on every host, and a checkpoint directory on a shared file system.
 data=/shared/corpus_text_document
 tokenizer=/shared/tokenizer.model
 checkpoints=/shared/checkpoints

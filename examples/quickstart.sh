@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# From nothing to a trained ladder model and text sampled from it, on this machine:
+# Trains a ladder model from scratch on this machine and samples text from it:
 #
-#     bash examples/quickstart.sh                                       everything goes to quickstart/
-#     bash examples/quickstart.sh RUN_FOLDER                            ... or to a folder of your own
+#     bash examples/quickstart.sh                                       writes to quickstart/
+#     bash examples/quickstart.sh RUN_FOLDER                            writes to another folder
 #     bash examples/quickstart.sh RUN_FOLDER --residual-mode standard   further flags go to pretrain_ladder.py
 #
-# It makes its own Python environment (.venv), and runs two processes on a CPU or on two GPUs, one on a single GPU.
-# Run again, it does only what is not done yet: an interrupted training goes on from its last checkpoint.
+# Creates its own Python environment (.venv), and runs two processes on a CPU or on two GPUs, or one on a single GPU.
+# Run again, it skips finished stages, and an interrupted training run resumes from its last checkpoint.
 set -euo pipefail
 
 if [[ ${1:-} == -* ]]; then
@@ -71,7 +71,7 @@ run_once plot "$run/loss.png" \
     --output "$run/loss.png"
 
 run_once sample "$run/sample.txt" \
-    "Sampling: what the model writes, tensor parallel $tp" \
+    "Sampling: text from the model, tensor parallel $tp" \
     sample
 
 shown=${run#"$PWD"/}

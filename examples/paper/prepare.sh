@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Once before the paper's runs: the first held-out documents of settings.sh, as tokens. Where hf:// is read, on a host
-# with a network. Run again, it begins anew; all runs must have the same file.
+# Run this once before the paper's runs: tokenizes the first held-out documents of settings.sh. hf:// inputs need a host
+# with network access. Running it again starts from scratch; all runs must use the same file.
 #
 #     bash examples/paper/prepare.sh
-#     bash examples/paper/prepare.sh --tiny FOLDER      of the toy: its training texts too
+#     bash examples/paper/prepare.sh --tiny FOLDER      for the toy, including its training texts
 set -euo pipefail
 if [ "${1:-}" = --tiny ] && [ $# -eq 2 ]; then
     mkdir -p "$2"

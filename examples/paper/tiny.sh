@@ -1,4 +1,4 @@
-# In the place of settings.sh for --tiny, in the folder `folder`: this repository's own documents, and bytes for tokens.
+# Replaces settings.sh for --tiny, in the folder `folder`: this repository's own documents, and bytes as tokens.
 # shellcheck shell=bash disable=SC2034,SC2154
 
 tokenizer=(--tokenizer-type ByteTokenizer)

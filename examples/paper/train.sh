@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# One of the paper's from-scratch runs (arXiv 2501.06589), or one of ours, on several hosts. Edit settings.sh beside this
-# script, run prepare.sh once, and then
+# Starts one of the paper's from-scratch runs (arXiv 2501.06589), or one of ours, on several hosts. Edit settings.sh in
+# this folder, run prepare.sh once, and then
 #
-#     bash examples/paper/train.sh --size 1.2b --wiring ladder        on the first host: starts all over ssh, with pdsh
+#     bash examples/paper/train.sh --size 1.2b --wiring ladder        on the first host: starts all hosts over ssh with pdsh
 #     bash examples/paper/train.sh ... --node-rank N                  on every host, N = 0 on the first: without ssh
 #     sbatch examples/paper/train.sbatch --size 1.2b ...              slurm
 #     bash examples/paper/train.sh ... --dry-run                      prints the command
-#     bash examples/paper/train.sh --tiny FOLDER --wiring ladder      a toy of it: two processes of this machine, no GPU
+#     bash examples/paper/train.sh --tiny FOLDER --wiring ladder      a toy run: two processes on this machine, no GPU
 #
 # Sizes: 1.2b, 1.5b, 3.5b, 4.5b. Wirings: standard, parallel, ladder, ladder-parallel, staleness-2, hybrid. Started
-# again, a run goes on from its last checkpoint. Further flags: --tp N (tensor-parallel GPUs, 1 if not given), --run
-# FOLDER (of the run; in settings.sh's otherwise), --max-restarts N (starts again by itself when it fails), --hosts "A
-# B", --gpus-per-host N, --master-port N. What follows -- goes to pretrain_ladder.py, and wins.
+# again, a run resumes from its last checkpoint. Further flags: --tp N (tensor-parallel GPUs, default 1), --run FOLDER
+# (default: a subfolder of `runs` in settings.sh), --max-restarts N (restart automatically after a failure), --hosts
+# "A B", --gpus-per-host N, --master-port N. Flags after -- go to pretrain_ladder.py and override the recipe.
 set -euo pipefail
 
 beginning=$PWD
@@ -55,7 +55,7 @@ done
 absolute() { [[ $1 == /* ]] && echo "$1" || echo "$beginning/$1"; }
 
 if [ "$size" = tiny ]; then
-    [ -n "$folder" ] || fail "--size tiny: is --tiny FOLDER"
+    [ -n "$folder" ] || fail "--size tiny: give --tiny FOLDER instead"
     hosts=localhost gpus_per_host=2 tp=${tp:-2}
     folder=$(absolute "$folder")
     source examples/paper/tiny.sh
@@ -89,6 +89,6 @@ if [ "$size" = tiny ]; then
     [ -e "${held_out}_text_document.json" ] || bash examples/paper/prepare.sh --tiny "$folder"
 else
     require_launcher
-    [ -e "${held_out}_text_document.json" ] || fail "${held_out}_text_document.json: there is none: run examples/paper/prepare.sh"
+    [ -e "${held_out}_text_document.json" ] || fail "${held_out}_text_document.json: not found: run examples/paper/prepare.sh"
 fi
 "${command[@]}"

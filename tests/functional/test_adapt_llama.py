@@ -166,7 +166,7 @@ def test_a_tiny_llama_is_adapted(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "run" / "healed" / "config.json").read_text())
     assert (config["model_type"], config["ladder_layers"]) == ("megatron_ladder", [4, 5, 6, 7])
     again = run_command(command, timeout=120, env=cache)
-    assert again.returncode == 0 and again.stdout.count("done before:") == 6, again.stdout + again.stderr
+    assert again.returncode == 0 and again.stdout.count("already done:") == 6, again.stdout + again.stderr
     (tmp_path / "run" / "done" / "began_with").write_text("another import")
     (tmp_path / "run" / "done" / "heal").unlink()
     other = run_command(command, timeout=120, env=cache)
