@@ -151,7 +151,7 @@ preprocess() {
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$source_model" --workers "$workers" --input "$@"
 }
 
-tokenise() {
+tokenize() {
     mkdir -p "$run/data"
     preprocess valid "$held_out"
     preprocess train "$@"
@@ -220,7 +220,7 @@ if "$dry_run"; then
 fi
 
 run_once tokens "$run/data/train_${keys[0]}_document.idx" "Conversations: tokens, and which the assistant says" \
-    tokenise "${conversations[@]}"
+    tokenize "${conversations[@]}"
 
 model_flags=$("$python" examples/adapt_llama/model_flags.py --hf "$source_model")
 mapfile -t model_flags <<<"$model_flags"

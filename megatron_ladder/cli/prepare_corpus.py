@@ -34,9 +34,7 @@ def parse_options(argv: Sequence[str]) -> PrepareCorpusConfig:
 def main(argv: Sequence[str]) -> None:
     """Read the command line and build the data set."""
     config = parse_options(argv)
-    prepare_corpus(
-        config.output_dir, config.vocab_size, config.max_megabytes, functools.partial(print, flush=True)
-    )
+    prepare_corpus(config.output_dir, config.vocab_size, config.max_megabytes, functools.partial(print, flush=True))
 
 
 entry_point = functools.partial(run_program, main)

@@ -1,4 +1,4 @@
-"""Conversations to tokens, and to a mask that marks the assistant's tokens.
+"""Converts conversations to tokens and to a mask that marks the assistant's tokens.
 
 The tokenizer's template renders the whole conversation, including the beginning-of-sequence token; nothing else is
 prepended. As in transformers, a special token that is spelled out in a message becomes that token.
@@ -42,44 +42,38 @@ def read_messages(keys: Sequence[str], values: Sequence[Any]) -> list[Message]:
     Raises:
         ChatTemplateError: the record is not a conversation.
     """
-    if len(keys) == 1:
-        return _checked(keys[0], values[0])
-    for key, value in zip(keys, values, strict=True):
-        if not isinstance(value, str) and (value is not None or len(keys) == 2 or key != keys[1]):
-            raise ChatTemplateError(f"expected a text under {key!r}, found {type(value).__name__}")
-    question = "\n\n".join(text for text in values[:-1] if text)
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": values[-1]}]
-
-
-def _checked(key: str, messages: object) -> list[Message]:
+    if len(keys) > 1:
+        for key, value in zip(keys, values, strict=True):
+            if not isinstance(value, str) and (value is not None or len(keys) == 2 or key != keys[1]):
+                raise ChatTemplateError(f"expected a text under {key!r}, found {type(value).__name__}")
+        question = "\n\n".join(text for text in values[:-1] if text)
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": values[-1]}]
+    key, messages = keys[0], values[0]
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ChatTemplateError(f"expected a list of messages under {key!r}")
-    messages = [_with_role(message) for message in messages]
+    found: list[Message] = []
     for place, message in enumerate(messages):
+        if isinstance(message, dict) and isinstance(message.get("from"), str) and message.get("role") is None:
+            role = _SHAREGPT_ROLES.get(message["from"], message["from"])
+            message = {"role": role, "content": message.get("value")}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ChatTemplateError(f"{key}[{place}]: expected an object with a 'role'")
         if not isinstance(message.get("content", ""), str | list | None):
             kind = type(message["content"]).__name__
             raise ChatTemplateError(f"{key}[{place}]: expected a text under 'content', found {kind}")
-    # In a column of a table every row has every key; those that a message lacks are null.
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]
-
-
-def _with_role(message: Any) -> Any:
-    """Convert a message in ShareGPT's format (`from` and `value`); return any other unchanged."""
-    if not (isinstance(message, dict) and isinstance(message.get("from"), str) and message.get("role") is None):
-        return message
-    speaker = message["from"]
-    return {"role": _SHAREGPT_ROLES.get(speaker, speaker), "content": message.get("value")}
+        # In a column of a table every row has every key; those that a message lacks are null.
+        found.append({name: value for name, value in message.items() if value is not None})
+    return found
 
 
 class Conversation(NamedTuple):
-    """The training data of one conversation."""
+    """The tokens of one conversation [tokens], and a mask [tokens].
+
+    The mask is 1 for the tokens of the assistant's answers, including the token that ends an answer.
+    """
 
     token_ids: NDArray[np.int64]
-    """[tokens]"""
     loss_mask: NDArray[np.uint8]
-    """[tokens]: 1 for the tokens of the assistant's answers, including the token that ends an answer"""
 
 
 class ConversationEncoder:
@@ -118,36 +112,30 @@ class ConversationEncoder:
     def encode(self, rendered: Sequence[RenderedConversation]) -> list[Conversation]:
         """Return the tokens of rendered conversations."""
         encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        return [
-            Conversation(np.array(encoding.ids, np.int64), _mask(encoding.offsets, answers))
-            for encoding, (_, answers) in zip(encodings, rendered, strict=True)
-        ]
-
-
-def _mask(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:
-    """Return 1 for each token that overlaps an answer; `offsets` are the first character and end of each token."""
-    places = np.array(offsets, np.int64).reshape(-1, 2)
-    mask = np.zeros(len(places), np.uint8)
-    for begin, end in answers:
-        mask[(places[:, 0] < end) & (places[:, 1] > begin)] = 1
-    return mask
+        conversations = []
+        for encoding, (_, answers) in zip(encodings, rendered, strict=True):
+            # First character and end of each token; a token that overlaps an answer counts.
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            mask = np.zeros(len(offsets), np.uint8)
+            for begin, end in answers:
+                mask[(offsets[:, 0] < end) & (offsets[:, 1] > begin)] = 1
+            conversations.append(Conversation(np.array(encoding.ids, np.int64), mask))
+        return conversations
 
 
 @dataclass(frozen=True)
 class _ChatTask(Task):
-    """Makes each record, which is a conversation, a document."""
+    """Makes each record, which is a conversation, a document. There is one output, named after the first key."""
 
     template: Path | None
-    """Replaces the tokenizer's own."""
     template_text: str
     conversations = True
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """One output, named after the first key."""
         return self.reading.keys[:1]
 
-    def _own_identity(self) -> dict[str, Any]:
+    def _flags(self) -> dict[str, Any]:
         return {"--chat-template": self.template_text, "--chat-keys": list(self.reading.keys)}
 
     def prepare(self, parsed: Parsed) -> Parsed:
@@ -163,17 +151,14 @@ class _ChatTask(Task):
         return Parsed((rendered,), parsed.records, tuple(sorted(bad)))
 
     def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
-        """Return the tokens and loss masks of rendered conversations."""
         found = _load_conversation_encoder(self.source, self.template, self.sha256).encode(columns[0])
         found = [conversation for conversation in found if len(conversation.token_ids)]
         if self.append_eod:
             found = [Conversation(np.append(ids, self.eod_id), np.append(mask, np.uint8(0))) for ids, mask in found]
-        if not found:
-            return (KeyTokens(np.empty(0, self.dtype), np.empty(0, np.int32), -1, np.empty(0, np.uint8)),)
         lengths = np.array([len(conversation.token_ids) for conversation in found], np.int32)
-        ids = np.concatenate([conversation.token_ids for conversation in found])
-        mask = np.concatenate([conversation.loss_mask for conversation in found])
-        return (KeyTokens(ids.astype(self.dtype), lengths, int(ids.max()), mask),)
+        ids = np.concatenate([np.empty(0, np.int64), *(conversation.token_ids for conversation in found)])
+        mask = np.concatenate([np.empty(0, np.uint8), *(conversation.loss_mask for conversation in found)])
+        return (KeyTokens(ids.astype(self.dtype), lengths, int(ids.max(initial=-1)), mask),)
 
 
 def chat_task(tokenizer: Tokenizer, template: Path | None, reading: Reading, append_eod: bool) -> Task:

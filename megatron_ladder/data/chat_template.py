@@ -1,4 +1,4 @@
-"""Chat templates: from the messages of a conversation to its text, and to the assistant's answers in it.
+"""Chat templates: convert the messages of a conversation to text, and locate the assistant's answers in it.
 
 Templates are in Jinja, in Hugging Face's two places: `chat_template` in tokenizer_config.json, or a file
 chat_template.jinja next to it. They run in Jinja's sandbox with the functions that transformers provides, except for
@@ -75,10 +75,15 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {
-            "raise_exception": _raise, _MARKS: (self._begin, self._end), **tokens,
-        }  # fmt: skip
+
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        def to_json(value: object, indent: int | None = None) -> str:
+            return json.dumps(value, ensure_ascii=False, indent=indent)
+
+        environment.filters["tojson"] = to_json  # Jinja's own filter escapes < for HTML.
+        environment.globals |= {"raise_exception": raise_exception, _MARKS: (self._begin, self._end), **tokens}
         try:
             self._template = environment.from_string(source)
             self._has_generation_blocks = environment.parse(source).find(nodes.ExtensionAttribute) is not None
@@ -149,7 +154,12 @@ def load_chat_template(tokenizer_file: Path, given: Path | None) -> ChatTemplate
     """
     folder = tokenizer_file.parent
     config = _read_object(folder / _CONFIG_FILE)
-    tokens = _special_tokens(_read_object(folder / _MAP_FILE) | config)
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in (_read_object(folder / _MAP_FILE) | config).items()
+        if name.endswith("_token")
+    }
+    tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
     if given is not None:
         return ChatTemplate(_read_text(given, "--chat-template "), tokens, str(given))
     file = folder / _TEMPLATE_FILE
@@ -167,16 +177,6 @@ def load_chat_template(tokenizer_file: Path, given: Path | None) -> ChatTemplate
     return ChatTemplate(templates, tokens, str(folder / _CONFIG_FILE))
 
 
-def _special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each token such as `bos_token`; a file may store a token as an object."""
-    texts = {
-        name: value.get("content") if isinstance(value, dict) else value
-        for name, value in values.items()
-        if name.endswith("_token")
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -192,12 +192,3 @@ def _read_text(path: Path, flag: str = "") -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{flag}{path}: cannot be read: {error}") from None
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    """Replace Jinja's own filter, which escapes < for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -118,9 +118,7 @@ def _as_flags(settings: Any) -> str:
     return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in given.items())
 
 
-def _prepare_tokenizer(
-    path: Path, sources: list[Path], vocab_size: int, report: Callable[[str], None]
-) -> Tokenizer:
+def _prepare_tokenizer(path: Path, sources: list[Path], vocab_size: int, report: Callable[[str], None]) -> Tokenizer:
     if not path.is_file():
         report(f"tokenizer: training {vocab_size} pieces, which takes some seconds")
         begun = time.monotonic()

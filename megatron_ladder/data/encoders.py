@@ -6,7 +6,7 @@ is repeated at every start. If no faster library is installed or none agrees, th
 
 import array
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -24,7 +24,8 @@ _REFERENCES = {
     GPT2BPETokenizer.kind: "tokenizers",
     SentencePieceTokenizer.kind: "sentencepiece",
 }
-"""Kind of tokenizer -> the library that defines its ids. Any other kind is implemented here, under its own name."""
+"""Kind of tokenizer -> the library that defines its ids; gigatoken is a faster library for all of them (docs/data.md
+has the speeds). Any other kind is implemented in tokenizers.py, and the kind is the library's name."""
 
 _SAMPLE_CHARACTERS = 1 << 17
 """Characters of the input that are compared at a start."""
@@ -33,9 +34,7 @@ _TEXT_CHARACTERS = 1 << 13
 """Characters that are compared of one text, so that the sample holds many texts."""
 
 _HARD_TEXTS = (
-    "",
-    " ",
-    "\n",
+    *("", " ", "\n"),
     "  two leading, two trailing  ",
     "\tif x:\r\n\t\treturn  1\n\n\n    # done \n",
     "I'LL we'll DON'T don't 's 'S 're'Ve it's",
@@ -60,10 +59,9 @@ _CHECK_CHARACTERS = 8 << 20
 
 
 class Encoder(Protocol):
-    """Encodes many texts into arrays of ids."""
+    """Encodes many texts into arrays of ids with a library."""
 
     library: str
-    """Name of the library that does the work."""
 
     def encode(self, texts: Sequence[str]) -> Iterator[NDArray[Any]]:
         """Yield the ids [tokens] of each text on demand, as unsigned integers of at most 32 bits."""
@@ -74,8 +72,6 @@ class UnsupportedTokenizerError(Exception):
 
 
 class _ReferenceEncoder:
-    """The library that defines the ids."""
-
     def __init__(self, tokenizer: Tokenizer, library: str) -> None:
         self.library = library
         self._tokenizer = tokenizer
@@ -97,12 +93,11 @@ class _GigatokenEncoder:
             import gigatoken
         except ImportError as error:
             raise UnsupportedTokenizerError(f"not installed (pip install gigatoken; {error})") from None
-        if isinstance(tokenizer, HuggingFaceTokenizer):
-            self._json = tokenizer.as_json()
-        elif isinstance(tokenizer, SentencePieceTokenizer):
+        if isinstance(tokenizer, SentencePieceTokenizer):
             self._json = _sentencepiece_json(tokenizer)
         else:
-            raise UnsupportedTokenizerError(f"does not support {tokenizer.kind}")
+            assert isinstance(tokenizer, HuggingFaceTokenizer)
+            self._json = tokenizer.as_json()
         self._from_json: Any = gigatoken.Tokenizer.from_json
         self._process = psutil.Process()
         self._backend: Any = None
@@ -113,7 +108,7 @@ class _GigatokenEncoder:
 
     def _load(self) -> None:
         """Load the tokenizer with an empty cache."""
-        self._backend = None
+        self._backend = None  # Frees the old cache first.
         self._backend = self._from_json(self._json).backend
         self._loaded_bytes = self._process.memory_info().rss
         self._unchecked = 0
@@ -147,14 +142,6 @@ def _sentencepiece_json(tokenizer: SentencePieceTokenizer) -> str:
     return json.dumps(values, ensure_ascii=False)
 
 
-_FASTER: dict[str, Callable[[Tokenizer], Encoder]] = {
-    HuggingFaceTokenizer.kind: _GigatokenEncoder,
-    GPT2BPETokenizer.kind: _GigatokenEncoder,
-    SentencePieceTokenizer.kind: _GigatokenEncoder,
-}
-"""Kind of tokenizer -> the library that is faster than the reference (docs/data.md has the speeds)."""
-
-
 class EncoderChoice(NamedTuple):
     """The chosen encoder, and a sentence that reports the choice."""
 
@@ -164,13 +151,11 @@ class EncoderChoice(NamedTuple):
 
 def make_encoder(tokenizer: Tokenizer, library: str) -> Encoder:
     """Return the encoder of a library by name; raises UnsupportedTokenizerError if it does not fit the tokenizer."""
-    reference = _REFERENCES.get(tokenizer.kind, tokenizer.kind)
-    if library == reference:
-        return _ReferenceEncoder(tokenizer, reference)
-    faster = _FASTER.get(tokenizer.kind)
-    if faster is None or getattr(faster, "library", None) != library:
+    if library == _REFERENCES.get(tokenizer.kind, tokenizer.kind):
+        return _ReferenceEncoder(tokenizer, library)
+    if library != _GigatokenEncoder.library or tokenizer.kind not in _REFERENCES:
         raise UnsupportedTokenizerError(f"does not support {tokenizer.kind}")
-    return faster(tokenizer)
+    return _GigatokenEncoder(tokenizer)
 
 
 def choose_encoder(tokenizer: Tokenizer, library: str, texts: Sequence[str]) -> EncoderChoice:
@@ -185,16 +170,20 @@ def choose_encoder(tokenizer: Tokenizer, library: str, texts: Sequence[str]) -> 
     """
     reference = _REFERENCES.get(tokenizer.kind, tokenizer.kind)
     reason = ""
-    if library != reference and (library != "auto" or tokenizer.kind in _FASTER):
-        name = str(getattr(_FASTER[tokenizer.kind], "library", "")) if library == "auto" else library
-        sample = [*_HARD_TEXTS, *_cut(texts)]
+    if library != reference and (library != "auto" or tokenizer.kind in _REFERENCES):
+        name = _GigatokenEncoder.library if library == "auto" else library
+        sample, left = [*_HARD_TEXTS], _SAMPLE_CHARACTERS
+        for text in texts:
+            sample.append(text[: min(_TEXT_CHARACTERS, left)])
+            left -= len(sample[-1])
+            if left <= 0:
+                break
         try:
             encoder = make_encoder(tokenizer, name)
             difference = _find_difference(tokenizer, encoder, sample)
             if difference is None:
-                return EncoderChoice(
-                    encoder, f"{name} encodes; its ids equal those of {reference} on {len(sample):,} texts"
-                )
+                equal = f"its ids equal those of {reference} on {len(sample):,} texts"
+                return EncoderChoice(encoder, f"{name} encodes; {equal}")
             reason = f"{name}: its ids differ from those of {reference} for {difference}"
         except UnsupportedTokenizerError as error:
             reason = f"{name}: {error}"
@@ -210,14 +199,3 @@ def _find_difference(tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str
         if not np.array_equal(np.array(expected, dtype=np.int64), found):
             return ascii(text[:40])
     return None
-
-
-def _cut(texts: Sequence[str]) -> list[str]:
-    chosen: list[str] = []
-    left = _SAMPLE_CHARACTERS
-    for text in texts:
-        if left <= 0:
-            break
-        chosen.append(text[: min(_TEXT_CHARACTERS, left)])
-        left -= len(chosen[-1])
-    return chosen

@@ -1,4 +1,4 @@
-"""The work of a preprocessing worker after reading: from the values of a block to tokens."""
+"""The work of a preprocessing worker after reading: converts the values of a block to tokens."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -56,15 +56,12 @@ class Task(ABC):
 
     def identity(self) -> dict[str, Any]:
         """Return everything except the input that determines the tokens; JSON-able."""
-        return (
-            {"tokenizer": self.sha256}
-            | self._own_identity()
-            | {"--append-eod": self.append_eod, "--max-document-megabytes": self.reading.max_bytes >> 20}
-            | ({"end-of-document token": self.eod_id} if self.append_eod else {})
-        )
+        values = {"tokenizer": self.sha256, **self._flags(), "--append-eod": self.append_eod}
+        values["--max-document-megabytes"] = self.reading.max_bytes >> 20
+        return values | ({"end-of-document token": self.eod_id} if self.append_eod else {})
 
     @abstractmethod
-    def _own_identity(self) -> dict[str, Any]:
+    def _flags(self) -> dict[str, Any]:
         """Return the flags of this kind of task."""
 
     def prepare(self, parsed: Parsed) -> Parsed:
@@ -78,26 +75,26 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class TextTask(Task):
-    """Makes each text of a key a document."""
+    """Makes each text of a key a document.
+
+    `library` encodes; it does not change the ids. `encoder` is the encoder that was compared, for the process that
+    compared it; it is not sent to others.
+    """
 
     library: str
-    """The library that encodes; it does not change the ids."""
     encoder: Encoder | None = field(default=None, compare=False)
-    """The encoder that was compared, for the process that compared it; it is not sent to others."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"encoder": None}
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The keys."""
         return self.reading.keys
 
-    def _own_identity(self) -> dict[str, Any]:
+    def _flags(self) -> dict[str, Any]:
         return {"--json-keys": list(self.reading.keys)}
 
     def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
-        """Tokenise each column."""
         encoder = self.encoder or _load_encoder(self.source, self.sha256, self.library)
         end = self.eod_id if self.append_eod else None
         return tuple(_join(encoder.encode(texts), end, self.dtype) for texts in columns)

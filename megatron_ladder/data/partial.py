@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,80 +32,53 @@ from megatron_ladder.files import lock_file, publish, sync_directory
 _FORMAT = 3
 """Format of the journal. It counts groups, so changing their size changes the format."""
 _SKIPPED = "skipped"
-"""Name of the file that lists skipped records."""
 _BIN, _LENGTHS, _LOSS_MASK = ".bin", ".lengths", "_loss_mask.bin"
 
 
-class PartialDataset:
-    """The files of one output, and its counts."""
+@dataclass
+class _PartialDataset:
+    """The files of one output by their suffixes, and its counts."""
 
-    def __init__(self, folder: Path, name: str, dtype: "np.dtype[Any]", has_loss_mask: bool) -> None:
-        """Create the files."""
-        self._index_path, self._dtype = folder / f"{name}.idx", dtype
-        suffixes = (_BIN, _LENGTHS, _LOSS_MASK) if has_loss_mask else (_BIN, _LENGTHS)
-        self._files = {suffix: HashedFile(folder / f"{name}{suffix}") for suffix in suffixes}
-        self.documents = self.tokens = 0
-        self.largest_id = -1
-
-    @classmethod
-    def reopen(
-        cls, folder: Path, name: str, dtype: "np.dtype[Any]", recorded: dict[str, Any]
-    ) -> "PartialDataset | None":
-        """Restore the state that `record` returned; return None if the files do not match it."""
-        self = cls.__new__(cls)
-        self._index_path, self._dtype = folder / f"{name}.idx", dtype
-        self.documents, self.tokens = recorded["documents"], recorded["tokens"]
-        self.largest_id = recorded["largest_id"]
-        self._files = {}
-        for suffix, (size, checksum) in recorded["files"].items():
-            file = HashedFile.reopen(folder / f"{name}{suffix}", size, checksum)
-            if file is None:
-                self.close()
-                return None
-            self._files[suffix] = file
-        return self
+    index_path: Path
+    dtype: "np.dtype[Any]"
+    files: dict[str, HashedFile]
+    documents: int = 0
+    tokens: int = 0
+    largest_id: int = -1
 
     def add(self, part: KeyTokens) -> None:
         """Append documents."""
-        self._files[_BIN].append(np.ascontiguousarray(part.token_ids, dtype=self._dtype))
-        self._files[_LENGTHS].append(np.ascontiguousarray(part.lengths, dtype="<i4"))
+        self.files[_BIN].append(np.ascontiguousarray(part.token_ids, dtype=self.dtype))
+        self.files[_LENGTHS].append(np.ascontiguousarray(part.lengths, dtype="<i4"))
         if part.loss_mask is not None:
-            self._files[_LOSS_MASK].append(np.ascontiguousarray(part.loss_mask, dtype=np.uint8))
+            self.files[_LOSS_MASK].append(np.ascontiguousarray(part.loss_mask, dtype=np.uint8))
         self.documents += len(part.lengths)
         self.tokens += len(part.token_ids)
         self.largest_id = max(self.largest_id, part.largest_id)
 
+    def counts(self) -> dict[str, int]:
+        """Return the counts by their names in the journal and in the sidecar."""
+        return {"documents": self.documents, "tokens": self.tokens, "largest_id": self.largest_id}
+
     def record(self) -> dict[str, Any]:
         """Make the files durable, and return counts, sizes and checksums for the journal."""
-        for file in self._files.values():
+        for file in self.files.values():
             file.sync()
-        return {
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "largest_id": self.largest_id,
-            "files": {suffix: [file.size, file.checksum] for suffix, file in self._files.items()},
+        return self.counts() | {"files": {suffix: [file.size, file.checksum] for suffix, file in self.files.items()}}
+
+    def finish(self) -> dict[str, Any]:
+        """Write the index file, and return counts and checksums for the sidecar."""
+        self.files[_LENGTHS].sync()
+        lengths = np.memmap(self.files[_LENGTHS].path, "<i4", "r") if self.documents else np.empty(0, "<i4")
+        return self.counts() | {
+            "bin_checksum": self.files[_BIN].checksum,
+            "idx_checksum": write_index(self.index_path, self.dtype, lengths),
+            "loss_mask_checksum": self.files[_LOSS_MASK].checksum if _LOSS_MASK in self.files else None,
         }
-
-    @property
-    def bin_checksum(self) -> str:
-        """Checksum of the tokens."""
-        return self._files[_BIN].checksum
-
-    @property
-    def loss_mask_checksum(self) -> str | None:
-        """Checksum of the loss mask, or None."""
-        mask = self._files.get(_LOSS_MASK)
-        return None if mask is None else mask.checksum
-
-    def write_index(self) -> str:
-        """Write the index file and return its checksum."""
-        self._files[_LENGTHS].sync()
-        lengths = np.memmap(self._files[_LENGTHS].path, "<i4", "r") if self.documents else np.empty(0, "<i4")
-        return write_index(self._index_path, self._dtype, lengths)
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
+        for file in self.files.values():
             file.close()
 
 
@@ -173,7 +147,8 @@ class Partial:
         self.sidecars: list[Sidecar] | None = None
         self._committed_at = time.monotonic()
         self._has_progress = False
-        self._skipped: HashedFile | None
+        self.datasets: list[_PartialDataset] = []
+        self._skipped: HashedFile | None = None
         lines = self._read_journal()
         if not (lines and can_resume and self._resume(lines)):
             self._start_over()
@@ -188,18 +163,21 @@ class Partial:
             return False
         if "sidecars" in last:
             self.sidecars = [Sidecar(**values) for values in last["sidecars"]]
-            self.datasets, self._skipped = [], None
             self._has_progress = True
             return True
         if len(lines) == 1:
             return False
-        reopened = [
-            PartialDataset.reopen(self.folder, name, self._task.dtype, recorded)
-            for name, recorded in zip(self._task.outputs, last["outputs"], strict=True)
-        ]
-        self.datasets = [dataset for dataset in reopened if dataset is not None]
+        self.datasets, is_whole = [], True
+        for name, recorded in zip(self._task.outputs, last["outputs"], strict=True):
+            reopened = {
+                suffix: HashedFile.reopen(self.folder / f"{name}{suffix}", size, checksum)
+                for suffix, (size, checksum) in recorded.pop("files").items()
+            }
+            files = {suffix: file for suffix, file in reopened.items() if file is not None}
+            is_whole = is_whole and len(files) == len(reopened)
+            self.datasets.append(_PartialDataset(self.folder / f"{name}.idx", self._task.dtype, files, **recorded))
         self._skipped = HashedFile.reopen(self.folder / _SKIPPED, *last["skipped"])
-        if len(self.datasets) < len(reopened) or self._skipped is None:
+        if not is_whole or self._skipped is None:
             self._close()
             self.found = f"{self.folder}: the files of an earlier run are damaged: starting from scratch"
             return False
@@ -212,9 +190,11 @@ class Partial:
             if path.name != "journal":
                 path.unlink()
         self._journal.truncate(0)
-        self.datasets = [
-            PartialDataset(self.folder, name, self._task.dtype, self._task.conversations) for name in self._task.outputs
-        ]
+        suffixes = (_BIN, _LENGTHS, _LOSS_MASK) if self._task.conversations else (_BIN, _LENGTHS)
+        self.datasets = []
+        for name in self._task.outputs:
+            files = {suffix: HashedFile(self.folder / f"{name}{suffix}") for suffix in suffixes}
+            self.datasets.append(_PartialDataset(self.folder / f"{name}.idx", self._task.dtype, files))
         self._skipped = HashedFile(self.folder / _SKIPPED)
         self._write(self._header)
 

@@ -1,4 +1,4 @@
-"""Documents to token files: worker processes read and tokenise blocks of the input, which are written in order.
+"""Converts documents to token files: worker processes tokenize blocks of the input, which are written in order.
 
 No output has its final name before the whole input is read. A run that was interrupted (by a signal, the network or
 the file system) resumes where it stopped; a run with wrong input leaves no files.
@@ -16,11 +16,11 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_ladder.data.encoders import choose_encoder
 from megatron_ladder.data.encoding import KeyTokens, Task, TextTask
-from megatron_ladder.data.partial import Partial, PartialDataset
+from megatron_ladder.data.partial import Partial
 from megatron_ladder.data.reading.find import BufferedSource, PlacedBlock, find_sources, first_texts, group_blocks
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, BadRecord, Reading, Source, WrongInputError
 from megatron_ladder.data.sidecar import Sidecar
@@ -40,7 +40,7 @@ class PreprocessOptions:
     """Options that do not change the tokens."""
 
     workers: int = 1
-    """Processes that tokenise; 1 tokenises in this process."""
+    """Processes that tokenize; 1 tokenizes in this process."""
     partitions: int = 1
     """Sources that are read concurrently, if this process reads them."""
     log_interval: int = 1000
@@ -60,29 +60,27 @@ class _BlockEnd(NamedTuple):
 
 
 class _TokenizedGroup(NamedTuple):
-    """The result of a worker."""
+    """The result of a worker. `documents` counts the documents that were read, including empty ones."""
 
     file_bytes: int
     documents: int
-    """Number of documents read, including empty ones."""
     blocks: tuple[_BlockEnd, ...]
     keys: tuple[KeyTokens, ...]
 
 
 @dataclass
 class _InputPosition:
-    """The position in the input that the journal stores."""
+    """The position in the input that the journal stores.
+
+    It consists of the number of completed groups of `group_blocks`, the source that was read last, the number of
+    records read of that source, and the bytes read and records skipped of all sources.
+    """
 
     groups: int = 0
-    """Completed groups of `group_blocks`."""
     source: int = 0
-    """The source that was read last."""
     records: int = 0
-    """Records read of that source."""
     file_bytes: int = 0
-    """Bytes read of all sources."""
     skipped: int = 0
-    """Skipped records."""
 
     def advance(self, group: _TokenizedGroup, sources: Sequence[Source], max_bad: int) -> list[str]:
         """Count a group, and return one line per skipped record in it.
@@ -140,8 +138,7 @@ def _text_task(
 ) -> TextTask:
     """Return a task whose library was compared with the reference library on a sample of the input.
 
-    Args:
-        sources: sources that can be read again, or a BufferedSource.
+    Each source can be read again or is a BufferedSource.
     """
     step = max(1, len(sources) // _SAMPLED_SOURCES)
     texts = [first_texts(source, reading) for source in sources[::step][:_SAMPLED_SOURCES]]
@@ -159,7 +156,13 @@ def run_task(
     sources: Sequence[Source], output_prefix: Path, tokenizer: Tokenizer, task: Task, options: PreprocessOptions
 ) -> dict[str, Sidecar]:
     """Process all sources with a task and publish its outputs; returns and raises as `preprocess`."""
-    with _open_partial(sources, output_prefix, task) as partial:
+    inputs = [source.identity() for source in sources]
+    can_resume = all(source.name != "-" for source in sources)
+    try:
+        opened = Partial(output_prefix, task, inputs, can_resume)
+    except OSError as error:
+        raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error}") from None
+    with opened as partial:
         for line in (partial.lock_warning, partial.found):
             if line is not None:
                 options.report(line)
@@ -168,25 +171,31 @@ def run_task(
             sidecars = partial.sidecars
         else:
             position = _tokenize_rest(sources, task, partial, options)
-            sidecars = [_sidecar_of(dataset, tokenizer, task, position) for dataset in partial.datasets]
-            _require_texts(sources, task, sidecars)
+            sidecars = [
+                Sidecar(
+                    tokenizer_type=tokenizer.kind,
+                    tokenizer_sha256=tokenizer.sha256,
+                    vocab_size=tokenizer.vocab_size,
+                    eod_id=tokenizer.eod_id,
+                    append_eod=task.append_eod,
+                    conversations=task.conversations,
+                    skipped=position.skipped,
+                    **dataset.finish(),
+                )
+                for dataset in partial.datasets
+            ]
+            for name, sidecar in zip(task.outputs, sidecars, strict=True):
+                if sidecar.documents == 0:
+                    shown = " ".join(source.name for source in sources[:3]) + (" ..." if len(sources) > 3 else "")
+                    raise WrongInputError(f"--input {shown}: no document with a non-empty {name!r}: nothing is written")
         partial.publish(sidecars)
     return dict(zip(task.outputs, sidecars, strict=True))
-
-
-def _open_partial(sources: Sequence[Source], output_prefix: Path, task: Task) -> Partial:
-    inputs = [source.identity() for source in sources]
-    can_resume = all(source.name != "-" for source in sources)
-    try:
-        return Partial(output_prefix, task, inputs, can_resume)
-    except OSError as error:
-        raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error}") from None
 
 
 def _tokenize_rest(
     sources: Sequence[Source], task: Task, partial: Partial, options: PreprocessOptions
 ) -> _InputPosition:
-    """Tokenise from the position in the journal to the end of the input, and return that position."""
+    """Tokenize from the position in the journal to the end of the input, and return that position."""
     position = _InputPosition(**partial.place)
     if position.groups:
         done = sum(dataset.documents for dataset in partial.datasets)
@@ -199,7 +208,7 @@ def _tokenize_rest(
     read_bytes = documents = shown_documents = 0
     try:
         with (
-            ProgressBar("tokenised", total, done=position.file_bytes) as bar,
+            ProgressBar("tokenized", total, done=position.file_bytes) as bar,
             closing(_tokenize_all(groups, task, workers)) as tokenized,
         ):
             for group in tokenized:
@@ -227,35 +236,10 @@ def _tokenize_rest(
     return position
 
 
-def _sidecar_of(dataset: PartialDataset, tokenizer: Tokenizer, task: Task, position: _InputPosition) -> Sidecar:
-    return Sidecar(
-        tokenizer_type=tokenizer.kind,
-        tokenizer_sha256=tokenizer.sha256,
-        vocab_size=tokenizer.vocab_size,
-        eod_id=tokenizer.eod_id,
-        append_eod=task.append_eod,
-        largest_id=dataset.largest_id,
-        documents=dataset.documents,
-        tokens=dataset.tokens,
-        bin_checksum=dataset.bin_checksum,
-        idx_checksum=dataset.write_index(),
-        loss_mask_checksum=dataset.loss_mask_checksum,
-        conversations=task.conversations,
-        skipped=position.skipped,
-    )
-
-
-def _require_texts(sources: Sequence[Source], task: Task, sidecars: Sequence[Sidecar]) -> None:
-    for name, sidecar in zip(task.outputs, sidecars, strict=True):
-        if sidecar.documents == 0:
-            shown = " ".join(source.name for source in sources[:3]) + (" ..." if len(sources) > 3 else "")
-            raise WrongInputError(f"--input {shown}: no document with a non-empty {name!r}: nothing is written")
-
-
 def _tokenize_all(
     groups: Iterator[tuple[PlacedBlock, ...]], task: Task, workers: int
 ) -> Generator[_TokenizedGroup, None, None]:
-    """Yield tokenised groups in the order of the input; raises a worker's error, or BrokenProcessPool if one dies."""
+    """Yield tokenized groups in the order of the input; raises a worker's error, or BrokenProcessPool if one dies."""
     if workers <= 1:
         yield from (_tokenize_group(task, group) for group in groups)
         return
@@ -277,28 +261,23 @@ def _initialize_worker() -> None:
     """Ignore Ctrl-C, limit the tokenizer to one thread, and end the worker if its parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
 
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+        os._exit(1)
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _tokenize_group(task: Task, group: Sequence[PlacedBlock]) -> _TokenizedGroup:
-    """Read and tokenise the documents of some blocks; runs in a worker process."""
-    ends: list[_BlockEnd] = []
-    parts: list[tuple[list[Any], ...]] = []
-    for number, block in group:
-        parsed = task.prepare(block.read(task.reading))
-        parts.append(parsed.columns)
-        ends.append(_BlockEnd(number, parsed.records, parsed.bad))
-    columns = [list(itertools.chain.from_iterable(of_blocks)) for of_blocks in zip(*parts, strict=True)]
-    return _TokenizedGroup(
-        sum(block.file_bytes for _, block in group),
-        len(columns[0]),
-        tuple(ends),
-        task.encode(columns),
+    """Read and tokenize the documents of some blocks; runs in a worker process."""
+    parsed = [task.prepare(block.read(task.reading)) for _, block in group]
+    ends = tuple(
+        _BlockEnd(number, result.records, result.bad) for (number, _), result in zip(group, parsed, strict=True)
     )
+    by_key = zip(*(result.columns for result in parsed), strict=True)
+    columns = [list(itertools.chain.from_iterable(of_blocks)) for of_blocks in by_key]
+    file_bytes = sum(block.file_bytes for _, block in group)
+    return _TokenizedGroup(file_bytes, len(columns[0]), ends, task.encode(columns))

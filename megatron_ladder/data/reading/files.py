@@ -8,11 +8,10 @@ import gzip
 import math
 import sys
 import zlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from megatron_ladder.data.reading.json_lines import parse_lines
 from megatron_ladder.data.reading.protocol import (
@@ -40,13 +39,11 @@ class LineSpan:
 
     @property
     def text_bytes(self) -> int:
-        """Size of the span."""
         return self.end - self.begin
 
     file_bytes = text_bytes
 
     def read(self, reading: Reading) -> Parsed:
-        """Parse the lines."""
         with open(self.path, "rb") as file:
             file.seek(self.begin)
             content = file.read(self.end - self.begin)
@@ -55,15 +52,12 @@ class LineSpan:
 
 @dataclass(frozen=True)
 class HugeLine:
-    """A line that is skipped because it is too large."""
+    """A line that is skipped because it is too large; `text_bytes` includes its line feed."""
 
     text_bytes: int
-    """Size, including the line feed."""
     file_bytes: int
-    """Its share of the file."""
 
     def read(self, reading: Reading) -> Parsed:
-        """Return one bad record."""
         return Parsed(tuple([] for _ in reading.keys), 1, (BadRecord(0, too_large(self.text_bytes, reading)),))
 
 
@@ -116,14 +110,12 @@ class PlainFile(FileSource):
 
     @property
     def total_bytes(self) -> int:
-        """Size of the file."""
         return self.size
 
     text_bytes = total_bytes
     file_bytes = total_bytes
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
-        """Yield itself."""
         yield self
 
     def read(self, reading: Reading) -> Parsed:
@@ -141,35 +133,34 @@ class PlainFile(FileSource):
 
 @dataclass(frozen=True)
 class _Lines:
-    """Whole lines."""
+    """Whole lines; `file_bytes` of the compressed file were read for them."""
 
     content: bytes
     file_bytes: int
-    """Bytes of the compressed file that were read for these lines."""
 
     @property
     def text_bytes(self) -> int:
-        """Size of the lines."""
         return len(self.content)
 
     def read(self, reading: Reading) -> Parsed:
-        """Parse the lines."""
         return parse_lines(self.content, reading)
 
 
-class _Cut(NamedTuple):
-    content: bytes
-    """Whole lines; empty if a line was skipped."""
-    skipped: int
-    """Size of a line that is too large, else 0."""
-
-    def block(self, file_bytes: int) -> Block:
-        return HugeLine(self.skipped, file_bytes) if self.skipped else _Lines(self.content, file_bytes)
-
-
-def _cut_lines(stream: BinaryIO, max_bytes: int) -> Iterator[_Cut]:
+def _cut_lines(
+    stream: BinaryIO | gzip.GzipFile, max_bytes: int, position: Callable[[], int] = lambda: 0
+) -> Iterator[_Lines | HugeLine]:
     """Yield whole lines of a stream, about SPAN_BYTES at a time; lines larger than `max_bytes` are not kept in memory.
+
+    Args:
+        position: returns the position in the file from which the stream is decompressed.
     """
+    before = 0
+
+    def file_bytes() -> int:
+        nonlocal before
+        begin, before = before, position()
+        return before - begin
+
     rest: list[bytes] = []
     first = True
     while chunk := stream.read(SPAN_BYTES):
@@ -177,7 +168,7 @@ def _cut_lines(stream: BinaryIO, max_bytes: int) -> Iterator[_Cut]:
             chunk, first = chunk.removeprefix(BYTE_ORDER_MARK), False
         end = chunk.rfind(b"\n") + 1
         if end:
-            yield _Cut(b"".join([*rest, chunk[:end]]), 0)
+            yield _Lines(b"".join([*rest, chunk[:end]]), file_bytes())
             rest = [chunk[end:]]
             continue
         rest.append(chunk)
@@ -186,15 +177,15 @@ def _cut_lines(stream: BinaryIO, max_bytes: int) -> Iterator[_Cut]:
             while (chunk := stream.read(SPAN_BYTES)) and b"\n" not in chunk:
                 size += len(chunk)
             end = chunk.find(b"\n") + 1
-            yield _Cut(b"", size + end)
+            yield HugeLine(size + end, file_bytes())
             # The rest of this chunk may contain whole lines.
             last = chunk.rfind(b"\n") + 1
             if last > end:
-                yield _Cut(chunk[end:last], 0)
+                yield _Lines(chunk[end:last], file_bytes())
             rest = [chunk[last:]]
     content = b"".join(rest)
     if content:
-        yield _Cut(content, 0)
+        yield _Lines(content, file_bytes())
 
 
 @dataclass(frozen=True)
@@ -208,25 +199,22 @@ class CompressedLines(FileSource):
             UserError: the file is damaged or truncated.
             OSError: reading fails.
         """
-        with open(self.path, "rb") as file, _decompressed(file, self.path) as stream:
-            before = 0
+        suffix = self.path.suffix.lower()
+        errors = (EOFError, OSError, zlib.error) if suffix == ".gz" else (EOFError, OSError, zstd_module().ZstdError)
+        with (
+            open(self.path, "rb") as file,
+            gzip.GzipFile(fileobj=file) if suffix == ".gz" else zstd_module().ZstdFile(file) as stream,
+        ):
             try:
-                for cut in _cut_lines(stream, reading.max_bytes):
-                    share, before = file.tell() - before, file.tell()
-                    yield cut.block(share)
-            except (EOFError, OSError, zlib.error, _zstd_error()) as error:
+                yield from _cut_lines(stream, reading.max_bytes, file.tell)
+            except errors as error:
                 # Errors of the operating system have a number, those of decompressors do not.
                 if isinstance(error, OSError) and error.errno:
                     raise OSError(error.errno, error.strerror, str(self.path)) from error
-                compression = COMPRESSIONS[self.path.suffix.lower()]
                 raise WrongInputError(
-                    f"{self.path}: damaged, or not {compression} ({error}), near byte {file.tell():,} of "
+                    f"{self.path}: damaged, or not {COMPRESSIONS[suffix]} ({error}), near byte {file.tell():,} of "
                     f"{self.total_bytes:,}"
                 ) from None
-
-
-def _decompressed(file: BinaryIO, path: Path) -> AbstractContextManager[Any]:
-    return gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else zstd_module().ZstdFile(file)
 
 
 def zstd_module() -> Any:
@@ -238,30 +226,19 @@ def zstd_module() -> Any:
     return zstd
 
 
-def _zstd_error() -> type[Exception]:
-    try:
-        error: type[Exception] = zstd_module().ZstdError
-    except ImportError:
-        return EOFError
-    return error
-
-
 @dataclass(frozen=True)
 class StandardInput:
-    """JSON lines from standard input."""
+    """JSON lines from standard input. An interrupted run cannot resume, because nothing identifies the input."""
 
     name = "-"
     total_bytes = None
     can_be_read_again = False
 
     def identity(self) -> dict[str, Any]:
-        """Nothing distinguishes one standard input from another, so an interrupted run is not resumed."""
         return {"input": "-"}
 
     def place(self, number: int) -> str:
-        """Return `<stdin>:line`."""
         return f"<stdin>:{number + 1}"
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
-        """Yield lines as they arrive."""
-        return (cut.block(0) for cut in _cut_lines(sys.stdin.buffer, reading.max_bytes))
+        return _cut_lines(sys.stdin.buffer, reading.max_bytes)

@@ -1,6 +1,7 @@
 """From the arguments of --input to sources, and from sources to groups of blocks."""
 
 import glob
+import itertools
 import os
 import queue
 import threading
@@ -83,7 +84,15 @@ def _source_of(path: Path, reading: Reading) -> Source:
     if is_json_lines(path):
         return JsonLinesFile(path)
     if suffix in COMPRESSIONS:
-        return _compressed(path, suffix)
+        if not is_json_lines(path.with_suffix("")):
+            known = ", ".join(name + suffix for name in JSON_SUFFIXES)
+            raise UserError(f"--input {path}: only JSON lines can be read compressed ({known}): decompress it")
+        if suffix == ".zst":
+            try:
+                zstd_module()
+            except ImportError:
+                raise UserError(f"--input {path}: Zstandard needs a library: pip install backports.zstd") from None
+        return CompressedLines(path)
     if suffix == ".parquet":
         source = ParquetFile(path)
         source.check(reading)
@@ -96,49 +105,26 @@ def _source_of(path: Path, reading: Reading) -> Source:
     return PlainFile(path, path.stat().st_size)
 
 
-def _compressed(path: Path, suffix: str) -> Source:
-    if not is_json_lines(path.with_suffix("")):
-        known = ", ".join(name + suffix for name in JSON_SUFFIXES)
-        raise UserError(f"--input {path}: only JSON lines can be read compressed ({known}): decompress it")
-    if suffix == ".zst":
-        try:
-            zstd_module()
-        except ImportError:
-            raise UserError(f"--input {path}: Zstandard needs a library: pip install backports.zstd") from None
-    return CompressedLines(path)
-
-
 class BufferedSource:
     """A source that can be read only once, whose first block can be inspected in advance."""
 
+    total_bytes = None
     can_be_read_again = False
 
     def __init__(self, source: Source) -> None:
+        self.name, self.place, self.identity = source.name, source.place, source.identity
         self._source = source
         self._blocks: Iterator[Block] | None = None
         self._first: list[Block] = []
-        self.place = source.place
-        self.identity = source.identity
-
-    @property
-    def name(self) -> str:
-        """See Source."""
-        return self._source.name
-
-    @property
-    def total_bytes(self) -> int | None:
-        """See Source."""
-        return self._source.total_bytes
 
     def first_block(self, reading: Reading) -> Block | None:
         """Return the first block, which `blocks` still yields; None if there is none. Raises as `blocks`."""
         if self._blocks is None:
             self._blocks = self._source.blocks(reading)
-            self._first = [block for block in [next(self._blocks, None)] if block is not None]
+            self._first = list(itertools.islice(self._blocks, 1))
         return self._first[0] if self._first else None
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
-        """See Source."""
         self.first_block(reading)
         assert self._blocks is not None
         while self._first:
@@ -162,9 +148,7 @@ class PlacedBlock(NamedTuple):
     block: Block
 
 
-def group_blocks(
-    sources: Sequence[Source], reading: Reading, partitions: int = 1
-) -> Iterator[tuple[PlacedBlock, ...]]:
+def group_blocks(sources: Sequence[Source], reading: Reading, partitions: int = 1) -> Iterator[tuple[PlacedBlock, ...]]:
     """Yield the blocks of all sources in order, in groups with about GROUP_BYTES of text.
 
     Args:

@@ -6,6 +6,7 @@
 """
 
 import bisect
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -45,7 +46,6 @@ class _Rows:
         return sum(_json_characters(value) for column in self.columns for value in column)
 
     def read(self, reading: Reading) -> Parsed:
-        """Remove rows without a text."""
         return check_rows(self.columns, reading)
 
 
@@ -86,12 +86,10 @@ def _is_direct_network_error(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class HubSource:
-    """A data set, identified by its name, configuration and split."""
+    """A split of a data set: `name` is what the user wrote, `path` a name on the hub or a local path."""
 
     name: str
-    """The name that the user gave."""
     path: str
-    """A name on the hub, or a path."""
     config: str | None
     split: str
     total_bytes = None
@@ -113,7 +111,6 @@ class HubSource:
         return {"input": self.name, "files": [[name, status.st_size, status.st_mtime_ns] for name, status in statuses]}
 
     def place(self, number: int) -> str:
-        """Return the row, counted from 0."""
         return f"{self.name}: row {number}"
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
@@ -131,18 +128,26 @@ class HubSource:
         if missing:
             raise UserError(missing_columns(self.name, missing, dataset.column_names))
         batches = dataset.select_columns(list(reading.keys)).iter(BATCH_ROWS)
-        while (batch := self._next(batches)) is not None:
+        while True:
+            with self._translated_errors("read"):
+                batch = next(batches, None)
+            if batch is None:
+                return
             yield _Rows(tuple(list(batch[key]) for key in reading.keys))
 
-    def _next(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, or None at the end."""
+    @contextlib.contextmanager
+    def _translated_errors(self, action: str, fix: str = "") -> Iterator[None]:
+        """Raise ConnectionError for errors of the network, WrongInputError for unreadable content, else UserError."""
         try:
-            return next(batches, None)
-        except Exception as error:  # Errors of the network and of many readers have no common base class.
-            problem = f"--input {self.name}: datasets cannot read it ({_in_a_line(error)})"
+            yield
+        except Exception as error:  # Errors of the hub, the network and many file formats have no common base class.
+            reason = str(error).strip().split("\n")[0]
+            problem = f"--input {self.name}: datasets cannot {action} it ({type(error).__name__}: {reason})"
             if _is_network_error(error):
-                raise ConnectionError(f"{problem}: run the same command again to resume") from error
-            raise (WrongInputError if isinstance(error, _CONTENT_ERRORS) else UserError)(problem) from None
+                retry = "run the same command again to resume"
+                raise ConnectionError(f"{problem}: {retry}{fix and '; ' + fix}") from error
+            is_wrong = action == "read" and isinstance(error, _CONTENT_ERRORS)
+            raise (WrongInputError if is_wrong else UserError)(f"{problem}{fix and ': ' + fix}") from None
 
     def count_shards(self) -> int:
         """Return the number of parts into which the library can divide the data set."""
@@ -172,23 +177,12 @@ class HubSource:
         import datasets
 
         local = Path(self.path)
-        try:
+        with self._translated_errors("open", "without a network, give a directory of data files, hf:///PATH"):
             if local.is_file():
                 builder = _BUILDERS.get(local.suffix.lower(), "json")
                 files = {self.split: str(local)}
                 return datasets.load_dataset(builder, data_files=files, split=self.split, streaming=True)
             return datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
-        except Exception as error:  # Errors of the hub, the network and many file formats have no common base class.
-            problem = f"--input {self.name}: datasets cannot open it ({_in_a_line(error)})"
-            fix = "without a network, give a directory of data files, hf:///PATH"
-            if _is_network_error(error):
-                raise ConnectionError(f"{problem}: run the same command again to resume; {fix}") from error
-            raise UserError(f"{problem}: {fix}") from None
-
-
-def _in_a_line(error: Exception) -> str:
-    reason = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {reason}"
 
 
 @dataclass(frozen=True)
@@ -203,19 +197,15 @@ class HubShard:
 
     @property
     def name(self) -> str:
-        """The name of the whole data set, and the part."""
         return f"{self.whole.name} part {self.number} of {self.count}"
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity of the whole data set, and the part."""
         return self.whole.identity() | {"shard": [self.number, self.count]}
 
     def place(self, number: int) -> str:
-        """Return the row, counted from 0."""
         return f"{self.name}: row {number}"
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
-        """Stream rows."""
         return self.blocks_from(0, reading)
 
     def blocks_from(self, first: int, reading: Reading) -> Iterator[Block]:

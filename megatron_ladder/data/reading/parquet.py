@@ -10,12 +10,12 @@ from typing import Any
 from megatron_ladder.data.reading.json_lines import reason_against
 from megatron_ladder.data.reading.protocol import (
     GROUP_BYTES,
-    BadRecord,
     Block,
     FileSource,
     Parsed,
     Reading,
     WrongInputError,
+    parsed_records,
     too_large,
 )
 from megatron_ladder.errors import UserError
@@ -36,26 +36,16 @@ class _InvalidText(str):
 
 def check_rows(columns: tuple[list[Any], ...], reading: Reading) -> Parsed:
     """Remove the rows of a table that contain no text."""
-    kept: tuple[list[Any], ...] = tuple([] for _ in columns)
-    bad: list[BadRecord] = []
-    numbers: list[int] = []
-    for number, row in enumerate(zip(*columns, strict=True)):
-        reason = next((str(value) for value in row if isinstance(value, _InvalidText)), None)
-        if reason is None and reading.texts_only:
-            reason = _reason(row, reading)
-        if reason is not None:
-            bad.append(BadRecord(number, reason))
-            if len(bad) > reading.max_bad:
-                break
-            continue
-        numbers.append(number)
-        for column, value in zip(kept, row, strict=True):
-            column.append(value)
-    return Parsed(kept, len(columns[0]), tuple(bad), tuple(numbers) if bad else None)
+    rows = enumerate(zip(*columns, strict=True))
+    return parsed_records(((number, _reason(row, reading) or row) for number, row in rows), len(columns[0]), reading)
 
 
 def _reason(row: tuple[Any, ...], reading: Reading) -> str | None:
     for key, value in zip(reading.keys, row, strict=True):
+        if isinstance(value, _InvalidText):
+            return str(value)
+        if not reading.texts_only:
+            continue
         # A character has at most 4 bytes, so that only long texts are encoded.
         if isinstance(value, str) and 4 * len(value) > reading.max_bytes:
             size = len(value.encode(errors="replace"))
@@ -84,16 +74,13 @@ def _value(scalar: Any, key: str) -> Any:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group of a file, or some of its rows."""
+    """Some rows of a row group; `text_bytes` is the decompressed size of the columns that are read."""
 
     path: Path
     number: int
     text_bytes: int
-    """Decompressed size of the columns that are read."""
     file_bytes: int
-    """Its share of the file."""
     rows: range
-    """Rows of the row group."""
 
     def beginning(self, text_bytes: int) -> "RowGroup":
         """Return its first rows, with about `text_bytes` of text."""
@@ -119,20 +106,18 @@ class RowGroup:
         return check_rows(columns, reading)
 
 
-@functools.lru_cache(maxsize=_OPEN_ROW_GROUPS)
-def _row_iterator(path: Path, version: tuple[int, ...], number: int, keys: tuple[str, ...]) -> "_RowIterator":
-    """Return this process's iterator of a row group; a file that was rewritten has another version and iterator."""
-    return _RowIterator(path, number, keys)
-
-
 class _RowIterator:
     """Reads the rows of one row group in order.
 
     A row group can only be decoded from its beginning, so the iterator continues after the rows that it returned last.
-    If several workers read parts of a row group, each decodes all of it; tokenising takes much longer than that.
+    If several workers read parts of a row group, each decodes all of it; tokenizing takes much longer than that.
     """
 
-    def __init__(self, path: Path, number: int, keys: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, version: tuple[int, ...], number: int, keys: tuple[str, ...]) -> None:
+        """
+        Args:
+            version: identifies the content, so that a file that was rewritten gets another iterator from the cache.
+        """
         self._path, self._number, self._keys = path, number, keys
         self._lock = threading.Lock()
         self._batches: Generator[Any, None, None] | None = None
@@ -173,15 +158,15 @@ class _RowIterator:
         raise pyarrow.ArrowInvalid("it has fewer rows than its metadata says")
 
 
+_row_iterator = functools.lru_cache(maxsize=_OPEN_ROW_GROUPS)(_RowIterator)
+
+
 def _text_bytes(group: Any, keys: tuple[str, ...]) -> int:
     """Return the decompressed size of the columns in a row group; columns of a structure are called `key.name`."""
     columns = [group.column(place) for place in range(group.num_columns)]
     inside = tuple(f"{key}." for key in keys)
-    return sum(
-        int(column.total_uncompressed_size)
-        for column in columns
-        if column.path_in_schema in keys or column.path_in_schema.startswith(inside)
-    )
+    read = [column for column in columns if column.path_in_schema in keys or column.path_in_schema.startswith(inside)]
+    return sum(int(column.total_uncompressed_size) for column in read)
 
 
 def _rows_of_a_part(group: Any, keys: tuple[str, ...]) -> int:
@@ -216,7 +201,6 @@ class ParquetFile(FileSource):
             raise UserError(missing_columns(str(self.path), missing, names))
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
-        """See `row_groups`."""
         return self.row_groups(reading)
 
     def row_groups(self, reading: Reading) -> Iterator[RowGroup]:

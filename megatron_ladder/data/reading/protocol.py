@@ -1,9 +1,9 @@
-"""Sources of documents: a source is cut into blocks, each of which can be read on its own.
+"""Sources of documents: a source is cut into blocks, each of which can be read separately.
 
 One process cuts blocks and many processes read them. A source gives the same blocks each time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +17,7 @@ SPAN_BYTES = 1 << 20
 """Approximate size of one read; what is parsed should still be in the processor's cache."""
 
 GROUP_BYTES = 4 << 20
-"""Approximate amount of text that is tokenised at once. Parsing evicts a library's words from the processor's cache,
+"""Approximate amount of text that is tokenized at once. Parsing evicts a library's words from the processor's cache,
 so the two should not alternate too often; larger groups would need more memory and delay progress reports."""
 
 
@@ -65,7 +65,7 @@ class Block(Protocol):
 
     @property
     def text_bytes(self) -> int:
-        """Approximate size of its text."""
+        """Approximate size of its text, by which blocks are grouped."""
 
     @property
     def file_bytes(self) -> int:
@@ -102,29 +102,47 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class FileSource:
-    """The part of `Source` that all local files share; records are lines."""
+    """The part of `Source` that all local files share; records are lines. It is identified by its size and time."""
 
     path: Path
     can_be_read_again = True
 
     @property
     def name(self) -> str:
-        """The path."""
         return str(self.path)
 
     @property
     def total_bytes(self) -> int:
-        """Size of the file."""
         return self.path.stat().st_size
 
     def identity(self) -> dict[str, Any]:
-        """Return the file's size and modification time."""
         status = self.path.stat()
         return {"input": str(self.path), "bytes": status.st_size, "changed": status.st_mtime_ns}
 
     def place(self, number: int) -> str:
-        """Return `file:line`."""
         return f"{self.path}:{number + 1}"
+
+
+def parsed_records(rows: Iterable[tuple[int, Sequence[Any] | str]], records: int, reading: Reading) -> Parsed:
+    """Return the readable records of a block.
+
+    Args:
+        rows: number of each record, and its values or the reason why it cannot be read.
+        records: number of records of the block.
+    """
+    columns: tuple[list[Any], ...] = tuple([] for _ in reading.keys)
+    bad: list[BadRecord] = []
+    numbers: list[int] = []
+    for number, row in rows:
+        if isinstance(row, str):
+            bad.append(BadRecord(number, row))
+            if len(bad) > reading.max_bad:
+                break
+            continue
+        numbers.append(number)
+        for column, value in zip(columns, row, strict=True):
+            column.append(value)
+    return Parsed(columns, records, tuple(bad), None if len(numbers) == records else tuple(numbers))
 
 
 def too_large(size: int, reading: Reading) -> str:

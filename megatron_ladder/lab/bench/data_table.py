@@ -15,7 +15,7 @@ class DataBenchmark:
     rounds: int
     """Measured rounds of the compared variants."""
     megabytes: int
-    """Size of the text to tokenise, unless a row has its own size."""
+    """Size of the text to tokenize, unless a row has its own size."""
     report: Callable[[str], None]
     """Receives progress messages."""
 

@@ -111,7 +111,7 @@ class Wrong:
 def test_different_ids_fall_back_to_the_reference(
     hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(encoders._FASTER, HuggingFaceTokenizer.kind, Wrong)
+    monkeypatch.setattr(encoders, "_GigatokenEncoder", Wrong)
     assert choose_encoder(hugging_face_tokenizer, "auto", ["common"]).encoder.library == "gigatoken"
     choice = choose_encoder(hugging_face_tokenizer, "auto", ["common", "rare"])
     assert choice.encoder.library == "tokenizers"

@@ -389,7 +389,7 @@ def test_invalid_utf8_is_found_anywhere(
     assert parsed.columns == (["a", "a"],)
     assert [(record.number, "is not UTF-8" in record.reason) for record in parsed.bad] == [(1, True)]
     # Valid content is not read again.
-    monkeypatch.delattr("megatron_ladder.data.reading.json_lines._parse_one_by_one")
+    monkeypatch.delattr("megatron_ladder.data.reading.json_lines._parse_line")
     assert parse_lines(good * 3, Reading()).columns == (["a"] * 3,)
 
 
@@ -419,5 +419,6 @@ def test_a_huge_line_is_never_in_memory(tmp_path: Path, small_spans: None) -> No
 
 def test_blocks_of_a_stream_are_whole_lines(small_spans: None) -> None:
     cuts = list(_cut_lines(io.BytesIO(CONTENT), 1 << 20))
-    assert len(cuts) > 10 and b"".join(cut.content for cut in cuts) == CONTENT
-    assert all(cut.content.endswith(b"\n") for cut in cuts)
+    contents = [cut.content for cut in cuts if not isinstance(cut, HugeLine)]
+    assert len(contents) == len(cuts) > 10 and b"".join(contents) == CONTENT
+    assert all(content.endswith(b"\n") for content in contents)
