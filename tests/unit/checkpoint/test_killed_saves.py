@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["again", "retention", pytest.param("background", marks=pytest.mark.slow)])
 def test_a_save_may_be_killed_anywhere(tmp_path: Path, scenario: str) -> None:
     """Before a write, in the middle of a write, and with the loss of everything that was not fsynced."""

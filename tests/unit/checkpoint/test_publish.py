@@ -77,6 +77,7 @@ def equals(path: Path, state: State) -> bool:
     return all(same)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("again", [100, 200])
 def test_dying_at_any_call_leaves_latest_on_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save, state: MakeState, again: int

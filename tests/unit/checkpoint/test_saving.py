@@ -157,6 +157,7 @@ def test_a_directory_that_cannot_be_created_fails_the_save_of_all(tmp_path: Path
     assert [type(answer) for answer in answers] == [SaveError] * 2 and "File exists" in str(answers[1])
 
 
+@pytest.mark.long
 def test_a_full_disk_only_fails_the_save(tmp_path: Path) -> None:
     """On a real file system, wherever the room ends: `latest` and its checkpoint stay."""
     script = f"mount -t tmpfs -o size=2m tmpfs {tmp_path} && exec {sys.executable} -m tests.unit.checkpoint.full_disk"

@@ -138,6 +138,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.long
 def test_a_board_in_a_stopped_process_blocks_nobody() -> None:
     """After a timeout, torch's store waits without limit for the server to confirm the cancellation."""
     server = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True)

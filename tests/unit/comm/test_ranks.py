@@ -81,6 +81,7 @@ def test_a_killed_rank_is_the_cause_of_other_failures() -> None:
     assert ranks._wait(processes, []) == (2, -9)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.1)
     with pytest.raises(SystemExit):

@@ -68,6 +68,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.long
 def test_logits_match_the_training_model_for_every_ladder_mask() -> None:
     tokens = random_tokens(2, 12)
     seen: list[Tensor] = []
@@ -211,6 +212,7 @@ def test_recomputation_matches_the_gradients_of_the_training_model(changes: dict
         assert_close(parameter.grad, expected[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [{"residual_mode": "ladder", "ladder_layers": (1,)}, {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1)}],

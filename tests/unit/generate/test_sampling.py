@@ -65,6 +65,7 @@ def test_top_k_beyond_the_vocabulary_keeps_all_tokens() -> None:
     assert {first for first, _ in drawn} == {0, 1, 2} and {second for _, second in drawn} == {2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parameters", [SamplingParameters(top_p=0.99), SamplingParameters(min_p=0.8)])
 def test_candidates_are_added_until_they_include_every_possible_token(parameters: SamplingParameters) -> None:
     """With 600 nearly equal logits the first 64 candidates are too few; a draw near the end shows it."""
@@ -152,6 +153,7 @@ def test_logprobs_ignore_penalties_and_temperature() -> None:
             assert abs(expected[row, token].item() - logprob) < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_temperature(temperature: float) -> None:
     sampler = new_sampler(SamplingParameters(temperature=temperature, seed=5))

@@ -83,6 +83,7 @@ def test_without_kernel_locks_the_process_decides(tmp_path: Path, monkeypatch: p
         pass
 
 
+@pytest.mark.long
 def test_a_lock_of_another_host_is_valid_while_it_is_updated(tmp_path: Path) -> None:
     write_lock(tmp_path, host="elsewhere", pid=7)
     done = threading.Event()
