@@ -6,6 +6,7 @@ launch, and the link's launch stamp must be between the two.
 
 import random
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -85,7 +86,7 @@ def random_traffic(seed: int, count: int, serial: bool) -> tuple[list[Tensor], l
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
     tensors, expected, flying = [], [], {}
     timings: dict[int, Timing] = {}
-    with EmulatedLink(everyone(), LinkSpec(20e-6, 1e-10, serial)) as link:
+    with closing(EmulatedLink(everyone(), LinkSpec(20e-6, 1e-10, serial))) as link:
         for number in range(count):
             shape = common.choice([(), (0,), (1,), (7, 3), (1000,), (2, 3, 500), (40_000,)])
             tensor = torch.randn(shape, generator=generator, dtype=torch.float64).to(common.choice(DTYPES))
@@ -120,7 +121,7 @@ def scattered_and_gathered(serial: bool) -> tuple[list[Tensor], list[Tensor], li
     rank, size = dist.get_rank(), dist.get_world_size()
     partial = torch.randn(2 * size, 3, generator=torch.Generator().manual_seed(rank))
     rows = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 + rank))
-    with EmulatedLink(everyone(), LinkSpec(4e-3, 1e-6, serial)) as link:
+    with closing(EmulatedLink(everyone(), LinkSpec(4e-3, 1e-6, serial))) as link:
         (own, scatter), (whole, gather) = link.start_reduce_scatter(partial), link.start_all_gather(rows)
         assert isinstance(scatter, LinkWork) and isinstance(gather, LinkWork)
         gather.wait()
@@ -152,7 +153,7 @@ def many_in_flight(count: int, size: int) -> tuple[list[Tensor], list[Timing]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = [20_000 if number == count // 5 else size + 100 * (number % 5) for number in range(count)]
     tensors = [torch.full((size,), number * world + rank, dtype=torch.float64) for number, size in enumerate(sizes)]
-    with EmulatedLink(everyone(), LinkSpec(1e-6, 0.0, serial=True)) as link:
+    with closing(EmulatedLink(everyone(), LinkSpec(1e-6, 0.0, serial=True))) as link:
         flying = [launch(link, tensor) for tensor in tensors]
         order = list(range(count))[:: 1 if rank else -1]
         timings = {number: finish(flying[number]) for number in order}
@@ -173,7 +174,7 @@ def test_any_number_may_be_in_flight(gloo_pools: GlooPools, world: int, count: i
 
 def overtaken() -> list[float]:
     """Rank 0 waits for the last sum first while rank 1 continues and reuses the ring."""
-    with EmulatedLink(everyone(), FREE) as link:
+    with closing(EmulatedLink(everyone(), FREE)) as link:
         tensors = [torch.full((8192,), float(number)) for number in range(4 * IN_FLIGHT)]
         flying = [launch(link, tensor) for tensor in tensors[:IN_FLIGHT]]
         flying[-1].work.wait()
@@ -192,7 +193,7 @@ def test_contributions_are_kept_for_late_ranks(gloo_pools: GlooPools) -> None:
 
 def launched_together(serial: bool) -> list[Timing]:
     """Launch five sums at once; wait for the third first and for the first last."""
-    with EmulatedLink(everyone(), LinkSpec(3e-3, 1e-6, serial)) as link:
+    with closing(EmulatedLink(everyone(), LinkSpec(3e-3, 1e-6, serial))) as link:
         link.barrier()
         flying = [launch(link, torch.ones(500)) for _ in range(5)]
         timings = {number: finish(flying[number]) for number in (2, 4, 1, 3, 0)}
@@ -215,7 +216,7 @@ def test_a_serial_wire_carries_one_at_a_time(gloo_pools: GlooPools, serial: bool
 
 def late_peer(after: int) -> tuple[Timing, float, float]:
     """Rank 1 launches a sum 60 ms late. Return its timing, the seconds in its wait, and its processor seconds."""
-    with EmulatedLink(everyone(), replace(FREE, serial=False)) as link:
+    with closing(EmulatedLink(everyone(), replace(FREE, serial=False))) as link:
         for _ in range(after):
             link.all_reduce(torch.ones(3))
         link.set_wire(2e-3, 0.0)
@@ -239,7 +240,7 @@ def test_the_latest_rank_decides(gloo_pools: GlooPools, after: int) -> None:
 
 def long_hold() -> tuple[Timing, float, float]:
     """Return a sum over a slow wire, the seconds in its wait, and its processor seconds."""
-    with EmulatedLink(everyone(), LinkSpec(0.05, 0.0, serial=True)) as link:
+    with closing(EmulatedLink(everyone(), LinkSpec(0.05, 0.0, serial=True))) as link:
         launched = launch(link, torch.ones(3))
         began = time.thread_time()
         timing = finish(launched)
@@ -254,7 +255,7 @@ def test_a_long_hold_sleeps(gloo_pools: GlooPools) -> None:
 
 def reset_and_count() -> list[tuple[int, bool]]:
     """Return the collectives, and whether there was any wait, at three moments."""
-    with EmulatedLink(everyone(), LinkSpec(1e-3, 0.0, serial=True)) as link:
+    with closing(EmulatedLink(everyone(), LinkSpec(1e-3, 0.0, serial=True))) as link:
         seen = [(link.collectives, link.waited_seconds > 0)]
         link.all_reduce(torch.ones(3))
         work = link.start_all_reduce(torch.ones(3))
@@ -272,7 +273,7 @@ def test_counters(gloo_pools: GlooPools) -> None:
 def other_collectives() -> list[Tensor]:
     """Return the results of operations that the link delegates to the real group."""
     rank = torch.tensor([float(dist.get_rank())])
-    with EmulatedLink(everyone(), FREE) as link:
+    with closing(EmulatedLink(everyone(), FREE)) as link:
         link.barrier()
         largest = link.all_reduce(rank.clone(), dist.ReduceOp.MAX)
         results = [largest, link.all_gather(rank, 0), link.broadcast(rank + 5, 1)]
@@ -287,7 +288,7 @@ def test_other_collectives_use_the_real_group(gloo_pools: GlooPools) -> None:
 
 def across_modes() -> list[float]:
     """Sum in inference mode, where the arena also grows, and after it, and sum an autograd leaf."""
-    with EmulatedLink(everyone(), FREE) as link:
+    with closing(EmulatedLink(everyone(), FREE)) as link:
         leaf = torch.ones(3, requires_grad=True)
         version = leaf._version
         sums = [link.all_reduce(leaf)]
@@ -368,7 +369,7 @@ def test_nothing_is_left_behind(gloo_pools: GlooPools) -> None:
 
 def lost_peer() -> str:
     """Return the error of a rank whose peer does not launch."""
-    with EmulatedLink(everyone(), FREE, timeout_seconds=0.2) as link:
+    with closing(EmulatedLink(everyone(), FREE, timeout_seconds=0.2)) as link:
         link.all_reduce(torch.ones(3))
         messages = ""
         if dist.get_rank() == 0:
@@ -386,7 +387,7 @@ def test_a_lost_peer_is_named(gloo_pools: GlooPools) -> None:
 
 def out_of_step() -> str:
     """Return the error when the ranks reduce different tensors."""
-    with EmulatedLink(everyone(), FREE) as link, pytest.raises(RuntimeError) as caught:
+    with closing(EmulatedLink(everyone(), FREE)) as link, pytest.raises(RuntimeError) as caught:
         link.all_reduce(torch.ones(3 + dist.get_rank()))
     return str(caught.value)
 
@@ -429,7 +430,7 @@ def test_every_rank_reports_missing_shared_memory(gloo_pools: GlooPools, tmp_pat
 
 
 def bad_tensors() -> None:
-    with EmulatedLink(everyone(), FREE) as link:
+    with closing(EmulatedLink(everyone(), FREE)) as link:
         for tensor in (torch.ones(4, 4).t(), torch.ones(3, device="meta")):
             with pytest.raises(ValueError, match="contiguous tensor on the CPU"):
                 link.start_all_reduce(tensor)
@@ -440,7 +441,7 @@ def test_unsupported_tensors_are_rejected(gloo_pools: GlooPools) -> None:
 
 
 def test_a_single_rank_does_not_wait() -> None:
-    with EmulatedLink(CommGroup.alone(), LinkSpec(10.0, 0.0, serial=True)) as link:
+    with closing(EmulatedLink(CommGroup.alone(), LinkSpec(10.0, 0.0, serial=True))) as link:
         tensor = torch.ones(3)
         assert link.start_all_reduce(tensor) is None
         assert link.all_reduce(tensor) is tensor and tensor.tolist() == [1, 1, 1]

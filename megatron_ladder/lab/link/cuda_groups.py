@@ -30,13 +30,17 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class WaitMeter:
-    """Measures how long the compute stream stalls in waits, with events on that stream.
+    """Counts collectives, and measures how long the compute stream stalls in waits, with events on that stream.
 
     A wait for finished work measures a microsecond or so. Waits are not timed during graph capture, where events have
     no times.
+
+    Attributes:
+        collectives: launched since the counters were reset.
     """
 
     def __init__(self) -> None:
+        self.collectives = 0
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def hold(self, wait: Callable[[], object]) -> None:
@@ -51,12 +55,14 @@ class WaitMeter:
         ended.record(stream)
         self._waits.append((began, ended))
 
-    def reset(self) -> None:
-        """Discard the waits so far."""
+    def reset_counters(self) -> None:
+        """Set `waited_seconds` and `collectives` to zero."""
         self._waits.clear()
+        self.collectives = 0
 
-    def seconds(self) -> float:
-        """Return the sum of the waits since `reset`; blocks until the device has passed the last of them."""
+    @property
+    def waited_seconds(self) -> float:
+        """Time that the compute stream has waited since the counters were reset; blocks until it is known."""
         if self._waits:
             self._waits[-1][1].synchronize()
         return sum(began.elapsed_time(ended) for began, ended in self._waits) * 1e-3
@@ -69,17 +75,22 @@ class StreamWork:
     tensor: Tensor
     """The output. The allocator knows only the compute stream, so the handle keeps the tensor alive until `wait`."""
     done: torch.cuda.Event
-    meter: WaitMeter | None = None
 
     def wait(self) -> None:
         """Make later work of the current stream run after this work; the host continues at once."""
-        if self.meter is None:
-            self._wait()
-        else:
-            self.meter.hold(self._wait)
-
-    def _wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.done)
+
+
+@dataclass(slots=True, eq=False)
+class MeteredWork:
+    """The handle of work whose wait is timed."""
+
+    work: Work
+    meter: WaitMeter
+
+    def wait(self) -> None:
+        """Wait for the work."""
+        self.meter.hold(self.work.wait)
 
 
 class SideStream:
@@ -100,38 +111,14 @@ class SideStream:
         return self._stream.record_event()
 
 
-@dataclass(slots=True, eq=False)
-class _MeteredWork:
-    work: Work
-    meter: WaitMeter
-
-    def wait(self) -> None:
-        self.meter.hold(self.work.wait)
-
-
-class MeteredGroup(CommGroup):
-    """A group on GPUs that counts its collectives and times the waits for them.
-
-    Attributes:
-        collectives: launched since the counters were reset.
-    """
+class MeteredGroup(WaitMeter, CommGroup):
+    """A group on GPUs that counts its collectives and times the waits for them."""
 
     def __init__(self, group: CommGroup) -> None:
         """Wrap `group`, which performs every operation."""
-        super().__init__(group.ranks, group.rank, group.process_group)
-        self.collectives = 0
+        WaitMeter.__init__(self)
+        CommGroup.__init__(self, group.ranks, group.rank, group.process_group)
         self._group = group
-        self._meter = WaitMeter()
-
-    @property
-    def waited_seconds(self) -> float:
-        """Time that the compute stream has waited since the counters were reset; blocks until it is known."""
-        return self._meter.seconds()
-
-    def reset_counters(self) -> None:
-        """Set `waited_seconds` and `collectives` to zero."""
-        self._meter.reset()
-        self.collectives = 0
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Start summing `tensor` in place."""
@@ -151,14 +138,14 @@ class MeteredGroup(CommGroup):
         """Reduce `tensor` in place and return it."""
         if op == dist.ReduceOp.SUM and self.size > 1:
             self.collectives += 1
-        self._meter.hold(lambda: self._group.all_reduce(tensor, op))
+        self.hold(lambda: self._group.all_reduce(tensor, op))
         return tensor
 
     def _metered(self, work: Work | None) -> Work | None:
         if work is None:
             return None
         self.collectives += 1
-        return _MeteredWork(work, self._meter)
+        return MeteredWork(work, self)
 
 
 class SymmetricMemoryGroup(CommGroup):
@@ -206,22 +193,19 @@ class SymmetricMemoryGroup(CommGroup):
         return tensor
 
     def _start(self, tensor: Tensor) -> StreamWork:
-        return StreamWork(tensor, self._side.put(lambda: self._one_shot(tensor)))
-
-    def _supports(self, tensor: Tensor) -> bool:
-        return (
-            tensor.dtype == self._shared.dtype
-            and 0 < tensor.numel() <= self._shared.numel()
-            and tensor.is_contiguous()
-            and tensor.data_ptr() % ALIGNMENT == 0
-        )
-
-    def _one_shot(self, tensor: Tensor) -> None:
         # As in torch.distributed, the write is hidden from autograd and from the tensor's version counter.
         flat = tensor.data.view(-1)
         shared = self._shared[: flat.numel()]
-        shared.copy_(flat)
-        torch.ops.symm_mem.one_shot_all_reduce_out(shared, "sum", self._name, flat)
+
+        def reduce() -> None:
+            shared.copy_(flat)
+            torch.ops.symm_mem.one_shot_all_reduce_out(shared, "sum", self._name, flat)
+
+        return StreamWork(tensor, self._side.put(reduce))
+
+    def _supports(self, tensor: Tensor) -> bool:
+        fits = tensor.dtype == self._shared.dtype and 0 < tensor.numel() <= self._shared.numel()
+        return fits and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
 
 
 def check_peers(size: int, device: torch.device) -> None:

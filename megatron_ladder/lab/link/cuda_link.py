@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ladder.comm.group import Work
-from megatron_ladder.lab.link.cuda_groups import SideStream, StreamWork, WaitMeter
+from megatron_ladder.lab.link.cuda_groups import MeteredWork, SideStream, StreamWork, WaitMeter
 from megatron_ladder.lab.link.link import LinkSpec, WireGroup
 
 SLOTS = 1024
@@ -54,12 +54,11 @@ class Kernels(Protocol):
         Args:
             launched: [slots] int64.
             ends: [slots] int64; with `serial`, the wire is busy until ends[before].
-            scratch: [2, words] int32; bytes move from the first half to the second.
-            num_bytes: the number of bytes; the same bytes move repeatedly if they exceed half of the scratch.
+            scratch: [2, words] int32; bytes move from the first half to the second, repeatedly if there are more.
         """
 
 
-class CudaLink(WireGroup):
+class CudaLink(WaitMeter, WireGroup):
     """Rank 0 of a group whose other ranks, and the wire to them, are emulated.
 
     As in `EmulatedLink`, a reduce-scatter and an all-gather each take half of an all-reduce's time, the wire can be
@@ -79,25 +78,20 @@ class CudaLink(WireGroup):
             size: ranks of the emulated group.
             kernels: defaults to the Triton kernels.
         """
-        super().__init__(range(size), 0, None, spec)
+        WaitMeter.__init__(self)
+        WireGroup.__init__(self, range(size), 0, None, spec)
         self.sms = sms
-        self._kernels = kernels or _triton_kernels()
-        self._meter = WaitMeter()
+        if kernels is None:
+            # Imported here because triton comes only with torch for CUDA.
+            from megatron_ladder.lab.link.stand_in_kernels import StandInKernels
+
+            kernels = StandInKernels()
+        self._kernels = kernels
         self._number = 0
         self._launched, self._ends = torch.zeros(2, SLOTS, dtype=torch.int64, device=device).unbind(0)
         self._scratch = torch.zeros(2, SCRATCH_BYTES // 8, dtype=torch.int32, device=device)
         self._stamps = SideStream(device)
         self._lanes = [SideStream(device) for _ in range(1 if spec.serial else PIPELINED_LANES)]
-
-    @property
-    def waited_seconds(self) -> float:
-        """Time that the compute stream has waited since the counters were reset; blocks until it is known."""
-        return self._meter.seconds()
-
-    def reset_counters(self) -> None:
-        """Set `waited_seconds` and `collectives` to zero."""
-        self._meter.reset()
-        self.collectives = 0
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Send a collective of the tensor's size over the wire; the tensor keeps this rank's values."""
@@ -145,14 +139,13 @@ class CudaLink(WireGroup):
     def barrier(self) -> None:
         """Return at once: the emulated ranks run in lockstep."""
 
-    def _launch(self, whole: Tensor, result: Tensor, halves: int) -> StreamWork:
+    def _launch(self, whole: Tensor, result: Tensor, halves: int) -> MeteredWork:
         """Occupy the wire for `halves` halves of an all-reduce of `whole`; keeps `result` until its wait."""
-        num_bytes = whole.numel() * whole.element_size()
         slot, before = self._number % SLOTS, (self._number - 1) % SLOTS
         lane = self._lanes[self._number % len(self._lanes)]
         launched = self._stamps.put(lambda: self._kernels.stamp(self._launched, slot))
-        moved = round(halves * (self.size - 1) / self.size * num_bytes)
-        wire_ns = round(halves / 2 * self.spec.seconds(num_bytes) * 1e9)
+        moved = round(halves * (self.size - 1) / self.size * whole.nbytes)
+        wire_ns = round(halves / 2 * self.spec.seconds(whole.nbytes) * 1e9)
 
         def carry() -> None:
             self._kernels.carry(
@@ -163,11 +156,4 @@ class CudaLink(WireGroup):
         done = lane.put(carry, after=launched)
         self._number += 1
         self.collectives += 1
-        return StreamWork(result, done, self._meter)
-
-
-def _triton_kernels() -> Kernels:
-    # Imported here because triton comes only with torch for CUDA.
-    from megatron_ladder.lab.link.stand_in_kernels import StandInKernels
-
-    return StandInKernels()
+        return MeteredWork(StreamWork(result, done), self)

@@ -26,8 +26,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -41,6 +39,8 @@ FIRST_TENSOR_BYTES = 1 << 16
 """Tensor size for which the first arena is made."""
 POLL_SECONDS = 20e-6
 """Sleep between two polls of a late peer."""
+_Combine = Callable[[Sequence[Tensor]], object]
+"""Computes a result from the ranks' contributions."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ class LinkSpec:
 
     def __post_init__(self) -> None:
         """Raises ValueError if a time is negative or not finite."""
-        for name in ("alpha_seconds", "seconds_per_byte"):
-            value = getattr(self, name)
+        for name, value in (("alpha_seconds", self.alpha_seconds), ("seconds_per_byte", self.seconds_per_byte)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} = {value}: expected a time of 0 or more")
 
@@ -72,8 +71,7 @@ class LinkWork:
 
     link: "EmulatedLink"
     number: int
-    combine: Callable[[Sequence[Tensor]], object]
-    """Computes the result from the ranks' contributions."""
+    combine: _Combine
     parts: tuple[Tensor, ...]
     """Each rank's contribution, flat, in rank order; empty after the result is computed."""
     wire_ns: int
@@ -101,14 +99,6 @@ class WireGroup(CommGroup):
         super().__init__(ranks, rank, group)
         self.spec = spec
         self.collectives = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
         """Change the wire for collectives launched from now on; every rank must do so at the same point."""
@@ -175,7 +165,7 @@ class EmulatedLink(WireGroup):
             return None
         # As in torch.distributed, the write is hidden from autograd and from the tensor's version counter.
         data = tensor.data
-        return self._launch(tensor, lambda parts: _add_up(data.view(-1), parts), self.spec.seconds(_bytes_of(tensor)))
+        return self._launch(tensor, lambda parts: _add_up(data.view(-1), parts), self.spec.seconds(tensor.nbytes))
 
     def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
         """Start a sum of which each rank gets its rows, in half of an all-reduce's time."""
@@ -186,18 +176,15 @@ class EmulatedLink(WireGroup):
         def add_up_own(parts: Sequence[Tensor]) -> None:
             _add_up(rows.data.view(-1), [part.chunk(self.size)[self.rank] for part in parts])
 
-        return rows, self._launch(tensor, add_up_own, self.spec.seconds(_bytes_of(tensor)) / 2)
+        return rows, self._launch(tensor, add_up_own, self.spec.seconds(tensor.nbytes) / 2)
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
         """Start joining all ranks' rows, in half of an all-reduce's time for the result."""
         if self.size == 1:
             return tensor, None
         whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:])
-
-        def join(parts: Sequence[Tensor]) -> None:
-            torch.cat(list(parts), out=whole.data.view(-1))
-
-        return whole, self._launch(tensor, join, self.spec.seconds(_bytes_of(whole)) / 2)
+        seconds = self.spec.seconds(whole.nbytes) / 2
+        return whole, self._launch(tensor, lambda parts: torch.cat(list(parts), out=whole.data.view(-1)), seconds)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Sum `tensor` in place over the wire and return it; other operators use the real group."""
@@ -213,7 +200,11 @@ class EmulatedLink(WireGroup):
         began = time.monotonic_ns()
         if work.parts:
             self._sum(work)
-        _hold_until(work.end_ns, self._spin_ns)
+        left = work.end_ns - time.monotonic_ns()
+        if left > self._spin_ns:
+            time.sleep((left - self._spin_ns) * 1e-9)
+        while time.monotonic_ns() < work.end_ns:
+            pass
         self.waited_seconds += (time.monotonic_ns() - began) * 1e-9
 
     def close(self) -> None:
@@ -226,18 +217,21 @@ class EmulatedLink(WireGroup):
             self._board.close()
         self._board = self._arena = None
 
-    def _launch(self, tensor: Tensor, combine: Callable[[Sequence[Tensor]], object], seconds: float) -> LinkWork:
+    def _launch(self, tensor: Tensor, combine: _Combine, seconds: float) -> LinkWork:
         """Publish `tensor` to the other ranks, and occupy the wire for `seconds`."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"expected a contiguous tensor on the CPU, found {tensor.stride()} on {tensor.device}")
         board, arena = self._memory()
-        num_bytes = _bytes_of(tensor)
+        num_bytes = tensor.nbytes
         if not arena.holds(num_bytes):
             arena = self._grow(num_bytes)
         number = self._last_number + 1
         offset, in_the_way = arena.claim(number, num_bytes)
         if in_the_way:
-            self._make_room(in_the_way)
+            # Block until no rank reads the bytes any more.
+            while self._without_sum and self._without_sum[0].number <= in_the_way:
+                self._sum(self._without_sum[0])
+            self._await_peers(board.delivered, in_the_way, "summed")
         parts = arena.views(offset, num_bytes, tensor.dtype)
         parts[self.rank].copy_(tensor.data.view(-1))
         wire_ns = round(seconds * 1e9)
@@ -253,6 +247,17 @@ class EmulatedLink(WireGroup):
         if self._board is None or self._arena is None:
             raise RuntimeError("this emulated link is closed")
         return self._board, self._arena
+
+    def _grow(self, num_bytes: int) -> Arena:
+        """Replace the arena by one that holds tensors of `num_bytes`; all ranks do so at the same launch."""
+        _, arena = self._memory()
+        while self._without_sum:
+            self._sum(self._without_sum[0])
+        # Peers may still read the old arena: each rank unmaps only its own view of it.
+        arena.close()
+        # Powers of two, so that tensors that grow step by step do not cause a replacement at each step.
+        self._arena = Arena(self, 1 << (num_bytes - 1).bit_length())
+        return self._arena
 
     def _sum(self, work: LinkWork) -> None:
         """Wait for all ranks' contributions, compute the result, and find the end of this and earlier works."""
@@ -278,24 +283,6 @@ class EmulatedLink(WireGroup):
         if self.spec.serial:
             begin = max(begin, self._wire_free_ns)
         work.end_ns = self._wire_free_ns = begin + work.wire_ns
-
-    def _make_room(self, number: int) -> None:
-        """Block until no rank reads the collectives up to `number` any more."""
-        board, _ = self._memory()
-        while self._without_sum and self._without_sum[0].number <= number:
-            self._sum(self._without_sum[0])
-        self._await_peers(board.delivered, number, "summed")
-
-    def _grow(self, num_bytes: int) -> Arena:
-        """Replace the arena by one that holds tensors of `num_bytes`; all ranks do so at the same launch."""
-        _, arena = self._memory()
-        while self._without_sum:
-            self._sum(self._without_sum[0])
-        # Peers may still read the old arena: each rank unmaps only its own view of it.
-        arena.close()
-        # Powers of two, so that tensors that grow step by step do not cause a replacement at each step.
-        self._arena = Arena(self, 1 << (num_bytes - 1).bit_length())
-        return self._arena
 
     def _await_peers(self, counters: Callable[[], list[int]], number: int, done: str) -> None:
         """Block until every rank's counter is at least `number`."""
@@ -339,21 +326,8 @@ class NoCommGroup(CommGroup):
         return tensor
 
 
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _add_up(output: Tensor, parts: Sequence[Tensor]) -> None:
     first, second, *others = parts
     torch.add(first, second, out=output)
     for part in others:
         output.add_(part)
-
-
-def _hold_until(end_ns: int, spin_ns: int) -> None:
-    """Block until the monotonic clock shows `end_ns`, asleep until `spin_ns` before."""
-    left = end_ns - time.monotonic_ns()
-    if left > spin_ns:
-        time.sleep((left - spin_ns) * 1e-9)
-    while time.monotonic_ns() < end_ns:
-        pass

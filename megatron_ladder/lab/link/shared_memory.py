@@ -89,22 +89,20 @@ def _create(num_bytes: int) -> tuple[str | None, str | None]:
 
 
 def _open(path: str, num_bytes: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    finally:
-        os.close(descriptor)
+    with open(path, "r+b") as file:
+        return mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 class Record(NamedTuple):
-    """A rank's published description of a collective that it launches."""
+    """A rank's published description of a collective that it launches.
+
+    All processes of a machine share the monotonic clock of its time. The duration on the wire is as this rank computes
+    it.
+    """
 
     launched_ns: int
-    """Time on the monotonic clock, which all processes of a machine share."""
     num_bytes: int
-    """Size of its tensor."""
     wire_ns: int
-    """Duration on the wire, as computed by this rank."""
 
 
 class Board:
@@ -140,7 +138,7 @@ class Board:
     def records(self, number: int) -> list[Record]:
         """Return each rank's record of a collective that all have launched and not all have delivered."""
         firsts = [self._record(row, number) for row in self._rows]
-        return [Record(self._words[first], self._words[first + 1], self._words[first + 2]) for first in firsts]
+        return [Record(*self._words[first : first + 3]) for first in firsts]
 
     def publish_delivered(self, number: int) -> None:
         """Publish that this rank has read the collectives up to `number`."""
@@ -211,18 +209,18 @@ class Arena:
             if len(self._views) >= 4 * RECORDS:
                 self._views.clear()
             count = num_bytes // dtype.itemsize
-            self._views[key] = tuple(self._view(ring + offset, count, dtype) for ring in self._rings)
+            # A tensor made in inference mode is read-only outside of it, and torch makes none of zero elements.
+            with torch.inference_mode(False):
+                self._views[key] = tuple(
+                    torch.frombuffer(self._memory, dtype=dtype, count=max(1, count), offset=ring + offset)[:count]
+                    for ring in self._rings
+                )
         return self._views[key]
 
     def close(self) -> None:
         """Release the memory when its last view is released."""
         self._views.clear()
         del self._memory
-
-    def _view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        # A tensor made in inference mode is read-only outside of it, and torch makes none of zero elements.
-        with torch.inference_mode(False):
-            return torch.frombuffer(self._memory, dtype=dtype, count=max(1, count), offset=offset)[:count]
 
 
 def _whole_lines(num_bytes: int) -> int:

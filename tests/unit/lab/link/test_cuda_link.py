@@ -46,7 +46,7 @@ def test_ends_follow_the_rule(device: fake_cuda.Device, serial: bool) -> None:
         begin = max(device.compute.now, wire_free) if serial else device.compute.now
         wire_free = begin + alpha
         work: Any = launch(link)
-        assert work.done.time == pytest.approx(wire_free, abs=3e-9)
+        assert work.work.done.time == pytest.approx(wire_free, abs=3e-9)
     assert link.collectives == PIPELINED_LANES
 
 
