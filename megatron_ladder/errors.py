@@ -88,12 +88,6 @@ def raise_user_errors(messages: Iterable[str]) -> None:
         raise UserError(*found)
 
 
-EXIT_CODES: dict[type[BaseException], ExitCode] = {
-    UserError: ExitCode.USER_ERROR,
-    BadNumbersError: ExitCode.BAD_NUMBERS,
-    LostPeerError: ExitCode.LOST_PEER,
-}
-
 GRACE_SECONDS = 5.0
 """Time that a rank waits before it exits with a failure that another rank can explain better.
 
@@ -139,7 +133,14 @@ def fail(error: Exception) -> NoReturn:
 
 def exit_code_of(error: BaseException) -> ExitCode:
     """Return the exit code of a program that ends with this exception."""
-    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), ExitCode.INTERNAL)
+    match error:
+        case UserError():
+            return ExitCode.USER_ERROR
+        case BadNumbersError():
+            return ExitCode.BAD_NUMBERS
+        case LostPeerError():
+            return ExitCode.LOST_PEER
+    return ExitCode.INTERNAL
 
 
 def _end(code: ExitCode) -> NoReturn:

@@ -9,7 +9,7 @@ docstring is its help. The type determines how many values the flag takes and ho
     tuple[T, ...]              one or more values after one flag
     T | None                   as T; None if the flag is not given
 
-_Bounds of a value, and flags that it requires or excludes, are declared in `flag`. All errors of a command line are
+Bounds of a value, and flags that it requires or excludes, are declared in `flag`. All errors of a command line are
 collected and raised together as one UserError.
 """
 
@@ -19,6 +19,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import math
 import textwrap
 import types
@@ -27,29 +28,29 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union
 
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, raise_user_errors
 
 Config = TypeVar("Config")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Bounds:
-    """The numbers that a flag accepts; None means without limit."""
+class _Limits:
+    """The numbers that a flag accepts, of which None is no limit, and the flags that it requires and excludes."""
 
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
-    """Exclusive lower limit."""
     below: float | None = None
-    """Exclusive upper limit."""
+    requires: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
 
-    def contains(self, number: float) -> bool:
-        """Return whether the number is within all limits."""
+    def contain(self, number: float) -> bool:
         low = (self.minimum is None or number >= self.minimum) and (self.above is None or number > self.above)
         return low and (self.maximum is None or number <= self.maximum) and (self.below is None or number < self.below)
 
-    def __str__(self) -> str:
-        """Describe the limits: `1 or more`, `0 to 1`, `above 0, at most 1`; empty without limits."""
+    @property
+    def bounds(self) -> str:
+        """Describe the accepted numbers: `1 or more`, `0 to 1`, `above 0, at most 1`; empty without limits."""
         if self.minimum is not None and self.maximum is not None:
             return f"{self.minimum:.15g} to {self.maximum:.15g}"
         limits = {
@@ -59,6 +60,11 @@ class _Bounds:
             "below {:.15g}": self.below,
         }
         return ", ".join(text.format(limit) for text, limit in limits.items() if limit is not None)
+
+    def __str__(self) -> str:
+        requires = "requires " + " and ".join(self.requires) if self.requires else ""
+        excludes = "not with " + " or ".join(self.excludes) if self.excludes else ""
+        return "; ".join(part for part in (self.bounds, requires, excludes) if part)
 
 
 def flag(
@@ -78,25 +84,26 @@ def flag(
     Args:
         default: value without the flag; the flag is required if there is none.
         aliases: further spellings, with leading dashes.
-        minimum, maximum, above, below: limits of a number, or of each number of a tuple; see `_Bounds`.
+        minimum, maximum, above, below: limits of a number, or of each number of a tuple; the last two are
+            exclusive.
         requires: flags without which this one has no effect. A flag with a value (`"--optimizer adam"`) must have
             that value; without one it must have any value but its default.
         excludes: flags that contradict this one, in the same notation.
         details: computed text that follows the docstring in the help.
     """
-    metadata = {
-        "aliases": tuple(aliases),
-        "bounds": _Bounds(minimum, maximum, above, below),
-        "requires": (requires,) if isinstance(requires, str) else tuple(requires),
-        "excludes": (excludes,) if isinstance(excludes, str) else tuple(excludes),
-        "details": details,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    requires = (requires,) if isinstance(requires, str) else tuple(requires)
+    excludes = (excludes,) if isinstance(excludes, str) else tuple(excludes)
+    limits = _Limits(minimum, maximum, above, below, requires, excludes)
+    return dataclasses.field(default=default, metadata={"aliases": aliases, "limits": limits, "details": details})
 
 
 def flag_name(field_name: str) -> str:
     """`micro_batch_size` -> `--micro-batch-size`."""
     return "--" + field_name.replace("_", "-")
+
+
+def _spelling(field: "dataclasses.Field[Any]") -> str:
+    return flag_name("no_" + field.name if field.default is True else field.name)
 
 
 # Parsing sources dominates the time to read a command line, and studies read many command lines.
@@ -109,15 +116,10 @@ def _field_docstrings(config_class: type) -> dict[str, str]:
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body[0]
         assert isinstance(body, ast.ClassDef)
-        for statement, following in zip(body.body, body.body[1:], strict=False):
-            if (
-                isinstance(statement, ast.AnnAssign)
-                and isinstance(statement.target, ast.Name)
-                and isinstance(following, ast.Expr)
-                and isinstance(following.value, ast.Constant)
-                and isinstance(following.value.value, str)
-            ):
-                documented[statement.target.id] = inspect.cleandoc(following.value.value)
+        for statements in itertools.pairwise(body.body):
+            match statements:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    documented[name] = inspect.cleandoc(text)
     return documented
 
 
@@ -133,42 +135,37 @@ class ValueType:
     @staticmethod
     def of(annotation: Any) -> "ValueType":
         """Read the annotation of a field; raise TypeError if it is not in the table of the module docstring."""
-        optional = False
-        if typing.get_origin(annotation) in (Union, types.UnionType):
-            members = [member for member in typing.get_args(annotation) if member is not type(None)]
-            optional = len(members) < len(typing.get_args(annotation))
-            if len(members) != 1:
-                raise TypeError(f"a field cannot be {annotation}: only X and X | None are read from a command line")
-            annotation = members[0]
-        many = typing.get_origin(annotation) is tuple
+        is_union = typing.get_origin(annotation) in (Union, types.UnionType)
+        members = typing.get_args(annotation) if is_union else (annotation,)
+        scalar, *others = [member for member in members if member is not type(None)]
+        many = typing.get_origin(scalar) is tuple
         if many:
-            annotation = typing.get_args(annotation)[0]
-        if typing.get_origin(annotation) is Literal:
-            return ValueType(str, tuple(typing.get_args(annotation)), many, optional)
-        if annotation not in (int, float, str, bool, Path):
+            scalar = typing.get_args(scalar)[0]
+        choices: tuple[str, ...] = ()
+        if typing.get_origin(scalar) is Literal:
+            scalar, choices = str, typing.get_args(scalar)
+        if others or scalar not in (int, float, str, bool, Path):
             raise TypeError(f"a field cannot be {annotation} on a command line")
-        return ValueType(annotation, (), many, optional)
+        return ValueType(scalar, choices, many, optional=len(members) > 1)
 
-    def read(self, word: str) -> Any:
-        """Convert one word; raise ValueError, with the expectation, if it is not valid."""
-        if self.choices:
-            if word not in self.choices:
-                raise ValueError(f"{word!r} is not one of {', '.join(self.choices)}")
-            return word
-        if self.scalar is int:
-            try:
-                return int(word.replace("_", ""))
-            except ValueError:
-                raise ValueError(f"{word!r} is not a whole number") from None
-        if self.scalar is float:
-            try:
-                number = float(word)
-            except ValueError:
-                raise ValueError(f"{word!r} is not a number") from None
-            if not math.isfinite(number):
-                raise ValueError(f"{word!r} is not finite")
-            return number
-        return self.scalar(word)
+    def read(self, words: str | Sequence[str]) -> Any:
+        """Convert one word, or several if the flag takes them; raise ValueError if one is not valid."""
+        return tuple(map(self._read_word, words)) if self.many else self._read_word(str(words))
+
+    def _read_word(self, word: str) -> Any:
+        if self.choices and word not in self.choices:
+            raise ValueError(f"{word!r} is not one of {', '.join(self.choices)}")
+        if self.scalar is bool:
+            return word == "true"
+        if self.scalar not in (int, float):
+            return self.scalar(word)
+        try:
+            number = int(word.replace("_", "")) if self.scalar is int else float(word)
+        except ValueError:
+            raise ValueError(f"{word!r} is not a {'whole ' if self.scalar is int else ''}number") from None
+        if not math.isfinite(number):
+            raise ValueError(f"{word!r} is not finite")
+        return number
 
     @property
     def stand_in(self) -> Any:
@@ -178,10 +175,10 @@ class ValueType:
 
     @property
     def placeholder(self) -> str:
-        """The value's placeholder in the help."""
+        """The value's placeholder in the help; empty for a switch."""
         if self.choices:
             return "{" + ",".join(self.choices) + "}"
-        return {int: "N", float: "X", str: "TEXT", Path: "PATH"}[self.scalar]
+        return {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: ""}[self.scalar]
 
 
 class _CollectingParser(argparse.ArgumentParser):
@@ -202,94 +199,66 @@ def _build_parser(config_classes: Sequence[type], program: str, description: str
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for config_class in config_classes:
-        group = parser.add_argument_group(_section_title(config_class))
+        title = inspect.cleandoc(config_class.__doc__ or config_class.__name__).split("\n")[0]
+        group = parser.add_argument_group(title.rstrip("."))
         for one in section_flags(config_class):
-            _add_flag(group, one)
+            default = "required" if one.required else f"default: {one.default}" if one.default is not None else ""
+            facts = "; ".join(part for part in (one.limits, default) if part)
+            text = (one.documentation + (f" ({facts})" if facts else "")).replace("%", "%%")
+            options: dict[str, Any] = {"dest": one.field_name, "help": text}
+            if not one.placeholder:
+                options |= {"action": "store_const", "const": "false" if one.turns_off else "true"}
+            elif one.many:
+                options |= {"action": "extend", "nargs": "+", "metavar": one.placeholder}
+            else:
+                options |= {"metavar": one.placeholder}
+            group.add_argument(*one.spellings, **options)
     return parser
-
-
-def _section_title(config_class: type) -> str:
-    """Return the heading of a dataclass's flags: the first line of its docstring."""
-    return inspect.cleandoc(config_class.__doc__ or config_class.__name__).split("\n")[0].rstrip(".")
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag as shown in `--help` and in the reference pages."""
+    """A flag as shown in `--help` and in the reference pages, all texts on one line.
+
+    `spellings` are the flag and its aliases. A switch has no placeholder; if it is on by default, it `turns_off`. There
+    is no `default` to show for switches, required flags, and flags whose default the documentation describes.
+    """
 
     field_name: str
     spellings: tuple[str, ...]
-    """The flag, followed by its aliases."""
     placeholder: str
-    """Placeholder of a value; empty for a switch."""
     many: bool
-    """Whether several values may follow."""
     documentation: str
-    """One line of text."""
     default: str | None
-    """As written on a command line; None for switches, required flags, and flags whose default is described."""
     required: bool
     turns_off: bool
-    """Whether this is a switch that turns off a default."""
     limits: str
-    """Bounds, required and excluded flags, in words; may be empty."""
 
 
 def section_flags(config_class: type) -> list[Flag]:
     """Return all flags of a dataclass, inherited ones last."""
     documented = _field_docstrings(config_class)
     hints = typing.get_type_hints(config_class)
-    own_first = sorted(dataclasses.fields(config_class), key=lambda f: f.name not in config_class.__annotations__)
     flags = []
-    for field in own_first:
+    for field in sorted(dataclasses.fields(config_class), key=lambda f: f.name not in config_class.__annotations__):
         value_type = ValueType.of(hints[field.name])
-        is_switch, turns_off = value_type.scalar is bool, field.default is True
         default = None
-        if not is_switch and field.default not in (None, (), dataclasses.MISSING):
+        if value_type.scalar is not bool and field.default not in (None, (), dataclasses.MISSING):
             default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
-        first = flag_name("no_" + field.name if turns_off else field.name)
         flags.append(
             Flag(
                 field_name=field.name,
-                spellings=(first, *field.metadata.get("aliases", ())),
-                placeholder="" if is_switch else value_type.placeholder,
+                spellings=(_spelling(field), *field.metadata.get("aliases", ())),
+                placeholder=value_type.placeholder,
                 many=value_type.many,
-                documentation=" ".join([*documented[field.name].split(), *field.metadata.get("details", "").split()]),
+                documentation=" ".join(f"{documented[field.name]} {field.metadata.get('details', '')}".split()),
                 default=default,
                 required=field.default is dataclasses.MISSING,
-                turns_off=turns_off,
-                limits=_limits(field),
+                turns_off=field.default is True,
+                limits=str(field.metadata.get("limits", "")),
             )
         )
     return flags
-
-
-def _limits(field: "dataclasses.Field[Any]") -> str:
-    metadata = field.metadata
-    parts = [str(metadata["bounds"])] if str(metadata.get("bounds", "")) else []
-    if metadata.get("requires"):
-        parts.append("requires " + " and ".join(metadata["requires"]))
-    if metadata.get("excludes"):
-        parts.append("not with " + " or ".join(metadata["excludes"]))
-    return "; ".join(parts)
-
-
-def _add_flag(group: Any, one: Flag) -> None:
-    default = "required" if one.required else f"default: {one.default}" if one.default is not None else ""
-    facts = "; ".join(part for part in (one.limits, default) if part)
-    text = (one.documentation + (f" ({facts})" if facts else "")).replace("%", "%%")
-    if not one.placeholder:
-        value = "false" if one.turns_off else "true"
-        group.add_argument(*one.spellings, dest=one.field_name, action="store_const", const=value, help=text)
-        return
-    group.add_argument(
-        *one.spellings,
-        dest=one.field_name,
-        nargs="+" if one.many else None,
-        action="extend" if one.many else "store",
-        metavar=one.placeholder,
-        help=text,
-    )
 
 
 def parse_command_line(
@@ -316,16 +285,18 @@ def parse_command_line(
         namespace = parser.parse_args(words)
     except UserError as error:
         raise UserError(*errors, *error.messages) from None
-    given = vars(namespace)
     unread: set[str] = set()
-    read = [_read_values(config_class, given, errors, unread) for config_class in config_classes]
-    configs = [config_class(**values) for config_class, values in zip(config_classes, read, strict=True)]
+    configs = [cls(**_read_values(cls, vars(namespace), errors, unread)) for cls in config_classes]
     errors += value_errors(configs, unread)
-    if found is not None:
-        found.extend(errors)
-    elif errors:
-        raise UserError(*errors)
+    _raise_or_append(errors, found)
     return configs
+
+
+def _raise_or_append(errors: Sequence[str], found: list[str] | None) -> None:
+    if found is None:
+        raise_user_errors(errors)
+    else:
+        found += errors
 
 
 def parse_config(
@@ -350,10 +321,7 @@ def parse_config(
     summary = " ".join((description or "").split("\n\n")[0].split())
     (config,) = parse_command_line([config_class], argv, program, summary, errors)
     errors += find_errors(config)
-    if found is not None:
-        found += errors
-    elif errors:
-        raise UserError(*errors)
+    _raise_or_append(errors, found)
     return config
 
 
@@ -370,27 +338,23 @@ def value_errors(configs: Sequence[Any], skipped: Collection[str] = ()) -> list[
     errors: list[str] = []
     for config in configs:
         for field in dataclasses.fields(config):
-            if field.name in skipped or "bounds" not in field.metadata:
+            limits: _Limits | None = field.metadata.get("limits")
+            if limits is None or field.name in skipped:
                 continue
             value, name = getattr(config, field.name), _spelling(field)
             for one in value if isinstance(value, tuple) else (value,):
-                if isinstance(one, int | float) and not field.metadata["bounds"].contains(one):
-                    errors.append(f"{name} {one}: expected {field.metadata['bounds']}")
-            if value != field.default:
-                shown = name if isinstance(value, bool | tuple) else f"{name} {value}"
-                errors += [
-                    f"{shown} requires {other}" for other in field.metadata["requires"] if not _has(configs, other)
-                ]
-                errors += [
-                    f"{shown} and {other} exclude each other: give one of them"
-                    for other in field.metadata["excludes"]
-                    if _has(configs, other)
-                ]
+                if isinstance(one, int | float) and not limits.contain(one):
+                    errors.append(f"{name} {one}: expected {limits.bounds}")
+            if value == field.default:
+                continue
+            shown = name if isinstance(value, bool | tuple) else f"{name} {value}"
+            errors += [f"{shown} requires {other}" for other in limits.requires if not _has(configs, other)]
+            errors += [
+                f"{shown} and {other} exclude each other: give one of them"
+                for other in limits.excludes
+                if _has(configs, other)
+            ]
     return errors
-
-
-def _spelling(field: "dataclasses.Field[Any]") -> str:
-    return flag_name("no_" + field.name if field.default is True else field.name)
 
 
 def _has(configs: Sequence[Any], condition: str) -> bool:
@@ -426,32 +390,24 @@ def _take_unknown_flags(words: list[str], known: Sequence[str], errors: list[str
     return kept
 
 
-def _read_values(
-    config_class: type, given: Mapping[str, Any], errors: list[str], unread: set[str]
-) -> dict[str, Any]:
+def _read_values(config_class: type, given: Mapping[str, Any], errors: list[str], unread: set[str]) -> dict[str, Any]:
     hints = typing.get_type_hints(config_class)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):
         name, value_type = field.name, ValueType.of(hints[field.name])
-        if name not in given:
-            if field.default is dataclasses.MISSING:
-                errors.append(f"{flag_name(name)} is required")
-                unread.add(name)
-                values[name] = value_type.stand_in
-            continue
-        if value_type.scalar is bool:
-            values[name] = given[name] == "true"
-            continue
-        try:
-            if value_type.many:
-                values[name] = tuple(value_type.read(word) for word in given[name])
-            else:
+        if name in given:
+            try:
                 values[name] = value_type.read(given[name])
-        except ValueError as error:
-            errors.append(f"{flag_name(name)}: {error}")
-            unread.add(name)
-            if field.default is dataclasses.MISSING:
-                values[name] = value_type.stand_in
+                continue
+            except ValueError as error:
+                errors.append(f"{flag_name(name)}: {error}")
+        elif field.default is dataclasses.MISSING:
+            errors.append(f"{flag_name(name)} is required")
+        else:
+            continue
+        unread.add(name)
+        if field.default is dataclasses.MISSING:
+            values[name] = value_type.stand_in
     return values
 
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 """Options of prctl(2), from <linux/prctl.h>."""
 
@@ -56,7 +55,6 @@ def end_children(
     grace_seconds: float,
     kill_groups: bool = False,
     is_impatient: Callable[[], bool] = lambda: False,
-    poll_seconds: float = 0.02,
 ) -> None:
     """Send SIGTERM to all children that still run, wait, and send SIGKILL to those that remain.
 
@@ -69,7 +67,7 @@ def end_children(
         child.terminate()
     deadline = time.monotonic() + grace_seconds
     while running and time.monotonic() < deadline and not is_impatient():
-        time.sleep(poll_seconds)
+        time.sleep(0.02)
         running = [child for child in running if child.poll() is None]
     for child in running:
         with contextlib.suppress(ProcessLookupError):
@@ -95,14 +93,13 @@ def received_signals(merge_seconds: float = 0.0) -> Iterator[list[int]]:
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal first
-        now = time.monotonic()
         if not received:
-            first = now
-        if not received or now - first > merge_seconds:
+            first = time.monotonic()
+        if not received or time.monotonic() - first > merge_seconds:
             received.append(number)
 
-    handled = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in handled}
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in ending if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield received
     finally:

@@ -1,21 +1,21 @@
 """Draws the loss curves of training runs from their TensorBoard files."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
-from megatron_ladder.cli.images import image_name_errors, matplotlib_errors
+from megatron_ladder.cli.images import image_errors
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import ErrorCollector, UserError, run_program
 from megatron_ladder.flags import flag, parse_config
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 TRAIN_LOSS = "train/lm loss"
@@ -43,16 +43,14 @@ class PlotLossConfig:
 COMMANDS = (Command((PlotLossConfig,)),)
 
 
-@dataclass(frozen=True)
-class _ScalarCurve:
+class _ScalarCurve(NamedTuple):
     """Values of a scalar, by ascending iteration."""
 
     iterations: tuple[int, ...]
     values: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class _RunCurves:
+class _RunCurves(NamedTuple):
     """Curves of one run. Losses are in nats per token."""
 
     label: str
@@ -75,12 +73,8 @@ def _read_run(directory: Path, label: str) -> _RunCurves:
     if TRAIN_LOSS not in tags:
         found = f"scalars are {', '.join(tags)}" if tags else "there are no scalars"
         raise UserError(f"--tensorboard-dir {directory}: no '{TRAIN_LOSS}' in its event files, {found}")
-    return _RunCurves(
-        label,
-        _read_curve(events, TRAIN_LOSS),
-        _read_curve(events, VALID_LOSS) if VALID_LOSS in tags else None,
-        _read_curve(events, THROUGHPUT) if THROUGHPUT in tags else None,
-    )
+    valid, throughput = (_read_curve(events, tag) if tag in tags else None for tag in (VALID_LOSS, THROUGHPUT))
+    return _RunCurves(label, _read_curve(events, TRAIN_LOSS), valid, throughput)
 
 
 def _read_curve(events: EventAccumulator, tag: str) -> _ScalarCurve:
@@ -96,43 +90,41 @@ def _smooth(values: Sequence[float], weight: float) -> list[float]:
     The average is two-sided because an average of past values lags behind a falling loss, and would be above the
     validation loss. Non-finite values do not enter averages and are returned unchanged.
     """
-    before = _decaying_sums(values, weight)
-    after = _decaying_sums(values[::-1], weight)[::-1]
+
+    def two_sided(amounts: Sequence[float]) -> list[float]:
+        before = itertools.accumulate(amounts, lambda total, amount: weight * total + amount)
+        after = list(itertools.accumulate(reversed(amounts), lambda total, amount: weight * total + amount))[::-1]
+        return [past + future - amount for past, future, amount in zip(before, after, amounts, strict=True)]
+
+    finite = [math.isfinite(value) for value in values]
+    sums = two_sided([value if is_finite else 0.0 for value, is_finite in zip(values, finite, strict=True)])
+    masses = two_sided([float(is_finite) for is_finite in finite])
     return [
-        (past + future - value) / (past_mass + future_mass - 1) if math.isfinite(value) else value
-        for value, (past, past_mass), (future, future_mass) in zip(values, before, after, strict=True)
+        total / mass if is_finite else value
+        for value, is_finite, total, mass in zip(values, finite, sums, masses, strict=True)
     ]
-
-
-def _decaying_sums(values: Sequence[float], weight: float) -> list[tuple[float, float]]:
-    """Return, at each value, the weighted sum of it and all earlier values, and the sum of the weights."""
-    sums = []
-    total = mass = 0.0
-    for value in values:
-        finite = math.isfinite(value)
-        total = weight * total + (value if finite else 0.0)
-        mass = weight * mass + finite
-        sums.append((total, mass))
-    return sums
 
 
 def _draw(runs: Sequence[_RunCurves], title: str, smoothing: float) -> "Figure":
     """Draw the loss over iterations and, if any run recorded them, tokens per second below."""
     # matplotlib is optional; its absence is reported by parse_options.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with_throughput = any(run.tokens_per_second for run in runs)
     figure = Figure(figsize=(9, 7 if with_throughput else 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(
-        2 if with_throughput else 1, 1, sharex=True, squeeze=False, height_ratios=[3, 1][: 1 + with_throughput]
-    )[:, 0]
+    heights = [3, 1] if with_throughput else [1]
+    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for number, run in enumerate(runs):
-        _draw_loss(axes[0], run, f"C{number}", smoothing)
+        color, train = f"C{number}", run.train_loss
+        if smoothing > 0:
+            axes[0].plot(*train, color=color, alpha=0.25, linewidth=0.8)
+        bold = _smooth(train.values, smoothing)
+        axes[0].plot(train.iterations, bold, color=color, label=f"{run.label}: training")
+        if run.valid_loss:
+            dashed = {"linestyle": "--", "marker": "o", "markersize": 4}
+            axes[0].plot(*run.valid_loss, color=color, label=f"{run.label}: validation", **dashed)
         if run.tokens_per_second:
-            curve = run.tokens_per_second
-            axes[1].plot(curve.iterations, curve.values, color=f"C{number}", linewidth=1)
+            axes[1].plot(*run.tokens_per_second, color=color, linewidth=1)
     axes[0].set_title(title)
     axes[0].set_ylabel("loss (nats per token)")
     axes[0].legend()
@@ -143,25 +135,6 @@ def _draw(runs: Sequence[_RunCurves], title: str, smoothing: float) -> "Figure":
     for axis in axes:
         axis.grid(alpha=0.3)
     return figure
-
-
-def _draw_loss(axis: "Axes", run: _RunCurves, color: str, smoothing: float) -> None:
-    train = run.train_loss
-    if smoothing > 0:
-        axis.plot(train.iterations, train.values, color=color, alpha=0.25, linewidth=0.8)
-    bold = _smooth(train.values, smoothing)
-    axis.plot(train.iterations, bold, color=color, label=f"{run.label}: training")
-    if run.valid_loss:
-        valid = run.valid_loss
-        axis.plot(
-            valid.iterations,
-            valid.values,
-            color=color,
-            linestyle="--",
-            marker="o",
-            markersize=4,
-            label=f"{run.label}: validation",
-        )
 
 
 def parse_options(argv: Sequence[str]) -> PlotLossConfig:
@@ -175,12 +148,11 @@ def _find_errors(config: PlotLossConfig) -> Iterator[str]:
             f"--labels: found {len(config.labels)}, expected one for each of the "
             f"{len(config.tensorboard_dir)} directories of --tensorboard-dir"
         )
-    yield from image_name_errors("--output", config.output)
-    yield from matplotlib_errors()
+    yield from image_errors("--output", config.output)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the command line and _draw the picture."""
+    """Read the command line and draw the picture."""
     config = parse_options(argv)
     labels = config.labels or tuple(directory.resolve().name for directory in config.tensorboard_dir)
     runs: list[_RunCurves] = []

@@ -28,8 +28,6 @@ from megatron_ladder.train.stop import SAME_SECONDS
 POLL_SECONDS = 0.2
 END_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL for processes that the command leaves behind."""
-FINAL = (ExitCode.USER_ERROR, ExitCode.BAD_NUMBERS)
-"""Exit codes that a restart would not change. A user error after training has started may be temporary, though."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ def main(argv: Sequence[str]) -> None:
         SystemExit: with the command's last exit code, if it is not 0.
     """
     config, command, save = parse_options(argv)
-    # Processes that a launcher leaves behind can then be found.
     adopt_orphans()
     with received_signals(merge_seconds=SAME_SECONDS) as received:
         code = _supervise(config, save, received, lambda: _attempt(command, config, received, save))
@@ -89,9 +86,7 @@ def _find_save_directory(command: Sequence[str]) -> Path:
             found[name] = value if equals else following
     missing = [name for name in ("--save", "--load") if not found.get(name)]
     if missing:
-        raise UserError(
-            f"the command has no {' and no '.join(missing)}: a restart would start from scratch: give both"
-        )
+        raise UserError(f"the command has no {' and no '.join(missing)}: a restart would start from scratch: give both")
     if Path(found["--save"]).resolve() != Path(found["--load"]).resolve():
         raise UserError(
             f"--load {found['--load']} is not --save {found['--save']}: a restart would not find the checkpoints: give "
@@ -119,8 +114,10 @@ def _supervise(config: ResilientConfig, save: Path, received: Sequence[int], att
             return 0
         has_run = has_run or any(event["event"] == "start" for event in events)
         # After training has started, a user error may be temporary: a failed name look-up or file system, for example.
-        is_retried = has_run if reported == ExitCode.USER_ERROR else config.retry_bad_numbers
-        if received or (reported in FINAL and not is_retried):
+        is_final = (reported == ExitCode.USER_ERROR and not has_run) or (
+            reported == ExitCode.BAD_NUMBERS and not config.retry_bad_numbers
+        )
+        if received or is_final:
             return reported if reported > 0 else ExitCode.INTERNAL
         consecutive = 1 if any(event["event"] == "save end" for event in events) else consecutive + 1
         if consecutive > config.max_restarts:
@@ -199,27 +196,20 @@ def _forward(number: int, job: Child) -> list[psutil.Process]:
     """Send a signal to the ranks on this machine and return them; send it to the launcher if there are none.
 
     The launcher would kill its ranks after 30 seconds, which is too short for a large checkpoint. Ranks stop together
-    without it.
+    without it. Their own children inherit the variables by which ranks are found, but do not get the signal.
     """
-    ranks = _rank_processes()
+    with_rank = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= process.environ().keys():
+                with_rank[process.pid] = (process, process.ppid())
+    ranks = [process for process, parent in with_rank.values() if parent not in with_rank]
     for process in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
     if not ranks:
         job.send_signal(number)
     return ranks
-
-
-def _rank_processes() -> list[psutil.Process]:
-    """Return the descendants to which a launcher gave a rank, without their own children."""
-    ranks = {}
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= process.environ().keys():
-                ranks[process.pid] = (process, process.ppid())
-        except psutil.Error:
-            continue
-    return [process for process, parent in ranks.values() if parent not in ranks]
 
 
 def _end_descendants(job: Child) -> None:

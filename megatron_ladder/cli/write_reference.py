@@ -1,6 +1,7 @@
 """Writes the reference pages in `docs/reference/` from the dataclasses of all command lines."""
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,35 +63,30 @@ def _program_page(path: str, module: ModuleType) -> str:
 def _sections(command: Command, mark: str) -> list[str]:
     lines = []
     for section in command.sections:
-        title, _, explanation = _one_line(section.__doc__ or "").partition(". ")
+        title, _, explanation = " ".join((section.__doc__ or "").split()).partition(". ")
         if len(command.sections) > 1:
             lines.append(f"{mark} {title.rstrip('.')}")
         if explanation:
             lines.append(explanation)
-        rows = [(_spelled(one), _default(one), one.limits, one.documentation) for one in section_flags(section)]
-        if any(limits for _, _, limits, _ in rows):
-            lines.append(_table(("flag", "default", "values", "description"), rows))
-        else:
-            plain = [(name, default, documentation) for name, default, _, documentation in rows]
-            lines.append(_table(("flag", "default", "description"), plain))
+        flags = section_flags(section)
+        columns = {"flag": 0, "default": 1, "values": 2, "description": 3}
+        if not any(one.limits for one in flags):
+            del columns["values"]
+        rows = [_flag_row(one) for one in flags]
+        lines.append(_table(list(columns), [[row[column] for column in columns.values()] for row in rows]))
     return lines
 
 
-def _spelled(one: Flag) -> str:
+def _flag_row(one: Flag) -> tuple[str, ...]:
     value = f" {one.placeholder}{' ...' if one.many else ''}" if one.placeholder else ""
     first, *others = one.spellings
     also = f" (also {', '.join(f'`{other}`' for other in others)})" if others else ""
-    return f"`{first}{value}`{also}"
-
-
-def _default(one: Flag) -> str:
-    if one.required:
-        return "required"
-    return "" if one.default is None else f"`{one.default}`"
+    default = "required" if one.required else f"`{one.default}`" if one.default is not None else ""
+    return f"`{first}{value}`{also}", default, one.limits, one.documentation
 
 
 def _deepspeed_page() -> str:
-    derived = [(f"`{key}`", _flags_as_code(flag)) for key, flag in FLAGS.items()]
+    derived = [(f"`{key}`", re.sub(r"(?<!\S)(--[^\s,]*)", r"`\1`", flag)) for key, flag in FLAGS.items()]
     rejected = [(f"`{key}`", reason) for key, reason in {**REFUSED_SECTIONS, **REFUSED_KEYS}.items()]
     return _joined([
         "# DeepSpeed's JSON",
@@ -121,18 +117,8 @@ def _megatron_page() -> str:
 
 
 def _summary(module: ModuleType) -> str:
-    """Return the first sentence of the module's docstring."""
-    return _one_line((module.__doc__ or "").split("\n\n")[0])
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _flags_as_code(text: str) -> str:
-    """Mark the flags in a sentence as code."""
-    words = [word.partition(",") for word in text.split()]
-    return " ".join(f"`{word}`{comma}" if word.startswith("--") else word + comma for word, comma, _ in words)
+    """Return the first paragraph of the module's docstring."""
+    return " ".join((module.__doc__ or "").split("\n\n")[0].split())
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
