@@ -9,7 +9,8 @@ Timeouts of a connection:
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -24,12 +25,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megatron_ladder.generate.serve.protocol import (
     ApiError,
     ApiRequest,
+    ResponseWriter,
     ServedModel,
     parse_chat,
     parse_completion,
 )
-from megatron_ladder.generate.serve.responses import ResponseWriter
-from megatron_ladder.generate.serve.service import METRICS_CONTENT_TYPE, ActiveRequest, Service
+from megatron_ladder.generate.serve.service import ActiveRequest, Service
 
 _HEALTH = "/health"
 """The only path that requires no key."""
@@ -38,7 +39,12 @@ UNREAD_SECONDS = 30.0
 
 
 def build_app(service: Service) -> ASGIApp:
-    """Return the application, with authorization and response counts."""
+    """Return the application, which checks the key of each request and counts the responses by path and status."""
+    name = service.model.name
+    card = {
+        "id": name, "object": "model", "created": int(time.time()), "owned_by": "megatron-ladder",
+        "max_model_len": service.model.positions,
+    }  # fmt: skip
 
     def generating(parse: Callable[[bytes, ServedModel], ApiRequest]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> "_GeneratedResponse":
@@ -48,20 +54,18 @@ def build_app(service: Service) -> ASGIApp:
         return endpoint
 
     async def models(request: Request) -> Response:
-        return _json_response({"object": "list", "data": [_model_card(service)]})
+        return _json_response({"object": "list", "data": [card]})
 
     async def model(request: Request) -> Response:
-        if request.path_params["name"] != service.model.name:
-            raise ApiError(404, f"this server has the model {service.model.name!r}", "model", "model_not_found")
-        return _json_response(_model_card(service))
+        if request.path_params["name"] != name:
+            raise ApiError(404, f"this server has the model {name!r}", "model", "model_not_found")
+        return _json_response(card)
 
     async def health(request: Request) -> Response:
-        if service.stopping:
-            return _json_response({"status": "ending"}, 503)
-        return _json_response({"status": "ok"})
+        return _json_response({"status": "ending"}, 503) if service.stopping else _json_response({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(service.metrics_text(), media_type=METRICS_CONTENT_TYPE)
+        return PlainTextResponse(service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     routes = [
         Route("/v1/completions", generating(parse_completion), methods=["POST"]),
@@ -72,29 +76,24 @@ def build_app(service: Service) -> ASGIApp:
         Route("/metrics", metrics),
     ]
     app = Starlette(routes=routes, exception_handlers={ApiError: _on_error, HTTPException: _on_error})
-    return _Gate(app, service, {route.path for route in routes})
+    paths = {route.path for route in routes}
 
-
-class _Gate:
-    """Checks the key of each request, and counts the responses by path and status."""
-
-    def __init__(self, app: ASGIApp, service: Service, paths: set[str]) -> None:
-        """`paths`: those to count by name; all others are counted as "other"."""
-        self._app, self._service, self._paths = app, service, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"] if scope["path"] in self._paths else "other"
+    async def checked_and_counted(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["path"] in paths else "other"
 
         async def counted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._service.metrics.responses[path, message["status"]] += 1
+                service.metrics.responses[path, message["status"]] += 1
             await send(message)
 
-        app: ASGIApp = self._app
-        if path != _HEALTH and not self._service.is_authorized(dict(scope["headers"]).get(b"authorization", b"")):
+        if path == _HEALTH or service.is_authorized(dict(scope["headers"]).get(b"authorization", b"")):
+            await app(scope, receive, counted_send)
+        else:
             error = ApiError(401, "send one of this server's keys as the bearer token", code="invalid_api_key")
-            app = _json_response(error.to_dict(), 401, {"WWW-Authenticate": "Bearer"})
-        await app(scope, receive, counted_send)
+            refusal = _json_response(error.to_dict(), 401, {"WWW-Authenticate": "Bearer"})
+            await refusal(scope, receive, counted_send)
+
+    return checked_and_counted
 
 
 class _GeneratedResponse:
@@ -105,10 +104,14 @@ class _GeneratedResponse:
         self._writer = ResponseWriter(request, service.model.name, service.tokenizer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def until_disconnected() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
         active = ActiveRequest(self._service, self._request)
         try:
             work = asyncio.ensure_future(self._send(active, scope, receive, send))
-            disconnected = asyncio.ensure_future(_until_disconnected(receive))
+            disconnected = asyncio.ensure_future(until_disconnected())
             try:
                 await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
                 if work.done():
@@ -121,27 +124,29 @@ class _GeneratedResponse:
             active.close()
 
     async def _send(self, active: ActiveRequest, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = self._writer
         if not self._request.stream:
             async for _ in active.tokens():
                 pass
-            await _json_response(self._writer.complete(active.choices))(scope, receive, send)
+            await _json_response(writer.complete(active.choices))(scope, receive, send)
             return
+
+        async def send_events(chunks: Iterable[dict[str, Any] | None]) -> None:
+            events = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks if chunk is not None]
+            await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for part in self._events(active):
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _events(self, active: ActiveRequest) -> AsyncIterator[bytes]:
-        """Yield server-sent events, all available ones together."""
-        yield _event(*(self._writer.first_chunk(index) for index in range(len(active.choices))))
+        await send_events(writer.first_chunk(index) for index in range(len(active.choices)))
+        end = b""
         try:
             async for tokens in active.tokens():
-                yield _event(*(self._writer.chunk(index, token) for index, token in tokens))
+                await send_events(writer.chunk(index, token) for index, token in tokens)
+            await send_events([writer.last_chunk(active.choices)])
+            end = b"data: [DONE]\n\n"
         except ApiError as error:
-            yield _event(error.to_dict())
-            return
-        yield _event(self._writer.last_chunk(active.choices)) + b"data: [DONE]\n\n"
+            await send_events([error.to_dict()])
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
 async def _read_body(request: Request, service: Service) -> bytes:
@@ -171,23 +176,6 @@ async def _read_body(request: Request, service: Service) -> bytes:
 
 def _json_response(values: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(values), status, headers, "application/json")
-
-
-def _model_card(service: Service) -> dict[str, Any]:
-    """Return the model as /v1/models lists it."""
-    return {
-        "id": service.model.name, "object": "model", "created": service.started, "owned_by": "megatron-ladder",
-        "max_model_len": service.model.positions,
-    }  # fmt: skip
-
-
-def _event(*chunks: dict[str, Any] | None) -> bytes:
-    return b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks if chunk is not None)
-
-
-async def _until_disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -231,37 +219,32 @@ class LimitedConnection(H11Protocol):
     def resume_writing(self) -> None:
         """Stop the timer: all bytes were accepted."""
         super().resume_writing()
-        self._stop_unread_timer()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers."""
         super().connection_lost(exc)
-        self._stop_header_timer()
-        self._stop_unread_timer()
+        for timer in (self._header_timer, self._unread_timer):
+            if timer is not None:
+                timer.cancel()
 
     def _watch_header(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_header_timer()
-        elif self._header_timer is None:
+        responding = self.cycle is not None and not self.cycle.response_complete
+        if self._header_timer is None and not responding:
             self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
-
-    def _stop_header_timer(self) -> None:
-        if self._header_timer is not None:
+        elif self._header_timer is not None and responding:
             self._header_timer.cancel()
             self._header_timer = None
 
     def _watch_unread(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self._abort_unless_read, unread)
 
-    def _abort_unless_read(self, before: int) -> None:
-        # Closing instead of aborting would wait for the client to read the rest.
-        if self.transport.get_write_buffer_size() >= before:
-            self.transport.abort()
-        else:
-            self._watch_unread()
+        def check() -> None:
+            # Closing instead of aborting would wait for the client to read the rest.
+            if self.transport.get_write_buffer_size() >= unread:
+                self.transport.abort()
+            else:
+                self._watch_unread()
 
-    def _stop_unread_timer(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
+        self._unread_timer = self.loop.call_later(UNREAD_SECONDS, check)

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API: parse and validate a JSON body, and turn it into requests to the engine.
+"""OpenAI's API: parse and validate JSON bodies of requests, and build the JSON of responses and of streamed chunks.
 
 No parameter is ignored silently. An unknown or unsupported parameter is rejected by name, unless its value requests
 what happens anyway.
@@ -7,21 +7,25 @@ what happens anyway.
 import math
 import re
 import secrets
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, Message
+from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.generate.options import (
     LARGEST_PENALTY,
     LARGEST_REPETITION_PENALTY,
     MAX_ALTERNATIVES,
     SMALLEST_REPETITION_PENALTY,
 )
-from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
+from megatron_ladder.generate.text import INCOMPLETE
 
 B = TypeVar("B", bound="_CommonRequest")
 
@@ -48,12 +52,7 @@ class ApiError(Exception):
     """The error response to a request."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        """
-        Args:
-            status: HTTP status.
-            param: name of the invalid parameter.
-            code: machine-readable reason.
-        """
+        """`status` is that of HTTP, `param` names the invalid parameter, and `code` is a machine-readable reason."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
@@ -142,9 +141,17 @@ class ApiRequest:
 def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
     """Parse the body of /v1/completions; raises ApiError."""
     request = _parse(body, _CompletionRequest, model)
-    prompts = _prompts(request.prompt, model)
-    limit = request.max_tokens or _COMPLETION_TOKENS
-    return _validate(request, prompts, [limit] * len(prompts), request.logprobs, "prompt", model)
+    given: list[Any] = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    kinds = {type(part) for part in given}
+    if kinds <= {str}:
+        prompts = [model.encode(text) for text in given]
+    elif kinds == {int}:
+        prompts = [tuple(given)]
+    elif kinds == {list}:
+        prompts = [tuple(ids) for ids in given]
+    else:
+        raise ApiError(400, "a list of prompts must contain only texts, only ids, or only lists of ids", "prompt")
+    return _validate(request, prompts, request.max_tokens or _COMPLETION_TOKENS, request.logprobs, "prompt", model)
 
 
 def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
@@ -162,8 +169,7 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
     limit = next(iter(limits), None) or max(1, model.positions - len(prompt))
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
-    logprobs = request.top_logprobs if request.logprobs else None
-    return _validate(request, [prompt], [limit], logprobs, "messages", model)
+    return _validate(request, [prompt], limit, request.top_logprobs if request.logprobs else None, "messages", model)
 
 
 def _parse(body: bytes, kind: type[B], model: ServedModel) -> B:
@@ -172,8 +178,7 @@ def _parse(body: bytes, kind: type[B], model: ServedModel) -> B:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not a JSON object: {error}") from None
     values = {name: value for name, value in raw.items() if value is not None and name not in _IGNORED}
-    known = {entry.name for entry in fields(kind)}
-    for name in values.keys() - known:
+    for name in values.keys() - {entry.name for entry in fields(kind)}:
         if name not in _NEUTRAL:
             raise ApiError(400, f"unknown parameter: {name}", name, "unknown_parameter")
         if values.pop(name) not in _NEUTRAL[name]:
@@ -184,31 +189,13 @@ def _parse(body: bytes, kind: type[B], model: ServedModel) -> B:
         found = re.search(r"`\$\.(\w+)|required field `(\w+)`", str(error))
         raise ApiError(400, str(error), next(filter(None, found.groups()), None) if found else None) from None
     if request.model != model.name:
-        raise ApiError(
-            404,
-            f"the model {request.model!r} does not exist; this server has {model.name!r}",
-            "model",
-            "model_not_found",
-        )
+        message = f"the model {request.model!r} does not exist; this server has {model.name!r}"
+        raise ApiError(404, message, "model", "model_not_found")
     if not math.isfinite(request.temperature):
         raise ApiError(400, "temperature must be finite", "temperature")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options requires stream: true", "stream_options")
     return request
-
-
-def _prompts(given: str | Sequence[str | int | Sequence[int]], model: ServedModel) -> list[tuple[int, ...]]:
-    """Return the ids of each prompt. A list can contain texts, ids, or lists of ids."""
-    if isinstance(given, str):
-        return [model.encode(given)]
-    if all(isinstance(part, str) for part in given):
-        return [model.encode(str(part)) for part in given]
-    ids = [part for part in given if isinstance(part, int)]
-    if len(ids) == len(given):
-        return [tuple(ids)]
-    if all(isinstance(part, list) for part in given):
-        return [tuple(part) for part in given if isinstance(part, list)]
-    raise ApiError(400, "a list of prompts must contain only texts, only ids, or only lists of ids", "prompt")
 
 
 def _message(given: Mapping[str, Any]) -> Message:
@@ -233,66 +220,143 @@ def _message(given: Mapping[str, Any]) -> Message:
 
 
 def _validate(
-    request: _CommonRequest,
-    prompts: Sequence[tuple[int, ...]],
-    limits: Sequence[int],
-    logprobs: int | None,
-    param: str,
+    request: _CommonRequest, prompts: Sequence[tuple[int, ...]], limit: int, logprobs: int | None, param: str,
     model: ServedModel,
-) -> ApiRequest:
+) -> ApiRequest:  # fmt: skip
+    """Return the request to the engine; `limit` is the largest number of tokens per sample."""
     count = len(prompts) * request.n
     if not 1 <= count <= model.max_samples:
         raise ApiError(400, f"{count} samples in one request; 1 to {model.max_samples} are allowed", "n")
-    for ids, limit in zip(prompts, limits, strict=True):
-        _check_prompt(ids, limit, param, model)
+    for ids in prompts:
+        if not ids:
+            raise ApiError(400, "the prompt is empty; at least one token is required", param)
+        outside = [number for number in ids if not 0 <= number < model.vocab_size]
+        if outside:
+            raise ApiError(400, f"the id {outside[0]} is outside the model's vocabulary of {model.vocab_size}", param)
+        if len(ids) + limit > model.positions:
+            sizes = f"the prompt has {len(ids)} tokens and max_tokens is {limit}"
+            raise ApiError(400, f"{sizes}; the sum must be at most {model.positions}", param, "context_length_exceeded")
     stop = (request.stop,) if isinstance(request.stop, str) else request.stop
     if len(stop) > _MAX_STOPS or not all(0 < len(text) <= _MAX_STOP_LENGTH for text in stop):
-        raise ApiError(
-            400, f"stop: at most {_MAX_STOPS} texts of 1 to {_MAX_STOP_LENGTH} characters are allowed", "stop"
-        )
-    eos_ids = frozenset[int]() if request.ignore_eos else model.eos_ids
-    samples = [
-        GenerationRequest(ids, limit, _sampling(request, _seed(request, ids, index), logprobs, model), eos_ids, stop)
-        for ids, limit in zip(prompts, limits, strict=True)
-        for index in range(request.n)
-    ]
-    options = request.stream_options or _StreamOptions()
-    prompt_tokens = sum(map(len, prompts))
-    chat = isinstance(request, _ChatRequest)
-    return ApiRequest(tuple(samples), chat, request.stream, options.include_usage, logprobs, prompt_tokens)
-
-
-def _check_prompt(ids: Sequence[int], limit: int, param: str, model: ServedModel) -> None:
-    if not ids:
-        raise ApiError(400, "the prompt is empty; at least one token is required", param)
-    outside = [number for number in ids if not 0 <= number < model.vocab_size]
-    if outside:
-        raise ApiError(400, f"the id {outside[0]} is outside the model's vocabulary of {model.vocab_size}", param)
-    if len(ids) + limit > model.positions:
-        raise ApiError(
-            400,
-            f"the prompt has {len(ids)} tokens and max_tokens is {limit}; the sum must be at most {model.positions}",
-            param,
-            "context_length_exceeded",
-        )
-
-
-def _seed(request: _CommonRequest, ids: Sequence[int], index: int) -> int:
-    """Return the seed of a sample; a random one if the request has none."""
-    return secrets.randbits(64) if request.seed is None else request_seed(request.seed, ids, index)
-
-
-def _sampling(request: _CommonRequest, seed: int, logprobs: int | None, model: ServedModel) -> SamplingParameters:
-    return SamplingParameters(
-        temperature=request.temperature,
+        allowed = f"at most {_MAX_STOPS} texts of 1 to {_MAX_STOP_LENGTH} characters"
+        raise ApiError(400, f"stop: {allowed} are allowed", "stop")
+    sampling = SamplingParameters.like(
+        request,
         # A larger value has the same effect, but a plan can only carry 64 bits.
         top_k=min(request.top_k, model.vocab_size),
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        seed=seed,
+        seed=0,
         logprobs=logprobs is not None,
         top_logprobs=logprobs or 0,
     )
+    eos_ids = frozenset[int]() if request.ignore_eos else model.eos_ids
+    samples = []
+    for ids in prompts:
+        for index in range(request.n):
+            seed = secrets.randbits(64) if request.seed is None else request_seed(request.seed, ids, index)
+            samples.append(GenerationRequest(ids, limit, replace(sampling, seed=seed), eos_ids, stop))
+    options = request.stream_options or _StreamOptions()
+    chat, prompt_tokens = isinstance(request, _ChatRequest), sum(map(len, prompts))
+    return ApiRequest(tuple(samples), chat, request.stream, options.include_usage, logprobs, prompt_tokens)
+
+
+@dataclass
+class CompletionChoice:
+    """The sample of one choice of a response, as far as it has been generated."""
+
+    tokens: list[NewToken] = field(default_factory=list)
+    begun: bool = False
+    """Whether its first token has arrived, possibly not yet in `tokens`."""
+    ended: bool = False
+    """Whether its last event has arrived."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether `tokens` is complete."""
+        return bool(self.tokens) and self.tokens[-1].finish_reason is not None
+
+
+class ResponseWriter:
+    """Builds the JSON of one response."""
+
+    def __init__(self, request: ApiRequest, model_name: str, tokenizer: Tokenizer) -> None:
+        self._request, self._tokenizer = request, tokenizer
+        self._kind = "chat.completion" if request.chat else "text_completion"
+        self._chunk_kind = "chat.completion.chunk" if request.chat else "text_completion"
+        self._id = f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"created": int(time.time()), "model": model_name}
+
+    def complete(self, choices: Sequence[CompletionChoice]) -> dict[str, Any]:
+        """Return the response when all samples are finished."""
+        written = []
+        for index, choice in enumerate(choices):
+            text = "".join(token.text for token in choice.tokens)
+            content: dict[str, Any] = {"text": text}
+            if self._request.chat:
+                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            written.append(self._choice(index, content, choice.tokens))
+        return self._object(self._kind, written) | {"usage": self._usage(choices)}
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        """Return the chunk before a sample's first token; only chats have one."""
+        if not self._request.chat:
+            return None
+        return self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": ""}}, ()))
+
+    def chunk(self, index: int, token: NewToken) -> dict[str, Any] | None:
+        """Return the chunk of a sample's next token; None if the token adds nothing to the response."""
+        if not (token.text or token.finish_reason or self._request.logprobs is not None):
+            return None
+        content: dict[str, Any] = {"text": token.text}
+        if self._request.chat:
+            content = {"delta": {"content": token.text} if token.text else {}}
+        return self._chunk(self._choice(index, content, [token]))
+
+    def last_chunk(self, choices: Sequence[CompletionChoice]) -> dict[str, Any] | None:
+        """Return the chunk with token counts, if the request includes usage."""
+        return self._chunk() | {"usage": self._usage(choices)} if self._request.include_usage else None
+
+    def _usage(self, choices: Sequence[CompletionChoice]) -> dict[str, int]:
+        prompt, generated = self._request.prompt_tokens, sum(len(choice.tokens) for choice in choices)
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        chunk = self._object(self._chunk_kind, choices)
+        return chunk | {"usage": None} if self._request.include_usage else chunk
+
+    def _object(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, **self._head, "choices": choices}
+
+    def _choice(self, index: int, content: dict[str, Any], tokens: Sequence[NewToken]) -> dict[str, Any]:
+        reason = tokens[-1].finish_reason if tokens else None
+        logprobs = self._logprobs(tokens) if self._request.logprobs is not None and tokens else None
+        reason_name = "stop" if reason == "eos" else reason
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason_name}
+
+    def _logprobs(self, tokens: Sequence[NewToken]) -> dict[str, Any]:
+        texts = [self._text(token.id) for token in tokens]
+        values = [token.logprob for token in tokens]
+        alternatives = [
+            [(self._text(other), logprob) for other, logprob in token.alternatives or ()] for token in tokens
+        ]
+        if self._request.chat:
+            content = [
+                _chat_token(text, value) | {"top_logprobs": [_chat_token(*other) for other in others]}
+                for text, value, others in zip(texts, values, alternatives, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        by_text: list[dict[str, float]] = [{} for _ in tokens]
+        for named, others in zip(by_text, alternatives, strict=True):
+            for text, logprob in others:
+                # Of tokens with equal text, the most likely one counts.
+                named.setdefault(text, logprob)
+        top_logprobs = by_text if self._request.logprobs else None
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top_logprobs, "text_offset": None}
+
+    def _text(self, token: int) -> str:
+        # A model's vocabulary may be larger than its tokenizer's; the additional tokens have no text.
+        return self._tokenizer.decode([token]) if token < self._tokenizer.vocab_size else ""
+
+
+def _chat_token(text: str, logprob: float | None) -> dict[str, Any]:
+    content = None if INCOMPLETE in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": content}

@@ -6,17 +6,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.generate.requests import NewToken
-from megatron_ladder.generate.serve.protocol import ApiError, ApiRequest, ServedModel
-from megatron_ladder.generate.serve.responses import CompletionChoice
+from megatron_ladder.generate.serve.protocol import ApiError, ApiRequest, CompletionChoice, ServedModel
 from megatron_ladder.generate.serve.scheduler import Aborted, Event, Scheduler, Ticket
 
-METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Content type of Prometheus's text format."""
 _METRICS_PREFIX = "megatron_ladder_"
 
 
@@ -32,35 +29,18 @@ class ServiceLimits:
     """Time to receive a body."""
 
 
+@dataclass
 class _Metrics:
     """Counters of the server; only its thread uses them."""
 
-    def __init__(self) -> None:
-        self.responses: Counter[tuple[str, int]] = Counter()
-        """By path and status."""
-        self.prompt_tokens = 0
-        self.generated_tokens = 0
-        self.cancelled_samples = 0
-        self.first_token_seconds = 0.0
-        """Sum over all samples of the time to their first token."""
-        self.first_tokens = 0
-
-    def to_text(self, gauges: Mapping[str, float]) -> str:
-        """Return all counters and the given gauges in Prometheus's text format."""
-        prefix = _METRICS_PREFIX
-        lines = [f"# TYPE {prefix}responses_total counter"]
-        for (path, status), count in sorted(self.responses.items()):
-            lines.append(f'{prefix}responses_total{{path="{path}",status="{status}"}} {count}')
-        for name in ("prompt_tokens", "generated_tokens", "cancelled_samples"):
-            lines += [f"# TYPE {prefix}{name}_total counter", f"{prefix}{name}_total {getattr(self, name)}"]
-        summary = f"{prefix}time_to_first_token_seconds"
-        lines += [
-            f"# TYPE {summary} summary", f"{summary}_sum {self.first_token_seconds:.6f}",
-            f"{summary}_count {self.first_tokens}",
-        ]  # fmt: skip
-        for name, value in gauges.items():
-            lines += [f"# TYPE {prefix}{name} gauge", f"{prefix}{name} {value:g}"]
-        return "\n".join(lines) + "\n"
+    responses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """By path and status."""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cancelled_samples: int = 0
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0
+    """Sum over all samples of the time to their first token."""
 
 
 class Service:
@@ -71,18 +51,13 @@ class Service:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        model: ServedModel,
-        tokenizer: Tokenizer,
-        limits: ServiceLimits,
+        self, scheduler: Scheduler, model: ServedModel, tokenizer: Tokenizer, limits: ServiceLimits,
         api_keys: Sequence[bytes],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`api_keys`: a request must have one of them; if there are none, no key is required."""
         self.scheduler, self.model, self.tokenizer, self.limits = scheduler, model, tokenizer, limits
         self.metrics = _Metrics()
         self.stopping = False
-        self.started = int(time.time())
         self._api_keys = api_keys
         self._outstanding = 0
         # Not in the server's thread, where a long text would delay the streams. One thread only, because tokenizers
@@ -103,27 +78,40 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._parser, parse, body, self.model)
 
     def metrics_text(self) -> str:
-        """Return the response of /metrics."""
-        return self.metrics.to_text(
-            {"running_samples": self.scheduler.running, "waiting_samples": self.scheduler.waiting}
-        )
+        """Return the response of /metrics, in Prometheus's text format."""
+        metrics = self.metrics
+        responses = {
+            f'{{path="{path}",status="{status}"}}': count for (path, status), count in sorted(metrics.responses.items())
+        }
+        waits = {"_sum": f"{metrics.first_token_seconds:.6f}", "_count": metrics.first_tokens}
+        families: list[tuple[str, str, Mapping[str, object]]] = [
+            ("responses_total", "counter", responses),
+            ("prompt_tokens_total", "counter", {"": metrics.prompt_tokens}),
+            ("generated_tokens_total", "counter", {"": metrics.generated_tokens}),
+            ("cancelled_samples_total", "counter", {"": metrics.cancelled_samples}),
+            ("time_to_first_token_seconds", "summary", waits),
+            ("running_samples", "gauge", {"": self.scheduler.running}),
+            ("waiting_samples", "gauge", {"": self.scheduler.waiting}),
+        ]
+        lines = []
+        for name, kind, values in families:
+            lines.append(f"# TYPE {_METRICS_PREFIX}{name} {kind}")
+            lines += [f"{_METRICS_PREFIX}{name}{suffix} {value}" for suffix, value in values.items()]
+        return "\n".join(lines) + "\n"
 
     def acquire(self, samples: int) -> None:
         """Reserve room for samples; raises ApiError if there is none."""
         if self.stopping:
             raise ApiError(503, "the server is shutting down")
-        if self._outstanding + samples > self.limits.outstanding:
-            raise ApiError(
-                429,
-                f"{self._outstanding} samples are in progress, and the limit is {self.limits.outstanding}; try again "
-                "later",
-                code="queue_full",
-            )
+        limit = self.limits.outstanding
+        if self._outstanding + samples > limit:
+            message = f"{self._outstanding} samples are in progress, and the limit is {limit}; try again later"
+            raise ApiError(429, message, code="queue_full")
         self._outstanding += samples
 
-    def release(self, samples: int) -> None:
-        """Free the room of samples."""
-        self._outstanding -= samples
+    def release(self) -> None:
+        """Free the room of one sample."""
+        self._outstanding -= 1
 
 
 class ActiveRequest:
@@ -167,7 +155,7 @@ class ActiveRequest:
             if not choice.ended:
                 self._service.metrics.cancelled_samples += 1
                 self._service.scheduler.cancel(ticket)
-                self._service.release(1)
+                self._service.release()
 
     def _on_event(self, index: int, event: Event) -> None:
         if self._closed:
@@ -185,5 +173,5 @@ class ActiveRequest:
             choice.ended = event.finish_reason is not None
         if choice.ended:
             # Before the response is sent: a client that does not read must not keep others out.
-            self._service.release(1)
+            self._service.release()
         self._events.put_nowait((index, event))

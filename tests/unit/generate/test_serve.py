@@ -18,8 +18,7 @@ from megatron_ladder.generate.options import parse_options
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 from megatron_ladder.generate.serve import app as app_module
-from megatron_ladder.generate.serve.protocol import ApiRequest, parse_completion
-from megatron_ladder.generate.serve.responses import CompletionChoice, ResponseWriter
+from megatron_ladder.generate.serve.protocol import ApiRequest, CompletionChoice, ResponseWriter, parse_completion
 from megatron_ladder.generate.serve.server import _handled_signals, _listen, _read_keys
 from tests.unit.generate.plain_tokenizers import Bytes
 from tests.unit.generate.served import EOS, Served, greedy_ids, ids_of, serving
