@@ -12,7 +12,6 @@ from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import PromptOptions, token_ids
 
-_PROMPT_KEY = "prompt"
 _SHOWN_CHARACTERS = 40
 
 
@@ -85,7 +84,10 @@ def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard
     Raises:
         UserError: a file cannot be read, a text is not valid, or there are texts but no tokenizer.
     """
-    texts = [(f"--prompt {_shortened(text)}", text) for text in options.prompt]
+    texts = []
+    for text in options.prompt:
+        shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+        texts.append((f"--prompt {shown!r}", text))
     for path in options.prompt_file:
         texts += _read_file(path)
     if standard_input is not None:
@@ -106,11 +108,10 @@ def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard
 
 def prompt_errors(prompts: Sequence[Prompt], config: ModelConfig, max_new_tokens: int) -> list[str]:
     """Return one line for each prompt that the model cannot continue by `max_new_tokens`, or score if that is 0."""
-    errors = []
+    errors, positions = [], config.max_position_embeddings
     for prompt in prompts:
         unknown = [number for number in prompt.ids if number >= config.vocab_size]
         needed = len(prompt.ids) + max_new_tokens
-        added = f" and --max-new-tokens {max_new_tokens} are {needed}" if max_new_tokens else ""
         if not prompt.ids:
             errors.append(f"{prompt.source}: the prompt is empty; at least one token is required")
         elif unknown:
@@ -118,17 +119,13 @@ def prompt_errors(prompts: Sequence[Prompt], config: ModelConfig, max_new_tokens
                 f"{prompt.source}: the id {unknown[0]} is outside the model's vocabulary of {config.vocab_size}"
                 + ("; use the tokenizer that belongs to the model" if prompt.text is not None else "")
             )
-        elif needed > config.max_position_embeddings:
+        elif needed > positions:
+            added = f" and --max-new-tokens {max_new_tokens} are {needed}" if max_new_tokens else ""
+            fix = "reduce one of them" if max_new_tokens else "shorten the text"
             errors.append(
-                f"{prompt.source}: {len(prompt.ids)} tokens{added}, but the model has only "
-                f"{config.max_position_embeddings} positions; "
-                + ("reduce one of them" if max_new_tokens else "shorten the text")
+                f"{prompt.source}: {len(prompt.ids)} tokens{added}, but the model has only {positions} positions; {fix}"
             )
     return errors
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "...")
 
 
 def _without_last_line_end(text: str) -> str:
@@ -146,18 +143,17 @@ def _read_file(path: Path) -> list[tuple[str, str]]:
         raise UserError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from None
     if not is_json_lines(path):
         return [(source, _without_last_line_end(content))]
-    lines = [(number, line) for number, line in enumerate(content.split("\n"), start=1) if line.strip()]
-    if not lines:
+    prompts = []
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["prompt"]
+            text.encode()
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            example = '{"prompt": "Once"}'
+            raise UserError(f"{source}:{number}: expected a JSON object with a text, for example {example}") from None
+        prompts.append((f"{source}:{number}", text))
+    if not prompts:
         raise UserError(f"{source}: the file contains no prompt")
-    return [_parse_line(f"{source}:{number}", line) for number, line in lines]
-
-
-def _parse_line(source: str, line: str) -> tuple[str, str]:
-    try:
-        text = json.loads(line)[_PROMPT_KEY]
-        text.encode()
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise UserError(
-            f'{source}: expected a JSON object with a text, for example {{"{_PROMPT_KEY}": "Once"}}'
-        ) from None
-    return source, text
+    return prompts

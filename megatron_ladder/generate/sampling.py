@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup
@@ -163,12 +164,23 @@ class Sampler:
             model_logits[:, valid:] = -math.inf
         logits = self._penalized(model_logits, parameters, slots)
         tokens, candidates = self._choose_tokens(logits, model_logits, parameters, slots)
-        self._count(tokens, slots)
+        for token, slot in zip(tokens.tolist(), slots, strict=True):
+            if self._seen is not None and token != NO_TOKEN:
+                self._seen[slot, token] = True
+            if self._counts is not None and token != NO_TOKEN:
+                self._counts[slot, token] += 1
         if not any(one.logprobs for one in parameters):
             return Chosen(tokens.tolist(), None)
-        log_total = _log_total(candidates)
-        logprobs = self._logprobs(tokens, model_logits, log_total)
-        return Chosen(tokens.tolist(), logprobs, self._alternatives(model_logits, parameters, log_total))
+        # The logarithm of the sum of exp(logit) over the vocabulary, before penalties and temperature: [b].
+        highest = candidates.model_highest.amax(1, keepdim=True)
+        total = (candidates.model_mass * torch.exp(candidates.model_highest - highest)).sum(1)
+        log_total = highest.squeeze(1) + total.log()
+        local = tokens.to(self._device) - self._start
+        elsewhere = (local < 0) | (local >= model_logits.shape[1])
+        own = model_logits.gather(1, local.masked_fill(elsewhere, 0).unsqueeze(1)).squeeze(1).double()
+        found = self._group.all_reduce(own.masked_fill(elsewhere, -math.inf), dist.ReduceOp.MAX).cpu()
+        alternatives = self._alternatives(model_logits, parameters, log_total)
+        return Chosen(tokens.tolist(), (found - log_total).tolist(), alternatives)
 
     def _penalized(self, logits: Tensor, parameters: Sequence[SamplingParameters], slots: Sequence[int]) -> Tensor:
         def column(numbers: Sequence[float]) -> Tensor:
@@ -186,20 +198,19 @@ class Sampler:
 
     def _own_columns(self, table: Tensor, slots: Sequence[int], width: int) -> Tensor:
         """Return some rows of a table [slots, V], cut to this rank's tokens: [b, width], padded with 0."""
-        found = table.new_zeros(len(slots), width)
-        ends_at = min(self._vocab_size, self._start + width)
-        if ends_at > self._start:
-            found[:, : ends_at - self._start] = table[list(slots), self._start : ends_at]
-        return found
+        own = table[list(slots), self._start : self._start + width]
+        return F.pad(own, (0, width - own.shape[1]))
 
     def _choose_tokens(
         self, logits: Tensor, model_logits: Tensor, parameters: Sequence[SamplingParameters], slots: Sequence[int]
     ) -> tuple[Tensor, _Candidates]:
         """Return the tokens [b] on the CPU, equal on every rank, and the candidates."""
-        uniform = [
-            [0.0 if one.greedy else torch.rand(1, generator=self._generators[slot], dtype=torch.float64).item()]
-            for one, slot in zip(parameters, slots, strict=True)
-        ]
+        uniform = _column(
+            [
+                0.0 if one.greedy else torch.rand(1, generator=self._generators[slot], dtype=torch.float64).item()
+                for one, slot in zip(parameters, slots, strict=True)
+            ]
+        )
         unknown = any(not one.greedy and one.filtered and one.top_k == 0 for one in parameters)
         most = max((one.top_k for one in parameters if not one.greedy), default=0)
         count = max(1, most, _FIRST_CANDIDATES if unknown else 1)
@@ -208,8 +219,7 @@ class Sampler:
             candidates = self._gather_candidates(logits, model_logits, parameters, count)
             decisions = torch.empty(len(parameters), 2, dtype=torch.float64)
             if self._group.rank == 0:
-                complete = count == logits.shape[1]
-                decisions = _decide(candidates, parameters, torch.tensor(uniform, dtype=torch.float64), complete)
+                decisions = _decide(candidates, parameters, uniform, complete=count == logits.shape[1])
             decisions = self._group.broadcast(decisions.to(self._device)).cpu()
             codes = decisions[:, 0].long()
             if not (codes == _NEEDS_MORE).any():
@@ -248,26 +258,7 @@ class Sampler:
                 weights = torch.exp((exact - exact.max()) / parameters[row].temperature)
                 position = positions[row].view(1, 1).to(self._device)
                 found[row] = self._start + _draw_at(weights.unsqueeze(0), position).item()
-        reduced = self._group.all_reduce(found.to(self._device), dist.ReduceOp.MAX)
-        return reduced.cpu()
-
-    def _count(self, tokens: Tensor, slots: Sequence[int]) -> None:
-        if self._seen is None and self._counts is None:
-            return
-        for token, slot in zip(tokens.tolist(), slots, strict=True):
-            if self._seen is not None and token != NO_TOKEN:
-                self._seen[slot, token] = True
-            if self._counts is not None and token != NO_TOKEN:
-                self._counts[slot, token] += 1
-
-    def _logprobs(self, tokens: Tensor, model_logits: Tensor, log_total: Tensor) -> list[float]:
-        """Return the log-softmax of the chosen tokens, before penalties and temperature."""
-        local = tokens.to(self._device) - self._start
-        elsewhere = (local < 0) | (local >= model_logits.shape[1])
-        own = model_logits.gather(1, local.masked_fill(elsewhere, 0).unsqueeze(1)).squeeze(1).double()
-        chosen = self._group.all_reduce(own.masked_fill(elsewhere, -math.inf), dist.ReduceOp.MAX).cpu()
-        logprobs: list[float] = (chosen - log_total).tolist()
-        return logprobs
+        return self._group.all_reduce(found.to(self._device), dist.ReduceOp.MAX).cpu()
 
     def _alternatives(
         self, model_logits: Tensor, parameters: Sequence[SamplingParameters], log_total: Tensor
@@ -289,13 +280,6 @@ class Sampler:
         ]
 
 
-def _log_total(candidates: _Candidates) -> Tensor:
-    """Return the logarithm of the sum of exp(logit) over the vocabulary, before penalties and temperature: [b]."""
-    highest = candidates.model_highest.amax(1, keepdim=True)
-    total = (candidates.model_mass * torch.exp(candidates.model_highest - highest)).sum(1)
-    return highest.squeeze(1) + total.log()
-
-
 def _decide(
     candidates: _Candidates, parameters: Sequence[SamplingParameters], uniform: Tensor, complete: bool
 ) -> Tensor:
@@ -310,20 +294,18 @@ def _decide(
     positions = torch.zeros_like(codes)
     plain = torch.tensor([not one.greedy and not one.filtered for one in parameters])
     filtered = torch.tensor([not one.greedy and one.filtered for one in parameters])
-    masses = candidates.mass
+    masses = total = candidates.mass
     if plain.any() or filtered.any():
-        temperatures = _temperatures(parameters)
-        masses = masses * torch.exp((candidates.highest - highest.unsqueeze(1)) / temperatures)
+        masses = masses * torch.exp((candidates.highest - highest.unsqueeze(1)) / _temperatures(parameters))
+        total = masses.sum(1, keepdim=True)
     if plain.any():
-        owners = _draw_at(masses, uniform * masses.sum(1, keepdim=True))
-        before = (masses.cumsum(1) - masses).gather(1, owners.unsqueeze(1))
-        share = masses.gather(1, owners.unsqueeze(1))
-        own_mass = candidates.mass.gather(1, owners.unsqueeze(1))
-        within = ((uniform * masses.sum(1, keepdim=True) - before) / share * own_mass).squeeze(1)
-        codes = torch.where(plain, _OWNER - owners, codes)
-        positions = torch.where(plain, within, positions)
+        owners = _draw_at(masses, uniform * total).unsqueeze(1)
+        before, share = (masses.cumsum(1) - masses).gather(1, owners), masses.gather(1, owners)
+        within = (uniform * total - before) / share * candidates.mass.gather(1, owners)
+        codes = torch.where(plain, _OWNER - owners.squeeze(1), codes)
+        positions = torch.where(plain, within.squeeze(1), positions)
     if filtered.any():
-        drawn = _draw_filtered(candidates, parameters, uniform, masses.sum(1, keepdim=True), complete)
+        drawn = _draw_filtered(candidates, parameters, uniform, total, complete)
         codes = torch.where(filtered, drawn, codes)
     # The maximum of logits with a NaN is NaN.
     codes = codes.masked_fill(~highest.isfinite(), NO_TOKEN)
@@ -337,15 +319,15 @@ def _draw_filtered(
     ids, by_id = candidates.ids.flatten(1).sort(dim=1)
     values, order = candidates.values.flatten(1).gather(1, by_id).sort(dim=1, descending=True, stable=True)
     ids = ids.gather(1, order)
-    temperatures = _temperatures(parameters)
-    weights = torch.exp((values - values[:, :1]) / temperatures)
+    weights = torch.exp((values - values[:, :1]) / _temperatures(parameters))
     kept = _keep_most_likely(weights, total, parameters)
     # Tokens that are no candidates have smaller logits than the last candidate of their rank.
     above_others = values > candidates.values[:, :, -1].amax(1, keepdim=True)
     sufficient = torch.tensor([complete or one.top_k > 0 for one in parameters])
     sufficient |= ~(kept & ~above_others).any(1)
     ids, by_id = ids.sort(dim=1)
-    drawn = _draw((weights * kept).gather(1, by_id), uniform)
+    weights = (weights * kept).gather(1, by_id)
+    drawn = _draw_at(weights, uniform * weights.cumsum(-1)[:, -1:])
     tokens = ids.gather(1, drawn.unsqueeze(1)).squeeze(1)
     return torch.where(sufficient, tokens, float(_NEEDS_MORE))
 
@@ -368,21 +350,13 @@ def _keep_most_likely(weights: Tensor, total: Tensor, parameters: Sequence[Sampl
     return kept & (weights >= _column([one.min_p for one in parameters]))
 
 
-def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return the first index at which the cumulative weight exceeds `uniform`, never one of weight zero.
+def _draw_at(weights: Tensor, at: Tensor) -> Tensor:
+    """Return the first index [b] at which the cumulative weight exceeds `at`, or the last one with a weight.
 
     Args:
         weights: [b, n] float64, with any sum.
-        uniform: [b, 1] float64 in [0, 1), relative to that sum.
-
-    Returns:
-        [b] int64.
+        at: [b, 1] float64, at least 0 and usually less than that sum.
     """
-    return _draw_at(weights, uniform * weights.cumsum(-1)[:, -1:])
-
-
-def _draw_at(weights: Tensor, at: Tensor) -> Tensor:
-    """Return the first index [b] at which the cumulative weight exceeds `at` [b, 1], or the last with a weight."""
     cumulative = weights.cumsum(-1)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp_(max=weights.shape[-1] - 1)
     return torch.searchsorted(cumulative, at, right=True).minimum(last).squeeze(-1)

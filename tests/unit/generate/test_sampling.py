@@ -12,7 +12,7 @@ from megatron_ladder.generate.sampling import (
     NO_TOKEN,
     Sampler,
     SamplingParameters,
-    _draw,
+    _draw_at,
     _keep_most_likely,
     request_seed,
 )
@@ -88,7 +88,7 @@ def test_draw_inverts_the_cumulative_distribution() -> None:
     below_one = math.nextafter(1.0, 0.0)
     expected = {0.0: 1, 0.2499: 1, 0.25: 3, 0.7499: 3, 0.75: 4, below_one: 4, 1.0: 4}
     for uniform, token in expected.items():
-        assert _draw(probabilities, torch.tensor([[uniform]], dtype=torch.float64)).tolist() == [token]
+        assert _draw_at(probabilities, torch.tensor([[4 * uniform]], dtype=torch.float64)).tolist() == [token]
 
 
 def test_seen_tokens_are_penalized_in_their_slot_only() -> None:
