@@ -112,11 +112,7 @@ class SampleReader:
             consumed_samples: samples that all ranks together have read; 0 for a new run.
             vocab_size: size of the model's vocabulary without padding.
         """
-        if shape.seq_length != source.seq_length:
-            raise ValueError(f"the source has samples of {source.seq_length} tokens, not of {shape.seq_length}")
-        self.source = source
-        self.vocab_size = vocab_size
-        self._step = shape.global_batch_size
+        self.source, self.vocab_size, self._step = source, vocab_size, shape.global_batch_size
         samples = np.arange(self._step).reshape(-1, shape.data_parallel_size, shape.micro_batch_size)
         self._next = consumed_samples + samples[:, data_parallel_rank].reshape(-1)
 
@@ -126,11 +122,10 @@ class SampleReader:
         smallest, largest = int(rows.tokens.min()), int(rows.tokens.max())
         if smallest < 0 or largest >= self.vocab_size:
             raise UserError(
-                f"{self.source.name}: holds token id {smallest if smallest < 0 else largest}, the "
-                f"vocabulary has ids 0 to {self.vocab_size - 1}: give the --tokenizer-model with which "
-                "the data was preprocessed"
+                f"{self.source.name}: holds token id {smallest if smallest < 0 else largest}, the vocabulary has ids 0 "
+                f"to {self.vocab_size - 1}: give the --tokenizer-model with which the data was preprocessed"
             )
-        self._next = self._next + self._step
+        self._next += self._step
         return rows
 
     def state(self) -> dict[str, Any]:
@@ -161,33 +156,27 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
             group: ranks that need the same batches; only this rank if not given.
             device: device of the tensors that the group exchanges; the CPU if not given.
         """
-        self.shape = shape
-        self.rules = rules
-        self.consumed_samples = consumed_samples
+        self.shape, self.rules, self.consumed_samples = shape, rules, consumed_samples
         self.reader_state = {} if reader is None else reader.state()
-        self._group = group or CommGroup.alone()
-        self._device = device or torch.device("cpu")
-        self._reader = reader
-        self._thread = None if reader is None else ThreadPoolExecutor(1, "reader")
+        self._group, self._device = group or CommGroup.alone(), device or torch.device("cpu")
+        self._reader, self._thread = reader, ThreadPoolExecutor(1, "reader")
         self._ahead: Future[tuple[SampleRows, dict[str, Any]]] | None = None
 
     def __next__(self) -> list[MicroBatch]:
         """Raises the reader's UserError on every rank of the group."""
-        rows = self._rows()
+        rows = self._read() if self._group.size == 1 else self._receive()
         self.consumed_samples += self.shape.global_batch_size
         return _make_micro_batches(rows, self.rules, self.shape.micro_batch_size)
 
     def close(self) -> None:
         """Stop reading ahead, and wait until the reader is idle."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(cancel_futures=True)
 
-    def _rows(self) -> SampleRows:
-        if self._group.size == 1:
-            return self._read()
+    def _receive(self) -> SampleRows:
+        """Return the rows that rank 0 of the group reads."""
         packed = torch.empty(self.shape.rows * (self.shape.seq_length + 1) + 1, dtype=torch.int64)
         messages: tuple[str, ...] = ()
-        if self._thread is not None:
+        if self._reader is not None:
             try:
                 packed = torch.from_numpy(_pack_rows(self._read()))
             except UserError as error:
@@ -199,7 +188,6 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         return _unpack_rows(packed.numpy(), self.shape.rows)
 
     def _read(self) -> SampleRows:
-        assert self._thread is not None
         ahead = self._ahead or self._thread.submit(self._read_one)
         rows, self.reader_state = ahead.result()
         self._ahead = self._thread.submit(self._read_one)
@@ -214,8 +202,7 @@ class UnreadBatches(Iterator[list[MicroBatch]]):
     """Empty micro-batches for a middle pipeline stage, which does not read the batch."""
 
     def __init__(self, shape: BatchShape, consumed_samples: int = 0) -> None:
-        self.shape = shape
-        self.consumed_samples = consumed_samples
+        self.shape, self.consumed_samples = shape, consumed_samples
         self.reader_state: dict[str, Any] = {}
 
     def __next__(self) -> list[MicroBatch]:
@@ -235,38 +222,23 @@ def _make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size
     if rules.eod_mask_loss:
         after_none = torch.from_numpy((rows.tokens[:, :-1] != rules.eod_id).astype(np.float32))
         mask = after_none if mask is None else mask * after_none
-    begins = _document_begins(rows, rules.eod_id) if rules.cuts_rows else np.empty(0, bool)
-    positions = torch.from_numpy(_positions(begins)) if rules.reset_position_ids else None
+    positions, begins = None, np.zeros(tokens.shape, bool)
+    if rules.cuts_rows:
+        # Whether a document begins at each token [n, s]; each row begins one.
+        begins[:, 1:] = rows.tokens[:, :-2] == rules.eod_id if rows.begins is None else rows.begins[:, 1:-1]
+        begins[:, 0] = True
+    if rules.reset_position_ids:
+        columns = np.broadcast_to(np.arange(begins.shape[1]), begins.shape)
+        positions = torch.from_numpy(columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1))
     batches = []
     for first in range(0, len(tokens), micro_batch_size):
-        chosen = slice(first, first + micro_batch_size)
-        bounds = _bounds(begins[chosen]) if rules.reset_attention_mask else None
+        chosen, bounds = slice(first, first + micro_batch_size), None
+        if rules.reset_attention_mask:
+            ends = np.append(np.flatnonzero(begins[chosen]), begins[chosen].size)
+            bounds = torch.from_numpy(ends.astype(np.int32))
         of_mask, of_positions = (None if whole is None else whole[chosen] for whole in (mask, positions))
         batches.append(MicroBatch(tokens[chosen], labels[chosen], of_mask, of_positions, bounds))
     return batches
-
-
-def _document_begins(rows: SampleRows, eod_id: int | None) -> NDArray[np.bool_]:
-    """Return whether a document begins at each token [n, s]; each row begins one."""
-    if rows.begins is not None:
-        begins = rows.begins[:, :-1].copy()
-    else:
-        begins = np.zeros((len(rows.tokens), rows.tokens.shape[1] - 1), bool)
-        begins[:, 1:] = rows.tokens[:, :-2] == eod_id
-    begins[:, 0] = True
-    return begins
-
-
-def _positions(begins: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the distance [n, s] of each token from the beginning of its document."""
-    columns = np.broadcast_to(np.arange(begins.shape[1]), begins.shape)
-    positions: NDArray[np.int64] = columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
-    return positions
-
-
-def _bounds(begins: NDArray[np.bool_]) -> Tensor:
-    """Convert [b, s] to the format of MicroBatch.document_bounds."""
-    return torch.from_numpy(np.append(np.flatnonzero(begins), begins.size).astype(np.int32))
 
 
 def _pack_rows(rows: SampleRows) -> NDArray[np.int64]:

@@ -42,9 +42,10 @@ def parse_blend(flag: str, words: Sequence[str]) -> Blend:
     Raises:
         UserError: only some paths have a weight, a weight is not above 0, or a path is given twice.
     """
-    if any(_is_weight(word) for word in words[::2]) and (len(words) % 2 or not all(map(_is_weight, words[::2]))):
+    are_weights = [_is_weight(word) for word in words[::2]]
+    is_weighted = any(are_weights)
+    if is_weighted and (len(words) % 2 or not all(are_weights)):
         raise UserError(f"{flag} {' '.join(words)}: expected paths only, or a weight before each path")
-    is_weighted = bool(words) and _is_weight(words[0])
     prefixes = tuple(map(Path, words[1::2] if is_weighted else words))
     twice = next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None)
     if twice is not None:
@@ -128,35 +129,26 @@ def places_among_equals(turns: NDArray[np.int32], count: int) -> NDArray[np.int6
 
 
 class BlendedSource(Samples):
-    """Samples from several sources by weight; see Samples."""
+    """Samples of several sources alternately. If any of them has a loss mask, all tokens of the others count."""
 
-    def __init__(self, sources: Sequence[DatasetSamples], weights: Sequence[Fraction]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[DatasetSamples],
+        weights: Sequence[float],
+        turns: NDArray[Any],
+        places: NDArray[np.int64],
+    ) -> None:
         """
         Args:
-            weights: weight of each source, above 0, of any sum.
+            turns: source of each sample of a period.
+            places: number of each sample of a period in its source.
         """
-        self.sources = tuple(sources)
-        self.has_begins = all(source.has_begins for source in sources)
-        whole = _whole_weights(weights)
-        self.weights: Sequence[float] = whole
+        self.sources, self.weights, self.turns, self.places = tuple(sources), weights, turns, places
         self.seq_length = sources[0].seq_length
-        self._turns: NDArray[Any] = _turns_of(whole)
-        self._places = places_among_equals(self._turns, len(sources))
-
-    @property
-    def name(self) -> str:
-        """The prefixes of all sources."""
-        return " + ".join(source.name for source in self.sources)
-
-    @property
-    def token_dtype(self) -> "np.dtype[Any]":
-        """The smallest type that fits the tokens of all sources."""
-        return np.result_type(*(source.token_dtype for source in self.sources))
-
-    @property
-    def has_loss_mask(self) -> bool:
-        """Whether any source has a loss mask; all tokens of the other sources count."""
-        return any(source.has_loss_mask for source in self.sources)
+        self.name = " + ".join(source.name for source in sources)
+        self.token_dtype = np.result_type(*(source.token_dtype for source in sources))
+        self.has_loss_mask = any(source.has_loss_mask for source in sources)
+        self.has_begins = all(source.has_begins for source in sources)
 
     def describe(self) -> dict[str, Any]:
         """See DatasetSamples; each data set also has a weight, of any sum."""
@@ -164,15 +156,22 @@ class BlendedSource(Samples):
         sets = [member["sets"][0] | {"weight": weight} for member, weight in zip(members, self.weights, strict=True)]
         return members[0] | {"sets": sets}
 
-    def origins(self, numbers: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def _origins(self, numbers: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the source [n] of each sample of the run, and its number in that source [n]."""
-        periods, places = numbers // len(self._turns), numbers % len(self._turns)
-        origins = self._turns[places]
-        return origins, periods * np.array(self.weights)[origins] + self._places[places]
+        periods, positions = np.divmod(numbers, len(self.turns))
+        origins = self.turns[positions]
+        return origins, periods * np.array(self.weights)[origins] + self.places[positions]
 
     def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
         """See Samples."""
-        origins, own_numbers = self.origins(numbers)
+        origins, own_numbers = self._origins(numbers)
         for i in np.unique(origins):
             chosen = np.flatnonzero(origins == i)
             self.sources[i].fill(own_numbers[chosen], rows[chosen], out)
+
+
+def blend(sources: Sequence[DatasetSamples], weights: Sequence[Fraction]) -> BlendedSource:
+    """Return a blend by the rule at the top of this file; the weights are above 0, of any sum."""
+    whole = _whole_weights(weights)
+    turns = _turns_of(whole)
+    return BlendedSource(sources, whole, turns, places_among_equals(turns, len(sources)))

@@ -1,23 +1,91 @@
-"""From the paths of token files to samples for training, validation and test."""
+"""From the data sets that a command line names to samples for training, validation and test."""
 
-from collections.abc import Collection, Iterable, Sequence
+import json
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_ladder.data.blending import Blend, BlendedSource, parse_blend
+from megatron_ladder.config.data import DataConfig
+from megatron_ladder.data.blending import Blend, BlendedSource, blend, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.megatron_order import megatron_source, split_sequences
-from megatron_ladder.data.packing import LossOn, PackedSource, choose_labels, open_source
-from megatron_ladder.data.paths import PARTS, DataArguments
-from megatron_ladder.data.samples import SampleSource, parse_split, split_documents
-from megatron_ladder.data.sidecar import check_index, check_sidecar, read_sidecar
+from megatron_ladder.data.packing import LossOn, PackedSource
+from megatron_ladder.data.samples import SampleSource
+from megatron_ladder.data.sidecar import check_index, check_sidecar, missing_loss_mask, read_sidecar
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError
 
+_PARTS = ("train", "valid", "test")
+
 DataSource = SampleSource | PackedSource | BlendedSource
+
+
+class DataArguments(NamedTuple):
+    """Arguments of the four flags that name data: `P1 P2 ...` or `W1 P1 W2 P2 ...`, or nothing.
+
+    A path P is given without .bin and .idx; W is its weight.
+    """
+
+    data_path: Sequence[str]
+    train: Sequence[str]
+    valid: Sequence[str]
+    test: Sequence[str]
+
+
+def find_data(data: DataConfig) -> DataArguments:
+    """Return the arguments of the four flags, from the command line or from the files that replace them.
+
+    Raises:
+        UserError: a file cannot be read or is malformed, or both a flag and the file that replaces it are given.
+    """
+    errors = ErrorCollector()
+    words = list(map(str, data.data_path))
+    if data.data_args_path is not None:
+        if words:
+            errors.add("--data-args-path and --data-path exclude each other: give one of them")
+        with errors.collect():
+            words = _read("--data-args-path", data.data_args_path).split()
+            if not words:
+                errors.add(f"--data-args-path {data.data_args_path}: names no data set")
+    own = {part: list(map(str, getattr(data, f"{part}_data_path"))) for part in _PARTS}
+    if data.per_split_data_args_path is not None:
+        if any(own.values()):
+            given = " ".join(f"--{part}-data-path" for part in _PARTS if own[part])
+            errors.add(f"--per-split-data-args-path and {given} exclude each other: give one of them")
+        with errors.collect():
+            own = _read_parts("--per-split-data-args-path", data.per_split_data_args_path)
+    errors.raise_if_any()
+    return DataArguments(words, *(own[part] for part in _PARTS))
+
+
+def _read(flag: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{flag} {path}: cannot be read: {error}") from None
+
+
+def _read_parts(flag: str, path: Path) -> dict[str, list[str]]:
+    try:
+        values: Any = json.loads(_read(flag, path))
+    except ValueError as error:
+        raise UserError(f"{flag} {path}: not JSON: {error}") from None
+    unknown = [key for key in values if key not in _PARTS] if isinstance(values, dict) else [values]
+    if unknown:
+        raise UserError(f"{flag} {path}: expected an object with keys {', '.join(_PARTS)}, found {unknown[0]!r}")
+    errors = ErrorCollector()
+    own: dict[str, list[str]] = {part: [] for part in _PARTS}
+    for part, value in values.items():
+        words = value.split() if isinstance(value, str) else [] if value is None else value
+        if isinstance(words, list) and all(isinstance(word, str | int | float) for word in words):
+            own[part] = [str(word) for word in words]
+        else:
+            errors.add(f"{flag} {path}: {part}: expected a text, or a list of weights and prefixes")
+    errors.raise_if_any()
+    return own
 
 
 class Sources(NamedTuple):
@@ -44,10 +112,10 @@ class OrderOptions(NamedTuple):
     megatron_samples: int | None = None
     """Number of samples of the whole run if training uses Megatron's order, which depends on it."""
     loss_on: LossOn | None = None
-    """The tokens that count as labels; see `choose_labels`."""
+    """The tokens that count as labels; see `_choose_labels`."""
 
 
-def open_sources(arguments: DataArguments, split: str, order: OrderOptions, parts: Collection[str] = PARTS) -> Sources:
+def open_sources(arguments: DataArguments, split: str, order: OrderOptions, parts: Collection[str] = _PARTS) -> Sources:
     """Open either one blend of data sets, each of which is divided by `split`, or one blend for each part.
 
     Args:
@@ -58,39 +126,34 @@ def open_sources(arguments: DataArguments, split: str, order: OrderOptions, part
             or a part that is too short for one sample.
     """
     data_path = arguments.data_path
-    own_paths = {part: getattr(arguments, part) for part in PARTS}
     errors = ErrorCollector()
-    if data_path and any(own_paths.values()):
+    if data_path and (arguments.train or arguments.valid or arguments.test):
         errors.add("--data-path (divided by --split) excludes --train-data-path, --valid-data-path, --test-data-path")
     if not data_path and "train" in parts and not arguments.train:
         errors.add("--data-path is required: the path of a data set without .bin and .idx")
-    given = {f"--{part}-data-path": own_paths[part] for part in PARTS if part in parts}
-    if data_path:
-        given = {"--data-path": data_path}
     blends: dict[str, Blend] = {}
-    for flag, words in given.items():
-        with errors.collect():
-            blends[flag] = parse_blend(flag, words)
+    for part in _PARTS:
+        if part in parts:
+            with errors.collect():
+                flag, own = f"--{part}-data-path", getattr(arguments, part)
+                blends[part] = parse_blend("--data-path", data_path) if data_path else parse_blend(flag, own)
     datasets: dict[Path, IndexedDataset] = {}
-    for prefix in dict.fromkeys(prefix for blend in blends.values() for prefix in blend.prefixes):
+    for prefix in dict.fromkeys(prefix for found in blends.values() for prefix in found.prefixes):
         with errors.collect():
             datasets[prefix] = IndexedDataset(prefix)
             check_index(datasets[prefix])
     errors.raise_if_any()
-    shares = parse_split(split) if data_path else None
+    shares = _parse_split(split) if data_path else None
     opened: dict[str, DataSource] = {}
-    for part in PARTS:
-        flag = "--data-path" if data_path else f"--{part}-data-path"
-        if part in parts and flag in blends:
-            members = [datasets[prefix] for prefix in blends[flag].prefixes]
-            with errors.collect():
-                source = _open_part(part, members, blends[flag].weights, shares, order)
-                if source is not None:
-                    opened[part] = source
+    for part, (prefixes, weights) in blends.items():
+        with errors.collect():
+            source = _open_part(part, [datasets[prefix] for prefix in prefixes], weights, shares, order)
+            if source is not None:
+                opened[part] = source
     errors.raise_if_any()
     if "train" in parts and "train" not in opened:
         raise UserError(f"--split {split} leaves no document of {data_path[-1]} for training: enlarge its share")
-    return Sources(*(opened.get(part) for part in PARTS))
+    return Sources(*(opened.get(part) for part in _PARTS))
 
 
 def _open_part(
@@ -105,26 +168,33 @@ def _open_part(
     Args:
         shares: shares of train, valid and test; None: the whole data sets belong to the part.
     """
+    errors = ErrorCollector()
     if part == "train" and order.megatron_samples is not None:
-        _reject_conversations(datasets)
-        _apply_loss_on(datasets, order.loss_on)
+        sidecars = {str(dataset.prefix): read_sidecar(dataset.prefix) for dataset in datasets}
+        packed = [prefix for prefix, sidecar in sidecars.items() if sidecar is not None and sidecar.conversations]
+        if packed:
+            raise UserError(
+                f"--megatron-order: {' '.join(packed)} contains conversations, which are packed whole: leave the flag "
+                "out"
+            )
+        for dataset in datasets:
+            with errors.collect():
+                if _choose_labels(dataset, order.loss_on) == "all":
+                    dataset.loss_mask = None
+        errors.raise_if_any()
         return megatron_source(
             datasets, weights, shares, order.seq_length, order.seed, order.megatron_samples, order.cache
         )
-    errors = ErrorCollector()
     sources, own_weights = [], []
     for position, dataset in enumerate(datasets):
         documents = _documents_of(part, dataset, shares, order)
-        if not documents:
-            continue
-        with errors.collect():
-            source = open_source(
-                dataset, documents, order.seq_length, order.seed, part == "train", part, order.loss_on, order.cache
-            )
-            sources.append(source)
-            own_weights.append(Fraction(len(source)) if weights is None else weights[position])
-    if len({isinstance(source, PackedSource) for source in sources}) > 1:
-        texts = [source.name for source in sources if not isinstance(source, PackedSource)]
+        if documents:
+            with errors.collect():
+                source = _open_source(part, dataset, documents, order)
+                sources.append(source)
+                own_weights.append(Fraction(len(source)) if weights is None else weights[position])
+    texts = [source.name for source in sources if not isinstance(source, PackedSource)]
+    if 0 < len(texts) < len(sources):
         errors.add(
             f"--{part}-data-path or --data-path: {' '.join(texts)} contain texts, the others contain conversations, "
             "which are packed whole: blend only one kind"
@@ -132,27 +202,67 @@ def _open_part(
     errors.raise_if_any()
     if not sources:
         return None
-    return sources[0] if len(sources) == 1 else BlendedSource(sources, own_weights)
+    return sources[0] if len(sources) == 1 else blend(sources, own_weights)
 
 
-def _reject_conversations(datasets: Iterable[IndexedDataset]) -> None:
-    """Raise UserError for data sets of conversations, which Megatron's order does not support."""
-    sidecars = {dataset.prefix: read_sidecar(dataset.prefix) for dataset in datasets}
-    packed = [str(prefix) for prefix, sidecar in sidecars.items() if sidecar is not None and sidecar.conversations]
-    if packed:
-        raise UserError(
-            f"--megatron-order: {' '.join(packed)} contains conversations, which are packed whole: leave the flag out"
+def _choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
+    """Return `loss_on`, or if it is None, `assistant` for a data set with a loss mask and `all` for others.
+
+    Raises:
+        UserError: the data set lacks the required loss mask.
+    """
+    if loss_on == "all" or dataset.loss_mask is not None:
+        return loss_on or "assistant"
+    missing = missing_loss_mask(dataset, read_sidecar(dataset.prefix))
+    if missing is not None:
+        raise UserError(f"{missing}: copy it as well, or give --loss-on all to train on every token")
+    if loss_on == "assistant":
+        raise UserError(f"--loss-on assistant: {dataset.prefix} has no loss mask: preprocess it with --chat")
+    return "all"
+
+
+def _open_source(
+    part: str, dataset: IndexedDataset, documents: range, order: OrderOptions
+) -> SampleSource | PackedSource:
+    """Return samples of texts, or packed conversations if the sidecar says that the data set contains conversations."""
+    sidecar, shuffle = read_sidecar(dataset.prefix), part == "train"
+    loss_on = _choose_labels(dataset, order.loss_on)
+    if sidecar is not None and sidecar.conversations:
+        return PackedSource(
+            dataset, documents, order.seq_length, order.seed, shuffle, part, loss_on=loss_on, pad_id=sidecar.eod_id
         )
+    if loss_on == "all":
+        dataset.loss_mask = None
+    return SampleSource(dataset, documents, order.seq_length, order.seed, shuffle, part, order.cache)
 
 
-def _apply_loss_on(datasets: Iterable[IndexedDataset], loss_on: LossOn | None) -> None:
-    """Drop the loss masks of data sets in which every token counts; raises UserError for missing masks."""
-    errors = ErrorCollector()
-    for dataset in datasets:
-        with errors.collect():
-            if choose_labels(dataset, loss_on) == "all":
-                dataset.loss_mask = None
-    errors.raise_if_any()
+def _parse_split(text: str) -> tuple[float, float, float]:
+    """`969,30,1` -> shares of train, valid and test that add up to 1; missing shares are 0.
+
+    Raises:
+        UserError: the text is not one to three non-negative numbers with a positive sum.
+    """
+    try:
+        shares = [float(share) for share in text.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    total = sum(shares)
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < total < float("inf"):
+        raise UserError(f"--split {text}: expected shares of train, valid and test such as 969,30,1")
+    train, valid, test = (share / total for share in (*shares, 0.0, 0.0)[:3])
+    return train, valid, test
+
+
+def _split_documents(shares: tuple[float, float, float], documents: int) -> tuple[range, range, range]:
+    """Split documents 0 .. documents - 1 in order, rounded as in Megatron.
+
+    Each share is rounded separately; the sum of the rounding errors is subtracted from all three ends.
+    """
+    ends = np.cumsum([0, *(round(share * documents) for share in shares)])
+    ends[1:] -= ends[-1] - documents
+    # If the first share is empty, Megatron's correction can be negative.
+    first, second, third, fourth = (int(end) for end in ends.clip(0))
+    return range(first, second), range(second, third), range(third, fourth)
 
 
 def _documents_of(
@@ -160,9 +270,9 @@ def _documents_of(
 ) -> range:
     if shares is None:
         return range(len(dataset))
-    position = PARTS.index(part)
+    position = _PARTS.index(part)
     if order.megatron_samples is None:
-        return split_documents(shares, len(dataset))[position]
+        return _split_documents(shares, len(dataset))[position]
     # Training in Megatron's order splits sequences, so this part must not include a document of another part.
     sequences = split_sequences(shares, len(dataset.sequence_bounds) - 1)[position]
     tokens = dataset.sequence_bounds[[sequences.start, sequences.stop]]

@@ -15,6 +15,7 @@ data set with the largest w_i max(n, 1) - c_i, where c_i is the number of sample
 equal data sets wins.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -37,11 +38,8 @@ _SURPLUS = 0.005
 
 def split_sequences(shares: Sequence[float], sequences: int) -> list[range]:
     """Split sequences 0 .. sequences - 1 at the rounded cumulative shares, as Megatron core does."""
-    ends = [0.0]
-    for share in shares:
-        ends.append(ends[-1] + share)
-    cuts = [round(end * float(sequences)) for end in ends]
-    return [range(begin, end) for begin, end in zip(cuts, cuts[1:], strict=False)]
+    cuts = [round(end * float(sequences)) for end in itertools.accumulate(shares, initial=0.0)]
+    return [range(begin, end) for begin, end in itertools.pairwise(cuts)]
 
 
 class _MegatronSource(SampleSource):
@@ -60,35 +58,24 @@ class _MegatronSource(SampleSource):
     ) -> None:
         """
         Args:
-            sequences: the sequences of this source.
             run_samples: number of samples that the run reads; None: those of one epoch.
 
         Raises:
             UserError: the sequences have fewer than seq_length + 1 tokens.
         """
-        super().__init__(dataset, sequences, seq_length, seed, shuffle=True, cache=cache)
-        self.run_samples = run_samples
+        super().__init__(
+            dataset, sequences, seq_length, seed, shuffle=True, cache=cache, bounds=dataset.sequence_bounds
+        )
+        self.run_samples, self.order_options = run_samples, {"run_samples": run_samples}
         self.epochs = 1 if run_samples is None else max(1, -(-(run_samples * seq_length + 1) // self.tokens))
 
     def __len__(self) -> int:
         """Number of samples, at least `run_samples`."""
         return (self.epochs * self.tokens - 1) // self.seq_length
 
-    def _document_bounds(self) -> NDArray[np.int64]:
-        return self.dataset.sequence_bounds
-
-    def _order_of(self, epoch: int) -> Order:
+    def _build_order(self, epoch: int) -> Order:
         if epoch > 0:
             raise IndexError(f"{self.name}: has {len(self)} samples in Megatron's order of {self.run_samples}")
-        return super()._order_of(0)
-
-    def _describe_order(self, epoch: int) -> dict[str, Any]:
-        return super()._describe_order(epoch) | {"run_samples": self.run_samples}
-
-    def describe(self) -> dict[str, Any]:
-        return super().describe() | {"run_samples": self.run_samples}
-
-    def _build_order(self, epoch: int) -> Order:
         before_last = ((self.epochs - 1) * self.tokens - 1) // self.seq_length
         in_an_epoch = (self.tokens - 1) // self.seq_length
         wanted_of_last = (self.run_samples or 0) - before_last
@@ -104,19 +91,13 @@ class _MegatronSource(SampleSource):
 
 
 def _greedy_turns(weights: Sequence[float], size: int) -> NDArray[np.int32]:
-    """Return the data set of each of `size` samples by the rule at the top of this file, in float64.
-
-    Args:
-        weights: weight of each data set; they add up to 1.
-    """
-    taken = [0.0] * len(weights)
+    """Return the data set of each of `size` samples by the rule at the top of this file; the weights add up to 1."""
+    taken = [0] * len(weights)
     turns = np.empty(size, np.int32)
     for sample in range(size):
-        reach = float(max(sample, 1))
-        behind = [weight * reach - count for weight, count in zip(weights, taken, strict=True)]
-        turn = behind.index(max(behind))
-        turns[sample] = turn
-        taken[turn] += 1.0
+        behind = [weight * max(sample, 1) - count for weight, count in zip(weights, taken, strict=True)]
+        turns[sample] = turn = behind.index(max(behind))
+        taken[turn] += 1
     return turns
 
 
@@ -124,26 +105,26 @@ class _MegatronBlend(BlendedSource):
     """The samples of several data sets in Megatron's order, which is finite."""
 
     def __init__(
-        self, sources: Sequence[_MegatronSource], weights: Sequence[float], size: int, cache: Path | None
+        self, sources: Sequence[_MegatronSource], shares: Sequence[float], size: int, cache: Path | None
     ) -> None:
         """
         Args:
-            weights: weight of each source; they add up to 1.
+            shares: weight of each source, of any sum.
             size: number of samples of the run.
 
         Raises:
             UserError: the rule takes more samples from a source than it has.
         """
-        self.sources, self.weights, self.seq_length = tuple(sources), weights, sources[0].seq_length
-        self.size = size
-        description = {"order": f"{_MEGATRON_ORDER} blend", "weights": list(weights), "size": size}
+        weights = _normalized(shares)
+        description = {"order": f"{_MEGATRON_ORDER} blend", "weights": weights, "size": size}
 
         def build() -> list[NDArray[np.int64]]:
             turns = _greedy_turns(weights, size)
             return [turns.astype(np.int64), places_among_equals(turns, len(weights))]
 
-        self._turns, self._places = build() if cache is None else load_or_build(cache, description, build)
-        for source, count in zip(sources, np.bincount(self._turns, minlength=len(sources)).tolist(), strict=True):
+        turns, places = build() if cache is None else load_or_build(cache, description, build)
+        super().__init__(sources, weights, turns, places)
+        for source, count in zip(sources, np.bincount(turns, minlength=len(sources)).tolist(), strict=True):
             if count > len(source):
                 raise UserError(
                     f"--megatron-order: the blend takes {count} samples from {source.name}, for which Megatron "
@@ -151,10 +132,10 @@ class _MegatronBlend(BlendedSource):
                 )
 
     def describe(self) -> dict[str, Any]:
-        return super().describe() | {"run_samples": self.size}
+        return super().describe() | {"run_samples": len(self.turns)}
 
-    def origins(self, numbers: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        return self._turns[numbers], self._places[numbers]
+    def _origins(self, numbers: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        return self.turns[numbers], self.places[numbers]
 
 
 def megatron_source(
@@ -192,13 +173,11 @@ def megatron_source(
                 f"--megatron-order: the run reads {run_samples} samples, the data sets have {available}, and without "
                 "weights Megatron reads each sample at most once: give weights, or fewer --train-iters"
             )
-        return _MegatronBlend(once, _normalized(list(map(len, once))), run_samples, cache)
+        return _MegatronBlend(once, list(map(len, once)), run_samples, cache)
     normalized = _normalized([float(weight) for weight in weights])
     wanted = [math.ceil(run_samples * weight) for weight in normalized]
-    sources = [
-        source(dataset, math.ceil(count * (1 + _SURPLUS))) for dataset, count in zip(datasets, wanted, strict=True)
-    ]
-    return _MegatronBlend(sources, _normalized(normalized), sum(wanted), cache)
+    prepared = [math.ceil(count * (1 + _SURPLUS)) for count in wanted]
+    return _MegatronBlend(list(map(source, datasets, prepared)), normalized, sum(wanted), cache)
 
 
 def _normalized(weights: Sequence[float]) -> list[float]:

@@ -34,11 +34,6 @@ _HEADER = struct.Struct("<8s16s16sQ")
 _Arrays = tuple[NDArray[np.int64], ...]
 
 
-def _key_of(description: Mapping[str, Any]) -> bytes:
-    """Return a 16-byte hash of a description, which is JSON-able; the order of its keys does not matter."""
-    return xxhash.xxh3_128_digest(json.dumps(description, sort_keys=True).encode())
-
-
 def load_or_build(
     folder: Path, description: Mapping[str, Any], build: Callable[[], Sequence[NDArray[np.int64]]]
 ) -> _Arrays:
@@ -46,8 +41,11 @@ def load_or_build(
 
     One process builds and the others wait. The lock is the kernel's, so it ends with the process that holds it. A
     directory that cannot be locked or written costs time and memory, but is not an error.
+
+    Args:
+        description: JSON-able; the order of its keys does not matter.
     """
-    key = _key_of(description)
+    key = xxhash.xxh3_128_digest(json.dumps(description, sort_keys=True).encode())
     path = folder / f"order_{key.hex()}.bin"
     found = _read_order(path, key)
     if found is not None:
@@ -58,8 +56,7 @@ def load_or_build(
             return found
         arrays = tuple(build())
         # Without a lock, another process may have been faster, and others may map its file already.
-        found = None if locked else _read_order(path, key)
-        if found is not None:
+        if not locked and (found := _read_order(path, key)) is not None:
             return found
         try:
             if locked:
@@ -103,11 +100,7 @@ def _read_order(path: Path, key: bytes) -> _Arrays | None:
     lengths = np.frombuffer(content, "<u8", count, _HEADER.size).tolist()
     if len(content) != begin + 8 * sum(lengths) or xxhash.xxh3_128_digest(content[_HEADER.size :]) != digest:
         return None
-    arrays = []
-    for length in lengths:
-        arrays.append(np.frombuffer(content, "<i8", length, begin))
-        begin += 8 * length
-    return tuple(arrays)
+    return tuple(np.split(np.frombuffer(content, "<i8", sum(lengths), begin), np.cumsum(lengths)[:-1]))
 
 
 def _write_order(path: Path, key: bytes, arrays: _Arrays) -> None:

@@ -9,15 +9,13 @@ In epoch e the rows are permuted by the random stream (seed, e, SAMPLES); sample
 n // len.
 """
 
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.samples import SAMPLES, DatasetSamples, SampleRows, SampleSource, permutation
-from megatron_ladder.data.sidecar import missing_loss_mask, read_sidecar
+from megatron_ladder.data.samples import SAMPLES, DatasetSamples, SampleRows, permutation
 from megatron_ladder.errors import UserError
 
 LossOn = Literal["all", "assistant"]
@@ -62,10 +60,6 @@ def _pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
     return row_of
 
 
-def _no_loss_mask(dataset: IndexedDataset) -> str:
-    return f"--loss-on assistant: {dataset.prefix} has no loss mask: preprocess it with --chat"
-
-
 class PackedSource(DatasetSamples):
     """Rows of whole conversations.
 
@@ -93,20 +87,17 @@ class PackedSource(DatasetSamples):
     ) -> None:
         """
         Args:
-            documents: the conversations of this source.
             shuffle: permute rows as described at the top of this file; otherwise rows keep their order.
             part: train, valid or test, for messages.
-            loss_on: the tokens that count as labels: those of the data set's loss mask, or all. The first token of a
-                conversation and padding never count.
+            loss_on: the tokens that count as labels: those of the data set's loss mask, which must exist for
+                `assistant`, or all. The first token of a conversation and padding never count.
             pad_id: the token used for padding.
 
         Raises:
-            UserError: there is no conversation, or `assistant` is given for a data set without a loss mask.
+            UserError: there is no conversation.
         """
         super().__init__(dataset, documents, seq_length, seed, shuffle)
         self.loss_on, self.pad_id = loss_on, pad_id
-        if loss_on == "assistant" and dataset.loss_mask is None:
-            raise UserError(_no_loss_mask(dataset))
         bounds = dataset.document_bounds[documents.start : documents.stop + 1]
         lengths = np.diff(bounds)
         present = np.flatnonzero(lengths)
@@ -122,88 +113,32 @@ class PackedSource(DatasetSamples):
         self._firsts = np.searchsorted(row_of[by_row], np.arange(int(row_of.max()) + 2))
         self.filled = int(kept.sum()) / (len(self) * (seq_length + 1))
         self._epoch = -1
-        self._rows = np.arange(len(self))
+        self._order = np.arange(len(self))
 
     def __len__(self) -> int:
         """Number of rows, which are the samples of an epoch."""
         return len(self._firsts) - 1
 
-    def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        """See Samples."""
-        epochs = numbers // len(self)
-        for epoch in np.unique(epochs):
-            self._permute(int(epoch))
-            for number, place in zip(numbers[epochs == epoch], rows[epochs == epoch], strict=True):
-                self._fill_row(int(self._rows[number % len(self)]), int(place), out)
-
-    def _permute(self, epoch: int) -> None:
+    def _fill_epoch(
+        self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows
+    ) -> None:
         if self.shuffle and epoch != self._epoch:
-            self._epoch, self._rows = epoch, permutation(len(self), self.seed, epoch, SAMPLES)
-
-    def _fill_row(self, row: int, place: int, out: SampleRows) -> None:
-        tokens, mask, begins = out.tokens[place], out.loss_mask, out.begins
-        end = 0
-        for conversation in self._conversations[self._firsts[row] : self._firsts[row + 1]].tolist():
-            begin, first = end, int(self.dataset.document_bounds[conversation])
-            end = begin + min(int(self.dataset.document_bounds[conversation + 1]) - first, len(tokens))
-            tokens[begin:end] = self.dataset.tokens[first : first + end - begin]
-            if mask is not None:
-                counts = self.dataset.loss_mask if self.loss_on == "assistant" else None
-                mask[place, begin:end] = 1 if counts is None else counts[first : first + end - begin]
-                mask[place, begin] = 0
-            if begins is not None:
-                begins[place, begin:end] = False
-                begins[place, begin] = True
-        tokens[end:] = self.pad_id
-        if mask is not None:
-            mask[place, end:] = 0
-        if begins is not None:
+            self._epoch, self._order = epoch, permutation(len(self), self.seed, epoch, SAMPLES)
+        assert out.loss_mask is not None and out.begins is not None
+        bounds, counts = self.dataset.document_bounds, None if self.loss_on == "all" else self.dataset.loss_mask
+        for packed, row in zip(self._order[places].tolist(), rows.tolist(), strict=True):
+            tokens, mask, begins = out.tokens[row], out.loss_mask[row], out.begins[row]
+            begins[:] = False
+            end = 0
+            for conversation in self._conversations[self._firsts[packed] : self._firsts[packed + 1]].tolist():
+                begin, first = end, int(bounds[conversation])
+                end = begin + min(int(bounds[conversation + 1]) - first, len(tokens))
+                copied = slice(first, first + end - begin)
+                tokens[begin:end] = self.dataset.tokens[copied]
+                mask[begin:end] = 1 if counts is None else counts[copied]
+                mask[begin] = 0
+                begins[begin] = True
+            tokens[end:] = self.pad_id
+            mask[end:] = 0
             # Padding is a separate document, which costs attention least.
-            begins[place, end:] = False
-            begins[place, end : end + 1] = True
-
-
-def choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
-    """Return `loss_on`, or if it is None, `assistant` for a data set with a loss mask and `all` for others.
-
-    Raises:
-        UserError: the data set lacks the required loss mask.
-    """
-    if loss_on == "all" or dataset.loss_mask is not None:
-        return loss_on or "assistant"
-    missing = missing_loss_mask(dataset, read_sidecar(dataset.prefix))
-    if missing is not None:
-        raise UserError(f"{missing}: copy it as well, or give --loss-on all to train on every token")
-    if loss_on == "assistant":
-        raise UserError(_no_loss_mask(dataset))
-    return "all"
-
-
-def open_source(
-    dataset: IndexedDataset,
-    documents: range,
-    seq_length: int,
-    seed: int,
-    shuffle: bool,
-    part: str,
-    loss_on: LossOn | None = None,
-    cache: Path | None = None,
-) -> "SampleSource | PackedSource":
-    """Return samples of texts, or packed conversations if the sidecar says that the data set contains conversations.
-
-    Args:
-        loss_on: the tokens that count as labels, see `choose_labels`.
-        cache: directory for the orders of texts.
-
-    Raises:
-        UserError: as the two sources and `choose_labels`.
-    """
-    sidecar = read_sidecar(dataset.prefix)
-    loss_on = choose_labels(dataset, loss_on)
-    if sidecar is not None and sidecar.conversations:
-        return PackedSource(
-            dataset, documents, seq_length, seed, shuffle, part, loss_on=loss_on, pad_id=sidecar.eod_id
-        )
-    if loss_on == "all":
-        dataset.loss_mask = None
-    return SampleSource(dataset, documents, seq_length, seed, shuffle, part, cache)
+            begins[end : end + 1] = True

@@ -20,9 +20,6 @@ from megatron_ladder.data.order_cache import load_or_build
 from megatron_ladder.data.sidecar import content_of
 from megatron_ladder.errors import UserError
 
-_ORDER = "ladder-1"
-"""Name of this order in checkpoints and in the cache."""
-
 DOCUMENTS, SAMPLES = 0, 1
 """Purposes of an epoch's random streams."""
 
@@ -55,35 +52,6 @@ def permutation(size: int, seed: int, epoch: int, purpose: int) -> NDArray[np.in
     return order
 
 
-def parse_split(text: str) -> tuple[float, float, float]:
-    """`969,30,1` -> shares of train, valid and test that add up to 1; missing shares are 0.
-
-    Raises:
-        UserError: the text is not one to three non-negative numbers with a positive sum.
-    """
-    try:
-        shares = [float(share) for share in text.replace("/", ",").split(",")]
-    except ValueError:
-        shares = []
-    total = sum(shares)
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < total < float("inf"):
-        raise UserError(f"--split {text}: expected shares of train, valid and test such as 969,30,1")
-    train, valid, test = (share / total for share in (*shares, 0.0, 0.0)[:3])
-    return train, valid, test
-
-
-def split_documents(shares: tuple[float, float, float], documents: int) -> tuple[range, range, range]:
-    """Split documents 0 .. documents - 1 in order, rounded as in Megatron.
-
-    Each share is rounded separately; the sum of the rounding errors is subtracted from all three ends.
-    """
-    ends = np.cumsum([0, *(round(share * documents) for share in shares)])
-    ends[1:] -= ends[-1] - documents
-    # If the first share is empty, Megatron's correction can be negative.
-    first, second, third, fourth = (int(end) for end in ends.clip(0))
-    return range(first, second), range(second, third), range(third, fourth)
-
-
 class SampleRows(NamedTuple):
     """Samples of seq_length + 1 tokens: the inputs, and the labels one position later."""
 
@@ -96,84 +64,80 @@ class SampleRows(NamedTuple):
 
 
 class Samples(ABC):
-    """An infinite sequence of samples with random access."""
+    """An infinite sequence of samples with random access.
 
+    Attributes:
+        name: name of the data, for messages.
+        token_dtype: a type that fits all tokens.
+        has_loss_mask: whether the samples have a loss mask.
+        has_begins: whether the samples mark where documents begin.
+    """
+
+    name: str
     seq_length: int
+    token_dtype: "np.dtype[Any]"
+    has_loss_mask: bool
     has_begins = False
-    """Whether the samples mark where documents begin."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Name of the data, for messages."""
-
-    @property
-    @abstractmethod
-    def token_dtype(self) -> "np.dtype[Any]":
-        """A type that fits all tokens."""
-
-    @property
-    @abstractmethod
-    def has_loss_mask(self) -> bool:
-        """Whether the samples have a loss mask."""
 
     @abstractmethod
     def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        """Write samples by their numbers [n] >= 0 into the rows `rows` [n] of `out`."""
-
-    def samples(self, numbers: NDArray[np.int64], out: SampleRows | None = None) -> SampleRows:
-        """Return samples by their numbers [n] >= 0. Consecutive numbers of one epoch avoid rebuilding its order.
+        """Write samples by their numbers [n] >= 0 into the rows `rows` [n] of `out`.
 
         Args:
-            out: arrays to fill and return. Tokens may have any integer type that is large enough; the loss mask must be
-                None exactly if the data has none. New arrays of the data's type if not given.
+            out: contiguous arrays; the tokens may have any integer type that is large enough.
         """
+
+    def samples(self, numbers: NDArray[np.int64]) -> SampleRows:
+        """Return samples by their numbers [n] >= 0. Consecutive numbers of one epoch avoid rebuilding its order."""
         if len(numbers) and int(numbers.min()) < 0:
             raise IndexError(f"sample {numbers.min()} of {self.name}")
         shape = (len(numbers), self.seq_length + 1)
-        if out is None:
-            mask = np.empty(shape, np.uint8) if self.has_loss_mask else None
-            begins = np.empty(shape, np.bool_) if self.has_begins else None
-            out = SampleRows(np.empty(shape, self.token_dtype), mask, begins)
-        if (out.loss_mask is not None) != self.has_loss_mask:
-            raise ValueError(f"{self.name}: expected a loss mask exactly if the data has one")
-        for array in out:
-            if array is not None and (array.shape != shape or not array.flags.c_contiguous):
-                raise ValueError(f"{self.name}: expected a contiguous array {shape} to fill, found {array.shape}")
-        self.fill(numbers, np.arange(len(numbers)), out)
-        return out
+        mask = np.empty(shape, np.uint8) if self.has_loss_mask else None
+        begins = np.empty(shape, np.bool_) if self.has_begins else None
+        rows = SampleRows(np.empty(shape, self.token_dtype), mask, begins)
+        self.fill(numbers, np.arange(len(numbers)), rows)
+        return rows
 
 
 class DatasetSamples(Samples):
-    """Samples of a range of documents of one data set."""
+    """Samples of a range of documents of one data set.
+
+    Attributes:
+        order: name of the order in checkpoints and in the cache.
+        order_options: everything else that determines the order, except the seed and the sequence length; JSON-able.
+        tokens: number of tokens of the documents.
+    """
 
     order: str
-    """Name of the order in checkpoints."""
     tokens: int
-    """Number of tokens of the documents."""
 
     def __init__(self, dataset: IndexedDataset, documents: range, seq_length: int, seed: int, shuffle: bool) -> None:
         self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
         self.seed, self.shuffle = seed, shuffle
+        self.name, self.token_dtype = str(dataset.prefix), dataset.tokens.dtype
+        self.order_options: dict[str, Any] = {}
 
     @abstractmethod
     def __len__(self) -> int:
         """Number of samples of an epoch."""
 
-    @property
-    def name(self) -> str:
-        """The data set's prefix."""
-        return str(self.dataset.prefix)
+    @abstractmethod
+    def _fill_epoch(
+        self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows
+    ) -> None:
+        """Write the samples at `places` [n] of an epoch into the rows `rows` [n] of `out`."""
+
+    def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
+        """See Samples."""
+        epochs, places = np.divmod(numbers, len(self))
+        for epoch in np.unique(epochs).tolist():
+            chosen = np.flatnonzero(epochs == epoch)
+            self._fill_epoch(epoch if self.shuffle else 0, places[chosen], rows[chosen], out)
 
     @property
     def sources(self) -> "tuple[DatasetSamples, ...]":
         """These samples, as a blend of one."""
         return (self,)
-
-    @property
-    def token_dtype(self) -> "np.dtype[Any]":
-        """Type of the tokens."""
-        return self.dataset.tokens.dtype
 
     @functools.cached_property
     def content(self) -> dict[str, Any]:
@@ -183,8 +147,8 @@ class DatasetSamples(Samples):
     def describe(self) -> dict[str, Any]:
         """Return everything that determines the samples, except the seed and the sequence length; JSON-able."""
         documents = [self.documents.start, self.documents.stop]
-        one = {"prefix": str(self.dataset.prefix), "documents": documents, "content": self.content}
-        return {"order": self.order, "sets": [one]}
+        one = {"prefix": self.name, "documents": documents, "content": self.content}
+        return {"order": self.order, "sets": [one]} | self.order_options
 
 
 class Order(NamedTuple):
@@ -198,33 +162,13 @@ class Order(NamedTuple):
     """[S] cuts in the order in which they are read."""
 
 
-class _Pieces(NamedTuple):
-    """Ranges of tokens to copy; each array is [pieces]."""
-
-    sources: NDArray[np.int64]
-    """First token of each piece in the file."""
-    targets: NDArray[np.int64]
-    """First position of each piece in the flat result."""
-    lengths: NDArray[np.int64]
-
-
-def _copy_pieces(data: NDArray[Any], pieces: _Pieces, out: NDArray[Any]) -> None:
-    """Copy slice by slice, which takes a quarter of the time of a gather with an index per token."""
-    flat = out.reshape(-1)
-    source_ends, target_ends = pieces.sources + pieces.lengths, pieces.targets + pieces.lengths
-    for begin, end, to, to_end in zip(
-        pieces.sources.tolist(), source_ends.tolist(), pieces.targets.tolist(), target_ends.tolist(), strict=True
-    ):
-        flat[to:to_end] = data[begin:end]
-
-
 class SampleSource(DatasetSamples):
     """Samples cut from the concatenated documents, as described at the top of this file.
 
     Keeps the order of one epoch in memory: 16 bytes per document and 8 per sample.
     """
 
-    order = _ORDER
+    order = "ladder-1"
 
     def __init__(
         self,
@@ -235,20 +179,22 @@ class SampleSource(DatasetSamples):
         shuffle: bool,
         part: str = "train",
         cache: Path | None = None,
+        bounds: NDArray[np.int64] | None = None,
     ) -> None:
         """
         Args:
-            documents: the documents of this source.
             shuffle: permute documents and samples; otherwise they keep their order.
             part: train, valid or test, for messages.
             cache: directory for shuffled orders, see order_cache.py; None: each process builds its own.
+            bounds: first token of each document in the file, and the number of tokens; those of the data set if None.
 
         Raises:
             UserError: the documents have fewer than seq_length + 1 tokens.
         """
         super().__init__(dataset, documents, seq_length, seed, shuffle)
         self.cache = cache
-        self.bounds = self._document_bounds()
+        self.bounds = dataset.document_bounds if bounds is None else bounds
+        self.has_loss_mask = dataset.loss_mask is not None
         self.tokens = int(self.bounds[documents.stop] - self.bounds[documents.start])
         if self.tokens < seq_length + 1:
             raise UserError(
@@ -262,77 +208,59 @@ class SampleSource(DatasetSamples):
         """Number of samples of an epoch."""
         return (self.tokens - 1) // self.seq_length
 
-    @property
-    def has_loss_mask(self) -> bool:
-        """Whether the data set has a loss mask."""
-        return self.dataset.loss_mask is not None
-
-    def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        """See Samples."""
-        epochs = numbers // len(self)
-        for epoch in np.unique(epochs):
-            chosen = np.flatnonzero(epochs == epoch)
-            pieces = self._find_pieces(int(epoch), numbers[chosen] % len(self), rows[chosen])
-            _copy_pieces(self.dataset.tokens, pieces, out.tokens)
-            if out.loss_mask is None:
-                continue
-            if self.dataset.loss_mask is None:
-                out.loss_mask[rows[chosen]] = 1
-            else:
-                _copy_pieces(self.dataset.loss_mask, pieces, out.loss_mask)
-
-    def _find_pieces(
-        self, epoch_number: int, places: NDArray[np.int64], rows: NDArray[np.int64]
-    ) -> "_Pieces":
-        """Return the pieces of the samples at `places` [n] of an epoch, which become the rows `rows` [n]."""
-        epoch = self._order_of(epoch_number)
-        begins = epoch.samples[places] * self.seq_length
+    def _fill_epoch(
+        self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows
+    ) -> None:
+        order = self._order_of(epoch)
+        begins = order.samples[places] * self.seq_length
         ends = begins + self.seq_length + 1
         # Documents first .. last (inclusive) of each sample; "right" skips empty documents.
-        first = np.searchsorted(epoch.starts, begins, side="right") - 1
-        last = np.searchsorted(epoch.starts, ends, side="left") - 1
+        first = np.searchsorted(order.starts, begins, side="right") - 1
+        last = np.searchsorted(order.starts, ends, side="left") - 1
         counts = last - first + 1
+        # One entry per piece, which is the part of a document that is in a sample.
         owner = np.repeat(np.arange(len(places)), counts)
         piece = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first[owner]
-        piece_begin = np.maximum(epoch.starts[piece], begins[owner])
-        lengths = np.minimum(epoch.starts[piece + 1], ends[owner]) - piece_begin
-        sources = self.bounds[epoch.documents[piece]] + piece_begin - epoch.starts[piece]
+        piece_begin = np.maximum(order.starts[piece], begins[owner])
+        lengths = np.minimum(order.starts[piece + 1], ends[owner]) - piece_begin
+        sources = self.bounds[order.documents[piece]] + piece_begin - order.starts[piece]
         targets = rows[owner] * (self.seq_length + 1) + piece_begin - begins[owner]
-        return _Pieces(sources, targets, lengths)
-
-    def _document_bounds(self) -> NDArray[np.int64]:
-        """Return the first token of each document in the file, and the number of tokens."""
-        return self.dataset.document_bounds
+        arrays = [(self.dataset.tokens, out.tokens)]
+        if out.loss_mask is not None and self.dataset.loss_mask is not None:
+            arrays.append((self.dataset.loss_mask, out.loss_mask))
+        elif out.loss_mask is not None:
+            out.loss_mask[rows] = 1
+        ranges = [bounds.tolist() for bounds in (sources, sources + lengths, targets, targets + lengths)]
+        for data, whole in arrays:
+            flat = whole.reshape(-1)
+            # Slices take a quarter of the time of a gather with an index per token.
+            for begin, end, to, to_end in zip(*ranges, strict=True):
+                flat[to:to_end] = data[begin:end]
 
     def _order_of(self, epoch: int) -> Order:
-        if not self.shuffle:
-            epoch = 0
         if self._held is None or self._held[0] != epoch:
             if self.cache is None or not self.shuffle:
                 order = self._build_order(epoch)
             else:
-                order = Order(*load_or_build(self.cache, self._describe_order(epoch), lambda: self._build_order(epoch)))
+                # Everything that determines the order of the epoch.
+                description = {
+                    "order": self.order,
+                    "content": self.content,
+                    "documents": [self.documents.start, self.documents.stop],
+                    "seq_length": self.seq_length,
+                    "seed": self.seed,
+                    "epoch": epoch,
+                } | self.order_options
+                order = Order(*load_or_build(self.cache, description, lambda: self._build_order(epoch)))
             self._held = epoch, order
         return self._held[1]
-
-    def _describe_order(self, epoch: int) -> dict[str, Any]:
-        """Return everything that determines the order of an epoch."""
-        return {
-            "order": self.order,
-            "content": self.content,
-            "documents": [self.documents.start, self.documents.stop],
-            "seq_length": self.seq_length,
-            "seed": self.seed,
-            "epoch": epoch,
-        }
 
     def _build_order(self, epoch: int) -> Order:
         if self.shuffle:
             documents = permutation(len(self.documents), self.seed, epoch, DOCUMENTS)
             samples = permutation(len(self), self.seed, epoch, SAMPLES)
         else:
-            documents = np.arange(len(self.documents))
-            samples = np.arange(len(self))
+            documents, samples = np.arange(len(self.documents)), np.arange(len(self))
         documents += self.documents.start
         return Order(documents, joined_starts(self.bounds, documents), samples)
 

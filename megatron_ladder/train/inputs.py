@@ -10,8 +10,7 @@ from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.identity import describe_training
-from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
-from megatron_ladder.data.paths import find_data
+from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, find_data, open_sources
 from megatron_ladder.data.shards import find_input
 from megatron_ladder.data.sidecar import read_sidecar, sidecar_path
 from megatron_ladder.data.streaming import StreamPlan, choose_streams

@@ -49,7 +49,7 @@ def read_samples(benchmark: DataBenchmark) -> Sequence[DataResult]:
 
     def read(source: SampleSource) -> None:
         for numbers in places:
-            source.samples(numbers, out)
+            source.fill(numbers, np.arange(_BATCH), out)
 
     mapped = np.asarray(np.memmap(bin_path(benchmark.folder / "one"), np.uint16, "r"))
     begins = (permutation(len(sources["one"]), 2, 0, SAMPLES)[:_READ_SAMPLES] * _SEQ_LENGTH).tolist()

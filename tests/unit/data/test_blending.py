@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_ladder.config.data import DataConfig
-from megatron_ladder.data.blending import _MAX_TURNS, BlendedSource, _turns_of, _whole_weights, parse_blend
+from megatron_ladder.data.blending import _MAX_TURNS, _turns_of, _whole_weights, blend, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
-from megatron_ladder.data.loader import OrderOptions, open_sources
-from megatron_ladder.data.paths import DataArguments, find_data
+from megatron_ladder.data.loader import DataArguments, OrderOptions, find_data, open_sources
 from megatron_ladder.data.samples import SampleRows, SampleSource
 from megatron_ladder.errors import UserError
 
@@ -71,24 +70,25 @@ def test_weights_of_a_long_period_are_rounded() -> None:
 def test_a_blend_keeps_the_order_of_each_data_set(make_dataset: MakeDataset) -> None:
     sets = [make_dataset([30, 9], "a"), make_dataset([70], "b", vocab_size=100)]
     sources = [SampleSource(one, range(len(one)), SEQ_LENGTH, 7, shuffle=True) for one in sets]
-    blend = BlendedSource(sources, [Fraction("0.3"), Fraction("0.7")])
+    blended = blend(sources, [Fraction("0.3"), Fraction("0.7")])
     taken, expected = [0, 0], []
     for turn in [1, 0, 1, 1, 0, 1, 1, 1, 0, 1] * 6:
         expected.append(sources[turn].samples(np.array([taken[turn]])).tokens[0].tolist())
         taken[turn] += 1
     numbers = np.random.default_rng(1).permutation(len(expected))
-    rows = blend.samples(numbers)
+    rows = blended.samples(numbers)
     assert rows.tokens.dtype == np.int32 and rows.loss_mask is None
     assert rows.tokens.tolist() == [expected[number] for number in numbers]
     out = SampleRows(np.empty((60, 5), np.int64), None)
-    assert blend.samples(np.arange(60), out).tokens.tolist() == expected
+    blended.fill(np.arange(60), np.arange(60), out)
+    assert out.tokens.tolist() == expected
 
 
 def test_a_blend_of_data_sets_with_and_without_a_loss_mask(make_dataset: MakeDataset) -> None:
     masked, plain = make_dataset([30], "masked"), make_dataset([30], "plain")
     loss_mask_path(masked.prefix).write_bytes(bytes(30))
     sources = [SampleSource(IndexedDataset(p.prefix), range(1), SEQ_LENGTH, 7, shuffle=True) for p in (masked, plain)]
-    rows = BlendedSource(sources, [Fraction(1), Fraction(1)]).samples(np.arange(6))
+    rows = blend(sources, [Fraction(1), Fraction(1)]).samples(np.arange(6))
     assert rows.loss_mask is not None and sorted(rows.loss_mask.sum(1).tolist()) == [0, 0, 0, 5, 5, 5]
 
 
@@ -103,9 +103,9 @@ def test_a_blend_of_data_sets_with_and_without_a_loss_mask(make_dataset: MakeDat
     ],
 )
 def test_weights_precede_paths(words: str, expected: tuple[list[str], list[Fraction] | None]) -> None:
-    blend = parse_blend("--data-path", words.split())
-    assert list(map(str, blend.prefixes)) == expected[0]
-    assert (None if blend.weights is None else list(blend.weights)) == expected[1]
+    prefixes, weights = parse_blend("--data-path", words.split())
+    assert list(map(str, prefixes)) == expected[0]
+    assert (None if weights is None else list(weights)) == expected[1]
 
 
 @pytest.mark.parametrize("words", ["1 a 2", "1 a b 2", "a 1 2 b", "0 a 1 b", "-1 a 1 b", "nan a 1 b", "1 a 2 a", "a a"])

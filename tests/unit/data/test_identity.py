@@ -11,8 +11,7 @@ import numpy as np
 
 from megatron_ladder.data.identity import data_changes, describe_training
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
-from megatron_ladder.data.loader import OrderOptions, open_sources
-from megatron_ladder.data.paths import DataArguments
+from megatron_ladder.data.loader import DataArguments, OrderOptions, open_sources
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 
 MakeDataset = Callable[..., IndexedDataset]

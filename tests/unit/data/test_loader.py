@@ -8,8 +8,7 @@ import torch
 
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader
 from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
-from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_sources
-from megatron_ladder.data.paths import DataArguments
+from megatron_ladder.data.loader import DataArguments, OrderOptions, check_tokenizer, open_sources
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer

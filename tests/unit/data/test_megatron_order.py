@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
-from megatron_ladder.data.loader import OrderOptions, open_sources
+from megatron_ladder.data.loader import DataArguments, OrderOptions, open_sources
 from megatron_ladder.data.megatron_order import _greedy_turns, _MegatronSource, split_sequences
-from megatron_ladder.data.paths import DataArguments
 from megatron_ladder.errors import UserError
 
 MakeDataset = Callable[..., IndexedDataset]

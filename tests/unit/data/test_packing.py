@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
-from megatron_ladder.data.packing import PackedSource, _pack, open_source
+from megatron_ladder.data.loader import OrderOptions, _open_source
+from megatron_ladder.data.packing import LossOn, PackedSource, _pack
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
@@ -90,40 +91,41 @@ def test_a_part_and_a_loss_on_all(dataset: IndexedDataset) -> None:
     assert rows.loss_mask.tolist() == [[0, *[1] * 8, 0], [0, 1, 0, 1, *[0] * 6]]
 
 
-def test_data_that_cannot_be_packed(make_dataset: MakeDataset, dataset: IndexedDataset) -> None:
-    with pytest.raises(UserError, match="--loss-on assistant: .*bare has no loss mask"):
-        PackedSource(make_dataset([5], "bare"), range(1), SEQ_LENGTH, 1, True)
+def test_a_part_without_conversations(dataset: IndexedDataset) -> None:
     with pytest.raises(UserError, match="the valid part has no conversation"):
         PackedSource(dataset, range(8, 9), SEQ_LENGTH, 1, False, part="valid")
 
 
+def open_whole(dataset: IndexedDataset, loss_on: LossOn | None = None) -> SampleSource | PackedSource:
+    return _open_source("train", dataset, range(len(LENGTHS)), OrderOptions(SEQ_LENGTH, 1, loss_on=loss_on))
+
+
 def test_the_sidecar_marks_conversations(dataset: IndexedDataset) -> None:
-    documents = range(len(LENGTHS))
-    text = open_source(dataset, documents, SEQ_LENGTH, 1, True, "train")
+    text = open_whole(dataset)
     assert isinstance(text, SampleSource) and text.samples(np.arange(2)).loss_mask is not None
-    everything = open_source(IndexedDataset(dataset.prefix), documents, SEQ_LENGTH, 1, True, "train", "all")
+    everything = open_whole(IndexedDataset(dataset.prefix), "all")
     assert isinstance(everything, SampleSource) and everything.samples(np.arange(2)).loss_mask is None
     sidecar = Sidecar("HuggingFaceTokenizer", "ab", 100, 5, False, 52, 10, sum(LENGTHS), conversations=True)
     write_sidecar(dataset.prefix, sidecar)
     for loss_on, expected in ((None, "assistant"), ("assistant", "assistant"), ("all", "all")):
-        packed = open_source(dataset, documents, SEQ_LENGTH, 1, True, "train", loss_on)
+        packed = open_whole(dataset, loss_on)
         assert isinstance(packed, PackedSource) and (packed.loss_on, packed.pad_id) == (expected, 5)
     loss_mask_path(dataset.prefix).unlink()
     bare = IndexedDataset(dataset.prefix)
-    assert open_source(bare, documents, SEQ_LENGTH, 1, True, "train", "all").samples(np.arange(2)).begins is not None
+    assert open_whole(bare, "all").samples(np.arange(2)).begins is not None
     for asked in (None, "assistant"):
         with pytest.raises(UserError, match=r"numbers_loss_mask\.bin: no such file, .*numbers\.json: .*--loss-on all"):
-            open_source(bare, documents, SEQ_LENGTH, 1, True, "train", asked)
+            open_whole(bare, asked)
 
 
 def test_texts_with_a_missing_mask(dataset: IndexedDataset) -> None:
     sidecar = Sidecar("HuggingFaceTokenizer", "ab", 100, 5, False, 52, 10, sum(LENGTHS), loss_mask_checksum="x")
     write_sidecar(dataset.prefix, sidecar)
     loss_mask_path(dataset.prefix).unlink()
-    bare, documents = IndexedDataset(dataset.prefix), range(len(LENGTHS))
+    bare = IndexedDataset(dataset.prefix)
     with pytest.raises(UserError, match=r"numbers_loss_mask\.bin: no such file"):
-        open_source(bare, documents, SEQ_LENGTH, 1, True, "train")
-    assert isinstance(open_source(bare, documents, SEQ_LENGTH, 1, True, "train", "all"), SampleSource)
+        open_whole(bare)
+    assert isinstance(open_whole(bare, "all"), SampleSource)
     write_sidecar(dataset.prefix, replace(sidecar, loss_mask_checksum=None))
     with pytest.raises(UserError, match="--loss-on assistant: .*numbers has no loss mask"):
-        open_source(bare, documents, SEQ_LENGTH, 1, True, "train", "assistant")
+        open_whole(bare, "assistant")

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
-from megatron_ladder.data.samples import SampleRows, SampleSource, parse_split, permutation, split_documents
+from megatron_ladder.data.loader import _parse_split, _split_documents
+from megatron_ladder.data.samples import SampleRows, SampleSource, permutation
 from megatron_ladder.errors import UserError
 
 MakeDataset = Callable[..., IndexedDataset]
@@ -119,7 +120,7 @@ def test_a_part_that_is_too_short(make_dataset: MakeDataset) -> None:
     ],
 )
 def test_splits_are_rounded_as_in_megatron(text: str, documents: int, sizes: tuple[int, ...]) -> None:
-    parts = split_documents(parse_split(text), documents)
+    parts = _split_documents(_parse_split(text), documents)
     assert tuple(map(len, parts)) == sizes
     assert [number for part in parts for number in part] == list(range(documents))
 
@@ -127,7 +128,7 @@ def test_splits_are_rounded_as_in_megatron(text: str, documents: int, sizes: tup
 @pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf,1"])
 def test_invalid_splits(text: str) -> None:
     with pytest.raises(UserError, match="--split"):
-        parse_split(text)
+        _parse_split(text)
 
 
 def test_the_order_does_not_depend_on_the_token_type(make_dataset: MakeDataset) -> None:
@@ -152,19 +153,16 @@ def test_the_loss_mask_follows_its_tokens(make_dataset: MakeDataset) -> None:
 
 def test_samples_are_read_into_given_arrays(make_dataset: MakeDataset) -> None:
     plain = SampleSource(make_dataset(LENGTHS), range(len(LENGTHS)), SEQ_LENGTH, 5, shuffle=True)
-    numbers = np.array([len(plain), 3, 0, len(plain) + 1])
+    numbers, rows = np.array([len(plain), 3, 0, len(plain) + 1]), np.array([2, 0, 3, 1])
     expected = plain.samples(numbers)
     assert expected.loss_mask is None
     masked = SampleSource(with_loss_mask(plain.dataset), range(len(LENGTHS)), SEQ_LENGTH, 5, shuffle=True)
     shape = (4, SEQ_LENGTH + 1)
     for dtype in (np.int32, np.int64):
         out = SampleRows(np.full(shape, -1, dtype), None)
-        assert plain.samples(numbers, out) is out and np.array_equal(out.tokens, expected.tokens)
+        plain.fill(numbers, rows, out)
+        assert np.array_equal(out.tokens[rows], expected.tokens)
         out = SampleRows(np.full(shape, -1, dtype), np.full(shape, 7, np.uint8))
-        masked.samples(numbers, out)
-        assert np.array_equal(out.tokens, expected.tokens) and np.array_equal(out.loss_mask, expected.tokens % 3 == 0)
-    transposed = np.empty(shape[::-1], np.int64).T
-    wrong = ((np.empty((3, 5)), None), (transposed, None), (np.empty(shape), np.empty(shape, np.uint8)))
-    for tokens, loss_mask in wrong:
-        with pytest.raises(ValueError, match="numbers: "):
-            plain.samples(numbers, SampleRows(tokens, loss_mask))
+        masked.fill(numbers, rows, out)
+        assert np.array_equal(out.tokens[rows], expected.tokens)
+        assert np.array_equal(out.loss_mask, out.tokens % 3 == 0)
