@@ -1,7 +1,7 @@
 """Detects whether a resumed run reads the data, in the order, with which its checkpoint was trained."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,23 @@ from megatron_ladder.data.reading.hub import HubSource
 from megatron_ladder.data.reading.protocol import Source
 from megatron_ladder.data.sidecar import content_changes
 
-_EARLIER_NAMES = ("train_documents", "train_tokens", "tokenizer_sha256")
-"""Everything that the oldest checkpoints record about their data."""
-
 _TOTAL_BLOCKS = 1 << 13
 """Approximate number of blocks that are read of all files together; every rank reads them when it starts."""
 _MAX_LISTED = 8
 """Changed sources that are listed one by one."""
+
+_EARLIER_NAMES = ("train_documents", "train_tokens", "tokenizer_sha256")
+"""Everything that the oldest checkpoints record about their data."""
+
+# Entries of descriptions -> names in messages.
+_EARLIER_LABELS = {name: f"--data-path or --tokenizer-model: {name}" for name in _EARLIER_NAMES}
+_STREAM_LABELS = {
+    "streams": "--streaming-shards: the number of streams",
+    "window_documents": "--streaming-shuffle-buffer: the number of documents in a shuffle buffer",
+    "eod_id": "--tokenizer-model: the end-of-document token",
+    "shards": "--streaming: the number of shards of the input",
+}
 _SOURCE_LABELS = {"files": "number of files", "bytes": "size in bytes", "sample": "checksum of blocks"}
-"""Entries of describe_sources -> names in messages."""
 
 
 def describe_training(source: DataSource, tokenizer_sha256: str | None) -> dict[str, Any]:
@@ -47,16 +55,19 @@ def data_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """
     if "stream" in stored or "stream" in found:
         return _stream_changes(stored, found)
-    lines = []
-    if "train" in stored:
-        lines = _order_changes(stored["train"], found["train"]) or _set_changes(stored["train"], found["train"])
-    names = _EARLIER_NAMES if "train" not in stored else ("tokenizer_sha256",)
-    lines += [
-        f"--data-path or --tokenizer-model: {name} is {found[name]}, was {stored[name]}"
-        for name in names
-        if name in stored and stored[name] != found[name]
+    if "train" not in stored:
+        return _changes(_EARLIER_LABELS, stored, found)
+    lines = _order_changes(stored["train"], found["train"])
+    return lines + _changes({"tokenizer_sha256": _EARLIER_LABELS["tokenizer_sha256"]}, stored, found)
+
+
+def _changes(labels: Mapping[str, str], stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Return one phrase per entry that differs. Entries that an earlier release did not record are not compared."""
+    return [
+        f"{label} is {found[name]}, was {stored[name]}"
+        for name, label in labels.items()
+        if name in stored and name in found and stored[name] != found[name]
     ]
-    return lines
 
 
 def _stream_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
@@ -65,29 +76,33 @@ def _stream_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
     if "stream" not in found:
         return ["--data-path: the data is token files, was streamed text (--streaming)"]
     was, now = stored["stream"], found["stream"]
-    labels = {
-        "streams": "--streaming-shards: the number of streams",
-        "window_documents": "--streaming-shuffle-buffer: the number of documents in a shuffle buffer",
-        "eod_id": "--tokenizer-model: the end-of-document token",
-        "shards": "--streaming: the number of shards of the input",
-    }
-    # Entries that an earlier release did not record are not compared.
     lines = _source_changes(was["sources"], now["sources"]) if "sources" in was else []
     if lines:
-        del labels["shards"]
+        # The sources explain a different number of shards.
+        now = {name: value for name, value in now.items() if name != "shards"}
     elif was.get("shards_sha256") != now["shards_sha256"] and was.get("shards") == now["shards"]:
         lines.append("--streaming: names or sizes of files have changed")
-    lines += [
-        f"{label} is {now[name]}, was {was[name]}"
-        for name, label in labels.items()
-        if was.get(name, now[name]) != now[name]
-    ]
-    if stored.get("tokenizer_sha256") != found["tokenizer_sha256"]:
-        lines.append(f"--tokenizer-model: sha256 is {found['tokenizer_sha256']}, was {stored.get('tokenizer_sha256')}")
+    lines += _changes(_STREAM_LABELS, was, now)
+    return lines + _changes({"tokenizer_sha256": "--tokenizer-model: sha256"}, stored, found)
+
+
+def _source_changes(stored: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[str]:
+    """Return one line per changed source."""
+    if len(stored) != len(found):
+        return [f"--streaming: the number of sources is {len(found)}, was {len(stored)}"]
+    lines = []
+    for number, (old, new) in enumerate(zip(stored, found, strict=True), start=1):
+        if old["name"] != new["name"]:
+            lines.append(f"--streaming: source {number} is {new['name']}, was {old['name']}")
+        elif changed := _changes(_SOURCE_LABELS, old, new):
+            lines.append(f"--streaming {new['name']}: {', '.join(changed)}")
+    if len(lines) > _MAX_LISTED:
+        return [*lines[:_MAX_LISTED], f"--streaming: {len(lines) - _MAX_LISTED} more sources changed"]
     return lines
 
 
 def _order_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Return one line per difference of two descriptions of token files and their order."""
     if stored["order"] != found["order"]:
         return [f"--megatron-order: the order of samples is {found['order']!r}, was {stored['order']!r}"]
     if stored.get("run_samples") != found.get("run_samples"):
@@ -98,10 +113,6 @@ def _order_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
     if len(stored["sets"]) != len(found["sets"]):
         was = " ".join(entry["prefix"] for entry in stored["sets"])
         return [f"--data-path: {len(found['sets'])} data sets, was {len(stored['sets'])}: {was}"]
-    return []
-
-
-def _set_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
     lines = []
     for old, new in zip(stored["sets"], found["sets"], strict=True):
         changed = content_changes(old["content"], new["content"])
@@ -120,43 +131,21 @@ def describe_sources(sources: Sequence[Source]) -> tuple[dict[str, Any], ...]:
     Blocks from all over each local file are read, fewer per file if there are many files. For files on the hub, the
     hub's own content hashes are used, so that a commit that does not touch them is not a change.
     """
-    files = [_files_of(source) for source in sources]
+    files = [source.data_files() if isinstance(source, HubSource) else [source.name] for source in sources]
     blocks = max(2, min(SAMPLED_BLOCKS, _TOTAL_BLOCKS // max(1, sum(map(len, files)))))
-    return tuple(
-        {"name": Path(source.name).name} | _describe_files(members, blocks)
-        for source, members in zip(sources, files, strict=True)
-    )
-
-
-def _source_changes(stored: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[str]:
-    """Return one line per changed source. Entries that only one description has are not compared."""
-    if len(stored) != len(found):
-        return [f"--streaming: the number of sources is {len(found)}, was {len(stored)}"]
-    lines = list(_differences(stored, found))
-    if len(lines) > _MAX_LISTED:
-        return [*lines[:_MAX_LISTED], f"--streaming: {len(lines) - _MAX_LISTED} more sources changed"]
-    return lines
-
-
-def _differences(stored: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for number, (old, new) in enumerate(zip(stored, found, strict=True), start=1):
-        if old["name"] != new["name"]:
-            yield f"--streaming: source {number} is {new['name']}, was {old['name']}"
-            continue
-        changed = [
-            f"{label} is {new[name]}, was {old[name]}"
-            for name, label in _SOURCE_LABELS.items()
-            if name in old and name in new and old[name] != new[name]
-        ]
-        if changed:
-            yield f"--streaming {new['name']}: {', '.join(changed)}"
-
-
-def _files_of(source: Source) -> list[tuple[str, str]]:
-    """Return names, without the directory of the source, and paths or addresses."""
-    if not isinstance(source, HubSource):
-        return [("", source.name)]
-    return [(_name_in(Path(source.path), file), file) for file in source.data_files()]
+    described = []
+    for source, members in zip(sources, files, strict=True):
+        contents = [_content_of_file(file, blocks) for file in members]
+        entry: dict[str, Any] = {"name": Path(source.name).name, "files": len(members)}
+        sizes = [size for size, _ in contents if size is not None]
+        if len(sizes) == len(members):
+            entry["bytes"] = sum(sizes)
+        if members and all(sample is not None for _, sample in contents):
+            names = [_name_in(Path(source.path), file) if isinstance(source, HubSource) else "" for file in members]
+            samples = [(name, sample) for name, (_, sample) in zip(names, contents, strict=True)]
+            entry["sample"] = format_checksum(xxhash.xxh3_128(repr(samples).encode()))
+        described.append(entry)
+    return tuple(described)
 
 
 def _name_in(folder: Path, file: str) -> str:
@@ -166,18 +155,6 @@ def _name_in(folder: Path, file: str) -> str:
         return str(path.relative_to(inside[0])) if inside else path.name
     # An address on the hub contains the commit.
     return re.sub(r"^(hf://.*?)@[^/]+", r"\1", file)
-
-
-def _describe_files(files: Sequence[tuple[str, str]], blocks: int) -> dict[str, Any]:
-    contents = [(name, *_content_of_file(file, blocks)) for name, file in files]
-    sizes = [size for _, size, _ in contents]
-    described: dict[str, Any] = {"files": len(files)}
-    if None not in sizes:
-        described["bytes"] = sum(size or 0 for size in sizes)
-    if files and all(sample is not None for _, _, sample in contents):
-        samples = repr([(name, sample) for name, _, sample in contents])
-        described["sample"] = format_checksum(xxhash.xxh3_128(samples.encode()))
-    return described
 
 
 def _content_of_file(file: str, blocks: int) -> tuple[int | None, str | None]:
