@@ -20,6 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megatron_ladder.data.tokenizers import parse_json_object
 from megatron_ladder.errors import UserError
 
 _CONFIG_FILE, _MAP_FILE, _TEMPLATE_FILE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
@@ -153,10 +154,13 @@ def load_chat_template(tokenizer_file: Path, given: Path | None) -> ChatTemplate
         UserError: there is no template, or it cannot be read.
     """
     folder = tokenizer_file.parent
-    config = _read_object(folder / _CONFIG_FILE)
+    config, mapped = (
+        parse_json_object(file, file.read_bytes()) if file.is_file() else {}
+        for file in (folder / _CONFIG_FILE, folder / _MAP_FILE)
+    )
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
-        for name, value in (_read_object(folder / _MAP_FILE) | config).items()
+        for name, value in (mapped | config).items()
         if name.endswith("_token")
     }
     tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -175,16 +179,6 @@ def load_chat_template(tokenizer_file: Path, given: Path | None) -> ChatTemplate
             "pass one with --chat-template FILE"
         )
     return ChatTemplate(templates, tokens, str(folder / _CONFIG_FILE))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
-    return values if isinstance(values, dict) else {}
 
 
 def _read_text(path: Path, flag: str = "") -> str:

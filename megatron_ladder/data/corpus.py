@@ -6,6 +6,7 @@ a small model learns something within minutes. Validation text is `pydoc_data/to
 `help()` prints: related, but not trained on. Nothing is downloaded.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from megatron_ladder.data.partial import dataset_prefix
 from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
 from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.data.tokenizer_training import train_sentencepiece
-from megatron_ladder.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
 
@@ -36,16 +37,11 @@ def _library_sources(library: Path) -> list[Path]:
     found = []
     for folder, subfolders, names in os.walk(library):
         subfolders[:] = set(subfolders) - _EXCLUDED_FOLDERS
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return [path for path in sorted(found) if path != library / _VALIDATION_FILE and _is_utf8(path)]
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_bytes().decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            with contextlib.suppress(UnicodeDecodeError):
+                path.read_bytes().decode()
+                found.append(path)
+    return sorted(path for path in found if path != library / _VALIDATION_FILE)
 
 
 def _limit_bytes(paths: list[Path], library: Path, limit: float) -> list[Path]:
@@ -88,9 +84,24 @@ def prepare_corpus(
         sources = _limit_bytes(sources, library, max_megabytes * 1e6)
     size = sum(path.stat().st_size for path in sources)
     report(f"corpus: {len(sources)} files, {size / 1e6:.1f} MB of the library of Python {sys.version.split()[0]}")
-    tokenizer = _prepare_tokenizer(output_dir / "tokenizer.model", sources, vocab_size, report)
+    model = output_dir / "tokenizer.model"
+    if model.is_file():
+        report(f"tokenizer: {model} exists")
+    else:
+        report(f"tokenizer: training {vocab_size} pieces, which takes some seconds")
+        begun = time.monotonic()
+        write_atomically(model, train_sentencepiece((path.read_bytes().decode() for path in sources), vocab_size))
+        report(f"tokenizer: {model} trained in {time.monotonic() - begun:.1f} s")
+    tokenizer = SentencePieceTokenizer(model)
     for name, inputs in (("train", sources), ("valid", [validation])):
-        _prepare_dataset(output_dir / name, inputs, tokenizer, report)
+        prefix = dataset_prefix(output_dir / name, "text")
+        sidecar, state = read_sidecar(prefix), "exists"
+        # The sidecar is published last, so the other two files are complete if it exists.
+        if sidecar is None or not idx_path(prefix).is_file() or sidecar.tokenizer_sha256 != tokenizer.sha256:
+            options = PreprocessOptions(report=report)
+            sidecar = preprocess(inputs, output_dir / name, tokenizer, append_eod=True, options=options)["text"]
+            state = "written"
+        report(f"{name}: {prefix} {state}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens")
 
 
 def _check_settings(output_dir: Path, settings: dict[str, Any]) -> None:
@@ -116,29 +127,3 @@ def _as_flags(settings: Any) -> str:
         return "unknown settings"
     given = {key: value for key, value in settings.items() if value is not None}
     return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in given.items())
-
-
-def _prepare_tokenizer(path: Path, sources: list[Path], vocab_size: int, report: Callable[[str], None]) -> Tokenizer:
-    if not path.is_file():
-        report(f"tokenizer: training {vocab_size} pieces, which takes some seconds")
-        begun = time.monotonic()
-        model = train_sentencepiece((source.read_bytes().decode() for source in sources), vocab_size)
-        write_atomically(path, model)
-        report(f"tokenizer: {path} trained in {time.monotonic() - begun:.1f} s")
-    else:
-        report(f"tokenizer: {path} exists")
-    return SentencePieceTokenizer(path)
-
-
-def _prepare_dataset(
-    output_prefix: Path, inputs: list[Path], tokenizer: Tokenizer, report: Callable[[str], None]
-) -> None:
-    prefix = dataset_prefix(output_prefix, "text")
-    sidecar = read_sidecar(prefix)
-    state = "exists"
-    # The sidecar is published last, so the other two files are complete if it exists.
-    if sidecar is None or not idx_path(prefix).is_file() or sidecar.tokenizer_sha256 != tokenizer.sha256:
-        options = PreprocessOptions(report=report)
-        sidecar = preprocess(inputs, output_prefix, tokenizer, append_eod=True, options=options)["text"]
-        state = "written"
-    report(f"{output_prefix.name}: {prefix} {state}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens")

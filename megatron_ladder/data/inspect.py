@@ -8,14 +8,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import COPIED_TOKENS, IndexedDataset, bin_path, format_checksum, loss_mask_path
-from megatron_ladder.data.sidecar import (
-    Sidecar,
-    check_index,
-    checksum_errors,
-    missing_loss_mask,
-    read_sidecar,
-    sidecar_path,
-)
+from megatron_ladder.data.sidecar import check_index, checksum_errors, missing_loss_mask, read_sidecar, sidecar_path
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError, raise_user_errors
 
@@ -85,11 +78,9 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
     shown = " ".join(map(str, ids[:_SHOWN_IDS])) + (" ..." if len(ids) > _SHOWN_IDS else "")
     yield f"document {number}: {len(ids):,} tokens: {shown}"
     if tokenizer is not None:
-        outside = [i for i in ids if not 0 <= i < tokenizer.vocab_size]
-        if outside:
-            yield f"  has id {outside[0]}, the tokenizer has ids 0 to {tokenizer.vocab_size - 1}"
-        else:
-            yield tokenizer.decode(ids)
+        last = tokenizer.vocab_size - 1
+        outside = next((i for i in ids if not 0 <= i <= last), None)
+        yield tokenizer.decode(ids) if outside is None else f"  has id {outside}, the tokenizer has ids 0 to {last}"
 
 
 def verify(prefix: Path) -> list[str]:
@@ -116,31 +107,23 @@ def verify(prefix: Path) -> list[str]:
             f"{bin_path(prefix)}: the largest token id is {largest}, {sidecar_path(prefix)} expects "
             f"{sidecar.largest_id}"
         )
-    problems += _loss_mask_problems(dataset, sidecar)
+    mask, missing = dataset.loss_mask, missing_loss_mask(dataset, sidecar)
+    if missing is not None:
+        problems.append(f"{missing}: copy it as well, or preprocess the data again")
+    if mask is not None:
+        path = loss_mask_path(prefix)
+        problems += checksum_errors(path, format_checksum(xxhash.xxh3_128(mask.data)), sidecar, "loss_mask_checksum")
+        if int(mask.max()) > 1:
+            problems.append(f"{path}: has value {int(mask.max())}, expected 0 and 1")
     raise_user_errors(problems)
     checked = [
         "the sizes, lengths, offsets and documents of .idx and the size of .bin agree",
         f"token ids are 0 to {largest:,}",
     ]
     sums = {".idx": sidecar and sidecar.idx_checksum, ".bin": sidecar and sidecar.bin_checksum}
-    if dataset.loss_mask is not None:
+    if mask is not None:
         sums["the loss mask"] = sidecar and sidecar.loss_mask_checksum
+    unknown = "is unknown: a change that keeps the file valid is not detected"
     for name, known in sums.items():
-        if known:
-            checked.append(f"the checksum of {name} equals that in the sidecar")
-        else:
-            checked.append(f"the checksum of {name} is unknown: a change that keeps the file valid is not detected")
+        checked.append(f"the checksum of {name} {'equals that in the sidecar' if known else unknown}")
     return [f"verified: {line}" for line in checked]
-
-
-def _loss_mask_problems(dataset: IndexedDataset, sidecar: Sidecar | None) -> list[str]:
-    """Read the whole loss mask and return one line per problem."""
-    path, mask = loss_mask_path(dataset.prefix), dataset.loss_mask
-    if mask is None:
-        missing = missing_loss_mask(dataset, sidecar)
-        return [] if missing is None else [f"{missing}: copy it as well, or preprocess the data again"]
-    found = format_checksum(xxhash.xxh3_128(mask.data))
-    problems = checksum_errors(path, found, sidecar, "loss_mask_checksum")
-    if int(mask.max()) > 1:
-        problems.append(f"{path}: has value {int(mask.max())}, expected 0 and 1")
-    return problems

@@ -10,7 +10,6 @@ import numpy as np
 import xxhash
 
 from megatron_ladder.data.indexed import (
-    Checksums,
     IndexedDataset,
     IndexedDatasetWriter,
     bin_path,
@@ -33,13 +32,9 @@ from megatron_ladder.progress import ProgressBar
 _MASK_BLOCK = 1 << 24
 
 _COMBINED: dict[str, Callable[[list[Any]], Any]] = {
-    "documents": sum,
-    "tokens": sum,
-    "skipped": sum,
-    "largest_id": max,
-    "append_eod": all,
-}
-"""How an entry of the sidecar follows from those of the parts. Checksums are computed; all other entries must agree."""
+    "documents": sum, "tokens": sum, "skipped": sum, "largest_id": max, "append_eod": all,
+}  # fmt: skip
+"""Entry of the sidecar -> function of the parts' entries. Checksums are computed; all other entries must agree."""
 
 
 def find_inputs(paths: Sequence[Path]) -> list[Path]:
@@ -86,12 +81,14 @@ def merge_datasets(prefixes: Sequence[Path], output_prefix: Path, report: Callab
             raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error.strerror}") from None
         for dataset, sidecar in zip(datasets, sidecars, strict=True):
             checksum = writer.append(dataset, bar.advance)
-            _require_checksum(bin_path(dataset.prefix), checksum, sidecar, "bin_checksum")
+            raise_user_errors(checksum_errors(bin_path(dataset.prefix), checksum, sidecar, "bin_checksum"))
         mask_checksum = _merge_loss_masks(datasets, sidecars, output_prefix)
         checksums = writer.publish()
     known = [sidecar for sidecar in sidecars if sidecar is not None]
     if len(known) == len(datasets):
-        write_sidecar(output_prefix, _combine(known, checksums, mask_checksum))
+        combined = {name: rule([getattr(sidecar, name) for sidecar in known]) for name, rule in _COMBINED.items()}
+        found = {"bin_checksum": checksums.bin, "idx_checksum": checksums.idx, "loss_mask_checksum": mask_checksum}
+        write_sidecar(output_prefix, dataclasses.replace(known[0], **combined, **found))
     else:
         report(f"{output_prefix}: has no .json, because {len(datasets) - len(known)} of the parts have none")
     return sum(map(len, datasets)), sum(len(dataset.tokens) for dataset in datasets)
@@ -119,9 +116,11 @@ def _open_all(prefixes: Sequence[Path], output_prefix: Path) -> tuple[list[Index
                 f"--input {dataset.prefix}: has tokens of {dataset.tokens.dtype}, {datasets[0].prefix} of "
                 f"{datasets[0].tokens.dtype}: preprocess them with one tokenizer"
             )
+    names = [field.name for field in dataclasses.fields(Sidecar)]
+    agreeing = [name for name in names if name not in _COMBINED and not name.endswith("_checksum")]
     known = [(dataset.prefix, sidecar) for dataset, sidecar in zip(datasets, sidecars, strict=True) if sidecar]
     for prefix, sidecar in known[1:]:
-        for name in _agreeing_names():
+        for name in agreeing:
             found, expected = getattr(sidecar, name), getattr(known[0][1], name)
             if found != expected:
                 errors.add(
@@ -130,27 +129,6 @@ def _open_all(prefixes: Sequence[Path], output_prefix: Path) -> tuple[list[Index
                 )
     errors.raise_if_any()
     return datasets, sidecars
-
-
-def _agreeing_names() -> list[str]:
-    """Return the entries of a sidecar that must be equal in all parts."""
-    names = [field.name for field in dataclasses.fields(Sidecar)]
-    return [name for name in names if name not in _COMBINED and not name.endswith("_checksum")]
-
-
-def _combine(sidecars: Sequence[Sidecar], checksums: Checksums, mask_checksum: str | None) -> Sidecar:
-    combined = {name: rule([getattr(sidecar, name) for sidecar in sidecars]) for name, rule in _COMBINED.items()}
-    return dataclasses.replace(
-        sidecars[0],
-        bin_checksum=checksums.bin,
-        idx_checksum=checksums.idx,
-        loss_mask_checksum=mask_checksum,
-        **combined,
-    )
-
-
-def _require_checksum(path: Path, found: str, sidecar: Sidecar | None, entry: str) -> None:
-    raise_user_errors(checksum_errors(path, found, sidecar, entry))
 
 
 def _merge_loss_masks(
@@ -173,5 +151,6 @@ def _merge_loss_masks(
                 file.write(block.data)
                 whole.update(block.data)
                 part.update(block.data)
-            _require_checksum(loss_mask_path(dataset.prefix), format_checksum(part), sidecar, "loss_mask_checksum")
+            path = loss_mask_path(dataset.prefix)
+            raise_user_errors(checksum_errors(path, format_checksum(part), sidecar, "loss_mask_checksum"))
     return format_checksum(whole)

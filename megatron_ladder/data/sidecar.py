@@ -1,4 +1,4 @@
-"""`<prefix>.json` next to `<prefix>.bin` and `.idx`: how the tokens were made. Megatron ignores this file.
+"""`<prefix>.json` next to `<prefix>.bin` and `.idx` describes how the tokens were made. Megatron ignores this file.
 
 A data set without a sidecar (such as Megatron's own) is read without the checks that need one.
 """
@@ -15,8 +15,6 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
 
 _FORMAT_VERSION = 1
-_OPTIONAL = ("bin_checksum", "idx_checksum", "loss_mask_checksum", "conversations", "skipped")
-"""Entries that data sets of earlier releases lack."""
 
 _CONTENT_LABELS = {
     "documents": "number of documents",
@@ -32,34 +30,28 @@ _CONTENT_LABELS = {
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Metadata of a data set."""
+    """Metadata of a data set.
+
+    The tokenizer's type is the first of its synonyms, and its hash is that of its model file. `append_eod` records
+    whether every document ends with `eod_id`. Documents do not include empty ones, which were left out; tokens include
+    end-of-document tokens. A checksum is `xxh3_128:` and 32 hexadecimal digits, or None if the file does not exist or
+    an earlier release wrote it. Each document is one conversation, which training packs whole, if `conversations` is
+    set. `skipped` counts unreadable lines.
+    """
 
     tokenizer_type: str
-    """The --tokenizer-type; of several synonyms the first."""
     tokenizer_sha256: str
-    """Hash of the tokenizer's model file."""
     vocab_size: int
-    """Number of ids of the tokenizer."""
     eod_id: int
-    """The tokenizer's end-of-document token."""
     append_eod: bool
-    """Whether every document ends with `eod_id`."""
     largest_id: int
-    """Largest token id."""
     documents: int
-    """Number of documents; empty ones were left out."""
     tokens: int
-    """Number of tokens, including end-of-document tokens."""
     bin_checksum: str | None = None
-    """Checksum of the .bin file: `xxh3_128:` and 32 hexadecimal digits."""
     idx_checksum: str | None = None
-    """Checksum of the .idx file."""
     loss_mask_checksum: str | None = None
-    """Checksum of the loss mask; None without a mask, or if an earlier release wrote it."""
     conversations: bool = False
-    """Whether each document is one conversation, which training packs whole."""
     skipped: int = 0
-    """Number of unreadable lines that were skipped."""
 
     @property
     def has_loss_mask(self) -> bool:
@@ -79,11 +71,7 @@ def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
-    """Return the sidecar of a data set, or None if there is none. Unknown keys are ignored.
-
-    Raises:
-        UserError: the file has another format.
-    """
+    """Return the sidecar of a data set, or None if there is none; raises UserError if the file has another format."""
     path = sidecar_path(prefix)
     if not path.is_file():
         return None
@@ -92,7 +80,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
         if values["format_version"] > _FORMAT_VERSION:
             raise UserError(f"{path}: found format version {values['format_version']}, expected {_FORMAT_VERSION}")
         names = [field.name for field in dataclasses.fields(Sidecar)]
-        return Sidecar(**{name: values[name] for name in names if name in values or name not in _OPTIONAL})
+        return Sidecar(**{name: values[name] for name in names if name in values})
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not the sidecar of a data set ({error!r}): preprocess the data again") from None
 

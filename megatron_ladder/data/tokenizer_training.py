@@ -1,7 +1,7 @@
 """Training of tokenizers: SentencePiece models and byte-level tokenizer.json files."""
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import sentencepiece
 import tokenizers
@@ -18,7 +18,7 @@ _END_OF_TEXT = "<|endoftext|>"
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     """Train a byte-pair SentencePiece model and return the content of its .model file.
 
-    Decoding restores every text exactly: there is no normalisation, whitespace is kept, and characters outside of the
+    Decoding restores every text exactly: there is no normalization, whitespace is kept, and characters outside of the
     vocabulary (newlines and tabs always are) are encoded as bytes. Ids: 0 unk, 1 bos, 2 eos, 3 to 258 the bytes. Equal
     texts give equal files.
 
@@ -28,7 +28,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts),
+            sentence_iterator=(line for text in texts for line in text.split("\n") if line),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -52,11 +52,6 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
         reason = str(error).rpartition(")] ")[2].partition(" Increase")[0] or "it has no text to learn from"
         raise UserError(f"--vocab-size {vocab_size}: SentencePiece cannot make such a model ({reason})") from None
     return model.getvalue()
-
-
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yield non-empty lines: SentencePiece trains on lines, and a line feed is a byte token in any case."""
-    return (line for text in texts for line in text.split("\n") if line)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:

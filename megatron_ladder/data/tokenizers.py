@@ -1,4 +1,4 @@
-"""Tokenizers behind one protocol, how a command line selects one, and how one is copied with a checkpoint.
+"""Tokenizers behind one protocol, their selection by flags, and the copies of them that checkpoints contain.
 
 Ids are those of the text alone: no tokenizer adds a beginning-of-sequence token.
 """
@@ -17,15 +17,9 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
 
 TokenizerType = Literal[
-    "SentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "GPTSentencePieceTokenizer",
-    "HuggingFaceTokenizer",
-    "HFTokenizer",
-    "GPT2BPETokenizer",
-    "ByteTokenizer",
-    "NullTokenizer",
-]
+    "SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "HFTokenizer",
+    "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer",
+]  # fmt: skip
 """Values of --tokenizer-type; the first three are synonyms, and so are the next two."""
 
 DESCRIPTION_FILE = "megatron_ladder_tokenizer.json"
@@ -40,9 +34,9 @@ class Tokenizer(Protocol):
 
     kind: str
     """The --tokenizer-type that loads it; of several synonyms the first."""
-    files: tuple[Path, ...]
+    files: tuple[Path, ...] = ()
     """The files that a copy needs, --tokenizer-model first. Empty for a tokenizer without a vocabulary file."""
-    contents: tuple[bytes, ...]
+    contents: tuple[bytes, ...] = ()
     """Content of each file when the tokenizer was loaded; the file itself may have changed or disappeared since."""
     sha256: str
     """Hash of everything that determines the ids: tokenizers with equal hashes give equal ids."""
@@ -66,33 +60,23 @@ class ByteTokenizer(Tokenizer):
     """Uses the bytes of UTF-8 as ids 0 to 255; 256 ends a document. For tests."""
 
     kind = "ByteTokenizer"
-    files: tuple[Path, ...] = ()
-    contents: tuple[bytes, ...] = ()
     sha256 = hashlib.sha256(b"ByteTokenizer").hexdigest()
     vocab_size = 257
     eod_id = 256
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer."""
         return bytes(int(number) for number in ids if number < self.eod_id).decode(errors="replace")
 
 
 class NullTokenizer(Tokenizer):
-    """Reads a text as decimal ids separated by spaces; the next id ends a document (as in Megatron)."""
+    """Reads decimal ids below `vocab_size`, separated by spaces. The next id ends a document, as in Megatron."""
 
     kind = "NullTokenizer"
-    files: tuple[Path, ...] = ()
-    contents: tuple[bytes, ...] = ()
 
     def __init__(self, vocab_size: int) -> None:
-        """
-        Args:
-            vocab_size: number of ids that texts may contain; the end-of-document token is one more.
-        """
         if vocab_size < 1:
             raise UserError(f"--vocab-size {vocab_size}: expected 1 or more")
         self.sha256 = hashlib.sha256(f"NullTokenizer {vocab_size}".encode()).hexdigest()
@@ -100,7 +84,7 @@ class NullTokenizer(Tokenizer):
         self.eod_id = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer; raises UserError for a word that is not an id of the vocabulary."""
+        """Raise UserError for a word that is not an id of the vocabulary."""
         ids = []
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.eod_id:
@@ -109,7 +93,6 @@ class NullTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer."""
         return " ".join(str(int(number)) for number in ids if number != self.eod_id)
 
 
@@ -128,8 +111,8 @@ class SentencePieceTokenizer(Tokenizer):
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
             raise UserError(f"--tokenizer-model {model}: not a SentencePiece model ({error})") from None
-        self.files: tuple[Path, ...] = (model,)
-        self.contents: tuple[bytes, ...] = (content,)
+        self.files = (model,)
+        self.contents = (content,)
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.vocab_size: int = self._processor.vocab_size()
         self.eod_id: int = self._processor.eos_id()
@@ -146,14 +129,10 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
-        ids: list[int] = self._processor.encode(text)
-        return ids
+        return list(self._processor.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer."""
-        text: str = self._processor.decode([int(number) for number in ids])
-        return text
+        return str(self._processor.decode([int(number) for number in ids]))
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -163,8 +142,6 @@ class HuggingFaceTokenizer(Tokenizer):
 
     _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
     """Files next to tokenizer.json that may name the end-of-sequence token."""
-    _CHAT_TEMPLATE = "chat_template.jinja"
-    """File next to tokenizer.json that a copy needs as well."""
 
     def __init__(self, model: Path) -> None:
         """Raises UserError if the file is missing, is not a tokenizer.json, or has no end-of-document token."""
@@ -174,7 +151,7 @@ class HuggingFaceTokenizer(Tokenizer):
             library = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # The library raises nothing narrower.
             raise UserError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
-        companions = [path.with_name(name) for name in (*self._COMPANIONS, self._CHAT_TEMPLATE)]
+        companions = [path.with_name(name) for name in (*self._COMPANIONS, "chat_template.jinja")]
         contents = {path: content} | {file: file.read_bytes() for file in companions if file.is_file()}
         self._initialize(library, contents, hashlib.sha256(content).hexdigest())
 
@@ -183,8 +160,8 @@ class HuggingFaceTokenizer(Tokenizer):
         library.no_padding()
         library.no_truncation()
         self._tokenizer = library
-        self.files: tuple[Path, ...] = tuple(contents)
-        self.contents: tuple[bytes, ...] = tuple(contents.values())
+        self.files = tuple(contents)
+        self.contents = tuple(contents.values())
         self.sha256 = sha256
         vocabulary = library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -194,7 +171,7 @@ class HuggingFaceTokenizer(Tokenizer):
         for companion, content in zip(self.files, self.contents, strict=True):
             if companion.name not in self._COMPANIONS:
                 continue
-            token = _parse_json_object(companion, content).get("eos_token")
+            token = parse_json_object(companion, content).get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
             if token is not None and token not in vocabulary:
                 raise UserError(f"{companion}: eos_token {token!r} is not in the vocabulary of {self.files[0]}")
@@ -214,16 +191,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.to_str()
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """See Tokenizer; the library uses its own threads."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer."""
         return self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True)
 
 
@@ -235,14 +209,8 @@ class GPT2BPETokenizer(HuggingFaceTokenizer):
     END = "<|endoftext|>"
 
     def __init__(self, vocab_file: Path, merge_file: Path | None = None) -> None:
-        """
-        Args:
-            merge_file: the merges.txt next to the vocabulary if not given.
-
-        Raises:
-            UserError: a file is missing, the files do not belong together, or the vocabulary lacks <|endoftext|>.
-        """
-        merge_file = vocab_file.with_name("merges.txt") if merge_file is None else merge_file
+        """Raises UserError if a file is missing, the files do not fit each other, or <|endoftext|> is missing."""
+        merge_file = merge_file or vocab_file.with_name("merges.txt")
         contents = (
             _read_model_file("--vocab-file", vocab_file, "GPT-2's vocab.json"),
             _read_model_file("--merge-file", merge_file, "GPT-2's merges.txt"),
@@ -269,41 +237,35 @@ class GPT2BPETokenizer(HuggingFaceTokenizer):
         return vocabulary[self.END]
 
 
-_KINDS: dict[str, str] = {
+_SYNONYMS = {
     "Llama2Tokenizer": SentencePieceTokenizer.kind,
     "GPTSentencePieceTokenizer": SentencePieceTokenizer.kind,
     "HFTokenizer": HuggingFaceTokenizer.kind,
-} | {
-    tokenizer.kind: tokenizer.kind
-    for tokenizer in (
-        SentencePieceTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer, ByteTokenizer, NullTokenizer
-    )
-}  # fmt: skip
-"""--tokenizer-type -> the first of its synonyms."""
+}
 
 WITHOUT_FILES = (ByteTokenizer.kind, NullTokenizer.kind)
 
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """The flags that select a tokenizer; small, so that it can be sent to another process."""
+    """The flags that select a tokenizer; small, so that it can be sent to another process.
+
+    `tokenizer_model` is --tokenizer-model or --vocab-file; only GPT2BPETokenizer has a merge file, and only
+    NullTokenizer a vocabulary size.
+    """
 
     tokenizer_type: str
-    """--tokenizer-type."""
     tokenizer_model: Path | None = None
-    """--tokenizer-model, or --vocab-file."""
     merge_file: Path | None = None
-    """--merge-file, for GPT2BPETokenizer only."""
     vocab_size: int | None = None
-    """--vocab-size, for NullTokenizer only."""
 
 
 def load_source(source: TokenizerSource) -> Tokenizer:
     """Load a tokenizer; raises UserError for an unknown type, a missing flag or an unreadable file."""
-    if source.tokenizer_type not in _KINDS:
-        known = ", ".join(get_args(TokenizerType))
-        raise UserError(f"--tokenizer-type {source.tokenizer_type}: expected one of {known}")
-    kind, model = _KINDS[source.tokenizer_type], source.tokenizer_model
+    known = get_args(TokenizerType)
+    if source.tokenizer_type not in known:
+        raise UserError(f"--tokenizer-type {source.tokenizer_type}: expected one of {', '.join(known)}")
+    kind, model = _SYNONYMS.get(source.tokenizer_type, source.tokenizer_type), source.tokenizer_model
     if kind == ByteTokenizer.kind:
         return ByteTokenizer()
     if kind == NullTokenizer.kind:
@@ -358,7 +320,7 @@ def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
     path = directory / DESCRIPTION_FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file: {directory} contains no tokenizer")
-    description = _parse_json_object(path, path.read_bytes())
+    description = parse_json_object(path, path.read_bytes())
     missing = {"tokenizer_type", "file", "sha256"} - set(description)
     if missing:
         raise UserError(f"{path}: lacks {', '.join(sorted(missing))}: copy the tokenizer again")
@@ -384,7 +346,8 @@ def _read_model_file(flag: str, model: Path, expected: str) -> bytes:
     return model.read_bytes()
 
 
-def _parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
+def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
+    """Return the object in the content of a file; raises UserError for other content."""
     try:
         values = json.loads(content)
     except ValueError as error:
