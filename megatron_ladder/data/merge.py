@@ -86,9 +86,9 @@ def merge_datasets(prefixes: Sequence[Path], output_prefix: Path, report: Callab
         checksums = writer.publish()
     known = [sidecar for sidecar in sidecars if sidecar is not None]
     if len(known) == len(datasets):
-        combined = {name: rule([getattr(sidecar, name) for sidecar in known]) for name, rule in _COMBINED.items()}
-        found = {"bin_checksum": checksums.bin, "idx_checksum": checksums.idx, "loss_mask_checksum": mask_checksum}
-        write_sidecar(output_prefix, dataclasses.replace(known[0], **combined, **found))
+        values = {name: rule([getattr(sidecar, name) for sidecar in known]) for name, rule in _COMBINED.items()}
+        values |= {"bin_checksum": checksums.bin, "idx_checksum": checksums.idx, "loss_mask_checksum": mask_checksum}
+        write_sidecar(output_prefix, dataclasses.replace(known[0], **values))
     else:
         report(f"{output_prefix}: has no .json, because {len(datasets) - len(known)} of the parts have none")
     return sum(map(len, datasets)), sum(len(dataset.tokens) for dataset in datasets)
