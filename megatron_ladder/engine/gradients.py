@@ -5,14 +5,14 @@ data-parallel ranks. Each element of the model's gradient counts once, even if s
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.parallel.layout import Section, split_interval
+from megatron_ladder.parallel.layout import Section, parameter_sections, split_interval
 
 
 class GradientPiece(NamedTuple):
@@ -29,9 +29,14 @@ class GradientPiece(NamedTuple):
     owned: bool
     """Whether this rank, of all data-parallel ranks that hold the same piece, counts it."""
 
+    def parts(self) -> Iterator[tuple[Section, Tensor]]:
+        """Iterate over the sections in the piece and their elements, flat."""
+        for part in split_interval(self.sections, self.shape, self.start, self.gradient.numel()):
+            yield part.section, self.gradient.reshape(-1).narrow(0, part.begin, part.length)
+
 
 def gradient_norm(
-    pieces: Iterable[GradientPiece], world: CommGroup, device: torch.device, extra_sums: Tensor | None = None
+    pieces: Iterable[GradientPiece], world: CommGroup, device: torch.device, extra_sums: Tensor
 ) -> tuple[float, list[float]]:
     """Return the Euclidean norm of the whole model's gradient, equal on every rank; every rank must call this.
 
@@ -46,30 +51,30 @@ def gradient_norm(
     """
     norms, counts = [], []
     for piece in pieces:
-        for part in split_interval(piece.sections, piece.shape, piece.start, piece.gradient.numel()):
-            elements = piece.gradient.reshape(-1).narrow(0, part.begin, part.length)
+        for section, elements in piece.parts():
             norms.append(torch.linalg.vector_norm(elements, dtype=torch.float32))
-            counts.append(float(piece.owned and part.section.counted))
+            counts.append(float(piece.owned and section.counted))
     total = torch.zeros((), dtype=torch.float64, device=device)
     if norms:
         # Gradients of an offloaded optimizer are in host memory, which no GPU collective can read.
         squares = torch.stack(norms).to(device).double().square()
         # Zero times infinity or NaN is NaN, so copies that do not count still make the sum invalid.
         total = (squares * torch.tensor(counts, dtype=torch.float64, device=device)).sum()
-    packed = total.reshape(1) if extra_sums is None else torch.cat([total.reshape(1), extra_sums])
-    square, *sums = world.all_reduce(packed).tolist()
+    square, *sums = world.all_reduce(torch.cat([total.reshape(1), extra_sums])).tolist()
     return math.sqrt(square), sums
 
 
-def first_bad_parameter(pieces: Iterable[GradientPiece], order: Sequence[str]) -> str | None:
-    """Return the first parameter in `order` (canonical names) whose gradient on this rank is not finite."""
-    bad = {
-        part.section.name
-        for piece in pieces
-        for part in split_interval(piece.sections, piece.shape, piece.start, piece.gradient.numel())
-        if not piece.gradient.reshape(-1).narrow(0, part.begin, part.length).isfinite().all()
-    }
-    return next((name for name in order if name in bad), None)
+def locate_bad_gradient(pieces: Iterable[GradientPiece], model: nn.Module, world: CommGroup) -> dict[str, Any]:
+    """Return the lowest rank with a gradient that is not finite, and its first such parameter in the model's order.
+
+    Every rank must call it and gets the same result; `{}` if all gradients are finite.
+    """
+    bad = {section.name for piece in pieces for section, elements in piece.parts() if not elements.isfinite().all()}
+    order = (section.name for _, sections in parameter_sections(model) for section in sections)
+    names = world.gather_objects(next((name for name in order if name in bad), None))
+    found = ({"rank": rank, "parameter": name} for rank, name in enumerate(names) if name is not None)
+    located: dict[str, Any] = world.broadcast_object(next(found, {}))
+    return located
 
 
 def clip_gradients(pieces: Iterable[GradientPiece], norm: float, highest: float) -> None:

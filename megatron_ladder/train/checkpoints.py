@@ -5,13 +5,14 @@ most one save is in flight; the next one waits for it. A failed save is reported
 were, and training continues. Only if the final save of a run fails does the run end with an error.
 """
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -27,6 +28,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import print_rank_0
+from megatron_ladder.train.reading import TextStreams
 from megatron_ladder.train.resume import schedule_note
 from megatron_ladder.train.setup import Trainer
 
@@ -34,49 +36,14 @@ _FAILING_SECONDS = 30.0
 """Time that a failing run gives a save in flight to finish."""
 _IMPORTED = "hugging_face"
 """Key of a manifest: type and special token ids of the directory from which a model was imported."""
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-
-
-class OnEvent(Protocol):
-    """Receives events on rank 0, in the training thread.
-
-    Kinds: "save begin" (iteration, reason, asynchronous), "save end" (iteration, reason, directory, bytes, seconds,
-    blocked_seconds, removed), "save failed" (iteration, reason, error), "load" (directory, iteration, seconds, bytes),
-    "fallback" (directory, faults). All values are JSON-able.
-    """
-
-    def __call__(self, kind: str, /, **fields: Any) -> None:
-        """Handle one event."""
-
-
-class DataStreams(Protocol):
-    """Data whose position is more than a number of samples; every checkpoint stores it under `data_streams`."""
-
-    def state_dict(self) -> Any:
-        """Return this data-parallel rank's state, JSON-able and small; None on ranks that another one represents."""
-
-    def resume(self, manifest: Mapping[str, Any]) -> None:
-        """Restore the states of all data-parallel ranks that saved, whose number may differ from today's.
-
-        Args:
-            manifest: the checkpoint's manifest; the oldest ones have no `data_streams`.
-        """
-
-
-class _StartedSave(NamedTuple):
-    """A save after its collective part."""
-
-    saving: TrainingSave
-    reason: str
-    start: float
-    blocked_seconds: float
 
 
 class _SaveInFlight(NamedTuple):
     """A save that a thread writes."""
 
-    started: _StartedSave
+    iteration: int
     work: futures.Future[SaveOutcome | None]
+    report: Callable[[SaveOutcome], None]
 
 
 class CheckpointSaver:
@@ -89,14 +56,23 @@ class CheckpointSaver:
         self,
         trainer: Trainer,
         inputs: RunInputs,
-        on_event: OnEvent = lambda kind, /, **fields: None,
-        streams: DataStreams | None = None,
+        on_event: Callable[..., None] = lambda kind, /, **fields: None,
+        streams: TextStreams | None = None,
     ) -> None:
+        """
+        Args:
+            on_event: receives events with JSON-able fields on rank 0, in the training thread: "save begin" (iteration,
+                reason, asynchronous), "save end" (iteration, reason, directory, bytes, seconds, blocked_seconds,
+                removed), "save failed" (iteration, reason, error), "load" (directory, iteration, seconds, bytes),
+                "fallback" (directory, faults).
+            streams: data whose position is more than a number of samples; every checkpoint stores it.
+        """
         self._trainer = trainer
         self._inputs = inputs
         self._config = trainer.run.checkpoint
         self._world = trainer.mesh.world
-        self._on_event = on_event
+        self._print = partial(print_rank_0, rank=self._world.rank)
+        self._event = on_event if self._world.rank == 0 else lambda kind, /, **fields: None
         self._streams = streams
         self._small_files = _SmallFiles(inputs.tokenizer)
         self._host = HostMemory()
@@ -109,9 +85,7 @@ class CheckpointSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.wait()
         elif self._in_flight is not None:
@@ -133,14 +107,7 @@ class CheckpointSaver:
                 found = f"--save {save} holds {names[-1]}, and --load is not given"
                 self._print(f"*** {found}: the run starts from scratch ***")
             return 0, 0
-        start = time.perf_counter()
         checkpoint = self._load(load, self._inputs.checkpoint)
-        self._loaded = checkpoint.directory
-        stored_bytes = sum(record["size"] for record in checkpoint.manifest["files"])
-        self._event(
-            "load", directory=str(checkpoint.directory), iteration=checkpoint.iteration,
-            seconds=round(time.perf_counter() - start, 3), bytes=stored_bytes,
-        )  # fmt: skip
         if self._world.rank == 0 and save is not None:
             for note in self._small_files.inherit(checkpoint):
                 self._print(f"*** {note} ***")
@@ -158,6 +125,35 @@ class CheckpointSaver:
             self._print(schedule)
         return checkpoint.iteration, checkpoint.consumed_samples
 
+    def _load(self, load: Path, opened: Checkpoint) -> Checkpoint:
+        config, only_weights, start = self._config, self._trainer.run.loads_only_weights, time.perf_counter()
+        model = opened.model()
+
+        def refuse(checkpoint: Checkpoint) -> list[str]:
+            # The command line was only compared with the checkpoint that was opened at the start.
+            other = checkpoint.model() != model
+            return [f"{checkpoint.directory}: is of another model than {opened.directory}"] if other else []
+
+        checkpoint, faults = load_newest(
+            load, self._trainer.engine.state, self._world, refuse,
+            optimizer=config.load_optim and not only_weights,
+            generators=config.load_rng and not only_weights,
+            progress=f"verifying {load}" if self._world.rank == 0 else None,
+        )  # fmt: skip
+        directory = str(checkpoint.directory)
+        if faults:
+            for fault in faults:
+                self._print(f"*** {fault} ***")
+            self._print(f"*** {directory}: is used instead ***")
+            self._event("fallback", directory=directory, faults=faults)
+        self._loaded = checkpoint.directory
+        self._event(
+            "load", directory=directory, iteration=checkpoint.iteration,
+            seconds=round(time.perf_counter() - start, 3),
+            bytes=sum(record["size"] for record in checkpoint.manifest["files"]),
+        )  # fmt: skip
+        return checkpoint
+
     def save(self, iteration: int, consumed_samples: int, reason: str = "interval", final: bool = False) -> None:
         """Publish a checkpoint in --save, or start to; does nothing without --save.
 
@@ -170,32 +166,41 @@ class CheckpointSaver:
         Raises:
             UserError: a `final` save failed.
         """
-        in_flight = None if self._in_flight is None else self._in_flight.started.saving.iteration
-        if self._config.save is None or (iteration == in_flight and not final):
+        config, world = self._config, self._world
+        in_flight = None if self._in_flight is None else self._in_flight.iteration
+        if config.save is None or (iteration == in_flight and not final):
             return
         self.wait()
         if iteration == self._saved:
             return
-        asynchronous = self._config.async_save and not final
+        asynchronous, start = config.async_save and not final, time.perf_counter()
         self._event("save begin", iteration=iteration, reason=reason, asynchronous=asynchronous)
+        retention = Retention(config.keep_last_n_checkpoints, config.save_retain_interval, self._loaded)
+        options = SaveOptions(config.checksum, retention, self._host if asynchronous else None)
         try:
-            started = self._start(iteration, consumed_samples, reason, self._host if asynchronous else None)
+            header = self._header(iteration, consumed_samples)
+            state, write_files = self._trainer.engine.state, self._small_files.write
+            saving = TrainingSave.begin(config.save, header, state, world, write_files, options)
             if asynchronous:
-                self._in_flight = self._write_in_background(started)
+                seconds = 60 * self._trainer.run.parallel.distributed_timeout_minutes
+                handover = FileHandover(saving.directory, world.rank, world.size, seconds)
+                report = partial(self._report, saving, reason, start, time.perf_counter() - start)
+                work = run_in_thread(lambda: saving.write(handover.gather), "checkpoint writer")
+                self._in_flight = _SaveInFlight(iteration, work, report)
                 return
-            outcome = self._world.broadcast_object(started.saving.write(self._world.gather_objects))
-            self._report(started._replace(blocked_seconds=time.perf_counter() - started.start), outcome)
+            outcome = world.broadcast_object(saving.write(world.gather_objects))
+            self._report(saving, reason, start, time.perf_counter() - start, outcome)
         except SaveError as error:
             self._report_failure(iteration, reason, str(error))
         if final and self._saved != iteration:
-            raise UserError(f"--save {self._config.save}: the last checkpoint could not be written")
+            raise UserError(f"--save {config.save}: the last checkpoint could not be written")
 
     def poll(self) -> None:
         """Report, on rank 0, a save in flight that has ended; to be called after every step. Not a collective."""
         if self._in_flight is not None and self._outcome is None and self._in_flight.work.done():
             self._outcome = self._in_flight.work.result()
             if self._outcome is not None:
-                self._report(self._in_flight.started, self._outcome)
+                self._in_flight.report(self._outcome)
 
     def wait(self) -> None:
         """Wait until no save is in flight."""
@@ -205,23 +210,8 @@ class CheckpointSaver:
         self.poll()
         outcome = self._world.broadcast_object(self._outcome)
         if outcome.error is None:
-            self._saved = self._in_flight.started.saving.iteration
+            self._saved = self._in_flight.iteration
         self._in_flight, self._outcome = None, None
-
-    def _start(self, iteration: int, consumed_samples: int, reason: str, host: HostMemory | None) -> _StartedSave:
-        config, start = self._config, time.perf_counter()
-        assert config.save is not None
-        retention = Retention(config.keep_last_n_checkpoints, config.save_retain_interval, self._loaded)
-        saving = TrainingSave.begin(
-            config.save, self._header(iteration, consumed_samples), self._trainer.engine.state, self._world,
-            self._small_files.write, SaveOptions(config.checksum, retention, host),
-        )  # fmt: skip
-        return _StartedSave(saving, reason, start, time.perf_counter() - start)
-
-    def _write_in_background(self, started: _StartedSave) -> _SaveInFlight:
-        seconds = 60 * self._trainer.run.parallel.distributed_timeout_minutes
-        handover = FileHandover(started.saving.directory, self._world.rank, self._world.size, seconds)
-        return _SaveInFlight(started, run_in_thread(lambda: started.saving.write(handover.gather), "checkpoint writer"))
 
     def _header(self, iteration: int, consumed_samples: int) -> dict[str, Any]:
         run, tokenizer = self._trainer.run, self._inputs.tokenizer
@@ -242,58 +232,30 @@ class CheckpointSaver:
             header["data_streams"] = [states[rank] for rank in range(data.size)] if states else []
         return header
 
-    def _report(self, started: _StartedSave, outcome: SaveOutcome) -> None:
-        saving, seconds = started.saving, time.perf_counter() - started.start
+    def _report(
+        self, saving: TrainingSave, reason: str, start: float, blocked_seconds: float, outcome: SaveOutcome
+    ) -> None:
         # Every save finds again what could not be removed, so each note is printed once.
         for note in (note for note in outcome.notes if note not in self._reported_notes):
             self._print(f"*** {note} ***")
         self._reported_notes.update(outcome.notes)
         if outcome.error is not None:
-            self._report_failure(saving.iteration, started.reason, outcome.error)
+            self._report_failure(saving.iteration, reason, outcome.error)
             return
         self._saved = saving.iteration
         self._print(f"saved {outcome.directory}")
         for name in outcome.removed:
             self._print(f"removed {name}")
         self._event(
-            "save end", iteration=saving.iteration, reason=started.reason, directory=outcome.directory,
-            bytes=saving.total_bytes, seconds=round(seconds, 3), blocked_seconds=round(started.blocked_seconds, 3),
-            removed=list(outcome.removed),
+            "save end", iteration=saving.iteration, reason=reason, directory=outcome.directory,
+            bytes=saving.total_bytes, seconds=round(time.perf_counter() - start, 3),
+            blocked_seconds=round(blocked_seconds, 3), removed=list(outcome.removed),
         )  # fmt: skip
 
     def _report_failure(self, iteration: int, reason: str, error: str) -> None:
         text = f"iteration {iteration} was not saved: {error}; earlier checkpoints are as they were"
         self._print(f"*** --save {self._config.save}: {text} ***")
         self._event("save failed", iteration=iteration, reason=reason, error=error)
-
-    def _event(self, kind: str, **fields: Any) -> None:
-        if self._world.rank == 0:
-            self._on_event(kind, **fields)
-
-    def _print(self, text: str) -> None:
-        print_rank_0(text, self._world.rank)
-
-    def _load(self, load: Path, opened: Checkpoint) -> Checkpoint:
-        config, only_weights = self._config, self._trainer.run.loads_only_weights
-        model = opened.model()
-
-        def refuse(checkpoint: Checkpoint) -> list[str]:
-            # The command line was only compared with the checkpoint that was opened at the start.
-            other = checkpoint.model() != model
-            return [f"{checkpoint.directory}: is of another model than {opened.directory}"] if other else []
-
-        checkpoint, faults = load_newest(
-            load, self._trainer.engine.state, self._world, refuse,
-            optimizer=config.load_optim and not only_weights,
-            generators=config.load_rng and not only_weights,
-            progress=f"verifying {load}" if self._world.rank == 0 else None,
-        )  # fmt: skip
-        if faults:
-            for fault in faults:
-                self._print(f"*** {fault} ***")
-            self._print(f"*** {checkpoint.directory}: is used instead ***")
-            self._event("fallback", directory=str(checkpoint.directory), faults=faults)
-        return checkpoint
 
 
 class _SmallFiles:
@@ -334,12 +296,22 @@ class _SmallFiles:
                     f"{', '.join(lost)}"
                 )
             return notes
-        if "chat_template" in _json_object(self._files.get(_TOKENIZER_CONFIG, b"")):
-            # The inherited file would override the run's own template.
-            found.pop(CHAT_TEMPLATE, None)
+        with contextlib.suppress(ValueError):
+            settings = json.loads(self._files.get("tokenizer_config.json", b""))
+            if isinstance(settings, dict) and "chat_template" in settings:
+                # The inherited file would override the run's own template.
+                found.pop(CHAT_TEMPLATE, None)
         self._files = found | self._files
         self._imported = imported
         return notes
+
+    def _has_another_tokenizer(self, checkpoint: Checkpoint, found: dict[str, bytes]) -> bool:
+        ours, theirs = self._tokenizer, checkpoint.manifest.get("tokenizer")
+        if ours is None or (theirs is None and not any(name in found for name in TOKENIZERS)):
+            return False
+        same = theirs is not None and theirs["sha256"] == ours.sha256
+        # A directory may hold one tokenizer in two formats, of which the import records only one.
+        return not same and not (ours.contents and ours.contents[0] in found.values())
 
     def header(self) -> dict[str, Any]:
         """Return the fields of the manifest that describe the files."""
@@ -351,19 +323,3 @@ class _SmallFiles:
         """Write the files into the directory of a save."""
         for name, content in self._files.items():
             write_atomically(directory / name, content)
-
-    def _has_another_tokenizer(self, checkpoint: Checkpoint, found: dict[str, bytes]) -> bool:
-        ours, theirs = self._tokenizer, checkpoint.manifest.get("tokenizer")
-        if ours is None or (theirs is None and not any(name in found for name in TOKENIZERS)):
-            return False
-        same = theirs is not None and theirs["sha256"] == ours.sha256
-        # A directory may hold one tokenizer in two formats, of which the import records only one.
-        return not same and not (ours.contents and ours.contents[0] in found.values())
-
-
-def _json_object(content: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(content)
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}

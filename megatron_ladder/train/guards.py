@@ -7,16 +7,11 @@ so the next step sees other samples. All ranks decide alike, because they decide
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from torch import nn
-
-from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.training import ReliabilityConfig
-from megatron_ladder.engine.gradients import GradientPiece, first_bad_parameter
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.parallel.layout import parameter_sections
 
 
 class Finding(NamedTuple):
@@ -35,6 +30,7 @@ class Guard:
 
     def __init__(self, config: ReliabilityConfig | None = None) -> None:
         self._config = config or ReliabilityConfig()
+        self.skips_spikes = self._config.skip_loss_spikes
         self._losses: deque[float] = deque(maxlen=self._config.loss_spike_window)
         self._bad_in_a_row = 0
 
@@ -44,22 +40,14 @@ class Guard:
             self._bad_in_a_row += 1
             return "bad numbers"
         self._bad_in_a_row = 0
-        if self._config.loss_spike_factor is None:
+        factor = self._config.loss_spike_factor
+        if factor is None:
             return None
-        is_spike = len(self._losses) == self._losses.maxlen and loss > self.highest_loss()
+        is_full = len(self._losses) == self._losses.maxlen
+        is_spike = is_full and loss > factor * statistics.median(self._losses)
         # A spike enters the window too, so losses that stay high become normal within half a window.
         self._losses.append(loss)
         return "loss spike" if is_spike else None
-
-    def highest_loss(self) -> float:
-        """Return the loss above which the next step counts as a spike."""
-        assert self._config.loss_spike_factor is not None
-        return self._config.loss_spike_factor * statistics.median(self._losses)
-
-    @property
-    def skips_spikes(self) -> bool:
-        """Whether steps with a spike are skipped."""
-        return self._config.skip_loss_spikes
 
     def stop_if_hopeless(self, finding: Finding | None) -> None:
         """Raise BadNumbersError after --max-consecutive-bad-steps bad steps in a row."""
@@ -76,15 +64,3 @@ class Guard:
         """Restore what `state` returned; old checkpoints stored nothing."""
         self._bad_in_a_row = int(stored.get("bad_in_a_row", 0))
         self._losses.extend(map(float, stored.get("losses", ())))
-
-
-def locate_bad_gradient(pieces: Sequence[GradientPiece], model: nn.Module, world: CommGroup) -> dict[str, Any]:
-    """Return the lowest rank with a gradient that is not finite, and its first such parameter in the model's order.
-
-    Every rank must call it and gets the same result; `{}` if all gradients are finite.
-    """
-    order = [section.name for _, sections in parameter_sections(model) for section in sections]
-    names = world.gather_objects(first_bad_parameter(pieces, order))
-    found = next(((rank, name) for rank, name in enumerate(names) if name is not None), None)
-    found = world.broadcast_object(found)
-    return {} if found is None else {"rank": found[0], "parameter": found[1]}

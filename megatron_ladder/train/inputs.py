@@ -1,7 +1,7 @@
 """From a command line to everything that a run is made of; all errors are found before a process group exists."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,10 @@ def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
     """
     errors = ErrorCollector()
     flags = parse_run(argv, errors.messages)
-    tokenizer_errors = ErrorCollector()
+    tokenizer_errors: list[str] = []
     tokenizer, vocab_size = _load_vocabulary(flags.data, flags.model.vocab_size, tokenizer_errors)
     run = resolve_run(flags, vocab_size or 1, place.world_size, errors.messages)
-    errors.add(*tokenizer_errors.messages)
+    errors.add(*tokenizer_errors)
     _check_machine(run, place, errors)
     flags_are_valid = not errors.messages
     deepspeed = deepspeed_json(run, errors.messages)
@@ -63,7 +63,12 @@ def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
             sources = _open_sources(run, tokenizer)
             eod_id = _find_eod(run.data, sources, tokenizer)
     if run.logging.skip_train:
-        errors.add(*_evaluation_errors(run, sources))
+        if run.checkpoint.load is None:
+            errors.add("--skip-train evaluates the model of a checkpoint: give --load as well")
+        if run.logging.eval_iters < 1:
+            errors.add(f"--eval-iters {run.logging.eval_iters}: --skip-train only evaluates: give 1 or more")
+        elif sources is not None and sources.valid is None:
+            errors.add("--skip-train needs validation data: give --valid-data-path, or a --split with a share of it")
     elif run.data.streaming and flags_are_valid:
         with errors.collect():
             stream = _open_stream(run, tokenizer, checkpoint)
@@ -83,38 +88,34 @@ def describe_data(sources: Sources, tokenizer: Tokenizer | None, stream: StreamP
     For a run that does not train, it contains only the tokenizer.
     """
     sha256 = None if tokenizer is None else tokenizer.sha256
-    if stream is not None:
-        return {"tokenizer_sha256": sha256, "stream": stream.describe()}
-    if sources.train is None:
-        return {"tokenizer_sha256": sha256}
-    return describe_training(sources.train, sha256)
+    if stream is None and sources.train is not None:
+        return describe_training(sources.train, sha256)
+    return {"tokenizer_sha256": sha256, **({} if stream is None else {"stream": stream.describe()})}
 
 
 def _load_vocabulary(
-    data: DataConfig, vocab_size: int | None, errors: ErrorCollector
+    data: DataConfig, vocab_size: int | None, errors: list[str]
 ) -> tuple[Tokenizer | None, int | None]:
     """Return the tokenizer, if one was named, and the number of token ids; None if it is unknown."""
     needs_model = data.tokenizer_type not in (None, *WITHOUT_FILES)
     if needs_model != (data.tokenizer_model is not None):
-        errors.add("--tokenizer-type and --tokenizer-model belong together: give both")
-        return None, vocab_size
-    if data.tokenizer_type is None:
-        if vocab_size is None:
-            errors.add("--tokenizer-type and --tokenizer-model, or --vocab-size, are required")
-        return None, vocab_size
-    try:
-        tokenizer = load_source(TokenizerSource(data.tokenizer_type, data.tokenizer_model, vocab_size=vocab_size))
-    except UserError as error:
-        errors.add(*error.messages)
-        return None, vocab_size
-    if tokenizer.kind == NullTokenizer.kind:
-        # Its --vocab-size does not count the end-of-document token.
-        return tokenizer, tokenizer.vocab_size
-    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
-        errors.add(
-            f"--vocab-size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} ids: leave it out"
-        )
-    return tokenizer, vocab_size or tokenizer.vocab_size
+        errors.append("--tokenizer-type and --tokenizer-model belong together: give both")
+    elif data.tokenizer_type is not None:
+        try:
+            tokenizer = load_source(TokenizerSource(data.tokenizer_type, data.tokenizer_model, vocab_size=vocab_size))
+        except UserError as error:
+            errors += error.messages
+            return None, vocab_size
+        known = tokenizer.vocab_size
+        # The --vocab-size of this one does not count the end-of-document token.
+        if vocab_size is None or tokenizer.kind == NullTokenizer.kind:
+            return tokenizer, known
+        if vocab_size < known:
+            errors.append(f"--vocab-size {vocab_size} is smaller than the tokenizer's {known} ids: leave it out")
+        return tokenizer, vocab_size
+    elif vocab_size is None:
+        errors.append("--tokenizer-type and --tokenizer-model, or --vocab-size, are required")
+    return None, vocab_size
 
 
 def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> None:
@@ -143,12 +144,9 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
 def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
     data = run.data
     parts = ["train"] * (not data.streaming and not run.logging.skip_train) + ["valid"] * (run.logging.eval_iters > 0)
+    megatron_samples = run.training.train_iters * run.global_batch_size if data.megatron_order else None
     order = OrderOptions(
-        run.training.seq_length,
-        run.training.seed,
-        data.data_cache_path,
-        run.training.train_iters * run.global_batch_size if data.megatron_order else None,
-        data.loss_on,
+        run.training.seq_length, run.training.seed, data.data_cache_path, megatron_samples, data.loss_on
     )
     try:
         if data.data_cache_path is not None:
@@ -176,19 +174,14 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
     Raises:
         UserError: a flag needs the token and it is unknown; a data set's documents end with another token, or none.
     """
-    flags = " ".join(
-        flag_name(name)
-        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-        if getattr(data, name)
-    )
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    flags = " ".join(flag_name(name) for name in names if getattr(data, name))
     prefixes = sorted(dataset.prefix for dataset in sources.datasets)
     known = {prefix: sidecar for prefix in prefixes if (sidecar := read_sidecar(prefix)) is not None}
     # Elsewhere no document ends with the token, and no flag looks for it.
-    relevant = {
-        prefix: sidecar.eod_id for prefix, sidecar in known.items() if sidecar.append_eod or data.eod_mask_loss
-    }
-    candidates = [*relevant.items(), *((prefix, sidecar.eod_id) for prefix, sidecar in known.items())]
-    name, eod_id = (str(candidates[0][0]), candidates[0][1]) if candidates else ("", None)
+    relevant = {prefix: one.eod_id for prefix, one in known.items() if one.append_eod or data.eod_mask_loss}
+    candidates = [*relevant.items(), *((prefix, one.eod_id) for prefix, one in known.items()), ("", None)]
+    name, eod_id = str(candidates[0][0]), candidates[0][1]
     if tokenizer is not None:
         name = f"--tokenizer-model {tokenizer.files[0]}" if tokenizer.files else f"--tokenizer-type {tokenizer.kind}"
         eod_id = tokenizer.eod_id
@@ -200,9 +193,7 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
         if other != eod_id
     ]
     if flags and eod_id is None:
-        errors.append(
-            f"{flags}: which token ends a document is not known: give --tokenizer-type and --tokenizer-model"
-        )
+        errors.append(f"{flags}: the end-of-document token is unknown: give --tokenizer-type and --tokenizer-model")
     errors += [
         f"{flags}: the documents of {prefix} do not end with an end-of-document token: preprocess it with --append-eod"
         for prefix, sidecar in known.items()
@@ -212,16 +203,6 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
     return eod_id
 
 
-def _evaluation_errors(run: RunConfig, sources: Sources | None) -> Iterator[str]:
-    """Yield one line per flag that --skip-train requires."""
-    if run.checkpoint.load is None:
-        yield "--skip-train evaluates the model of a checkpoint: give --load as well"
-    if run.logging.eval_iters < 1:
-        yield f"--eval-iters {run.logging.eval_iters}: --skip-train only evaluates: give 1 or more"
-    elif sources is not None and sources.valid is None:
-        yield "--skip-train needs validation data: give --valid-data-path, or a --split with a share of it"
-
-
 def _open_stream(run: RunConfig, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None) -> StreamPlan:
     """Return the input of --streaming.
 
@@ -229,12 +210,10 @@ def _open_stream(run: RunConfig, tokenizer: Tokenizer | None, checkpoint: Checkp
     """
     data, training = run.data, run.training
     assert tokenizer is not None
-    shards, sources = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
+    max_bad = data.streaming_skip_bad_lines
+    shards, sources = find_input(data.streaming, data.streaming_key, max_bad)
     stored = {} if checkpoint is None else checkpoint.manifest.get("data", {}).get("stream", {})
-    asked = stored.get("streams") if data.streaming_shards is None else data.streaming_shards
-    streams = choose_streams(asked, len(shards), run.data_parallel_size)
+    requested = stored.get("streams") if data.streaming_shards is None else data.streaming_shards
+    streams = choose_streams(requested, len(shards), run.data_parallel_size)
     window = max(1, data.streaming_shuffle_buffer // streams)
-    return StreamPlan(
-        shards, streams, training.seq_length, training.seed, window, tokenizer.eod_id, sources,
-        data.streaming_skip_bad_lines,
-    )  # fmt: skip
+    return StreamPlan(shards, streams, training.seq_length, training.seed, window, tokenizer.eod_id, sources, max_bad)

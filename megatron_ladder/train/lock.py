@@ -16,7 +16,6 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -25,10 +24,6 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.files import lock_file
 
 _LOCK_NAME = "run.lock"
-_BEAT_SECONDS = 10.0
-"""Time between two updates of the modification time by the holder."""
-_STALE_SECONDS = 45.0
-"""A lock of another machine that was not updated for this time belongs to a dead run."""
 _MOST_BYTES = 4096
 """Maximum size of a lock file."""
 
@@ -37,13 +32,14 @@ class SaveLock:
     """Context manager around a run that writes to `folder`; one process of the run enters it."""
 
     def __init__(
-        self,
-        folder: Path,
-        stale_seconds: float = _STALE_SECONDS,
-        beat_seconds: float = _BEAT_SECONDS,
-        flag: str = "--save",
+        self, folder: Path, stale_seconds: float = 45.0, beat_seconds: float = 10.0, flag: str = "--save"
     ) -> None:
-        """`flag` is the flag that names the folder, for error messages."""
+        """
+        Args:
+            stale_seconds: a lock of another machine that was not updated for this time belongs to a dead run.
+            beat_seconds: time between two updates by the holder.
+            flag: the flag that names the folder, for error messages.
+        """
         self._folder = folder
         self._flag = flag
         self._path = folder / _LOCK_NAME
@@ -61,15 +57,20 @@ class SaveLock:
         """
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            kernel_locks = self._lock()
-            holder = self._read()
-            if holder and self._is_alive(holder):
+            try:
+                has_kernel_locks = lock_file(self._descriptor) is None
+            except BlockingIOError:
+                raise self._refusal(self._read()) from None
+            holder, me = self._read(), _this_process()
+            if holder and self._is_alive(holder, me):
                 raise self._refusal(holder)
-            self._write(_this_process())
-            if not kernel_locks:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(me).encode(), 0)
+            os.fsync(self._descriptor)
+            if not has_kernel_locks:
                 # Two processes that found the same dead lock have both written; the content of the later one remains.
                 time.sleep(min(1.0, self._stale_seconds))
-                if self._read() != _this_process():
+                if self._read() != me:
                     raise self._refusal(self._read())
         except BaseException:
             os.close(self._descriptor)
@@ -77,41 +78,28 @@ class SaveLock:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._released.set()
         self._thread.join()
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 
-    def _lock(self) -> bool:
-        """Return whether the file system has locks; raise UserError if another process holds this one."""
-        try:
-            return lock_file(self._descriptor) is None
-        except BlockingIOError:
-            raise self._refusal(self._read()) from None
-
-    def _is_alive(self, holder: dict[str, Any]) -> bool:
-        me = _this_process()
+    def _is_alive(self, holder: dict[str, Any], me: dict[str, Any]) -> bool:
+        """Return whether the holder's process is alive; on another host, wait until its lock is updated or stale."""
         if holder.get("host") == me["host"]:
             same_boot = holder.get("boot") == me["boot"]
             return same_boot and holder.get("born") == _start_ticks(int(holder.get("pid", -1)))
-        return not self._becomes_stale()
-
-    def _becomes_stale(self) -> bool:
-        """Wait until the file is old enough, by the file server's clock; return False if it is updated before."""
         changed = os.fstat(self._descriptor).st_mtime
-        while True:
+        while os.stat(self._path).st_mtime == changed:
+            # The age by the file server's clock.
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix=_LOCK_NAME) as probe:
                 age = os.fstat(probe.fileno()).st_mtime - changed
             if age >= self._stale_seconds:
-                return True
+                return False
             print(f"{self._path}: lock of another host, updated {age:.0f} s ago; waiting for an update", flush=True)
             time.sleep(min(self._beat_seconds, self._stale_seconds - age + 0.1))
-            if os.stat(self._path).st_mtime != changed:
-                return False
+        return True
 
     def _refusal(self, holder: dict[str, Any]) -> UserError:
         who = "pid {pid} on {host}, started {started}".format_map({**dict.fromkeys(_this_process(), "?"), **holder})
@@ -124,11 +112,6 @@ class SaveLock:
             if isinstance(found, dict):
                 return found
         return {}
-
-    def _write(self, holder: dict[str, Any]) -> None:
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
-        os.fsync(self._descriptor)
 
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -35,9 +34,9 @@ def print_rank_0(text: str, rank: int) -> None:
 
 def banner(trainer: Trainer) -> str:
     """Return the derived numbers of a run, one per line."""
-    run, model = trainer.run, trainer.run.model
-    flops = ModelFlops(model, run.training.seq_length)
-    tensor_parallel = run.parallel.tensor_model_parallel_size
+    run, model, training, parallel = trainer.run, trainer.run.model, trainer.run.training, trainer.run.parallel
+    flops = ModelFlops(model, training.seq_length)
+    vocab_size = padded_vocab_size(model.vocab_size, parallel.tensor_model_parallel_size)
     layers = model.ladder_layers
     wiring: str = model.residual_mode
     if model.wiring.late:
@@ -45,20 +44,25 @@ def banner(trainer: Trainer) -> str:
         wiring += f": {which} read the stream {model.residual_staleness} sub-block(s) late"
     if model.wiring.stream == "per rank":
         wiring += f": {model.desync_tp} streams, summed after every {model.desync_interval} sub-blocks"
+    precision = "fp32"
+    if training.bf16 or training.fp16:
+        precision = f"{'bf16' if training.bf16 else 'fp16'}, fp32 masters and gradient accumulation"
+    if training.fp16:
+        precision += f", loss scale {'dynamic' if training.loss_scale is None else f'{training.loss_scale:g}'}"
     rows = {
-        "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {run.parallel.zero_stage}"
-        + (", optimizer on the host" if run.parallel.offload_optimizer == "cpu" else ""),
-        **({"stages": _stages(run)} if run.parallel.pipeline_model_parallel_size > 1 else {}),
+        "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {parallel.zero_stage}"
+        + (", optimizer on the host" if parallel.offload_optimizer == "cpu" else ""),
+        **({"stages": _stages(run)} if parallel.pipeline_model_parallel_size > 1 else {}),
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key-value) of {model.head_dim}",
         "wiring": wiring,
         "parameters": f"{parameter_count(model).total:,}",
-        "vocabulary": f"{model.vocab_size:,} words, padded to {padded_vocab_size(model.vocab_size, tensor_parallel):,}",
-        "precision": _precision(run),
+        "vocabulary": f"{model.vocab_size:,} words, padded to {vocab_size:,}",
+        "precision": precision,
         "batch": f"{run.global_batch_size} samples = {run.accumulation_steps} accumulation steps x "
-        f"{run.data_parallel_size} data-parallel ranks x {run.training.micro_batch_size}",
-        "tokens": f"{run.tokens_per_step:,} a step, {run.tokens_per_step * run.training.train_iters:,} in "
-        f"{run.training.train_iters:,} steps",
+        f"{run.data_parallel_size} data-parallel ranks x {training.micro_batch_size}",
+        "tokens": f"{run.tokens_per_step:,} a step, {run.tokens_per_step * training.train_iters:,} in "
+        f"{training.train_iters:,} steps",
         "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step; with recomputation "
         f"{flops.training_on_hardware(run.recompute_layers) * run.global_batch_size:.3e} on the hardware",
         "overlap": _overlap(run),
@@ -67,19 +71,7 @@ def banner(trainer: Trainer) -> str:
         "optimizer": f"AdamW by {trainer.implementations['optimizer']}",
     }
     width = max(map(len, rows))
-    lines = [f"  {name:<{width}}  {value}" for name, value in rows.items()]
-    return "\n".join([f"megatron_ladder {__version__}", *lines])
-
-
-def _precision(run: RunConfig) -> str:
-    training = run.training
-    if not (training.bf16 or training.fp16):
-        return "fp32"
-    masters = "fp32 masters and gradient accumulation"
-    if training.bf16:
-        return f"bf16, {masters}"
-    scale = "dynamic" if training.loss_scale is None else f"{training.loss_scale:g}"
-    return f"fp16, {masters}, loss scale {scale}"
+    return "\n".join([f"megatron_ladder {__version__}", *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
 
 
 def _stages(run: RunConfig) -> str:
@@ -130,9 +122,7 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._curves.close(self._last)
 
     def training(self, iteration: int, loss: float, learning_rate: float, gradient_norm: float) -> None:
@@ -142,34 +132,35 @@ class RunLog:
         self._interval_start, self._last = now, iteration
         if self._rank != 0:
             return
-        run = self._run
-        step_seconds = seconds / steps
-        tokens_per_second = run.tokens_per_step / step_seconds
-        flops = self._flops_per_step / step_seconds
-        left = (run.training.train_iters - iteration) * step_seconds
-        total = run.training.train_iters
+        total, step_seconds = self._run.training.train_iters, seconds / steps
+        tokens_per_second, flops = self._run.tokens_per_step / step_seconds, self._flops_per_step / step_seconds
+        minutes, left = divmod(round((total - iteration) * step_seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        eta = f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
         print_rank_0(
             f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} "
             f"| learning rate {learning_rate:.3e} | grad norm {gradient_norm:.3f} | {tokens_per_second:,.0f} tokens/s "
-            f"| {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step | ETA {_duration(left)}",
+            f"| {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step | ETA {eta}",
             self._rank,
         )
         self._record.write(
             "progress", iteration=iteration, steps=steps, seconds=round(seconds, 6), loss=loss,
             tokens_per_second=round(tokens_per_second, 1),
         )  # fmt: skip
-        self._curves.scalars(
-            iteration,
-            {
-                "train/lm loss": loss,
-                "train/learning rate": learning_rate,
-                "train/grad norm": gradient_norm,
-                "speed/tokens per second": tokens_per_second,
-                "speed/model TFLOP per second": flops / 1e12,
-                "speed/seconds per step": step_seconds,
-                "memory/peak GB": _peak_memory(self._device) / 1e9,
-            },
-        )
+        if self._device.type == "cuda":
+            peak_memory = torch.cuda.max_memory_allocated(self._device)
+        else:
+            peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        values = {
+            "train/lm loss": loss,
+            "train/learning rate": learning_rate,
+            "train/grad norm": gradient_norm,
+            "speed/tokens per second": tokens_per_second,
+            "speed/model TFLOP per second": flops / 1e12,
+            "speed/seconds per step": step_seconds,
+            "memory/peak GB": peak_memory / 1e9,
+        }
+        self._curves.scalars(iteration, values)
 
     def activations(self, kept_bytes: int) -> None:
         """Report the memory that the first forward pass keeps for backward, on the rank with the most."""
@@ -190,20 +181,6 @@ class RunLog:
             yield
         finally:
             self._interval_start += time.perf_counter() - start
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process has used: of its GPU, or else resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _duration(seconds: float) -> str:
-    """Format as `1:02:03` or `2:03`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _engineering(value: float) -> str:
@@ -227,7 +204,14 @@ class _Curves:
         self._folder = folder
         self._writer: Any = None
         if folder is not None:
-            self._try(iteration, lambda: self._open(str(folder), iteration + 1 if hide_later else None, configuration))
+
+            def open_writer() -> None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(str(folder), purge_step=iteration + 1 if hide_later else None)
+                self._writer.add_text("configuration", configuration, 0)
+
+            self._try(iteration, open_writer)
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
         """Add a point to each curve and flush."""
@@ -245,12 +229,6 @@ class _Curves:
         if self._writer is not None:
             self._try(iteration, self._writer.close)
 
-    def _open(self, folder: str, purge_step: int | None, configuration: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(folder, purge_step=purge_step)
-        self._writer.add_text("configuration", configuration, 0)
-
     def _try(self, iteration: int, write: Callable[[], None]) -> None:
         try:
             write()
@@ -260,8 +238,7 @@ class _Curves:
             self._writer = None
             problem = f"cannot be written ({error}): no more curves from iteration {iteration} on"
             # Stdout may be on the same full disk.
-            with contextlib.suppress(OSError):
-                print(f"*** --tensorboard-dir {self._folder}: {problem} ***", flush=True)
+            print_rank_0(f"*** --tensorboard-dir {self._folder}: {problem} ***", 0)
 
 
 def describe_start(trainer: Trainer, iteration: int) -> dict[str, Any]:
@@ -287,13 +264,9 @@ def report_finding(record: RunRecord, rank: int, iteration: int, result: StepRes
         return
     print_rank_0(finding.text + (": the step was left out" if finding.skipped else ""), rank)
     record.write_first(
-        "skip" if finding.skipped else "spike",
-        iteration=iteration,
-        reason=finding.kind,
-        loss=result.loss,
-        gradient_norm=result.gradient_norm,
-        **finding.details,
-    )
+        "skip" if finding.skipped else "spike", iteration=iteration, reason=finding.kind, loss=result.loss,
+        gradient_norm=result.gradient_norm, **finding.details,
+    )  # fmt: skip
 
 
 @contextmanager

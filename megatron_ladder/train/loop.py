@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from megatron_ladder.train.log import (
     report_finding,
 )
 from megatron_ladder.train.profile import ActivationMeter, step_contexts
-from megatron_ladder.train.reading import TrainingData, packing_notes, sample_batches
+from megatron_ladder.train.reading import TextStreams, packing_notes, sample_batches
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import evaluate, train_step
@@ -41,7 +42,7 @@ class _Session(NamedTuple):
     """The parts of a run other than the trainer."""
 
     inputs: RunInputs
-    reading: TrainingData
+    streams: TextStreams | None
     checkpoints: CheckpointSaver
     stopper: Stopper
     record: RunRecord
@@ -71,11 +72,11 @@ def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
         with recording_failures(record, peers), naming_lost_peers(peers):
             trainer = build_trainer(inputs, place, peers)
             print_rank_0("\n".join([banner(trainer), *packing_notes(inputs.sources)]), place.rank)
-            reading = TrainingData(trainer, inputs)
-            with CheckpointSaver(trainer, inputs, record.write, reading.streams) as checkpoints:
+            streams = None if inputs.stream is None else TextStreams(trainer, inputs, inputs.stream)
+            with CheckpointSaver(trainer, inputs, record.write, streams) as checkpoints:
                 iteration, consumed_samples = checkpoints.resume()
                 record.write_first("start", **describe_start(trainer, iteration))
-                session = _Session(inputs, reading, checkpoints, stopper, record)
+                session = _Session(inputs, streams, checkpoints, stopper, record)
                 if inputs.run.logging.skip_train:
                     reason = _evaluate_loaded(trainer, session, iteration)
                 else:
@@ -85,11 +86,7 @@ def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
 
 
 def _evaluate_loaded(trainer: Trainer, session: _Session, iteration: int) -> str:
-    """Evaluate the loaded model, without training or saving, and return why the run ends.
-
-    Args:
-        iteration: number of steps that the model was trained for.
-    """
+    """Evaluate the model of a checkpoint after `iteration` steps, and return why the run ends."""
     valid = session.inputs.sources.valid
     assert valid is not None
     with (
@@ -101,15 +98,8 @@ def _evaluate_loaded(trainer: Trainer, session: _Session, iteration: int) -> str
 
 
 def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples: int) -> str:
-    """Train until --train-iters or a stop request, with log lines, evaluations and checkpoints.
-
-    Args:
-        iteration: number of steps done before.
-
-    Returns:
-        The reason of the end.
-    """
-    run, rank, inputs = trainer.run, trainer.mesh.world.rank, session.inputs
+    """Train until --train-iters or a stop request, and return why the run ends; `iteration` steps were done before."""
+    run, rank, record, sources = trainer.run, trainer.mesh.world.rank, session.record, session.inputs.sources
     last, first = run.training.train_iters, iteration + 1
     if iteration >= last:
         print_rank_0(f"nothing to do: {iteration} of {last} steps are done", rank)
@@ -118,12 +108,19 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
     if reason is not None:
         print_rank_0(f"{reason}: ends before its first step; nothing was trained, so nothing is saved", rank)
         return reason
+    if session.streams is None:
+        assert sources.train is not None
+        train_batches = sample_batches(trainer, sources.train, consumed_samples)
+    else:
+        train_batches = session.streams.batches(consumed_samples)
     losses: list[float] = []
+    startup = timedelta(minutes=run.parallel.distributed_timeout_minutes)
+    running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
     with (
-        closing(session.reading.begin(consumed_samples)) as batches,
-        RunLog(trainer, first, session.record) as log,
+        closing(train_batches) as batches,
+        RunLog(trainer, first, record) as log,
         ActivationMeter(trainer.engine.module, trainer.device) as meter,
-        _hang_watch(trainer, session.record) as watch,
+        HangWatch(trainer.peers, startup, running, partial(record_lost_peers, record, trainer.peers)) as watch,
     ):
 
         @contextmanager
@@ -138,7 +135,7 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
                 result = train_step(trainer, next(batches), iteration, session.stopper.votes)
             watch.step_done(iteration)
             session.checkpoints.poll()
-            report_finding(session.record, rank, iteration, result)
+            report_finding(record, rank, iteration, result)
             trainer.guard.stop_if_hopeless(result.finding)
             reason = session.stopper.reason(result.extra_sums, iteration)
             is_final = reason is not None or iteration == last
@@ -154,8 +151,8 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
                 with not_training():
                     reason = _save_checkpoint(trainer, session, iteration, batches.consumed_samples, reason)
             evaluates = iteration == last or _is_due(iteration, run.logging.eval_interval)
-            if evaluates and reason is None and inputs.sources.valid is not None:
-                with not_training(), closing(sample_batches(trainer, inputs.sources.valid, 0)) as valid:
+            if evaluates and reason is None and sources.valid is not None:
+                with not_training(), closing(sample_batches(trainer, sources.valid, 0)) as valid:
                     log.validation(iteration, evaluate(trainer, valid, run.logging.eval_iters))
     if reason is not None:
         print_rank_0(f"{reason}: ends after iteration {iteration} of {last}", rank)
@@ -188,14 +185,5 @@ def _agreed_stop_reason(trainer: Trainer, stopper: Stopper) -> str | None:
     return stopper.reason(trainer.mesh.world.all_reduce(votes).tolist())
 
 
-def _hang_watch(trainer: Trainer, record: RunRecord) -> HangWatch:
-    """Return the watch that shortens timeouts after the first step, and prints stacks before one expires."""
-    parallel, peers = trainer.run.parallel, trainer.peers
-    startup = timedelta(minutes=parallel.distributed_timeout_minutes)
-    running = timedelta(seconds=parallel.distributed_timeout_seconds_after_first_step)
-    return HangWatch(peers, startup, running, lambda error: record_lost_peers(record, peers, error))
-
-
 def _is_due(iteration: int, interval: int | None) -> bool:
-    """Return whether an action of every `interval` steps is due after this step."""
     return interval is not None and iteration % interval == 0

@@ -7,7 +7,7 @@ started, so that their start does not look like communication, and until the tra
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -47,77 +47,50 @@ def step_contexts(
         pause: context for work that is not training.
     """
     config = run.profile
-    if not config.profile:
-        return lambda iteration: nullcontext()
     first, last = max(config.profile_step_start + 1, first_iteration), config.profile_step_end
-    if first > last:
-        if world.rank == 0:
-            print(f"*** --profile: steps up to {last} are done: nothing is profiled ***", flush=True)
+    if config.profile and first > last and world.rank == 0:
+        print(f"*** --profile: steps up to {last} are done: nothing is profiled ***", flush=True)
+    if not config.profile or first > last:
         return lambda iteration: nullcontext()
     folder = config.folder(run.logging.tensorboard_dir)
     assert folder is not None
     path = folder / f"rank{world.rank}-steps{first}-{last}.pt.trace.json.gz"
-    return _StepProfiler(path if world.rank in config.profile_ranks else None, first, last, world, device, pause)
-
-
-class _StepProfiler:
-    """Starts the profiler before step `first`; stops it and writes the trace after step `last`."""
-
-    def __init__(
-        self,
-        path: Path | None,
-        first: int,
-        last: int,
-        world: CommGroup,
-        device: torch.device,
-        pause: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        """`path` is the trace file; None on a rank that is not profiled."""
-        self._path = path
-        self._first = first
-        self._last = last
-        self._world = world
-        self._pause = pause
-        self._profiler: profile | None = None
-        if path is not None:
-            activities = [ProfilerActivity.CPU]
-            activities += [ProfilerActivity.CUDA] if device.type == "cuda" else []
-            self._profiler = profile(activities=activities)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    profiler = profile(activities=activities) if world.rank in config.profile_ranks else None
 
     @contextmanager
-    def __call__(self, iteration: int) -> Iterator[None]:
-        """Return the context for a step; profiled steps are named `iteration N`."""
-        if not self._first <= iteration <= self._last:
+    def profiled(iteration: int) -> Iterator[None]:
+        """Start the profiler before the first step, name each step, and write the trace after the last one."""
+        if not first <= iteration <= last:
             yield
             return
-        if iteration == self._first:
-            with self._pause():
-                self._start()
-        with nullcontext() if self._profiler is None else record_function(f"iteration {iteration}"):
+        if iteration == first:
+            with pause():
+                if profiler is not None:
+                    profiler.start()
+                world.barrier()
+        with nullcontext() if profiler is None else record_function(f"iteration {iteration}"):
             yield
-        if iteration == self._last:
-            with self._pause():
-                self._stop()
+        if iteration == last:
+            with pause():
+                if profiler is not None:
+                    profiler.stop()
+                    _write_trace(profiler, path)
+                world.barrier()
 
-    def _start(self) -> None:
-        if self._profiler is not None:
-            self._profiler.start()
-        self._world.barrier()
+    return profiled
 
-    def _stop(self) -> None:
-        if self._profiler is not None and self._path is not None:
-            self._profiler.stop()
-            try:
-                # Written under another name first, so that a trace of the final name is complete.
-                temporary = self._path.with_name(f".{self._path.name}")
-                self._profiler.export_chrome_trace(str(temporary))
-                os.replace(temporary, self._path)
-                print(f"profile: {self._path}", flush=True)
-            except OSError as error:
-                # A trace is not worth ending a run for.
-                print(f"*** --profile: {self._path} cannot be written: {error.strerror} ***", flush=True)
-            self._profiler = None
-        self._world.barrier()
+
+def _write_trace(profiler: profile, path: Path) -> None:
+    """Write a trace; a failure is only reported, because a trace is not worth ending a run for."""
+    try:
+        # Written under another name first, so that a trace of the final name is complete.
+        temporary = path.with_name(f".{path.name}")
+        profiler.export_chrome_trace(str(temporary))
+        os.replace(temporary, path)
+        print(f"profile: {path}", flush=True)
+    except OSError as error:
+        print(f"*** --profile: {path} cannot be written: {error.strerror} ***", flush=True)
 
 
 class _NewStorages(TorchDispatchMode):
@@ -154,17 +127,16 @@ class ActivationMeter:
         self._device = device
         self._before = 0
         self._storages: _NewStorages | None = None
-        self._stance: AbstractContextManager[object] | None = None
-        self._hooks = [
-            model.register_forward_pre_hook(self._begin, prepend=True),
-            model.register_forward_hook(self._end),
-        ]
+        self._tracking = ExitStack()
+        self._hooks = ExitStack()
+        self._hooks.callback(model.register_forward_pre_hook(self._begin, prepend=True).remove)
+        self._hooks.callback(model.register_forward_hook(self._end).remove)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._remove_hooks()
+        self._hooks.close()
 
     def largest(self, world: CommGroup) -> int:
         """Return the maximum over all ranks, in bytes; all ranks must call it."""
@@ -178,23 +150,16 @@ class ActivationMeter:
             self._before = torch.cuda.memory_allocated(self._device)
         else:
             # A dispatch mode cannot see into compiled functions.
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._storages = _NewStorages()
-            self._storages.__enter__()
+            self._tracking.enter_context(torch.compiler.set_stance("force_eager"))
+            self._storages = self._tracking.enter_context(_NewStorages())
 
     def _end(self, *_: object) -> None:
         if not torch.is_grad_enabled():
             return
+        self._tracking.close()
         if self._storages is None:
             self.kept_bytes = torch.cuda.memory_allocated(self._device) - self._before
         else:
-            self._storages.__exit__(None, None, None)
-            assert self._stance is not None
-            self._stance.__exit__(None, None, None)
             self.kept_bytes = self._storages.alive()
-        self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
         self._storages = None
+        self._hooks.close()

@@ -1,17 +1,9 @@
 """Decides which ranks read batches, and which ranks receive them by broadcast."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
-from megatron_ladder.config.run import RunConfig
-from megatron_ladder.data.batches import (
-    BatchShape,
-    DocumentRules,
-    GlobalBatchLoader,
-    SampleReader,
-    UnreadBatches,
-)
+from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader, UnreadBatches
 from megatron_ladder.data.encoders import choose_encoder
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.loader import Sources
@@ -30,26 +22,20 @@ from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import print_rank_0
 from megatron_ladder.train.setup import Trainer
 
-Batches = GlobalBatchLoader | UnreadBatches
+
+def _shape_and_rules(trainer: Trainer) -> tuple[BatchShape, DocumentRules]:
+    run, training, data = trainer.run, trainer.run.training, trainer.run.data
+    shape = BatchShape(training.seq_length, run.global_batch_size, training.micro_batch_size, run.data_parallel_size)
+    return shape, DocumentRules(trainer.eod_id, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 
 
-def _batch_shape(run: RunConfig) -> BatchShape:
-    training = run.training
-    return BatchShape(training.seq_length, run.global_batch_size, training.micro_batch_size, run.data_parallel_size)
-
-
-def _document_rules(run: RunConfig, eod_id: int | None) -> DocumentRules:
-    data = run.data
-    return DocumentRules(eod_id, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-
-
-def sample_batches(trainer: Trainer, source: Samples, consumed_samples: int) -> Batches:
+def sample_batches(trainer: Trainer, source: Samples, consumed_samples: int) -> GlobalBatchLoader | UnreadBatches:
     """Return this rank's batches of numbered samples, starting after `consumed_samples`.
 
     On the first and last pipeline stage, the first tensor-parallel rank reads and broadcasts to the others of its
     stage. Stages between them read only if they need document bounds; otherwise they receive nothing.
     """
-    mesh, rules, shape = trainer.mesh, _document_rules(trainer.run, trainer.eod_id), _batch_shape(trainer.run)
+    mesh, (shape, rules) = trainer.mesh, _shape_and_rules(trainer)
     embeds_or_has_targets = mesh.pipeline.rank in (0, mesh.pipeline.size - 1)
     if not (embeds_or_has_targets or rules.cuts_rows):
         return UnreadBatches(shape, consumed_samples)
@@ -59,26 +45,7 @@ def sample_batches(trainer: Trainer, source: Samples, consumed_samples: int) -> 
     return GlobalBatchLoader(reader, shape, rules, consumed_samples, mesh.tensor, trainer.device)
 
 
-class TrainingData:
-    """The source of training batches: numbered samples, or text streams.
-
-    Attributes:
-        streams: state of the streams for checkpoints; None if the number of consumed samples suffices.
-    """
-
-    def __init__(self, trainer: Trainer, inputs: RunInputs) -> None:
-        self._trainer, self._inputs = trainer, inputs
-        self.streams = None if inputs.stream is None else _TextStreams(trainer, inputs, inputs.stream)
-
-    def begin(self, consumed_samples: int) -> Batches:
-        """Return this rank's batches after `consumed_samples`, or after the position of the resumed streams."""
-        if self.streams is not None:
-            return self.streams.begin(consumed_samples)
-        assert self._inputs.sources.train is not None
-        return sample_batches(self._trainer, self._inputs.sources.train, consumed_samples)
-
-
-class _TextStreams:
+class TextStreams:
     """Batches of streamed text. The first rank of each model tokenizes and broadcasts to the model's other ranks."""
 
     def __init__(self, trainer: Trainer, inputs: RunInputs, plan: StreamPlan) -> None:
@@ -103,31 +70,31 @@ class _TextStreams:
     def resume(self, manifest: Mapping[str, Any]) -> None:
         """Restore the states in a checkpoint, unless its data differs, for which positions are meaningless."""
         found = describe_data(self._inputs.sources, self._inputs.tokenizer, self._plan)
+        # The oldest manifests have no states.
         if "data_streams" in manifest and not data_changes(manifest.get("data", {}), found):
             self.load_state_dict(manifest["data_streams"])
 
-    def begin(self, consumed_samples: int) -> GlobalBatchLoader:
-        """Return this rank's batches."""
-        trainer, tokenizer, reader = self._trainer, self._inputs.tokenizer, None
-        mesh, run, shape = trainer.mesh, trainer.run, _batch_shape(trainer.run)
+    def batches(self, consumed_samples: int) -> GlobalBatchLoader:
+        """Return this rank's batches, starting at the restored position."""
+        trainer, mesh, tokenizer, reader = self._trainer, self._trainer.mesh, self._inputs.tokenizer, None
+        shape, rules = _shape_and_rules(trainer)
         assert tokenizer is not None
         if mesh.model.rank == 0:
             texts = next(self._plan.shards[0].blocks(0), ShardBlock([])).texts
             choice = choose_encoder(tokenizer, "auto", texts)
             print_rank_0(f"--streaming: {choice.sentence}", mesh.world.rank)
-            skipped = SkippedRecords(self._plan.max_bad, partial(_print_with_rank, mesh.world.rank), self._skipped)
+
+            def warn(text: str) -> None:
+                # On every rank, because each one reads different streams.
+                print(f"rank {mesh.world.rank}: {text}", flush=True)
+
+            skipped = SkippedRecords(self._plan.max_bad, warn, self._skipped)
             reader = StreamReader(
                 self._plan, choice.encoder.encode, shape, mesh.data.rank, consumed_samples, self._positions,
-                run.model.vocab_size, skipped,
+                trainer.run.model.vocab_size, skipped,
             )  # fmt: skip
-        rules = _document_rules(run, trainer.eod_id)
         self._batches = GlobalBatchLoader(reader, shape, rules, consumed_samples, mesh.model, trainer.device)
         return self._batches
-
-
-def _print_with_rank(rank: int, text: str) -> None:
-    """Print on any rank, because each one reads different streams."""
-    print(f"rank {rank}: {text}", flush=True)
 
 
 def packing_notes(sources: Sources) -> list[str]:

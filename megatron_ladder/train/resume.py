@@ -5,7 +5,6 @@ one of two flags decides between the values; their names and meaning are Megatro
 freely, and the decay of the learning rate still ends where it did.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,12 +21,13 @@ _FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
 """Fields of the model that a resumed run may change, because they affect no stored tensor and no step."""
 _DEFINES_ORDER = ("seed", "seq_length")
 """Fields that a resumed run must not change, because they determine the order of samples."""
-_SCHEDULE = ("lr", "lr_warmup_iters", "lr_decay_style")
+_ALWAYS = (
+    "lr", "lr_warmup_iters", "lr_decay_style", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps",
+)  # fmt: skip
 _DECAY = ("min_lr", "lr_decay_iters")
 """Without effect in the style `constant`."""
 _WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
 """Only effective in the style `WSD`."""
-_ADAMW = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
 
 
 def open_checkpoint(run: RunConfig, vocabulary_is_known: bool, errors: ErrorCollector) -> Checkpoint | None:
@@ -46,8 +46,7 @@ def open_checkpoint(run: RunConfig, vocabulary_is_known: bool, errors: ErrorColl
     with errors.collect():
         checkpoint = find_checkpoint(load)
         if checkpoint is not None:
-            ignored = _FREE_TO_CHANGE if vocabulary_is_known else (*_FREE_TO_CHANGE, "vocab_size")
-            errors.add(*_model_differences(run, checkpoint, ignored))
+            errors.add(*_model_differences(run, checkpoint, vocabulary_is_known))
             return checkpoint
         for flag, required in (
             ("--exit-on-missing-checkpoint", run.checkpoint.exit_on_missing_checkpoint),
@@ -58,15 +57,16 @@ def open_checkpoint(run: RunConfig, vocabulary_is_known: bool, errors: ErrorColl
     return None
 
 
-def _model_differences(run: RunConfig, checkpoint: Checkpoint, ignored: Sequence[str]) -> list[str]:
+def _model_differences(run: RunConfig, checkpoint: Checkpoint, vocabulary_is_known: bool) -> list[str]:
     """Return one line per value of the command line that contradicts the checkpoint."""
     model = checkpoint.model()
     stored, given = model.to_dict(), run.model.to_dict()
+    ignored = _FREE_TO_CHANGE if vocabulary_is_known else (*_FREE_TO_CHANGE, "vocab_size")
     pairs = {name: (given[name], stored[name]) for name in stored if name not in ignored}
     # Derived values are compared only if the wirings agree, and reported under the name of a flag.
-    ours, theirs = pairs.pop("desync_tp")
+    streams = pairs.pop("desync_tp")
     if model.residual_mode == run.model.residual_mode:
-        pairs["tensor_model_parallel_size"] = ours, theirs
+        pairs["tensor_model_parallel_size"] = streams
     else:
         del pairs["desync_interval"]
     training = checkpoint.manifest.get("run", {}).get("training", {})
@@ -81,13 +81,11 @@ def _model_differences(run: RunConfig, checkpoint: Checkpoint, ignored: Sequence
 
 def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) -> RunConfig:
     """Return the run with the schedule that it continues with; `errors` receives one line per rejected change."""
-    options, stored = run.checkpoint, checkpoint.manifest.get("run", {})
+    options, stored, directory = run.checkpoint, checkpoint.manifest.get("run", {}), checkpoint.directory
     if run.loads_only_weights:
         return run
     if options.load_optim and not checkpoint.stored("exp_avg"):
-        errors.add(
-            f"--load {checkpoint.directory}: holds weights and no optimizer: give --finetune, or --no-load-optim"
-        )
+        errors.add(f"--load {directory}: holds weights and no optimizer: give --finetune, or --no-load-optim")
     if options.override_opt_param_scheduler or "optimizer" not in stored:
         return run
     train_iters = stored.get("training", {}).get("train_iters", run.training.train_iters)
@@ -95,13 +93,10 @@ def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) 
     if options.use_checkpoint_opt_param_scheduler:
         return replace(run, optimizer=replace(run.optimizer, **theirs))
     ours = _complete(run.optimizer, {}, theirs["lr_decay_iters"])
-    compared = [*_SCHEDULE, *_ADAMW]
-    if not ours["lr_decay_style"] == theirs["lr_decay_style"] == "constant":
-        compared += _DECAY
-    if "WSD" in (ours["lr_decay_style"], theirs["lr_decay_style"]):
-        compared += _WSD
+    styles = {ours["lr_decay_style"], theirs["lr_decay_style"]}
+    compared = (*_ALWAYS, *(_DECAY if styles != {"constant"} else ()), *(_WSD if "WSD" in styles else ()))
     errors.add(*(
-        f"{flag_name(name)} {ours[name]}: {checkpoint.directory} was trained with {theirs[name]}: give "
+        f"{flag_name(name)} {ours[name]}: {directory} was trained with {theirs[name]}: give "
         "--override-opt-param-scheduler to change it, or --use-checkpoint-opt-param-scheduler to keep the stored value"
         for name in compared
         if ours[name] != theirs[name]
@@ -111,9 +106,10 @@ def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) 
 
 def _complete(optimizer: OptimizerConfig, changes: dict[str, Any], train_iters: int) -> dict[str, Any]:
     """Return the hyperparameters of schedule and AdamW, with derived values filled in."""
-    known = {name: value for name, value in changes.items() if name in (*_SCHEDULE, *_DECAY, *_WSD, *_ADAMW)}
+    names = (*_ALWAYS, *_DECAY, *_WSD)
+    known = {name: value for name, value in changes.items() if name in names}
     values = asdict(complete_schedule(replace(optimizer, **known), train_iters))
-    return {name: values[name] for name in (*_SCHEDULE, *_DECAY, *_WSD, *_ADAMW)}
+    return {name: values[name] for name in names}
 
 
 def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:
@@ -129,22 +125,21 @@ def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:
 
 
 def check_same_data(checkpoint: Checkpoint, data: dict[str, Any], allowed: bool, rank: int) -> None:
-    """Compare the data of a resumed run with the checkpoint's.
+    """Compare the description of the run's data with the checkpoint's.
 
     Args:
-        data: the description of the run's data.
         allowed: whether changes are allowed, and only reported on rank 0.
 
     Raises:
         UserError: one line per change, if changes are not allowed.
     """
-    changes = data_changes(checkpoint.manifest.get("data", {}), data)
+    changes = [
+        f"{change} in {checkpoint.directory}" for change in data_changes(checkpoint.manifest.get("data", {}), data)
+    ]
     if changes and not allowed:
-        raise UserError(*(
-            f"{change} in {checkpoint.directory}: give the same data, or --allow-data-change to read other samples"
-            for change in changes
-        ))  # fmt: skip
+        fix = "give the same data, or --allow-data-change to read other samples"
+        raise UserError(*(f"{change}: {fix}" for change in changes))
     if changes and rank == 0:
         for change in changes:
-            print(f"*** --allow-data-change: {change} in {checkpoint.directory} ***", flush=True)
+            print(f"*** --allow-data-change: {change} ***", flush=True)
         print(f"*** the run continues at sample {checkpoint.consumed_samples} of the new order ***", flush=True)

@@ -21,7 +21,6 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import SECTIONS, RunConfig
-from megatron_ladder.config.training import ParallelConfig
 from megatron_ladder.engine.build import build_engine, build_mesh, build_model, start_deepspeed
 from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.optimizer import LearningRateSchedule, build_schedule
@@ -31,9 +30,6 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.train.guards import Guard
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.profile import named_for_profiler
-
-_DIFFERS = ("local_rank",)
-"""Fields whose values legitimately differ between processes."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +78,9 @@ def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
     model, norm = build_model(run, named_mesh, device, span)
     engine, adamw = build_engine(run, model, inputs.deepspeed, mesh, device)
     return Trainer(
-        run=run,
-        mesh=mesh,
-        device=device,
-        model=model,
-        engine=engine,
-        schedule=build_schedule(run),
-        implementations={"norm": norm, "optimizer": adamw},
-        peers=peers,
-        eod_id=inputs.eod_id,
-        guard=Guard(run.reliability),
-    )
+        run, mesh, device, model, engine, build_schedule(run), {"norm": norm, "optimizer": adamw}, peers, inputs.eod_id,
+        Guard(run.reliability),
+    )  # fmt: skip
 
 
 def _check_shared(save: Path, world: CommGroup) -> None:
@@ -115,17 +103,15 @@ def _check_shared(save: Path, world: CommGroup) -> None:
 def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
     """Return all settings that must be equal on every process, JSON-able, by the names that users know."""
     run = inputs.run
-    flags = {
-        field.name: flag_name("no_" + field.name if field.default is True else field.name)
-        for section in SECTIONS
-        for field in dataclasses.fields(section)
-    }
-    fields: dict[str, Any] = {}
-    for section in run.to_dict().values():
-        if isinstance(section, dict):
-            fields |= section
-    settings = {flags.get(name, name): value for name, value in fields.items() if name not in _DIFFERS}
-    settings |= _deepspeed_settings(run.parallel)
+    fields = [field for section in SECTIONS for field in dataclasses.fields(section)]
+    flags = {field.name: flag_name("no_" + field.name if field.default is True else field.name) for field in fields}
+    sections = (section for section in run.to_dict().values() if isinstance(section, dict))
+    values = {name: value for section in sections for name, value in section.items()}
+    # Every process has a different local rank.
+    settings = {flags.get(name, name): value for name, value in values.items() if name != "local_rank"}
+    if run.parallel.deepspeed_config is not None:
+        given = json.loads(run.parallel.deepspeed_config.read_text(encoding="utf-8"))
+        settings |= _flattened(given, "--deepspeed_config: ")
     data = describe_data(inputs.sources, inputs.tokenizer, inputs.stream)
     if inputs.stream is not None:
         # There may be many sources, so only their checksum is exchanged.
@@ -143,15 +129,9 @@ def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
     }
 
 
-def _deepspeed_settings(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the values in --deepspeed_config by their dotted names."""
-    if parallel.deepspeed_config is None:
-        return {}
-
-    def flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        leaves: dict[str, Any] = {}
-        for key, value in values.items():
-            leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-        return leaves
-
-    return flat(json.loads(parallel.deepspeed_config.read_text(encoding="utf-8")), "--deepspeed_config: ")
+def _flattened(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the leaves of nested mappings by their dotted names."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        leaves |= _flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return leaves

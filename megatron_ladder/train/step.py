@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.data.batches import MicroBatch
-from megatron_ladder.engine.gradients import clip_gradients, gradient_norm
+from megatron_ladder.engine.gradients import clip_gradients, gradient_norm, locate_bad_gradient
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.train.guards import Finding, locate_bad_gradient
+from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.setup import Trainer
 
 
@@ -64,8 +64,8 @@ def train_step(
     loss_sum = engine.forward_backward(micro_batches, 1.0 / max(_count_targets(trainer, micro_batches), 1.0))
     # DeepSpeed multiplies the loss, and so the gradients, by the loss scale until its step.
     pieces, loss_scale = state.gradient_pieces(), state.loss_scale
-    packed = torch.tensor(extra_numbers(), dtype=torch.float64, device=trainer.device)
-    packed = torch.cat([loss_sum.detach().double().reshape(1), packed])
+    numbers = torch.tensor(extra_numbers(), dtype=torch.float64, device=trainer.device)
+    packed = torch.cat([loss_sum.detach().double().reshape(1), numbers])
     scaled_norm, (losses, *extra_sums) = gradient_norm(pieces, mesh.world, trainer.device, packed)
     # Every tensor-parallel rank contributed the same loss.
     norm, loss = scaled_norm / loss_scale, losses / mesh.tensor.size
@@ -100,13 +100,11 @@ def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> flo
     data, pipeline = trainer.mesh.data, trainer.mesh.pipeline
     if pipeline.rank < pipeline.size - 1:
         return 0.0
-    if all(batch.loss_mask is None for batch in micro_batches):
-        return float(sum(batch.labels.numel() for batch in micro_batches) * data.size)
-    counts = [
-        float(batch.labels.numel()) if batch.loss_mask is None else float(batch.loss_mask.sum())
-        for batch in micro_batches
-    ]
-    return float(data.all_reduce(torch.tensor(sum(counts), dtype=torch.float64, device=trainer.device)))
+    pairs = [(batch.labels, batch.loss_mask) for batch in micro_batches]
+    count = sum(labels.numel() if mask is None else float(mask.sum()) for labels, mask in pairs)
+    if all(mask is None for _, mask in pairs):
+        return float(count * data.size)
+    return float(data.all_reduce(torch.tensor(count, dtype=torch.float64, device=trainer.device)))
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 from megatron_ladder.config.training import ReliabilityConfig
@@ -50,9 +49,7 @@ class StopSignals:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._old_pipe)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -89,10 +86,13 @@ class Stopper:
     def votes(self) -> list[float]:
         """Return this rank's vote for each reason, 1 or 0, to be summed over ranks."""
         received = self._signals.received if self._signals is not None else []
-        minutes = self._config.exit_duration_in_mins
-        late = minutes is not None and time.monotonic() - self._start > 60 * minutes
-        reasons = [*(number in received for number in _SIGNALS), late, self._sees_kill_switch()]
-        return [float(vote) for vote in reasons]
+        now, minutes, path = time.monotonic(), self._config.exit_duration_in_mins, self._config.kill_switch_file
+        if path is not None and self._rank == 0 and now - self._looked >= _LOOK_SECONDS:
+            self._looked = now
+            with contextlib.suppress(OSError):
+                self._killed = path.exists()
+        late = minutes is not None and now - self._start > 60 * minutes
+        return [float(vote) for vote in (*(number in received for number in _SIGNALS), late, self._killed)]
 
     def reason(self, sums: Sequence[float], iteration: int = 0) -> str | None:
         """Return why all ranks end after this step, or None.
@@ -113,12 +113,3 @@ class Stopper:
         if interval is not None and iteration > 0 and iteration % interval == 0:
             return f"--exit-interval {interval}"
         return None
-
-    def _sees_kill_switch(self) -> bool:
-        path = self._config.kill_switch_file
-        if path is None or self._rank != 0 or time.monotonic() - self._looked < _LOOK_SECONDS:
-            return self._killed
-        self._looked = time.monotonic()
-        with contextlib.suppress(OSError):
-            self._killed = path.exists()
-        return self._killed

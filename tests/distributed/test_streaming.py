@@ -10,7 +10,7 @@ from megatron_ladder.data.shards import find_input
 from megatron_ladder.data.streaming import StreamPlan
 from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.train.inputs import RunInputs
-from megatron_ladder.train.reading import TrainingData
+from megatron_ladder.train.reading import TextStreams
 from tests.helpers.pool import GlooPools
 from tests.helpers.training import build_trainer_here
 
@@ -25,16 +25,14 @@ def read(argv: list[str], path: str, steps: int, consumed: int, states: list[Any
     """Return the rows of every step and the final state, on each rank."""
     trainer, tokenizer = build_trainer_here([*RECIPE, *argv]), NullTokenizer(100)
     plan = StreamPlan(find_input([path], "text").shards, 4, trainer.run.training.seq_length, 1, 20, tokenizer.eod_id)
-    data = TrainingData(
-        trainer, RunInputs(trainer.run, {}, tokenizer, Sources(None, None, None), None, tokenizer.eod_id, plan)
-    )
-    assert data.streams is not None
+    inputs = RunInputs(trainer.run, {}, tokenizer, Sources(None, None, None), None, tokenizer.eod_id, plan)
+    streams = TextStreams(trainer, inputs, plan)
     if states:
-        data.streams.load_state_dict(states)
-    batches = data.begin(consumed)
+        streams.load_state_dict(states)
+    batches = streams.batches(consumed)
     rows = [rows_of(next(batches)) for _ in range(steps)]
     batches.close()
-    return rows, json.loads(json.dumps(data.streams.state_dict()))
+    return rows, json.loads(json.dumps(streams.state_dict()))
 
 
 def test_streaming_resumes_with_another_number_of_ranks(gloo_pools: GlooPools, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from megatron_ladder.data.streaming import (
 )
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import value_errors
-from megatron_ladder.train.reading import _TextStreams
+from megatron_ladder.train.reading import TextStreams
 
 EOD, SEQ_LENGTH, STREAMS = 0, 7, 4
 
@@ -388,7 +388,7 @@ def test_states_of_earlier_releases_are_accepted() -> None:
     earlier = {name: value for name, value in saved.items() if name != "eod_id"}
     others = (saved | {"eod_id": 5}, earlier | {"new": 1})
     for state, taken in ((saved, True), (earlier, True), *((other, False) for other in others)):
-        streams = _TextStreams(None, None, plan)  # type: ignore[arg-type]
+        streams = TextStreams(None, None, plan)  # type: ignore[arg-type]
         streams.load_state_dict([{"plan": state, "positions": {"2": [1, 2, 3, 4, 5]}, "skipped": []}])
         assert bool(streams._positions) == taken
 

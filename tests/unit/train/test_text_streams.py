@@ -8,14 +8,14 @@ from megatron_ladder.data.shards import find_input
 from megatron_ladder.data.streaming import StreamPlan, StreamPosition
 from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.train.inputs import RunInputs, describe_data
-from megatron_ladder.train.reading import _TextStreams
+from megatron_ladder.train.reading import TextStreams
 
 
-def streams_of(plan: StreamPlan, vocab_size: int = 100) -> tuple[_TextStreams, RunInputs]:
+def streams_of(plan: StreamPlan, vocab_size: int = 100) -> tuple[TextStreams, RunInputs]:
     inputs = RunInputs(
         cast(Any, None), {}, NullTokenizer(vocab_size), Sources(None, None, None), None, vocab_size, plan
     )
-    return _TextStreams(cast(Any, None), inputs, plan), inputs
+    return TextStreams(cast(Any, None), inputs, plan), inputs
 
 
 def test_positions_of_other_data_are_ignored(tmp_path: Path) -> None:
