@@ -1,6 +1,8 @@
 """Times of an all-reduce on real interconnects, and of a step of a wiring on such a wire.
 
-`PRESETS` are fitted to measurements of an all-reduce of S bytes on each of n ranks.
+`PRESETS` are fitted to measurements of an all-reduce of S bytes on each of n ranks: "the fit" is that of a step-time
+model to 170 benchmark runs published by the authors of arXiv 2501.06589 (Llama 3 of 1B, 8B and 70B on H100, prompt
+1024, 512 new tokens; median error of decode times on held-out halves 2.0 %).
 
 The step-time model walks the same list of sub-blocks by the same rule as the model does (a sub-block of staleness s
 starts when at most s of the earlier outputs are missing), but it advances a clock instead of computing. It assumes that
@@ -30,103 +32,69 @@ GIGABYTE_PER_SECOND = 1e9
 """Rates are decimal, as in data sheets."""
 
 
-@dataclass(frozen=True)
-class LinkPreset:
-    """The time of one all-reduce on a kind of interconnect."""
-
-    name: str
-    """Name on the command line."""
-    seconds: Callable[[int, int], float]
-    """(bytes of one rank's tensor, number of ranks) -> seconds; 0 for one rank. Raises ValueError for a number of
-    ranks that was not measured."""
-    sources: Mapping[str, str]
-    """Figure in the formula -> its source."""
-
-
 def wire_bytes(num_bytes: int, ranks: int) -> float:
     """Return the bytes that each rank of a ring sends for an all-reduce: 2 (n - 1)/n S."""
     return 2 * (ranks - 1) / ranks * num_bytes
 
 
-def _nvlink_seconds(num_bytes: int, ranks: int) -> float:
-    """4.1 us + 2.12 us n + max(14 us sqrt(S / MB), wire bytes / 282 GB/s)."""
-    if _is_alone(ranks, range(2, 9), "nvlink"):
-        return 0.0
-    latency = (4.1 + 2.12 * ranks) * MICROSECOND
-    return latency + max(_root(14, num_bytes), wire_bytes(num_bytes, ranks) / (282 * GIGABYTE_PER_SECOND))
+@dataclass(frozen=True)
+class LinkPreset:
+    """The time of one all-reduce on a kind of interconnect: a latency, and the longer of its steps and its bytes."""
+
+    name: str
+    measured: range
+    """Numbers of ranks."""
+    figures: Callable[[int, int], tuple[float, float, float]]
+    """(bytes of one rank's tensor, ranks) -> us of latency, us of steps, GB/s of the ring's bytes."""
+
+    def seconds(self, num_bytes: int, ranks: int) -> float:
+        """Return the time for a tensor of `num_bytes` on each rank; 0 for one rank.
+
+        Raises:
+            ValueError: this number of ranks was not measured.
+        """
+        if ranks == 1:
+            return 0.0
+        if ranks not in self.measured:
+            known = " to ".join(map(str, dict.fromkeys((self.measured[0], self.measured[-1]))))
+            raise ValueError(f"{self.name}: measured for {known} ranks, found {ranks}")
+        latency, steps, rate = self.figures(num_bytes, ranks)
+        on_wire = wire_bytes(num_bytes, ranks) / (rate * GIGABYTE_PER_SECOND)
+        return latency * MICROSECOND + max(steps * MICROSECOND, on_wire)
 
 
-def _no_p2p_seconds(num_bytes: int, ranks: int) -> float:
-    """n > 2: -4.1 us + 6.05 us n + max(1.16 us (n - 1) log2(1 + S / 8 KB), wire bytes / 233 GB/s);
-    n = 2: 8 us + max(89 us sqrt(S / MB), wire bytes / 15.5 GB/s)."""
-    if _is_alone(ranks, range(2, 9), "no-p2p"):
-        return 0.0
-    on_wire = wire_bytes(num_bytes, ranks)
+def _nvlink(num_bytes: int, ranks: int) -> tuple[float, float, float]:
+    """The fit; for comparison: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB, 20.9 us at 512 KB, 27.0 us at 1 MB
+    (sgl-project/sglang#22734); bus 365-370 GB/s by ring (NVIDIA/nccl#1455)."""
+    return 4.1 + 2.12 * ranks, 14 * math.sqrt(num_bytes / MEGABYTE), 282
+
+
+def _no_p2p(num_bytes: int, ranks: int) -> tuple[float, float, float]:
+    """The fit to the runs with NCCL_P2P_DISABLE=1.
+
+    NVLS was left on, so large tensors went over NVSwitch. It takes more than 2 GPUs (vllm-project/vllm#9699), so 2 are
+    staged through the host; for comparison: copies 37 GB/s (NVIDIA/nccl#1264).
+    """
     if ranks == 2:
-        return 8 * MICROSECOND + max(_root(89, num_bytes), on_wire / (15.5 * GIGABYTE_PER_SECOND))
-    latency = (-4.1 + 6.05 * ranks) * MICROSECOND
-    steps = 1.16 * MICROSECOND * (ranks - 1) * math.log2(1 + num_bytes / (8 * KILOBYTE))
-    return latency + max(steps, on_wire / (233 * GIGABYTE_PER_SECOND))
+        return 8, 89 * math.sqrt(num_bytes / MEGABYTE), 15.5
+    return -4.1 + 6.05 * ranks, 1.16 * (ranks - 1) * math.log2(1 + num_bytes / (8 * KILOBYTE)), 233
 
 
-def _infiniband_seconds(num_bytes: int, ranks: int) -> float:
-    """Through 44 us at 32 KB and 66 us at 512 KB with a square root of S, as on NVLink; never faster than 310 GB/s."""
-    if _is_alone(ranks, range(16, 17), "infiniband"):
-        return 0.0
-    small, large = (32 * KILOBYTE, 44 * MICROSECOND), (512 * KILOBYTE, 66 * MICROSECOND)
-    slope = (large[1] - small[1]) / (math.sqrt(large[0]) - math.sqrt(small[0]))
-    latency = small[1] - slope * math.sqrt(small[0])
-    return latency + max(slope * math.sqrt(num_bytes), wire_bytes(num_bytes, ranks) / (310 * GIGABYTE_PER_SECOND))
+def _infiniband(num_bytes: int, ranks: int) -> tuple[float, float, float]:
+    """Through 44 us at 32 KB and 66 us at 512 KB, a fit to runs of the same authors on 2 x 8 GPUs; for comparison:
+    46-48 us at 1 KB and less (NVIDIA/nccl#1244), and a bus of 310 GB/s (NVIDIA/nccl#1031).
+
+    The square root between and beyond these sizes is assumed: it fits NVLink.
+    """
+    small, large = math.sqrt(32 * KILOBYTE), math.sqrt(512 * KILOBYTE)
+    slope = (66 - 44) / (large - small)
+    return 44 - slope * small, slope * math.sqrt(num_bytes), 310
 
 
-_FIT = (
-    "fit of a step-time model to 170 benchmark runs published by the authors of arXiv 2501.06589 (Llama 3 of 1B, 8B "
-    "and 70B on H100, prompt 1024, 512 new tokens; median error of decode times on held-out halves 2.0 %)"
-)
-_NVLINK_CHECKS = (
-    "for comparison: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB, 20.9 us at 512 KB, 27.0 us at 1 MB "
-    "(sgl-project/sglang#22734)"
-)
 PRESETS: Mapping[str, LinkPreset] = {
-    preset.name: preset
-    for preset in (
-        LinkPreset(
-            "nvlink",
-            _nvlink_seconds,
-            {
-                "4.1 us + 2.12 us n": f"{_FIT}; {_NVLINK_CHECKS}",
-                "14 us sqrt(S / MB)": _FIT,
-                "282 GB/s": f"{_FIT}; for comparison: bus 365-370 GB/s by ring (NVIDIA/nccl#1455)",
-            },
-        ),
-        LinkPreset(
-            "no-p2p",
-            _no_p2p_seconds,
-            {
-                "n > 2: -4.1 us + 6.05 us n": f"{_FIT}, those with NCCL_P2P_DISABLE=1",
-                "n > 2: 1.16 us (n - 1) log2(1 + S / 8 KB)": f"{_FIT}, those with NCCL_P2P_DISABLE=1",
-                "n > 2: 233 GB/s": (
-                    f"{_FIT}, those with NCCL_P2P_DISABLE=1: NVLS was left on, so large tensors went over NVSwitch"
-                ),
-                "n = 2: 8 us, 89 us sqrt(S / MB), 15.5 GB/s": (
-                    f"{_FIT}, those with NCCL_P2P_DISABLE=1: staged through the host, since NVLS takes more than 2 "
-                    "GPUs (vllm-project/vllm#9699); for comparison: copies 37 GB/s (NVIDIA/nccl#1264)"
-                ),
-            },
-        ),
-        LinkPreset(
-            "infiniband",
-            _infiniband_seconds,
-            {
-                "44 us at 32 KB, 66 us at 512 KB": (
-                    "fit of the same authors' runs on 2 x 8 GPUs; for comparison: 46-48 us at 1 KB and less "
-                    "(NVIDIA/nccl#1244)"
-                ),
-                "sqrt(S) between and beyond": "assumed: the form that fits NVLink; only two sizes are known",
-                "310 GB/s": "bus of two nodes of 8 GPUs (NVIDIA/nccl#1031)",
-            },
-        ),
-    )
+    "nvlink": LinkPreset("nvlink", range(2, 9), _nvlink),
+    "no-p2p": LinkPreset("no-p2p", range(2, 9), _no_p2p),
+    "infiniband": LinkPreset("infiniband", range(16, 17), _infiniband),
 }
 
 
@@ -137,17 +105,6 @@ def gpu_contention(num_bytes: int) -> float:
     It is from the same fit as the presets. 0.03 at 16 KB; a collective bounded in multiprocessors gives back about 0.2.
     """
     return 0.57 * num_bytes / (num_bytes + 0.33 * MEGABYTE)
-
-
-def _root(microseconds: float, num_bytes: int) -> float:
-    return microseconds * MICROSECOND * math.sqrt(num_bytes / MEGABYTE)
-
-
-def _is_alone(ranks: int, measured: range, name: str) -> bool:
-    if ranks != 1 and ranks not in measured:
-        known = f"{measured[0]}" if len(measured) == 1 else f"{measured[0]} to {measured[-1]}"
-        raise ValueError(f"{name}: measured for {known} ranks, found {ranks}")
-    return ranks == 1
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ from megatron_ladder.lab.cost.links import outputs_added
 
 Precision = Literal["fp32", "bf16"]
 FP32_BYTES = 4
+_NUMBER_BYTES = {"fp32": FP32_BYTES, "bf16": 2}
+"""Size of one weight or activation."""
 RESERVED_BYTES = 4e9
 """Assumed size of the CUDA context, the buffers of NCCL, DeepSpeed's bucket of 5e8 numbers, and fragmentation."""
 
@@ -77,13 +79,7 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def _number_bytes(precision: Precision) -> int:
-    """Return the size of one weight or activation."""
-    return 2 if precision == "bf16" else FP32_BYTES
-
-
 def _layer_parameters(model: ModelConfig, tensor: int) -> int:
-    """Return the parameters of one layer on one rank."""
     return sum(sub_block.parameters(tensor) for sub_block in layer_tensors(model)[0])
 
 
@@ -113,10 +109,10 @@ def _state_bytes(parameters: int, layout: Layout, precision: Precision) -> tuple
     if precision == "bf16" and layout.zero == 0:
         raise ValueError("bf16 needs ZeRO 1 or more")
     share = 1 / layout.data
-    weights = _number_bytes(precision) * parameters * (share if layout.zero >= 3 else 1)
+    weights = _NUMBER_BYTES[precision] * parameters * (share if layout.zero >= 3 else 1)
     gradients = FP32_BYTES * parameters * (share if layout.zero >= 2 else 1)
     if precision == "bf16" and layout.zero == 1:
-        gradients += _number_bytes(precision) * parameters
+        gradients += _NUMBER_BYTES[precision] * parameters
     optimizer = 2 * FP32_BYTES * parameters if layout.zero == 0 else 3 * FP32_BYTES * parameters * share
     return weights, gradients, optimizer
 
@@ -130,7 +126,7 @@ def _layers_activation_bytes(
     """
     layers = stage_layers(model, layout.pipeline, stage)
     sub_blocks = layers * len(model.wiring.sub_blocks)
-    size = _number_bytes(precision)
+    size = _NUMBER_BYTES[precision]
     stream = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
     first = sum(stage_layers(model, layout.pipeline, earlier) for earlier in range(stage))
     inputs = _streams_read(model, first, first + layers) * stream * size
@@ -158,7 +154,7 @@ def _unfused_bytes(layout: Layout, precision: Precision) -> int:
     """
     if layout.fused_norms:
         return 0
-    return FP32_BYTES if precision == "fp32" else FP32_BYTES + _number_bytes(precision)
+    return FP32_BYTES if precision == "fp32" else FP32_BYTES + _NUMBER_BYTES[precision]
 
 
 def _inner_activations(model: ModelConfig, tensor: int, tokens: int) -> float:
@@ -168,7 +164,7 @@ def _inner_activations(model: ModelConfig, tensor: int, tokens: int) -> float:
 
 def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, precision: Precision) -> float:
     """Return the bytes that final norm, output head and loss keep. The head's input is whole on every rank."""
-    size, cut = _number_bytes(precision), layout.tensor if layout.sequence_parallel else 1
+    size, cut = _NUMBER_BYTES[precision], layout.tensor if layout.sequence_parallel else 1
     stream = tokens * model.hidden_size * (size + (size + _unfused_bytes(layout, precision)) / cut)
     rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
     return stream + FP32_BYTES * tokens * min(model.vocab_size, rows)
@@ -183,7 +179,7 @@ def _stage_memory(
         sequence: tokens per sample.
         micro_batches: per step and data-parallel rank.
     """
-    size, tokens = _number_bytes(precision), sequence * layout.micro_batch
+    size, tokens = _NUMBER_BYTES[precision], sequence * layout.micro_batch
     weights, gradients, optimizer = _state_bytes(stage_parameters(model, layout, stage), layout, precision)
     held = min(layout.pipeline - stage, micro_batches)
     activations = held * _layers_activation_bytes(model, layout, stage, tokens, precision)

@@ -47,8 +47,7 @@ NO_COMM = "no-comm"
 """Standard without all-reduces: wrong results, and the least time."""
 SERVED_WIRINGS = (*SHARED_STREAM_MODES, NO_COMM)
 """Wirings whose times can be predicted."""
-PREFILL_SPREADS = (0.04, 0.03)
-DECODE_SPREADS = (0.02, 0.012)
+SPREADS = {"prefill": (0.04, 0.03), "decode": (0.02, 0.012)}
 """Expected relative error that all wirings of a setting share, and that of one wiring alone."""
 OUTLIER = 2.0
 """Residuals beyond so many spreads count with their magnitude instead of their square (Huber): the same setting,
@@ -171,8 +170,10 @@ def fit_serving(runs: Mapping[str, Iterable[tuple[Setting, ServingTimes]]]) -> d
         found: list[float] = []
         for group in groups:
             pairs = [(predict(setting, values), measured) for setting, measured in group]
-            found += _split([math.log(p.prefill / m.prefill) for p, m in pairs], *PREFILL_SPREADS)
-            found += _split([math.log(p.decode / m.decode) for p, m in pairs], *DECODE_SPREADS)
+            for name, (together, apart) in SPREADS.items():
+                errors = [math.log(getattr(p, name) / getattr(m, name)) for p, m in pairs]
+                mean = sum(errors) / len(errors)
+                found += [mean / together, *((error - mean) / apart for error in errors)]
         return found
 
     return _fit_parameters(PARAMETERS, residuals)
@@ -200,11 +201,6 @@ def _fit_parameters(
 
     found = least_squares(errors, np.zeros(len(parameters)), loss="huber", f_scale=OUTLIER)
     return values(found.x)
-
-
-def _split(errors: list[float], together: float, apart: float) -> list[float]:
-    mean = sum(errors) / len(errors)
-    return [mean / together, *((error - mean) / apart for error in errors)]
 
 
 def _decode_seconds(setting: Setting, values: Mapping[str, float]) -> float:

@@ -59,15 +59,6 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class _Passes:
-    """Seconds of forward and backward together."""
-
-    compute: float
-    total: float
-    """Including the tensor-parallel reduces."""
-
-
-@dataclass(frozen=True)
 class LayerTime:
     """The time of layers of one wiring on one tensor-parallel group, for a micro-batch of given size."""
 
@@ -120,26 +111,24 @@ class LayerTime:
         return WireModel(serial=True, contention=self.cluster.contention_of(self.stream_bytes))
 
     @cached_property
-    def _walked(self) -> tuple[_Passes, _Passes]:
+    def _walked(self) -> tuple[tuple[float, float], tuple[float, float]]:
         return self._walk(FEW), self._walk(MANY)
 
-    def _walk(self, layers: int) -> _Passes:
+    def _walk(self, layers: int) -> tuple[float, float]:
         steps = self.sub_blocks * layers
         compute = sum(step.forward_seconds + step.dgrad_seconds + step.wgrad_seconds for step in steps)
         if self.tensor == 1:
-            return _Passes(compute, compute)
+            return compute, compute
         forward = forward_seconds(steps, self.wire)
         if self.sequence_parallel:
             steps = [replace(step, reduce_seconds=GATHERED_AGAIN * step.reduce_seconds) for step in steps]
-        return _Passes(compute, forward + backward_seconds(steps, self.wire, launch_before_wgrad=True))
+        return compute, forward + backward_seconds(steps, self.wire, launch_before_wgrad=True)
 
-    def passes(self, layers: int) -> _Passes:
-        """Return the time of forward and backward of so many layers."""
-        few, many = self._walked
+    def passes(self, layers: int) -> tuple[float, float]:
+        """Return the seconds of forward and backward of so many layers: computing alone, and with reduces."""
         share = (layers - FEW) / (MANY - FEW)
-        return _Passes(
-            few.compute + share * (many.compute - few.compute), few.total + share * (many.total - few.total)
-        )
+        compute, total = (few + share * (many - few) for few, many in zip(*self._walked, strict=True))
+        return compute, total
 
 
 def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
@@ -150,29 +139,28 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
         global_batch: samples, a multiple of data-parallel ranks x micro-batch.
     """
     micro_batches = global_batch // (layout.data * layout.micro_batch)
-    stages = [_stage(times, layout, stage) for stage in range(layout.pipeline)]
-    computes, totals = ([getattr(stage, name) for stage in stages] for name in ("compute", "total"))
-    slowest = max(range(layout.pipeline), key=lambda stage: totals[stage])
-    busy = micro_batches * totals[slowest]
+    stages = [_stage_seconds(times, layout, stage) for stage in range(layout.pipeline)]
+    compute, slowest = max(stages, key=lambda stage: stage[1])
     sending = 0.0
     if layout.pipeline > 1:
         pending = pending_before(times.model.wired_layers, times.model.num_layers - 1)
         state = times.stream_bytes * (1 + pending) / (times.tensor if times.sequence_parallel else 1)
         distance = layout.tensor * layout.data
         sending = 2 * (micro_batches + layout.pipeline - 1) * times.cluster.send_seconds(state, distance)
-    update = _update_seconds(times, layout)
+    # The GPU that holds most.
+    parameters = max(stage_parameters(times.model, layout, stage) for stage in {0, layout.pipeline - 1})
+    update = UPDATE_BYTES * parameters / layout.data / times.cluster.memory_bytes_per_second
     return StepTime(
-        compute=micro_batches * computes[slowest] + update,
-        exposed_tensor=busy - micro_batches * computes[slowest],
-        bubble=sum(totals) - totals[slowest] + sending,
-        exposed_data=_exposed_data(times, layout, micro_batches, totals[slowest]),
+        compute=micro_batches * compute + update,
+        exposed_tensor=micro_batches * slowest - micro_batches * compute,
+        bubble=sum(total for _, total in stages) - slowest + sending,
+        exposed_data=_exposed_data(times, layout, parameters, micro_batches, slowest),
     )
 
 
-def _stage(times: LayerTime, layout: Layout, stage: int) -> _Passes:
-    """Return the time of one micro-batch on one stage, including embedding and head."""
-    passes = times.passes(stage_layers(times.model, layout.pipeline, stage))
-    compute, total = passes.compute, passes.total
+def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float, float]:
+    """Return the seconds of one micro-batch on one stage as `LayerTime.passes` does, with embedding and head."""
+    compute, total = times.passes(stage_layers(times.model, layout.pipeline, stage))
     if stage == 0:
         total += times.reduce_seconds
     if stage == layout.pipeline - 1:
@@ -183,25 +171,14 @@ def _stage(times: LayerTime, layout: Layout, stage: int) -> _Passes:
         # Logits, exponentials and their gradient in fp32, each written and read.
         head += 6 * FP32_BYTES * logits / times.cluster.memory_bytes_per_second
         compute, total = compute + head, total + head + times.reduce_seconds
-    return _Passes(compute, total)
+    return compute, total
 
 
-def _parameters(times: LayerTime, layout: Layout) -> int:
-    """Return the parameters of the GPU that holds most."""
-    return max(stage_parameters(times.model, layout, stage) for stage in {0, layout.pipeline - 1})
-
-
-def _update_seconds(times: LayerTime, layout: Layout) -> float:
-    """Return the time of AdamW's pass over this rank's share of the optimizer state."""
-    return UPDATE_BYTES * _parameters(times, layout) / layout.data / times.cluster.memory_bytes_per_second
-
-
-def _exposed_data(times: LayerTime, layout: Layout, micro_batches: int, pass_seconds: float) -> float:
+def _exposed_data(times: LayerTime, layout: Layout, parameters: int, micro_batches: int, pass_seconds: float) -> float:
     """Return the exposed data-parallel time by the table at the top of this file."""
     if layout.data == 1:
         return 0.0
-    cluster, parameters = times.cluster, _parameters(times, layout)
-    whole = cluster.all_reduce_seconds(FP32_BYTES * parameters, layout.data, layout.tensor)
+    cluster = times.cluster
 
     def around(num_bytes: float, collectives: int = 1) -> float:
         share = num_bytes * parameters / collectives
@@ -216,7 +193,7 @@ def _exposed_data(times: LayerTime, layout: Layout, micro_batches: int, pass_sec
         layers = times.model.num_layers
         gathers, scatters = 2 * around(WEIGHT_BYTES, layers), around(FP32_BYTES, layers)
         return micro_batches * exposed(gathers + scatters, pass_seconds)
-    return whole + around(WEIGHT_BYTES)
+    return cluster.all_reduce_seconds(FP32_BYTES * parameters, layout.data, layout.tensor) + around(WEIGHT_BYTES)
 
 
 def model_flop_utilisation(times: LayerTime, layout: Layout, global_batch: int, seconds: float) -> float:

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.cost.hardware import Cluster
 from megatron_ladder.lab.cost.links import wire_bytes
@@ -101,18 +103,14 @@ class ClusterCalibration:
 
 def _fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return (a, b) of y = a + b x with the smallest sum of squared relative errors, a and b at least 0."""
-    s = [0.0] * 5
-    for x, y in points:
-        for index, term in enumerate((1 / y**2, x / y**2, x**2 / y**2, 1 / y, x / y)):
-            s[index] += term
-    determinant = s[0] * s[2] - s[1] ** 2
-    if determinant > 0:
-        a, b = (s[3] * s[2] - s[4] * s[1]) / determinant, (s[0] * s[4] - s[1] * s[3]) / determinant
-        if a >= 0 and b >= 0:
-            return a, b
-        if a < 0:
-            return 0.0, s[4] / s[2]
-    return s[3] / s[0], 0.0
+    x, y = np.array(points, dtype=np.float64).T
+    constant, slope = 1 / y, x / y
+    (a, b), _, rank, _ = np.linalg.lstsq(np.stack([constant, slope], axis=1), np.ones(len(y)))
+    if rank == 2 and a >= 0 and b >= 0:
+        return float(a), float(b)
+    if rank == 2 and a < 0:
+        return 0.0, float(slope.sum() / (slope @ slope))
+    return float(constant.sum() / (constant @ constant)), 0.0
 
 
 def write_calibration(calibration: ClusterCalibration, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
@@ -57,44 +56,39 @@ def _layouts(request: PlanRequest) -> Iterator[Layout]:
             data = request.gpus // (tensor * pipeline)
             sequence_parallel = (False, True) if tensor > 1 and request.sequence % tensor == 0 else (False,)
             zeros = (1, 2, 3) if pipeline == 1 and data > 1 else (1,)
-            for micro_batch, zero, recompute, sequence_cut in product(
-                MICRO_BATCHES, zeros, (False, True), sequence_parallel
-            ):
+            for micro_batch, zero, recompute, cut in product(MICRO_BATCHES, zeros, (False, True), sequence_parallel):
                 if request.global_batch % (data * micro_batch) == 0:
-                    yield Layout(tensor, pipeline, data, zero, micro_batch, recompute, sequence_cut)
+                    yield Layout(tensor, pipeline, data, zero, micro_batch, recompute, cut)
 
 
 def _divisors(number: int, most: int) -> list[int]:
     return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
 
+def _layer_time(request: PlanRequest, layout: Layout, wiring: ResidualMode, reduce_factor: float = 1.0) -> LayerTime:
+    return LayerTime(
+        request.model.in_wiring(wiring), request.cluster, layout.tensor, request.sequence, layout.micro_batch,
+        layout.recompute, layout.sequence_parallel, reduce_factor,
+    )  # fmt: skip
+
+
 def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:
     """Return every layout that fits, in every wiring, fastest first."""
-
-    @cache
-    def layer_time(wiring: ResidualMode, tensor: int, micro_batch: int, recompute: bool, cut: bool) -> LayerTime:
-        model = request.model.in_wiring(wiring)
-        return LayerTime(model, request.cluster, tensor, request.sequence, micro_batch, recompute, cut)
-
+    # The same for every pipeline, number of data-parallel ranks and ZeRO stage.
+    layer_times: dict[tuple[Layout, ResidualMode], LayerTime] = {}
     plans = []
-    for layout in _layouts(request):
-        for wiring in request.wirings:
-            times = layer_time(wiring, layout.tensor, layout.micro_batch, layout.recompute, layout.sequence_parallel)
-            plan = _plan(request, layout, wiring, times)
-            if plan is not None:
-                plans.append(plan)
+    for layout, wiring in product(_layouts(request), request.wirings):
+        key = replace(layout, pipeline=1, data=1, zero=1), wiring
+        if key not in layer_times:
+            layer_times[key] = _layer_time(request, layout, wiring)
+        times = layer_times[key]
+        micro_batches = request.global_batch // (layout.data * layout.micro_batch)
+        memory = worst_memory(times.model, layout, request.sequence, micro_batches)
+        if memory.total + RESERVED_BYTES <= request.cluster.memory_bytes:
+            time = step_time(times, layout, request.global_batch)
+            utilisation = model_flop_utilisation(times, layout, request.global_batch, time.total)
+            plans.append(LayoutPlan(layout, wiring, memory, time, utilisation))
     return sorted(plans, key=lambda plan: (plan.time.total, plan.memory.total))
-
-
-def _plan(request: PlanRequest, layout: Layout, wiring: ResidualMode, times: LayerTime) -> LayoutPlan | None:
-    """Return the plan, or None if it does not fit."""
-    micro_batches = request.global_batch // (layout.data * layout.micro_batch)
-    memory = worst_memory(times.model, layout, request.sequence, micro_batches)
-    if memory.total + RESERVED_BYTES > request.cluster.memory_bytes:
-        return None
-    time = step_time(times, layout, request.global_batch)
-    utilisation = model_flop_utilisation(times, layout, request.global_batch, time.total)
-    return LayoutPlan(layout, wiring, memory, time, utilisation)
 
 
 def best_of_each_grid(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
@@ -106,16 +100,11 @@ def best_of_each_grid(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
     return list(found.values())
 
 
-def _leaders(times: Sequence[tuple[str, float]]) -> list[str]:
-    """Return the names that nothing beats by more than `SMALLEST_DIFFERENCE`: one winner, or several in a tie."""
-    fastest = min(seconds for _, seconds in times)
-    return [name for name, seconds in times if seconds <= fastest * (1 + SMALLEST_DIFFERENCE)]
-
-
 def verdict(times: Sequence[tuple[str, float]]) -> str:
-    """Return the name of the winner of (name, seconds) pairs, or the names that tie."""
-    found = _leaders(times)
-    return found[0] if len(found) == 1 else f"tie: {', '.join(found)}"
+    """Return the name of (name, seconds) pairs that nothing beats by more than `SMALLEST_DIFFERENCE`, or the tie."""
+    fastest = min(seconds for _, seconds in times)
+    leaders = [name for name, seconds in times if seconds <= fastest * (1 + SMALLEST_DIFFERENCE)]
+    return leaders[0] if len(leaders) == 1 else f"tie: {', '.join(leaders)}"
 
 
 @dataclass(frozen=True)
@@ -149,15 +138,10 @@ def sweep(request: PlanRequest, layout: Layout, factors: Sequence[float] = FACTO
     rows = []
     for factor in factors:
         seconds: dict[str, float] = {}
-        reduce_seconds = 0.0
         for wiring in dict.fromkeys(("standard", *request.wirings)):
-            times = LayerTime(
-                request.model.in_wiring(wiring), request.cluster, layout.tensor, request.sequence,
-                layout.micro_batch, layout.recompute, layout.sequence_parallel, factor,
-            )  # fmt: skip
+            times = _layer_time(request, layout, wiring, factor)
             seconds[wiring] = step_time(times, layout, request.global_batch).total
-            reduce_seconds = times.reduce_seconds
-        rows.append(SweepRow(factor, reduce_seconds, seconds))
+        rows.append(SweepRow(factor, times.reduce_seconds, seconds))
     return rows
 
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -91,38 +91,32 @@ def _cluster_of(options: LayoutOptions) -> Cluster:
 
 
 def _describe_layout(layout: Layout) -> str:
-    """Describe a layout in a few words."""
-    extras = [
-        f"micro-batch {layout.micro_batch}",
-        "recompute" if layout.recompute else "",
-        "sequence parallel" if layout.sequence_parallel else "",
-    ]
-    grid = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data} ZeRO {layout.zero}"
-    return ", ".join([grid, *filter(None, extras)])
+    parts = [f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data} ZeRO {layout.zero}"]
+    parts.append(f"micro-batch {layout.micro_batch}")
+    parts += ["recompute"] * layout.recompute + ["sequence parallel"] * layout.sequence_parallel
+    return ", ".join(parts)
 
 
-def _plans_table(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) -> str:
-    """Return a table of the fastest plan of each grid of ranks, with memory and time split up."""
-    head = (
-        "| TP | PP | DP | ZeRO | micro-batch | recompute | seq. par. | wiring | GB: weights + gradients + optimizer "
-        "+ activations | step s: compute + TP + PP + DP | MFU |\n" + "|---" * 11 + "|"
-    )
-    return "\n".join([head, *(_row(request, plan) for plan in best_of_each_grid(plans)[:top])])
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, *rows]
+    texts = ["| " + " | ".join(map(str, cells)) + " |" for cells in lines]
+    return "\n".join([texts[0], "|---" * len(head) + "|", *texts[1:]])
 
 
-def _row(request: PlanRequest, plan: LayoutPlan) -> str:
+def _plan_cells(request: PlanRequest, plan: LayoutPlan) -> list[object]:
+    """Return the row of a plan, with memory and time split up."""
     layout, memory, time = plan.layout, plan.memory, plan.time
+    uncertain = uncertainty(request.cluster, layout)
     parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
     gigabytes = " + ".join(f"{part / GIGABYTE:.1f}" for part in parts)
     seconds = " + ".join(f"{part:.2f}" for part in (time.compute, time.exposed_tensor, time.bubble, time.exposed_data))
-    cells = [
+    return [
         layout.tensor, layout.pipeline, layout.data, layout.zero, layout.micro_batch,
         "yes" if layout.recompute else "no", "yes" if layout.sequence_parallel else "no", plan.wiring,
         f"{memory.total / GIGABYTE:.1f} = {gigabytes}",
-        f"{_range(time.total, uncertainty(request.cluster, layout), '.2f')} = {seconds}",
-        _range(100 * plan.utilisation, uncertainty(request.cluster, layout), ".0f") + " %",
+        f"{_range(time.total, uncertain, '.2f')} = {seconds}",
+        _range(100 * plan.utilisation, uncertain, ".0f") + " %",
     ]  # fmt: skip
-    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def _range(value: float, uncertain: float, form: str) -> str:
@@ -142,70 +136,64 @@ def _tensor_parallel_layout(plans: Sequence[LayoutPlan]) -> Layout | None:
     return next((plan.layout for plan in plans if plan.layout.tensor > 1), None)
 
 
-def _sweep_text(layout: Layout, rows: Sequence[SweepRow]) -> str:
-    """Return a table of speed-ups over the standard wiring from fast to slow interconnects."""
+def _sweep_table(rows: Sequence[SweepRow]) -> str:
+    """Return speed-ups over the standard wiring, from fast to slow interconnects."""
     wirings = list(rows[0].seconds)
-    lines = [
-        f"Wirings of {_describe_layout(layout)}, as speed-ups over standard; the fastest by more than 3 %, or a tie:",
-        "",
-        "| all-reduce | " + " | ".join(wirings) + " | fastest |",
-        "|---" * (len(wirings) + 2) + "|",
-    ]
-    for row in rows:
-        here = " (this cluster)" if row.factor == 1.0 else ""
-        figures = " | ".join(f"{row.speed_up(wiring):.2f}" for wiring in wirings)
-        lines.append(f"| {1e6 * row.reduce_seconds:.0f} us{here} | {figures} | {row.winner} |")
-    return "\n".join(lines)
+    return _table(
+        ["all-reduce", *wirings, "fastest"],
+        (
+            [
+                f"{1e6 * row.reduce_seconds:.0f} us" + (" (this cluster)" if row.factor == 1.0 else ""),
+                *(f"{row.speed_up(wiring):.2f}" for wiring in wirings),
+                row.winner,
+            ]
+            for row in rows
+        ),
+    )
 
 
 def _borders_table(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
     """Return a table of where each wiring begins to pay, in the fastest layout of every tensor-parallel size."""
     late = [wiring for wiring in request.wirings if wiring != "standard"]
-    lines = [
-        "Time of an all-reduce above which a wiring is faster than standard by more than 3 %:",
-        "",
-        "| TP | micro-batch | all-reduce here | " + " | ".join(late) + " | fastest here |",
-        "|---" * (len(late) + 4) + "|",
-    ]
-    seen: set[int] = {1}
+    layouts: dict[int, Layout] = {}
     for plan in plans:
-        layout = plan.layout
-        if layout.tensor not in seen:
-            seen.add(layout.tensor)
+        layouts.setdefault(plan.layout.tensor, plan.layout)
+    rows = []
+    for layout in layouts.values():
+        if layout.tensor > 1:
             (here,) = sweep(request, layout, (1.0,))
-            borders = " | ".join(_border(pays_from(request, layout, wiring)) for wiring in late)
-            lines.append(
-                f"| {layout.tensor} | {layout.micro_batch} | {1e6 * here.reduce_seconds:.0f} us | {borders} "
-                f"| {here.winner} |"
-            )
-    return "\n".join(lines)
-
-
-def _border(seconds: float | None) -> str:
-    if seconds is None:
-        return "never"
-    return "always" if seconds == 0.0 else f"{1e6 * seconds:.0f} us"
-
-
-def _sources_text(request: PlanRequest) -> str:
-    """List the sources of the cluster's figures."""
-    return "\n".join(f"  {name}: {source}" for name, source in request.cluster.sources.items())
+            borders = [pays_from(request, layout, wiring) for wiring in late]
+            texts = ["never" if s is None else f"{1e6 * s:.0f} us" if s else "always" for s in borders]
+            us = f"{1e6 * here.reduce_seconds:.0f} us"
+            rows.append([layout.tensor, layout.micro_batch, us, *texts, here.winner])
+    return _table(["TP", "micro-batch", "all-reduce here", *late, "fastest here"], rows)
 
 
 def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) -> str:
     """Return the printed report."""
     cluster = request.cluster
     calibrated = "measured on this machine" if cluster.calibrated else "not measured here, so times are ranges"
+    head = [
+        "TP", "PP", "DP", "ZeRO", "micro-batch", "recompute", "seq. par.", "wiring",
+        "GB: weights + gradients + optimizer + activations", "step s: compute + TP + PP + DP", "MFU",
+    ]  # fmt: skip
     parts = [
         f"{request.gpus} GPUs of {cluster.name}, {request.global_batch} samples of {request.sequence} tokens per "
         f"step, bf16; figures {calibrated}.",
-        _plans_table(request, plans, top),
+        _table(head, [_plan_cells(request, plan) for plan in best_of_each_grid(plans)[:top]]),
         _layouts_verdict(plans),
     ]
     layout = _tensor_parallel_layout(plans)
     if layout is not None:
-        parts += [_sweep_text(layout, sweep(request, layout)), _borders_table(request, plans)]
-    parts.append(f"Figures of {cluster.name}:\n{_sources_text(request)}")
+        parts += [
+            f"Wirings of {_describe_layout(layout)}, as speed-ups over standard; the fastest by more than 3 %, or a "
+            "tie:",
+            _sweep_table(sweep(request, layout)),
+            "Time of an all-reduce above which a wiring is faster than standard by more than 3 %:",
+            _borders_table(request, plans),
+        ]
+    sources = "\n".join(f"  {name}: {source}" for name, source in cluster.sources.items())
+    parts.append(f"Figures of {cluster.name}:\n{sources}")
     return "\n\n".join(parts)
 
 
@@ -214,7 +202,7 @@ def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
     layout = _tensor_parallel_layout(plans)
     rows = [] if layout is None else sweep(request, layout)
     report: dict[str, Any] = {
-        "cluster": {name: value for name, value in asdict(request.cluster).items()},
+        "cluster": asdict(request.cluster),
         "gpus": request.gpus,
         "global_batch": request.global_batch,
         "sequence": request.sequence,
@@ -241,12 +229,10 @@ def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
 def _plot_sweep(request: PlanRequest, layout: Layout, path: Path) -> None:
     """Write a PNG of the wirings' speed-ups over the time of an all-reduce; requires matplotlib."""
     # Imported here because matplotlib is part of the extra [plot] and slow to import.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = sweep(request, layout, [2 ** (exponent / 4) for exponent in range(-16, 17)])
     figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     times = [1e6 * row.reduce_seconds for row in rows]
     for wiring in rows[0].seconds:

@@ -12,7 +12,6 @@ from megatron_ladder.lab.plan.layouts import (
     PlanRequest,
     SweepRow,
     _layouts,
-    _leaders,
     best_of_each_grid,
     fitting_plans,
     pays_from,
@@ -63,7 +62,7 @@ def test_plans_fit_and_come_fastest_first() -> None:
 def test_a_winner_needs_more_than_three_per_cent() -> None:
     assert verdict([("a", 1.0), ("b", 1.031)]) == "a"
     assert verdict([("a", 1.03), ("b", 1.0), ("c", 1.2)]) == "tie: a, b"
-    assert _leaders([("a", 2.0), ("b", 2.0)]) == ["a", "b"]
+    assert verdict([("a", 2.0), ("b", 2.0)]) == "tie: a, b"
     assert SweepRow(1.0, 1e-6, {"standard": 1.0, "ladder": 0.98}).winner == "tie: standard, ladder"
 
 
