@@ -12,26 +12,25 @@ A start costs a few small messages per rank, and every rank ends with the same e
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.errors import LostPeerError, UserError
+from megatron_ladder.errors import LostPeerError, UserError, raise_user_errors
 
 LINGER_SECONDS = 5.0
 """Time for which rank 0 keeps serving the store to ranks that have not read a verdict with errors."""
 BOARD_SECONDS = 2.0
 """Time limit for a request to the board."""
-BEAT = "beat"
-"""Prefix of board keys, followed by a rank: the time and iteration of the rank's last heartbeat."""
 WAITING = "waiting"
 """Board key: the numbers of ranks that started to wait, and the bitwise complements of those that stopped."""
 MOST_HOSTS = 8
@@ -40,34 +39,35 @@ REPORT, DIGEST, VERDICT, READ = "start/report", "start/digest", "start/verdict",
 """Keys of the store; all except the verdict are followed by a rank."""
 
 
+Key = TypeVar("Key", bound=Hashable)
+
+
 @dataclass(frozen=True)
 class Host:
-    """The machine on which a rank runs."""
+    """The machine on which a rank runs, with the address from which it reaches rank 0."""
 
     name: str
-    """Its host name."""
     address: str
-    """The address from which it reaches rank 0."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
 
 
-@dataclass
 class Peers:
-    """The hosts of all ranks; empty until they are known."""
+    """The hosts of all ranks, and the board: a store in which ranks report heartbeats and whether they wait.
 
-    hosts: list[Host] = field(default_factory=list)
-    """In rank order."""
-    board: Store | None = None
-    """The store in which ranks report heartbeats and whether they wait; None before it is open."""
-    _line: Store | None = None
-    """A connection to the board with a short timeout. None before the first request, and after a request that timed
-    out, because its late answer would be read as the answer to the next request."""
-    _asking: threading.Thread | None = None
-    """Thread that waits for the answer to the last request."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held during a request, since two threads make requests."""
+    `hosts` are in rank order. They are empty, and `board` is None, until they are known.
+    """
+
+    def __init__(self, hosts: Sequence[Host] = (), board: Store | None = None) -> None:
+        self.hosts = hosts
+        self.board = board
+        # A connection to the board with a short timeout. None before the first request, and after a request that timed
+        # out, because its late answer would be read as the answer to the next request.
+        self._line: Store | None = None
+        self._asking: threading.Thread | None = None
+        # Held during a request, since two threads make requests.
+        self._lock = threading.Lock()
 
     def open_board(self, store: Store) -> None:
         """Use the store of the start-up as the board."""
@@ -81,13 +81,13 @@ class Peers:
     def beat(self, rank: int, iteration: int) -> None:
         """Record that a rank is alive after a step."""
         now = datetime.now(UTC)
-        self._ask(lambda board: board.set(f"{BEAT}/{rank}", f"{now:%H:%M:%S} UTC after iteration {iteration}"))
+        self._ask(lambda board: board.set(f"beat/{rank}", f"{now:%H:%M:%S} UTC after iteration {iteration}"))
 
     def last_beats(self, ranks: Iterable[int]) -> str:
         """Return the last heartbeats, by the ranks' own clocks: `rank 3: 12:00:05 UTC after iteration 7`."""
         shown = sorted(ranks)[:MOST_HOSTS]
         # `multi_get` respects the time limit; a check whether a key exists does not.
-        beats = self._ask(lambda board: board.multi_get([f"{BEAT}/{rank}" for rank in shown]))
+        beats = self._ask(lambda board: board.multi_get([f"beat/{rank}" for rank in shown]))
         return ", ".join(f"rank {rank}: {beat.decode()}" for rank, beat in zip(shown, beats or (), strict=False))
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
@@ -122,18 +122,13 @@ class Peers:
         answer = self._ask(lambda board: board.get(WAITING))
         if answer is None:
             return [rank for rank in ranks if rank == 0]
-        notes = [int(note) for note in answer.split()]
-        state = {max(note, ~note): note >= 0 for note in notes}
-        return [rank for rank in ranks if not state.get(rank, False)]
+        is_waiting = {max(note, ~note): note >= 0 for note in map(int, answer.split())}
+        return [rank for rank in ranks if not is_waiting.get(rank, False)]
 
     def describe(self, ranks: Iterable[int]) -> str:
         """Format ranks with their hosts: `ranks 0-3 on node-a (10.0.0.1), rank 6 on node-b (10.0.0.2)`."""
-        by_host: dict[Host | None, list[int]] = {}
-        for rank in sorted(ranks):
-            by_host.setdefault(self.hosts[rank] if rank < len(self.hosts) else None, []).append(rank)
-        described = [
-            name_ranks(members) + (f" on {host}" if host is not None else "") for host, members in by_host.items()
-        ]
+        by_host = _group_ranks((self.hosts[rank] if rank < len(self.hosts) else None, rank) for rank in sorted(ranks))
+        described = [name_ranks(members) + (f" on {host}" if host else "") for host, members in by_host.items()]
         more = len(described) - MOST_HOSTS
         return ", ".join(described[:MOST_HOSTS]) + (f" and on {more} more hosts" if more > 0 else "")
 
@@ -144,25 +139,31 @@ class Peers:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Format ascending ranks: `rank 3`, or `ranks 0-3, 6`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # In a run of consecutive numbers, the difference from the position is constant.
+    grouped = itertools.groupby(enumerate(ranks), lambda numbered: numbered[1] - numbered[0])
+    runs = [[rank for _, rank in run] for _, run in grouped]
     shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
+def _group_ranks(items: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
+    """Collect the ranks that are paired with each key."""
+    grouped: dict[Key, list[int]] = {}
+    for key, rank in items:
+        grouped.setdefault(key, []).append(rank)
+    return grouped
+
+
 @dataclass(frozen=True)
 class RankReport:
-    """The host and settings of a rank."""
+    """The host and settings of a rank, and the reasons why it cannot start.
+
+    Settings are JSON-compatible values by label, such as a flag; all ranks must have the same.
+    """
 
     host: Host
     settings: Mapping[str, Any]
-    """JSON-compatible values by label, such as a flag; all ranks must have the same."""
     errors: Sequence[str] = ()
-    """Reasons why the rank cannot start."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -215,29 +216,28 @@ def agree(store: Store, rank: int, world_size: int, report: RankReport, timeout:
         )
     store.set(f"{REPORT}/{rank}", report.to_json())
     store.set(f"{DIGEST}/{rank}", json.dumps([report.digest, asdict(report.host)]))
-    verdict = _judge(store, world_size, timeout) if rank == 0 else _await_verdict(store, timeout)
+    if rank == 0:
+        verdict = _judge(store, world_size, timeout)
+    else:
+        # Rank 0 may itself wait until the timeout for another rank before it writes the verdict.
+        store.wait([VERDICT], timeout + timedelta(seconds=LINGER_SECONDS))
+        verdict = json.loads(store.get(VERDICT))
     store.set(f"{READ}/{rank}", "")
     if rank == 0 and (verdict["missing"] or verdict["errors"]):
-        _linger(store, world_size, verdict["missing"])
+        present = [f"{READ}/{other}" for other in range(world_size) if other not in verdict["missing"]]
+        with contextlib.suppress(dist.DistError):
+            store.wait(present, timedelta(seconds=LINGER_SECONDS))
     if verdict["missing"]:
         raise LostPeerError(
             f"{name_ranks(verdict['missing'])} of {world_size} did not arrive within {timeout.total_seconds():g} s"
         )
-    if verdict["errors"]:
-        raise UserError(*verdict["errors"])
+    raise_user_errors(verdict["errors"])
     if len(verdict["hosts"]) != world_size:
         raise UserError(
             f"rank {rank} on {report.host} was started as one of {world_size} processes, rank 0 as one of "
             f"{len(verdict['hosts'])}: give all hosts the same hostfile"
         )
     return [Host(**host) for host in verdict["hosts"]]
-
-
-def _await_verdict(store: Store, timeout: timedelta) -> dict[str, Any]:
-    # Rank 0 may itself wait until the timeout for another rank before it writes the verdict.
-    store.wait([VERDICT], timeout + timedelta(seconds=LINGER_SECONDS))
-    verdict: dict[str, Any] = json.loads(store.get(VERDICT))
-    return verdict
 
 
 def _judge(store: Store, world_size: int, timeout: timedelta) -> dict[str, Any]:
@@ -258,31 +258,18 @@ def _judge(store: Store, world_size: int, timeout: timedelta) -> dict[str, Any]:
     return verdict
 
 
-def _linger(store: Store, world_size: int, missing: Sequence[int]) -> None:
-    """Keep serving the store until all ranks have read the verdict."""
-    present = [f"{READ}/{rank}" for rank in range(world_size) if rank not in missing]
-    with contextlib.suppress(dist.DistError):
-        store.wait(present, timedelta(seconds=LINGER_SECONDS))
-
-
 def _find_errors(reports: Sequence[RankReport]) -> list[str]:
     """Return one line per error of a rank, or else per setting that differs; `reports` are in rank order."""
     peers = Peers([report.host for report in reports])
-    reported: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
-        for error in report.errors:
-            reported.setdefault(error, []).append(rank)
+    reported = _group_ranks((error, rank) for rank, report in enumerate(reports) for error in report.errors)
     if reported:
         return [
             error if len(ranks) == len(reports) else f"{peers.describe(ranks)}: {error}"
             for error, ranks in reported.items()
         ]
-    labels = dict.fromkeys(label for report in reports for label in report.settings)
     lines = []
-    for label in labels:
-        values: dict[str, list[int]] = {}
-        for rank, report in enumerate(reports):
-            values.setdefault(json.dumps(report.settings.get(label)), []).append(rank)
+    for label in dict.fromkeys(label for report in reports for label in report.settings):
+        values = _group_ranks((json.dumps(report.settings.get(label)), rank) for rank, report in enumerate(reports))
         if len(values) > 1:
             shown = " but ".join(f"{value} for {peers.describe(ranks)}" for value, ranks in values.items())
             lines.append(f"{label} differs: {shown}: start all processes with the same settings")
@@ -294,20 +281,9 @@ def raise_on_all_ranks(group: CommGroup, messages: Sequence[str]) -> None:
 
     The error has the messages of all ranks, each once. Messages that only some ranks have name those ranks.
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, lines in zip(group.ranks, group.gather_objects(list(messages)), strict=False):
-        for line in dict.fromkeys(lines):
-            ranks.setdefault(line, []).append(rank)
+    gathered = zip(group.ranks, group.gather_objects(list(messages)), strict=False)
+    ranks = _group_ranks((line, rank) for rank, lines in gathered for line in dict.fromkeys(lines))
     combined = [
         line if len(having) == group.size else f"{line} (on {name_ranks(having)})" for line, having in ranks.items()
     ]
-    combined = group.broadcast_object(combined)
-    if combined:
-        raise UserError(*combined)
-
-
-def report_errors(rank: int, world_size: int, host: Host, errors: Sequence[str], timeout: timedelta) -> None:
-    """Inform ranks that can start that this rank cannot; return when they know, or after the timeout."""
-    with contextlib.suppress(dist.DistError, UserError, LostPeerError, OSError):
-        store = open_store(rank, world_size, timeout)
-        agree(store, rank, world_size, RankReport(host, {}, errors), timeout)
+    raise_user_errors(group.broadcast_object(combined))

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_ladder.comm.agreement import Host, Peers, RankReport, agree, open_store, report_errors
+from megatron_ladder.comm.agreement import Host, Peers, RankReport, agree, open_store
 from megatron_ladder.comm.nccl import explain_connections
 from megatron_ladder.comm.watch import describe_lost, describe_unfinished, lost_peers
 from megatron_ladder.errors import LostPeerError, UserError
@@ -21,8 +22,6 @@ from megatron_ladder.errors import LostPeerError, UserError
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that `deepspeed` and `torchrun` set in each process."""
 
-DISCARD_PORT = 9
-"""A port for calls that require one although it is not used."""
 ERROR_SECONDS = 30.0
 """Time that a process with an error waits for the others to receive it."""
 GLOO_FAILURES = ("gloo/transport", "Application timeout caused pair closure")
@@ -31,14 +30,11 @@ GLOO_FAILURES = ("gloo/transport", "Application timeout caused pair closure")
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The rank of a process among the processes that were launched with it."""
+    """The rank of a process among the `world_size` processes that were launched with it, and on its machine."""
 
     rank: int
-    """Global rank, 0 to world size - 1."""
     world_size: int
-    """Number of processes of the run."""
     local_rank: int
-    """Rank on its machine."""
 
     @property
     def launched(self) -> bool:
@@ -103,6 +99,7 @@ def start_process_group(
         LostPeerError: a process did not arrive.
     """
     device = device or place.device()
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         # CUDA reads the variable when it is initialised, which happens below.
         explanation = explain_connections(os.environ)
@@ -111,7 +108,6 @@ def start_process_group(
         torch.cuda.set_device(device)
         # After a timeout each rank writes its last collectives to a file.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     if not place.launched:
         alone = dist.HashStore()  # type: ignore[attr-defined]
@@ -151,9 +147,9 @@ def _address_towards(target: str) -> str:
     Raises:
         OSError: the name cannot be resolved, or there is no route.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(target, DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    # For a datagram socket, `connect` sends nothing to the (discard) port; it only selects the route.
+    family, kind, protocol, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        # For a datagram socket this sends nothing; it only selects the route.
         probe.connect(address)
         return str(probe.getsockname()[0]).partition("%")[0]
 
@@ -165,18 +161,13 @@ def _choose_interface(here: Host, hosts: Sequence[Host]) -> None:
     interface, which no other host can reach, and to which MASTER_ADDR may also resolve on the first host.
     """
     address = here.address
-    afar = [host.address for host in hosts if not _is_loopback(host.address)]
-    if _is_loopback(address) and afar:
+    afar = [host.address for host in hosts if not ip_address(host.address).is_loopback]
+    if ip_address(address).is_loopback and afar:
         address = _address_towards(afar[0])
     for interface, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             return
-
-
-def _is_loopback(address: str) -> bool:
-    """Return whether only processes on the same machine can reach the address."""
-    return address.startswith("127.") or address == "::1"
 
 
 @contextlib.contextmanager
@@ -186,9 +177,11 @@ def reporting_errors(place: RankInfo) -> Iterator[None]:
         yield
     except UserError as error:
         if place.launched:
-            with contextlib.suppress(UserError):
+            with contextlib.suppress(dist.DistError, UserError, LostPeerError, OSError):
                 timeout = timedelta(seconds=ERROR_SECONDS)
-                report_errors(place.rank, place.world_size, _find_host(), error.messages, timeout)
+                report = RankReport(_find_host(), {}, error.messages)
+                store = open_store(place.rank, place.world_size, timeout)
+                agree(store, place.rank, place.world_size, report, timeout)
         raise
 
 

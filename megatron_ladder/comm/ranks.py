@@ -35,12 +35,26 @@ def run_ranks(
         KeyboardInterrupt: Ctrl-C ended the program.
         LostPeerError: a rank was killed.
     """
+    root = str(Path(__file__).resolve().parents[2])
+    program = f"import sys; sys.path.append({root!r}); from {module} import entry_point; entry_point()"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **address, **sizes}
     ranks: list[Child] = []
     with received_signals() as received:
         try:
-            environment = _common_environment(count)
             for rank in range(count):
-                ranks.append(_start_rank(module, argv, environment, rank))
+                ranks.append(
+                    start_child(
+                        # -P: a file in the current directory must not replace a module.
+                        [sys.executable, "-P", "-c", program, *argv],
+                        death_signal=signal.SIGKILL,
+                        # Ctrl-C reaches every process of a terminal; the parent handles it for all ranks.
+                        ignored_signals=[signal.SIGINT],
+                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    )
+                )
             failure = _wait(ranks, received)
         finally:
             end_children(ranks, grace_seconds)
@@ -53,33 +67,6 @@ def run_ranks(
         if code < 0:
             raise LostPeerError(f"rank {rank} of {count} was ended by {signal.Signals(-code).name}")
         sys.exit(code)
-
-
-def _common_environment(count: int) -> dict[str, str]:
-    """The variables that a launcher sets for every rank."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    return {
-        "GLOO_SOCKET_IFNAME": "lo",
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-    }
-
-
-def _start_rank(module: str, argv: Sequence[str], environment: dict[str, str], rank: int) -> Child:
-    root = str(Path(__file__).resolve().parents[2])
-    program = f"import sys; sys.path.append({root!r}); from {module} import entry_point; entry_point()"
-    return start_child(
-        # -P: a file in the current directory must not replace a module.
-        [sys.executable, "-P", "-c", program, *argv],
-        death_signal=signal.SIGKILL,
-        # Ctrl-C reaches every process of a terminal; the parent handles it for all ranks.
-        ignored_signals=[signal.SIGINT],
-        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-    )
 
 
 def _wait(ranks: Sequence[Child], received: Sequence[int]) -> tuple[int, int] | None:

@@ -40,22 +40,20 @@ MOST_COLLECTIVES = 4
 
 @dataclass(frozen=True)
 class _RecordedCollective:
-    """A collective that this rank launched."""
+    """A collective that this rank launched.
+
+    `name` is torch's name for it, such as all_reduce; `number` counts from 1 in its process group, which `group`
+    describes. `ranks` are global, and empty if the group no longer exists; `shapes` are those of the inputs, with
+    dtypes. `started` is in seconds since the epoch. A finished collective may have failed.
+    """
 
     name: str
-    """torch's name for it, such as all_reduce."""
     group: str
-    """Description of its process group."""
     ranks: tuple[int, ...]
-    """Global ranks of the group; empty if the group no longer exists."""
     number: int
-    """Sequence number in the group, starting at 1."""
     shapes: str
-    """Shapes and dtypes of the input tensors."""
     started: float
-    """Seconds since the epoch."""
     finished: bool
-    """Whether it has ended, possibly with a failure."""
 
     def __str__(self) -> str:
         members = f" of {name_ranks(self.ranks)}" if self.ranks else ""
@@ -98,7 +96,7 @@ def _unfinished_collectives() -> list[_RecordedCollective]:
     The recorder may mark a failed collective as finished.
     """
     collectives = _recorded_collectives()
-    return [collective for collective in collectives if not collective.finished] or collectives[-1:]
+    return [one for one in collectives if not one.finished] or collectives[-1:]
 
 
 def describe_unfinished(peers: Peers) -> str:
@@ -154,12 +152,6 @@ def _awaited_peer(thread: int) -> int | None:
 def _this_rank() -> int:
     """Return the global rank; 0 if there is no process group."""
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _set_timeouts(timeout: timedelta) -> None:
-    """Set the timeout of future collectives in all process groups of this rank, including DeepSpeed's."""
-    for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 class HangWatch:
@@ -228,7 +220,9 @@ class HangWatch:
     def _set_limit(self, limit: timedelta) -> None:
         self._progress = time.time()
         self._limit = limit
-        _set_timeouts(limit)
+        # All process groups of this rank, including DeepSpeed's.
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(limit, group)
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self._limit.total_seconds() / 20)):
@@ -254,12 +248,9 @@ class HangWatch:
             peer = _awaited_peer(self._worker)
             if silent >= limit * END_AT and peer is not None:
                 lost = _silent_ranks([peer], self._peers)
-                text = f"{describe_lost(lost, self._peers)}: no message for {silent:.0f} s"
-                self._end(LostPeerError(text, lost))
-
-    def _end(self, error: LostPeerError) -> None:
-        self._on_loss(error)
-        fail(error)
+                error = LostPeerError(f"{describe_lost(lost, self._peers)}: no message for {silent:.0f} s", lost)
+                self._on_loss(error)
+                fail(error)
 
     def _report_progress(self) -> None:
         if self._reported:
