@@ -89,11 +89,9 @@ class RowReader(Protocol):
 
     def read(self) -> SampleRows:
         """Return the next rows [n, s + 1]; raises UserError for unexpected data."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return the state from which another reader continues; JSON-able."""
-        ...
 
 
 class SampleReader:

@@ -2,7 +2,7 @@
 
 Everything is little-endian. The .idx file holds, without padding:
 
-    bytes        what
+    bytes        content
     9            magic `MMIDIDX\\0\\0`
     8            u64, version: 1
     1            u8, code of the token type (see _TOKEN_DTYPES)
@@ -19,8 +19,8 @@ adjacent in .bin, so a document is one range of tokens in both cases, and the re
 import os
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
@@ -33,10 +33,9 @@ from megatron_ladder.files import publish, temporary_path
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
+# Code in the file -> NumPy type.
 _TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Code in the file -> NumPy type."""
-_FLOAT_CODES = {6: "float64", 7: "float32"}
-"""Megatron's other codes."""
+_FLOAT_DTYPES = {6: "float64", 7: "float32"}
 
 COPIED_TOKENS = 1 << 23
 """Tokens that are read at once when a whole data set is copied or verified."""
@@ -80,8 +79,7 @@ class HashedFile:
     """A file that is written from its beginning to its end and computes its checksum."""
 
     def __init__(self, path: Path, mode: str = "w+b") -> None:
-        self.path = path
-        self.size = 0
+        self.path, self.size = path, 0
         self._file: IO[bytes] = open(path, mode)  # noqa: SIM115 - closed by close()
         self._hasher = xxhash.xxh3_128()
 
@@ -134,8 +132,7 @@ def write_index(
     """
     code = next(code for code, name in _TOKEN_DTYPES.items() if np.dtype(name) == dtype)
     documents = len(lengths) if document_ends is None else len(document_ends)
-    file = HashedFile(path)
-    try:
+    with closing(HashedFile(path)) as file:
         file.append(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), documents + 1))
         begins = range(0, len(lengths), _INDEX_BLOCK)
         for begin in begins:
@@ -151,8 +148,6 @@ def write_index(
             block = np.arange(begin + 1, end + 1) if document_ends is None else document_ends[begin:end]
             file.append(np.ascontiguousarray(block, "<i8"))
         file.sync()
-    finally:
-        file.close()
     return file.checksum
 
 
@@ -170,8 +165,7 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: Path, dtype: "np.dtype[Any]") -> None:
-        self.prefix = prefix
-        self.dtype = dtype
+        self.prefix, self.dtype = prefix, dtype
         self._lengths: list[NDArray[np.int32]] = []
         self._document_ends: list[NDArray[np.int64]] = []
         self._sequences = 0
@@ -180,9 +174,7 @@ class IndexedDatasetWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._bin.close()
         self._bin.path.unlink(missing_ok=True)
 
@@ -202,7 +194,7 @@ class IndexedDatasetWriter:
             smallest, largest, limits = int(token_ids.min()), int(token_ids.max()), np.iinfo(self.dtype)
             if smallest < limits.min or largest > limits.max:
                 raise ValueError(f"token ids {smallest} to {largest} do not fit {self.dtype} of {self.prefix}")
-        self._write(token_ids)
+        self._bin.append(np.ascontiguousarray(token_ids, dtype=self.dtype))
         self._add_index(lengths, np.arange(1, len(lengths) + 1))
 
     def append(self, dataset: "IndexedDataset", report_bytes: Callable[[int], None]) -> str:
@@ -220,13 +212,10 @@ class IndexedDatasetWriter:
         for begin in range(0, len(dataset.tokens), COPIED_TOKENS):
             block = dataset.tokens[begin : begin + COPIED_TOKENS]
             hasher.update(block.data)
-            self._write(block)
+            self._bin.append(block)
             report_bytes(block.nbytes)
         self._add_index(np.diff(dataset.sequence_bounds), dataset.document_indices[1:])
         return format_checksum(hasher)
-
-    def _write(self, token_ids: NDArray[Any]) -> None:
-        self._bin.append(np.ascontiguousarray(token_ids, dtype=self.dtype))
 
     def _add_index(self, lengths: NDArray[Any], document_ends: NDArray[np.int64]) -> None:
         """Record the lengths of written sequences, and the number of sequences up to the end of each document."""
@@ -269,20 +258,57 @@ class IndexedDataset:
     def __init__(self, prefix: Path) -> None:
         """Raises UserError if a file is missing, has another format, or contradicts itself or the other file."""
         self.prefix = prefix
-        index = _read_index(prefix)
-        self.sequence_bounds, self.document_bounds = index.sequence_bounds, index.document_bounds
-        self.document_indices, self.idx_checksum = index.document_indices, index.checksum
-        found, expected = bin_path(prefix).stat().st_size, index.tokens * index.dtype.itemsize
-        if found != expected:
-            raise UserError(
-                f"{bin_path(prefix)}: {found} bytes found, {expected} expected by {idx_path(prefix)} "
-                f"({index.tokens} tokens of {index.dtype.itemsize} bytes): preprocess or copy the data again"
-            )
-        if index.tokens == 0:
+        dtype = self._read_index()
+        tokens = int(self.sequence_bounds[-1])
+        if tokens == 0:
             raise UserError(f"{idx_path(prefix)}: has no token: preprocess an input with text")
-        # The plain-array view avoids NumPy's subclass handling on every slice.
-        self.tokens: NDArray[Any] = np.asarray(np.memmap(bin_path(prefix), dtype=index.dtype, mode="r"))
-        self.loss_mask = _open_loss_mask(prefix, index.tokens)
+        expected_by = f" by {idx_path(prefix)} ({tokens} tokens of {dtype.itemsize} bytes)"
+        self.tokens = _map_array(bin_path(prefix), dtype, tokens, expected_by)
+        self.loss_mask: NDArray[np.uint8] | None = None
+        if loss_mask_path(prefix).is_file():
+            one_each = f", one for each token of {bin_path(prefix)}"
+            self.loss_mask = _map_array(loss_mask_path(prefix), np.dtype(np.uint8), tokens, one_each)
+
+    def _read_index(self) -> "np.dtype[Any]":
+        """Read and validate .idx and return the type of the tokens; of .bin only the existence is checked."""
+        prefix = self.prefix
+        if not prefix.name:
+            raise UserError(f"{prefix}: is a directory: give the path of a data set without .bin and .idx")
+        path = idx_path(prefix)
+        for needed in (path, bin_path(prefix)):
+            if not needed.is_file():
+                raise UserError(f"{needed}: no such file{_prefixes_nearby(prefix)}")
+        size = path.stat().st_size
+        if size < _HEADER.size:
+            raise UserError(f"{path}: {size} bytes found, at least {_HEADER.size} expected: not a Megatron index")
+        content = np.memmap(path, mode="r").data
+        magic, version, code, sequences, bounds = _HEADER.unpack_from(content)
+        if magic != _MAGIC or version != _VERSION:
+            raise UserError(
+                f"{path}: begins with {magic!r} version {version}, expected {_MAGIC!r} version {_VERSION}: "
+                "not a Megatron index"
+            )
+        if code in _FLOAT_DTYPES:
+            raise UserError(f"{path}: contains {_FLOAT_DTYPES[code]}, expected integers: not a data set of tokens")
+        if code not in _TOKEN_DTYPES:
+            known = ", ".join(map(str, sorted(_TOKEN_DTYPES)))
+            raise UserError(f"{path}: the code of the token type is {code}, expected one of {known}")
+        expected = _HEADER.size + 12 * sequences + 8 * bounds
+        if size == expected + sequences > expected:
+            raise UserError(f"{path}: contains a mode for each sequence: multimodal data sets are not supported")
+        if size != expected:
+            raise UserError(
+                f"{path}: {size} bytes found, {expected} expected for {sequences} sequences and "
+                f"{bounds - 1} documents: preprocess or copy the data again"
+            )
+        dtype = np.dtype(_TOKEN_DTYPES[code])
+        lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
+        offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
+        documents = np.frombuffer(content, "<i8", bounds, _HEADER.size + 12 * sequences)
+        self.sequence_bounds = starts = _sequence_starts(path, lengths, offsets, dtype.itemsize)
+        self.document_bounds = starts if _check_documents(path, documents, sequences) else starts[documents]
+        self.document_indices, self.idx_checksum = documents, format_checksum(xxhash.xxh3_128(content))
+        return dtype
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -296,10 +322,7 @@ class IndexedDataset:
 
 
 def sampled_checksum(array: NDArray[Any], blocks: int = SAMPLED_BLOCKS) -> str:
-    """Return the checksum of blocks from all over a mapped file.
-
-    It distinguishes data sets with equal indices without reading all tokens.
-    """
+    """Return the checksum of blocks from all over a mapped file."""
     content = array.view(np.uint8)
     begins = np.linspace(0, max(len(content) - _SAMPLED_BYTES, 0), blocks).astype(np.int64)
     hasher = xxhash.xxh3_128()
@@ -308,69 +331,13 @@ def sampled_checksum(array: NDArray[Any], blocks: int = SAMPLED_BLOCKS) -> str:
     return format_checksum(hasher)
 
 
-def _open_loss_mask(prefix: Path, tokens: int) -> NDArray[np.uint8] | None:
-    path = loss_mask_path(prefix)
-    if not path.is_file():
-        return None
-    found = path.stat().st_size
-    if found != tokens:
-        raise UserError(
-            f"{path}: {found} bytes found, {tokens} expected, one for each token of {bin_path(prefix)}: preprocess "
-            "or copy the data again"
-        )
-    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-
-
-class _Index(NamedTuple):
-    dtype: "np.dtype[Any]"
-    tokens: int
-    sequence_bounds: NDArray[np.int64]
-    document_indices: NDArray[np.int64]
-    document_bounds: NDArray[np.int64]
-    checksum: str
-
-
-def _read_index(prefix: Path) -> _Index:
-    """Read and validate .idx; of .bin only the existence is checked."""
-    if not prefix.name:
-        raise UserError(f"{prefix}: is a directory: give the path of a data set without .bin and .idx")
-    path = idx_path(prefix)
-    for needed in (path, bin_path(prefix)):
-        if not needed.is_file():
-            raise UserError(f"{needed}: no such file{_prefixes_nearby(prefix)}")
-    content = path.read_bytes() if path.stat().st_size < _HEADER.size else np.memmap(path, mode="r").data
-    if len(content) < _HEADER.size:
-        raise UserError(
-            f"{path}: {len(content)} bytes found, at least {_HEADER.size} expected: not a Megatron index"
-        )
-    magic, version, code, sequences, bounds = _HEADER.unpack_from(content)
-    if magic != _MAGIC or version != _VERSION:
-        raise UserError(
-            f"{path}: begins with {magic!r} version {version}, expected {_MAGIC!r} version {_VERSION}: "
-            "not a Megatron index"
-        )
-    if code in _FLOAT_CODES:
-        raise UserError(f"{path}: contains {_FLOAT_CODES[code]}, expected integers: not a data set of tokens")
-    if code not in _TOKEN_DTYPES:
-        known = ", ".join(map(str, sorted(_TOKEN_DTYPES)))
-        raise UserError(f"{path}: the code of the token type is {code}, expected one of {known}")
-    expected = _HEADER.size + 12 * sequences + 8 * bounds
-    if len(content) == expected + sequences > expected:
-        raise UserError(f"{path}: contains a mode for each sequence: multimodal data sets are not supported")
-    if len(content) != expected:
-        raise UserError(
-            f"{path}: {len(content)} bytes found, {expected} expected for {sequences} sequences and "
-            f"{bounds - 1} documents: preprocess or copy the data again"
-        )
-    dtype = np.dtype(_TOKEN_DTYPES[code])
-    lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
-    offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
-    documents = np.frombuffer(content, "<i8", bounds, _HEADER.size + 12 * sequences)
-    starts = _sequence_starts(path, lengths, offsets, dtype.itemsize)
-    is_one_sequence_each = _check_documents(path, documents, sequences)
-    checksum = f"xxh3_128:{xxhash.xxh3_128_hexdigest(content)}"
-    document_bounds = starts if is_one_sequence_each else starts[documents]
-    return _Index(dtype, int(starts[-1]), starts, documents, document_bounds, checksum)
+def _map_array(path: Path, dtype: "np.dtype[Any]", entries: int, reason: str) -> NDArray[Any]:
+    """Map a file of `entries` values; `reason` continues `N bytes expected` in the message about another size."""
+    found, expected = path.stat().st_size, entries * dtype.itemsize
+    if found != expected:
+        raise UserError(f"{path}: {found} bytes found, {expected} expected{reason}: preprocess or copy the data again")
+    # The plain-array view avoids NumPy's subclass handling on every slice.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
 def _sequence_starts(
@@ -410,9 +377,7 @@ def _check_documents(path: Path, documents: NDArray[np.int64], sequences: int) -
 def _prefixes_nearby(prefix: Path) -> str:
     """Return a hint for a user who gave a file instead of a prefix, or the prefix without `_text_document`."""
     name = prefix.name.removesuffix(".bin").removesuffix(".idx")
-    nearby = sorted(
-        path.with_suffix("") for path in prefix.parent.glob("*.idx") if path.name.startswith(name)
-    )
+    nearby = sorted(path.with_suffix("") for path in prefix.parent.glob("*.idx") if path.name.startswith(name))
     if not nearby:
         return " (give the path of a data set without .bin and .idx)"
     return f": did you mean {' or '.join(map(str, nearby[:3]))}?"

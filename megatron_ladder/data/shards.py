@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ladder.data.identity import describe_sources
-from megatron_ladder.data.reading.files import (
-    HugeLine,
-    JsonLinesFile,
-    LineSpan,
-    end_of_line,
-    start_of_last_line,
-)
+from megatron_ladder.data.reading.files import HugeLine, JsonLinesFile, LineSpan, end_of_line, start_of_last_line
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.hub import BATCH_ROWS, HubShard, HubSource
 from megatron_ladder.data.reading.parquet import ParquetFile, RowGroup
@@ -45,19 +39,14 @@ class _SourceShard:
 
     @property
     def name(self) -> str:
-        """The source without its directory, and its size."""
         return f"{Path(self.source.name).name} {self.source.total_bytes}"
 
     def blocks(self, first: int) -> Iterator[ShardBlock]:
-        """See Shard."""
         if isinstance(self.source, HubShard):
-            blocks = self.source.blocks_from(first, self.reading)
-        else:
-            blocks = islice(self.source.blocks(self.reading), first, None)
-        return _documents(blocks, self.reading)
+            return _documents(self.source.blocks_from(first, self.reading), self.reading)
+        return _documents(islice(self.source.blocks(self.reading), first, None), self.reading)
 
     def place(self, block: int, record: int) -> str:
-        """See Shard; reads the previous blocks again, except for data sets of the `datasets` library."""
         if isinstance(self.source, HubShard):
             return self.source.place(block * BATCH_ROWS + record)
         before = islice(self.source.blocks(self.reading), block)
@@ -75,15 +64,12 @@ class _LinesShard:
 
     @property
     def name(self) -> str:
-        """The file without its directory, and the bytes."""
         return f"{self.path.name} {self.begin}-{self.end}"
 
     def blocks(self, first: int) -> Iterator[ShardBlock]:
-        """See Shard."""
         return _documents((span for _, span in islice(self._spans(), first, None)), self.reading)
 
     def place(self, block: int, record: int) -> str:
-        """See Shard; a line far from the beginning of its file is located by a byte near it."""
         begin, _ = next(islice(self._spans(), block, None))
         if begin > _LINES_COUNTED_BYTES:
             return f"{self.path}: line {record + 1} after byte {begin}"
@@ -120,17 +106,14 @@ class _RowGroupShard:
 
     @property
     def name(self) -> str:
-        """The file without its directory, the row group and its size, and the number of blocks if there are several."""
         path, number = self.parts[0].path, self.parts[0].number
         size = sum(part.file_bytes for part in self.parts)
         return f"{path.name} {number} {size}" + (f" {len(self.parts)}" if len(self.parts) > 1 else "")
 
     def blocks(self, first: int) -> Iterator[ShardBlock]:
-        """See Shard."""
         return _documents(iter(self.parts[first:]), self.reading)
 
     def place(self, block: int, record: int) -> str:
-        """See Shard; returns the row of the file, counted from 0."""
         import pyarrow.parquet
 
         part = self.parts[block]
@@ -163,7 +146,6 @@ def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput
     Raises:
         UserError: an argument cannot be read, or can be read only once.
     """
-    # Plain text has no keys.
     reading = Reading((key,), max_bad=max_bad)
     try:
         sources = find_sources(inputs, reading)

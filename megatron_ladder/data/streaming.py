@@ -40,11 +40,10 @@ Encode = Callable[[Sequence[str]], Iterable[Sequence[int] | NDArray[Any]]]
 
 
 class ShardBlock(NamedTuple):
-    """The documents of a block of a shard."""
+    """The documents of a block of a shard, and its unreadable records."""
 
     texts: list[str]
     bad: tuple[BadRecord, ...] = ()
-    """Unreadable records."""
 
 
 class Shard(Protocol):
@@ -53,19 +52,12 @@ class Shard(Protocol):
     @property
     def name(self) -> str:
         """A name that distinguishes it from other and from changed shards, without its directory."""
-        ...
 
     def blocks(self, first: int) -> Iterator[ShardBlock]:
-        """Yield its blocks, which are always the same.
-
-        Args:
-            first: number of blocks to skip.
-        """
-        ...
+        """Yield its blocks, which are always the same, without the first `first` ones."""
 
     def place(self, block: int, record: int) -> str:
         """Return the location of a record of a block, both counted from 0: `file:line` for a file of lines."""
-        ...
 
 
 class StreamPosition(NamedTuple):
@@ -127,10 +119,7 @@ class SkippedRecords:
     """
 
     def __init__(
-        self,
-        limit: int = 0,
-        report: Callable[[str], None] = print,
-        known: Iterable[Sequence[int]] = (),
+        self, limit: int = 0, report: Callable[[str], None] = print, known: Iterable[Sequence[int]] = ()
     ) -> None:
         """
         Args:
@@ -144,8 +133,7 @@ class SkippedRecords:
         """Count the bad records of a block.
 
         Args:
-            shard: index of the shard in the plan.
-            block: number of the block in its shard.
+            shard, block: index of the shard in the plan, and of the block in its shard.
             place: block and record -> its location, for messages.
 
         Raises:
@@ -205,41 +193,31 @@ class _ShardStream:
         return row
 
     def _read_window(self) -> _Window:
-        """Return the next window that contains a token.
+        """Return the next window that contains a token; windows without documents are not counted.
 
         Raises:
             UserError: every shard was read completely since the last token.
         """
-        entered, without_token = self._next, set[int]()
+        plan, entered, without_token = self._plan, self._next, set[int]()
         while True:
-            begins = self._next
-            tokens = self._tokens_of(self._read_texts(), begins.window)
-            if len(tokens):
-                return _Window(begins, tokens)
+            begins, texts = self._next, list[str]()
+            for found, after in self._blocks:
+                texts += found
+                self._next = after._replace(window=begins.window + bool(texts))
+                if len(texts) >= plan.window_documents or after.epoch > begins.epoch:
+                    break
+            order = permutation(len(texts), plan.seed, begins.window, _WINDOWS + self._number).tolist()
+            documents = self._encode([texts[place] for place in order]) if texts else []
+            end = np.array([plan.eod_id], np.int32)
+            pieces = [piece for ids in documents if len(ids) for piece in (np.asarray(ids, np.int32), end)]
+            if pieces:
+                return _Window(begins, np.concatenate(pieces))
             read_whole = begins.epoch > entered.epoch or (entered.shard, entered.block) == (0, 0)
             if self._next.epoch > begins.epoch and read_whole:
                 # One epoch is not the whole input: the stream has other shards in each epoch.
                 without_token.update(self._own_shards(begins.epoch))
-            if len(without_token) == len(self._plan.shards):
+            if len(without_token) == len(plan.shards):
                 raise UserError("--streaming: the input has no text")
-
-    def _read_texts(self) -> list[str]:
-        """Return the documents of the next window; none, and no window is counted, if the epoch is over."""
-        begins, texts = self._next, list[str]()
-        for found, after in self._blocks:
-            texts += found
-            self._next = after._replace(window=begins.window + bool(texts))
-            if len(texts) >= self._plan.window_documents or after.epoch > begins.epoch:
-                break
-        return texts
-
-    def _tokens_of(self, texts: Sequence[str], window: int) -> NDArray[np.int32]:
-        """Return the concatenated tokens of the documents in the window's order."""
-        order = permutation(len(texts), self._plan.seed, window, _WINDOWS + self._number)
-        documents = self._encode([texts[place] for place in order.tolist()]) if texts else []
-        end = np.array([self._plan.eod_id], np.int32)
-        pieces = [piece for ids in documents if len(ids) for piece in (np.asarray(ids, np.int32), end)]
-        return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
 
     def _own_shards(self, epoch: int) -> list[int]:
         order = permutation(len(self._plan.shards), self._plan.seed, epoch, _SHARDS)
@@ -289,15 +267,13 @@ class StreamReader:
                 f"--streaming-shards {plan.streams}: cannot be divided among {shape.data_parallel_size} data-parallel "
                 "ranks: start with a data-parallel size that divides it"
             )
-        own = range(data_parallel_rank, plan.streams, shape.data_parallel_size)
         self._skipped = skipped or SkippedRecords(plan.max_bad)
         self._streams = {
             number: _ShardStream(plan, number, encode, positions.get(number, StreamPosition()), self._skipped)
-            for number in own
+            for number in range(data_parallel_rank, plan.streams, shape.data_parallel_size)
         }
         self._plan, self._shape, self._rank = plan, shape, data_parallel_rank
-        self._vocab_size = vocab_size
-        self._next = consumed_samples
+        self._vocab_size, self._next = vocab_size, consumed_samples
 
     def read(self) -> SampleRows:
         """Return the next rows [n, s + 1]."""
@@ -336,10 +312,9 @@ def choose_streams(requested: int | None, shards: int, data_parallel_size: int) 
     """
     streams = requested
     if streams is None:
-        streams = max(min(shards, _MAX_STREAMS) // data_parallel_size, 1) * data_parallel_size
-        powers = [power for power in (64, 32, 16, 8, 4, 2, 1) if power <= shards and power % data_parallel_size == 0]
         # A power of two can be divided among other numbers of ranks later.
-        streams = powers[0] if powers else streams
+        powers = (power for power in (64, 32, 16, 8, 4, 2, 1) if power <= shards and power % data_parallel_size == 0)
+        streams = next(powers, max(min(shards, _MAX_STREAMS) // data_parallel_size, 1) * data_parallel_size)
     if streams % data_parallel_size:
         raise UserError(
             f"--streaming-shards {streams} is not a multiple of the data-parallel size {data_parallel_size}"
