@@ -6,10 +6,8 @@ machine, are tensor-parallel, the dimension that communicates most. The mesh is 
 Every group has a separate communicator; `nccl.py` describes the order of their collectives.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,30 +74,34 @@ class ProcessMesh:
         if world_size % (tensor_parallel * pipeline_parallel):
             raise ValueError(f"{world_size} ranks cannot form {tensor_parallel} x {pipeline_parallel} model ranks")
         grid = torch.arange(world_size).view(pipeline_parallel, -1, tensor_parallel)
-        everyone = CommGroup(range(world_size), rank, dist.group.WORLD)
         # DeepSpeed needs a process group even for a group of one rank; only that rank has to create it.
         process_group = dist.group.WORLD
         if world_size > 1:
             process_group = dist.new_group([rank], timeout, use_local_synchronization=True)
         alone = CommGroup([rank], 0, process_group)
+
+        def group_of(rows: torch.Tensor, name: str) -> CommGroup:
+            """Create a process group from each row of `rows`, and return the one that contains this rank."""
+            mine = alone
+            for row in rows.tolist() if rows.shape[1] > 1 else ():
+                options = None
+                if name == "tensor":
+                    options = overlapped_group_options(dist.get_backend(), tp_comm_max_ctas, timeout)
+                process_group = dist.new_group(row, timeout, pg_options=options, group_desc=name)
+                if rank in row:
+                    mine = CommGroup(row, row.index(rank), process_group)
+            return mine
+
         pipelines = grid.permute(1, 2, 0).reshape(-1, pipeline_parallel)
-        pipeline = ends = _group_of(alone, pipelines, timeout, "pipeline")
-        if pipeline_parallel > 2:
-            ends = _group_of(alone, pipelines[:, [0, -1]], timeout, "ends")
+        pipeline = group_of(pipelines, "pipeline")
         return ProcessMesh(
-            world=everyone,
-            tensor=_group_of(
-                alone,
-                grid.reshape(-1, tensor_parallel),
-                timeout,
-                "tensor",
-                lambda: overlapped_group_options(dist.get_backend(), tp_comm_max_ctas, timeout),
-            ),
-            data=_group_of(alone, grid.transpose(1, 2).reshape(-1, grid.shape[1]), timeout, "data"),
+            world=CommGroup(range(world_size), rank, dist.group.WORLD),
+            ends=group_of(pipelines[:, [0, -1]], "ends") if pipeline_parallel > 2 else pipeline,
+            tensor=group_of(grid.reshape(-1, tensor_parallel), "tensor"),
+            data=group_of(grid.transpose(1, 2).reshape(-1, grid.shape[1]), "data"),
             pipeline=pipeline,
-            model=_group_of(alone, grid.transpose(0, 1).reshape(grid.shape[1], -1), timeout, "model"),
-            kv_replica=_group_of(alone, grid.reshape(-1, kv_replicas), timeout, "kv_replica"),
-            ends=ends,
+            model=group_of(grid.transpose(0, 1).reshape(grid.shape[1], -1), "model"),
+            kv_replica=group_of(grid.reshape(-1, kv_replicas), "kv_replica"),
             sequence_parallel=sequence_parallel,
         )
 
@@ -108,21 +110,3 @@ class ProcessMesh:
         sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size} x data {self.data.size}"
         cut = ", the sequence cut over the tensor ranks" if self.stream.shards > 1 else ""
         return f"{self.world.size} process{'es' if self.world.size > 1 else ''}: {sizes}{cut}"
-
-
-def _group_of(
-    alone: CommGroup,
-    rows: torch.Tensor,
-    timeout: timedelta | None,
-    name: str,
-    make_options: Callable[[], Any] = lambda: None,
-) -> CommGroup:
-    """Create a process group called `name` from each row of `rows`, and return the one that contains this rank."""
-    mine, rank = alone, alone.ranks[0]
-    if rows.shape[1] == 1:
-        return mine
-    for row in rows.tolist():
-        process_group = dist.new_group(row, timeout, pg_options=make_options(), group_desc=name)
-        if rank in row:
-            mine = CommGroup(row, row.index(rank), process_group)
-    return mine

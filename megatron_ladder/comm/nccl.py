@@ -22,7 +22,6 @@ from megatron_ladder.errors import UserError
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Number of hardware queues from the host to a device, 1 to 32, default 8 (CUDA programming guide)."""
-MOST_CONNECTIONS = 32
 
 
 def overlapped_group_options(backend: str, max_ctas: int, timeout: timedelta | None) -> Any:
@@ -52,13 +51,11 @@ def explain_connections(environment: Mapping[str, str]) -> str:
     """
     text = environment.get(CONNECTIONS)
     if text is None:
-        return _explain(f"{CONNECTIONS} is not set, so CUDA has 8 queues", 8)
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_CONNECTIONS):
-        raise UserError(f"{CONNECTIONS}={text}: expected 1 to {MOST_CONNECTIONS}, or unset it for CUDA's 8")
-    return _explain(f"{CONNECTIONS}={text}", int(text))
-
-
-def _explain(setting: str, queues: int) -> str:
+        setting, queues = f"{CONNECTIONS} is not set, so CUDA has 8 queues", 8
+    elif text.isascii() and text.isdigit() and 1 <= int(text) <= 32:
+        setting, queues = f"{CONNECTIONS}={text}", int(text)
+    else:
+        raise UserError(f"{CONNECTIONS}={text}: expected 1 to 32, or unset it for CUDA's 8")
     if queues > 1:
         return (
             f"{setting}: a reduce is launched before the product that hides it, but the device may start the product "

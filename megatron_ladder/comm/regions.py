@@ -13,17 +13,6 @@ from torch.autograd import Function
 from megatron_ladder.comm.group import CommGroup
 
 
-class _CopyToTensorParallelRegion(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: CommGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(gradient.contiguous().clone()), None
-
-
 class _EnterTogether(Function):
     @staticmethod
     def forward(ctx: Any, group: CommGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -57,7 +46,7 @@ def copy_to_tensor_parallel_region(tensor: Tensor, group: CommGroup) -> Tensor:
     For activations that enter column-parallel layers, and for replicated parameters that are used on a rank's own
     heads (the norms of queries and keys).
     """
-    return tensor if group.size == 1 else _CopyToTensorParallelRegion.apply(tensor, group)
+    return enter_tensor_parallel_region(group, tensor)[0]
 
 
 def enter_tensor_parallel_region(group: CommGroup, *tensors: Tensor) -> tuple[Tensor, ...]:

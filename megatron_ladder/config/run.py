@@ -22,40 +22,36 @@ PROGRAM = "pretrain_ladder.py"
 DESCRIPTION = "Pretrains a Llama-family transformer with Ladder Residual, tensor-, pipeline- and data-parallel."
 
 
-@dataclass(frozen=True)
-class RunFlags:
+@dataclass(frozen=True, kw_only=True)
+class _Sections:
+    """The sections of the command line that hold for a run as they are."""
+
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    profile: ProfileConfig
+    reliability: ReliabilityConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFlags(_Sections):
     """The values of the command line."""
 
     model: ModelFlags
-    training: TrainingConfig
-    optimizer: OptimizerConfig
-    parallel: ParallelConfig
-    data: DataConfig
-    checkpoint: CheckpointConfig
-    logging: LoggingConfig
-    profile: ProfileConfig
-    reliability: ReliabilityConfig
 
 
-SECTIONS = (
-    ModelFlags, TrainingConfig, OptimizerConfig, ParallelConfig, DataConfig, CheckpointConfig, LoggingConfig,
-    ProfileConfig, ReliabilityConfig,
-)  # fmt: skip
+_SECTION_TYPES: dict[str, type] = {"model": ModelFlags, **_Sections.__annotations__}
+SECTIONS = tuple(_SECTION_TYPES.values())
 
 
-@dataclass(frozen=True)
-class RunConfig:
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(_Sections):
     """A run whose values are all known."""
 
     model: ModelConfig
-    training: TrainingConfig
-    optimizer: OptimizerConfig
-    parallel: ParallelConfig
-    data: DataConfig
-    checkpoint: CheckpointConfig
-    logging: LoggingConfig
-    profile: ProfileConfig
-    reliability: ReliabilityConfig
     world_size: int
     data_parallel_size: int
     global_batch_size: int
@@ -81,7 +77,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-compatible values, which are recorded in checkpoints and TensorBoard."""
-        sections = {name: to_plain(getattr(self, name)) for name in RunFlags.__dataclass_fields__}
+        sections = {name: to_plain(getattr(self, name)) for name in _SECTION_TYPES}
         derived = ("world_size", "data_parallel_size", "global_batch_size", "accumulation_steps")
         return {**sections, **{name: getattr(self, name) for name in derived}}
 
@@ -89,7 +85,8 @@ class RunConfig:
 def parse_run(argv: Sequence[str], errors: list[str]) -> RunFlags:
     """Read the command line, appending one line to `errors` for each value that is not valid by itself."""
     words = take_megatron_flags(argv, errors)
-    return RunFlags(*parse_command_line(SECTIONS, words, PROGRAM, DESCRIPTION, found=errors))
+    sections = parse_command_line(SECTIONS, words, PROGRAM, DESCRIPTION, found=errors)
+    return RunFlags(**dict(zip(_SECTION_TYPES, sections, strict=True)))
 
 
 def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str]) -> RunConfig:
@@ -98,10 +95,9 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, errors: list[
     tensor_parallel = max(1, parallel.tensor_model_parallel_size)
     stages = max(1, parallel.pipeline_model_parallel_size)
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, errors)
-    errors += _schedule_errors(flags)
+    errors += _training_errors(training, flags.optimizer, model)
     errors += _layout_errors(flags, model)
     errors += _engine_errors(training, flags.optimizer, parallel)
-    errors += _recomputation_errors(training, model)
     errors += _profile_errors(flags.profile, training.train_iters, world_size, flags.logging)
     data_parallel = 1
     if world_size % (tensor_parallel * stages):
@@ -121,9 +117,8 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, errors: list[
             f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size "
             f"{training.micro_batch_size} x {data_parallel} data-parallel processes = {samples_at_once}"
         )
-    sections = {name: getattr(flags, name) for name in RunFlags.__dataclass_fields__}
     return RunConfig(
-        **{**sections, "model": model},
+        **{name: getattr(flags, name) for name in _SECTION_TYPES} | {"model": model},
         world_size=world_size,
         data_parallel_size=data_parallel,
         global_batch_size=global_batch_size,
@@ -131,8 +126,8 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, errors: list[
     )
 
 
-def _schedule_errors(flags: RunFlags) -> Iterator[str]:
-    training, optimizer = flags.training, flags.optimizer
+def _training_errors(training: TrainingConfig, optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
+    """Check the learning-rate schedule, loss scaling and recomputation."""
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}"
     decay_iters = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
@@ -143,6 +138,23 @@ def _schedule_errors(flags: RunFlags) -> Iterator[str]:
         )
     if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters > 0:
         yield f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves no step of the {decay_iters} decay iterations"
+    if training.fp16:
+        scale, is_dynamic = training.initial_loss_scale, training.loss_scale is None
+        if is_dynamic and (scale < 1 or not math.log2(scale).is_integer()):
+            yield f"--initial-loss-scale {scale:g}: expected a power of two, 1 or more"
+        elif not training.min_loss_scale.is_integer():
+            yield f"--min-loss-scale {training.min_loss_scale:g}: expected a whole number"
+        elif is_dynamic and training.min_loss_scale > scale:
+            yield f"--min-loss-scale {training.min_loss_scale:g} is above --initial-loss-scale {scale:g}"
+    if training.compile_sub_blocks and training.norm_implementation == "apex":
+        yield "--compile-sub-blocks compiles torch's norm: leave out --norm-implementation apex or --compile-sub-blocks"
+    if training.recompute_granularity == "selective":
+        yield (
+            "--recompute-granularity selective recomputes the score matrix, which the attention kernels used here "
+            "never store: leave it out, or use full"
+        )
+    if training.recompute_num_layers is not None and training.recompute_num_layers > model.num_layers > 0:
+        yield f"--recompute-num-layers {training.recompute_num_layers} is above --num-layers {model.num_layers}"
 
 
 def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[str]:
@@ -201,35 +213,9 @@ def _engine_errors(training: TrainingConfig, optimizer: OptimizerConfig, paralle
     if training.fp16 and offloads and stage != "3":
         # Non-finite values stay in its buffers after an overflow, so every later step overflows too.
         yield "--fp16 with --offload-optimizer cpu does not recover from overflows below --zero-stage 3: use --bf16"
-    if training.fp16:
-        yield from _loss_scale_errors(training)
 
 
-def _loss_scale_errors(training: TrainingConfig) -> Iterator[str]:
-    scale = training.initial_loss_scale
-    if training.loss_scale is None and (scale < 1 or not math.log2(scale).is_integer()):
-        yield f"--initial-loss-scale {scale:g}: expected a power of two, 1 or more"
-    elif not training.min_loss_scale.is_integer():
-        yield f"--min-loss-scale {training.min_loss_scale:g}: expected a whole number"
-    elif training.loss_scale is None and training.min_loss_scale > scale:
-        yield f"--min-loss-scale {training.min_loss_scale:g} is above --initial-loss-scale {scale:g}"
-
-
-def _recomputation_errors(training: TrainingConfig, model: ModelConfig) -> Iterator[str]:
-    if training.compile_sub_blocks and training.norm_implementation == "apex":
-        yield "--compile-sub-blocks compiles torch's norm: leave out --norm-implementation apex or --compile-sub-blocks"
-    if training.recompute_granularity == "selective":
-        yield (
-            "--recompute-granularity selective recomputes the score matrix, which the attention kernels used here "
-            "never store: leave it out, or use full"
-        )
-    if training.recompute_num_layers is not None and training.recompute_num_layers > model.num_layers > 0:
-        yield f"--recompute-num-layers {training.recompute_num_layers} is above --num-layers {model.num_layers}"
-
-
-def _profile_errors(
-    profile: ProfileConfig, train_iters: int, world_size: int, logging: LoggingConfig
-) -> Iterator[str]:
+def _profile_errors(profile: ProfileConfig, train_iters: int, world_size: int, logging: LoggingConfig) -> Iterator[str]:
     if not profile.profile:
         return
     start, end = profile.profile_step_start, profile.profile_step_end
