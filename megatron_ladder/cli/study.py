@@ -24,9 +24,9 @@ def main(argv: Sequence[str]) -> None:
     if isinstance(options, ReportOptions):
         report_study(options)
     elif options.adapt is not None:
-        adapt_study(options, argv)
+        adapt_study(options)
     else:
-        run_study(options, argv)
+        run_study(options)
 
 
 entry_point = functools.partial(run_program, main)

@@ -5,7 +5,7 @@ from pathlib import Path
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.lab.study.commands import resolve_trial
 from megatron_ladder.lab.study.options import Request, RunOptions
-from megatron_ladder.lab.study.trial import Trial
+from megatron_ladder.lab.study.schema import Trial
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
 from tests.helpers.pool import GlooPools
@@ -16,7 +16,7 @@ from tests.unit.lab.study.test_pairs import SIZE, matrices
 def initial_matrices(wiring: str, seed: int) -> Pieces:
     """Return this rank's parts of all initial weights except norms."""
     request = Request(RunOptions(Path("out"), sizes=(SIZE,)), ())
-    run = resolve_trial(request, (), Trial("tokens", wiring, SIZE, seed, 1e-3, 10), [])
+    run = resolve_trial(request, Trial("tokens", wiring, SIZE, seed, 1e-3, 10), [])
     ranks = run.parallel.tensor_model_parallel_size
     model = LanguageModel(run.model, mesh_of(ranks, key_value_replicas(run.model, ranks)), seed=run.training.seed)
     return [

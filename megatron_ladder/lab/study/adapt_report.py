@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 from megatron_ladder.files import write_atomically
 from megatron_ladder.lab.study.adaptation import CONTROL, SEED_OFFSET, AdaptationResults, read_adaptation
-from megatron_ladder.lab.study.description import TRIALS_NAME, read_study
 from megatron_ladder.lab.study.figures import write_png
+from megatron_ladder.lab.study.schema import TRIALS_NAME, read_result, read_study
 from megatron_ladder.lab.study.statistics import LossVerdict, Paired, deviation, mean
 from megatron_ladder.lab.study.tables import NOTHING, markdown_table, mean_and_deviation
-from megatron_ladder.lab.study.trial import read_result
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 REPORT_NAME = "adaptation.md"
@@ -35,33 +33,46 @@ def write_adaptation(folder: Path, output: Path) -> Path | None:
     Raises:
         UserError: a file of the study is invalid.
     """
-    adaptation, study = read_adaptation(folder), read_study(folder)
-    if adaptation is None or study is None:
+    plan, study = read_adaptation(folder), read_study(folder)
+    if plan is None or study is None:
         return None
-    trials = [trial for _, _, trial in adaptation.trials()]
-    found = {trial: read_result(folder / TRIALS_NAME / trial.name) for trial in trials}
-    results = {trial: result for trial, result in found.items() if result is not None}
-    adapted = AdaptationResults.of(adaptation, results)
+    found = {trial: read_result(folder / TRIALS_NAME / trial.name) for _, _, trial in plan.trials()}
+    adapted = AdaptationResults(plan, {trial: result for trial, result in found.items() if result is not None})
     output.mkdir(parents=True, exist_ok=True)
     write_png(_draw_adaptation(adapted), output / FIGURE_NAME)
-    path = output / REPORT_NAME
-    machine = ", ".join(f"{name} {value}" for name, value in study.machine.items())
     facts = [
-        f"```sh\n{shlex.join(adaptation.command)}\n```\n",
+        f"```sh\n{shlex.join(plan.command)}\n```\n",
         f"* Data: {study.data}.",
         f"* Flags of every run: `{shlex.join(study.training_flags)}`.",
-        f"* Machine: {machine}.",
+        f"* Machine: {', '.join(f'{name} {value}' for name, value in study.machine.items())}.",
     ]
-    write_atomically(path, "\n".join([_adaptation_report(adapted), *facts, ""]))
-    return path
+    write_atomically(output / REPORT_NAME, "\n".join([_adaptation_report(adapted), *facts, ""]))
+    return output / REPORT_NAME
 
 
 def _adaptation_report(adapted: AdaptationResults) -> str:
     """Return the page in Markdown, from the finished runs."""
-    plan = adapted.adaptation
+    plan = adapted.plan
+    seeds, percents = len(plan.seeds), (0, *plan.percents)
     lengths = ", ".join(f"{plan.iterations(percent)} ({percent} %)" for percent in plan.percents)
-    seeds = len(plan.seeds)
-    missing = sum(seeds - len(found) for found in adapted.losses.values())
+    expected = seeds * len(plan.upper) * len(percents)
+    missing = expected - len(adapted.finished)
+
+    def cell(values: Sequence[float], form: str = ".4f") -> str:
+        text = mean_and_deviation(values, form)
+        return text if len(values) in (0, seeds) else f"{text} ({len(values)} of {seeds})"
+
+    heads = {percent: f"healed {percent} %" if percent else "zero-shot" for percent in percents}
+    losses, differences = [], []
+    for upper in plan.upper:
+        name = {"upper layers": "0, the control" if upper == CONTROL else str(upper)}
+        healed = {head: cell([*adapted.losses(upper, percent).values()]) for percent, head in heads.items()}
+        if upper == CONTROL:
+            healed[heads[0]] = NOTHING
+        else:
+            apart = {percent: adapted.to_control(upper, percent).differences for percent in percents}
+            differences.append({**name, **{head: cell(apart[percent], "+.4f") for percent, head in heads.items()}})
+        losses.append({**name, "standard, before": cell([*adapted.before.values()]), **healed})
     parts = [
         "# Adaptation: a standard model becomes a hybrid",
         f"Standard models of size {plan.size} ({plan.num_layers} layers, {plan.standard_iterations} steps, seeds "
@@ -71,15 +82,13 @@ def _adaptation_report(adapted: AdaptationResults) -> str:
         "a schedule of the length of the run. It uses the training data again, in the order of another seed (the "
         f"model's + {SEED_OFFSET}), which also draws the validation samples. The row of 0 layers is the control: the "
         "standard model, trained further in the same way.",
-        f"**This adaptation is not finished**: {missing} of {seeds * len(adapted.losses)} runs are missing."
-        if missing
-        else "",
+        f"**This adaptation is not finished**: {missing} of {expected} runs are missing." if missing else "",
         f"Validation loss in nats per token: mean and standard deviation over {seeds} seeds; with their number if runs "
         "are missing.",
-        _losses_table(adapted),
+        markdown_table(losses),
         "Difference from the control of the same seed and length: mean and standard deviation over seeds. Above zero "
         "is worse than the standard model.",
-        _differences_table(adapted),
+        markdown_table(differences),
         "*Back* means that the mean difference is at most the standard deviation of the standard model's loss over "
         "seeds.",
         "\n".join(f"* {sentence}" for sentence in _findings(adapted)),
@@ -90,88 +99,47 @@ def _adaptation_report(adapted: AdaptationResults) -> str:
 
 def _findings(adapted: AdaptationResults) -> list[str]:
     """Return one sentence per reference: the hybrids that are back within the seeds' spread of it."""
+    control = _finding(adapted, adapted.to_control, lambda percent: adapted.losses(CONTROL, percent))
+    before = _finding(adapted, adapted.to_before, lambda percent: adapted.before)
     return [
-        _finding(
-            adapted,
-            "the standard model trained for as long",
-            lambda upper, percent: (adapted.to_control(upper, percent), adapted.losses[CONTROL, percent]),
-        ),
-        _finding(
-            adapted,
-            "the original standard model",
-            lambda upper, percent: (adapted.to_before(upper, percent), adapted.before),
-        ),
+        f"Compared with the standard model trained for as long{control}",
+        f"Compared with the original standard model{before}",
     ]
 
 
 def _finding(
     adapted: AdaptationResults,
-    reference: str,
-    against: Callable[[int, int], tuple[Paired, Mapping[int, float]]],
+    compare: Callable[[int, int], Paired],
+    reference: Callable[[int], Mapping[int, float]],
 ) -> str:
-    """Compare all hybrids with one reference.
+    """Compare all hybrids with one reference, and return the end of the sentence.
 
     Args:
-        against: maps upper layers and percent to the paired differences, and the reference's losses by seed.
+        compare: maps upper layers and percent to the paired differences.
+        reference: maps percent to the reference's losses by seed.
     """
-    layers, percents = adapted.rewired, adapted.adaptation.percents
-    cases = {(upper, percent): against(upper, percent) for upper in layers for percent in percents}
-    found = {case: adapted.is_back(*compared) for case, compared in cases.items()}
-    if len(adapted.adaptation.seeds) < 2:
-        return f"Compared with {reference}: no conclusion, because one seed has no spread."
-    if None in found.values():
-        return f"Compared with {reference}: no conclusion yet, because runs are missing."
-    back = {
-        upper: [
-            f"{percent} %" + " (though significantly worse)" * (cases[upper, percent][0].verdict is LossVerdict.WORSE)
-            for percent in percents
-            if found[upper, percent]
-        ]
-        for upper in layers
-        if any(found[upper, percent] for percent in percents)
-    }
+    plan, seeds = adapted.plan, len(adapted.plan.seeds)
+    if seeds < 2:
+        return ": no conclusion, because one seed has no spread."
+    cases = [(upper, percent) for upper in plan.rewired for percent in plan.percents]
+    if any(compare(*case).pairs < seeds or len(reference(case[1])) < seeds for case in cases):
+        return ": no conclusion yet, because runs are missing."
+    back: dict[int, list[str]] = {}
+    for upper, percent in cases:
+        difference = compare(upper, percent)
+        if difference.mean <= deviation([*reference(percent).values()]):
+            note = " (though significantly worse)" if difference.verdict is LossVerdict.WORSE else ""
+            back.setdefault(upper, []).append(f"{percent} %{note}")
     if not back:
-        return f"Compared with {reference}: **no** hybrid is back, after any length of healing."
+        return ": **no** hybrid is back, after any length of healing."
     named = "; ".join(f"upper {upper} after {', '.join(healed)}" for upper, healed in back.items())
-    others = [upper for upper in layers if upper not in back]
+    others = [upper for upper in plan.rewired if upper not in back]
     rest = f"; not back after any length: upper {_numbers(others)}" if others else ""
-    return f"Compared with {reference}, these are back: **{named}**{rest}."
-
-
-def _losses_table(adapted: AdaptationResults) -> str:
-    plan = adapted.adaptation
-    seeds = len(plan.seeds)
-    rows = []
-    for upper in plan.upper:
-        cells = [_cell([*adapted.losses[upper, percent].values()], seeds) for percent in (0, *plan.percents)]
-        if upper == CONTROL:
-            cells[0] = NOTHING
-        rows.append([_name(upper), _cell([*adapted.before.values()], seeds), *cells])
-    heads = ["upper layers", "standard, before", "zero-shot", *(f"healed {percent} %" for percent in plan.percents)]
-    return markdown_table(heads, rows)
-
-
-def _differences_table(adapted: AdaptationResults) -> str:
-    plan = adapted.adaptation
-    rows = []
-    for upper in adapted.rewired:
-        found = [adapted.to_control(upper, percent).differences for percent in (0, *plan.percents)]
-        rows.append([_name(upper), *(_cell(differences, len(plan.seeds), "+.4f") for differences in found)])
-    return markdown_table(["upper layers", "zero-shot", *(f"healed {percent} %" for percent in plan.percents)], rows)
-
-
-def _name(upper: int) -> str:
-    return "0, the control" if upper == CONTROL else str(upper)
+    return f", these are back: **{named}**{rest}."
 
 
 def _numbers(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _cell(values: Sequence[float], seeds: int, form: str = ".4f") -> str:
-    """Format `mean ± deviation`, followed by ` (2 of 3)` if some values are missing."""
-    text = mean_and_deviation(values, form)
-    return text if len(values) in (0, seeds) else f"{text} ({len(values)} of {seeds})"
 
 
 def _draw_adaptation(adapted: AdaptationResults) -> "Figure":
@@ -185,19 +153,18 @@ def _draw_adaptation(adapted: AdaptationResults) -> "Figure":
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    plan = adapted.adaptation
+    plan = adapted.plan
     for number, percent in enumerate((0, *plan.percents)):
-        label, color = (f"healed {percent} %", f"C{number}") if percent else ("zero-shot", "0.4")
-        losses = [[*adapted.losses[upper, percent].values()] for upper in plan.upper]
-        _errors(left, plan.upper, [mean(some) for some in losses], [deviation(some) for some in losses], label, color)
-        if percent:
-            differences = [adapted.to_control(upper, percent) for upper in plan.upper]
-            spreads = [deviation(one.differences) for one in differences]
-            _errors(right, plan.upper, [one.mean for one in differences], spreads, label, color)
-    before = [*adapted.before.values()]
-    left.axhline(mean(before), color="black", linestyle=":", label="standard, before")
+        losses = [[*adapted.losses(upper, percent).values()] for upper in plan.upper]
+        differences = [adapted.to_control(upper, percent).differences for upper in plan.upper]
+        look = {"marker": "o", "capsize": 3, "color": f"C{number}" if percent else "0.4"}
+        look["label"] = f"healed {percent} %" if percent else "zero-shot"
+        for axes, values in ((left, losses), (right, differences)) if percent else ((left, losses),):
+            bars = [0.0 if math.isnan(spread) else spread for spread in map(deviation, values)]
+            axes.errorbar(plan.upper, [mean(some) for some in values], yerr=bars, **look)
+    left.axhline(mean([*adapted.before.values()]), color="black", linestyle=":", label="standard, before")
     left.set_ylabel("validation loss, nats per token")
-    spread = deviation([*adapted.losses[CONTROL, plan.percents[-1]].values()])
+    spread = deviation([*adapted.losses(CONTROL, plan.percents[-1]).values()])
     if not math.isnan(spread):
         right.axhspan(-spread, spread, color="0.9", label=f"control after {plan.percents[-1]} %: spread over seeds")
     right.axhline(0.0, color="black", linewidth=0.8)
@@ -207,10 +174,3 @@ def _draw_adaptation(adapted: AdaptationResults) -> "Figure":
         axes.set_xticks(plan.upper)
         axes.legend(fontsize="small")
     return figure
-
-
-def _errors(
-    axes: "Axes", places: Sequence[int], means: Sequence[float], spreads: Sequence[float], label: str, color: str
-) -> None:
-    bars = [0.0 if math.isnan(spread) else spread for spread in spreads]
-    axes.errorbar(places, means, yerr=bars, marker="o", capsize=3, label=label, color=color)

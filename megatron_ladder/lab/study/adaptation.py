@@ -5,22 +5,19 @@ rewiring, and after healing runs of several lengths, each with a separate schedu
 itself, trained for as long: it shows the effect of the additional training alone.
 """
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_ladder.errors import UserError
-from megatron_ladder.files import write_atomically
-from megatron_ladder.lab.study.statistics import Paired, deviation, paired
-from megatron_ladder.lab.study.trial import Result, Trial
+from megatron_ladder.lab.study.schema import Result, Trial, read_json
+from megatron_ladder.lab.study.statistics import Paired, paired
+from megatron_ladder.lab.study.wirings import STANDARD
 
 ADAPTATION_NAME = "adaptation.json"
 CONTROL = 0
 """Number of rewired layers of the control, which stays standard."""
 SEED_OFFSET = 1000
-"""Added to the seed for healing, which therefore sees the same data in another order. The seed also draws the
+"""Added to the seeds of adapted models, so that healing sees the data in another order. The seed also draws the
 validation samples, so all compared losses use it."""
 
 
@@ -29,7 +26,6 @@ class Adaptation:
     """The models to adapt, and how they are healed."""
 
     size: str
-    """Name of the model's shape."""
     num_layers: int
     upper: tuple[int, ...]
     """Numbers of rewired upper layers, ascending; the first is 0, the control."""
@@ -46,7 +42,7 @@ class Adaptation:
 
     def standard(self, seed: int) -> Trial:
         """Return the trial that trains the standard model: the one at equal tokens."""
-        return Trial("tokens", "standard", self.size, seed, self.standard_learning_rate, self.standard_iterations)
+        return Trial("tokens", STANDARD, self.size, seed, self.standard_learning_rate, self.standard_iterations)
 
     def iterations(self, percent: int) -> int:
         """Return the steps of a healing run; 0 without healing."""
@@ -54,7 +50,7 @@ class Adaptation:
 
     def trial(self, upper: int, percent: int, seed: int) -> Trial:
         """Return the trial that heals an adapted model; with 0 percent, it is evaluated right after rewiring."""
-        wiring = "standard" if upper == CONTROL else "ladder"
+        wiring = STANDARD if upper == CONTROL else "ladder"
         detail = f"upper{upper}-{percent}pct-of-{self.standard_iterations}"
         rate = self.learning_rate if percent else self.standard_learning_rate
         return Trial("adapt", wiring, self.size, seed, rate, self.iterations(percent), detail)
@@ -66,9 +62,10 @@ class Adaptation:
                 for upper in self.upper:
                     yield upper, percent, self.trial(upper, percent, seed)
 
-    def write(self, folder: Path) -> None:
-        """Write it next to the study, for the report."""
-        write_atomically(folder / ADAPTATION_NAME, json.dumps(asdict(self), indent=1) + "\n")
+    @property
+    def rewired(self) -> tuple[int, ...]:
+        """Numbers of rewired upper layers, without the control."""
+        return tuple(upper for upper in self.upper if upper != CONTROL)
 
 
 def read_adaptation(folder: Path) -> Adaptation | None:
@@ -77,18 +74,7 @@ def read_adaptation(folder: Path) -> Adaptation | None:
     Raises:
         UserError: the file is invalid, or from another version.
     """
-    path = folder / ADAPTATION_NAME
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        read: dict[str, Any] = {one.name: values[one.name] for one in fields(Adaptation)}
-        for name, value in read.items():
-            if isinstance(value, list):
-                read[name] = tuple(value)
-        return Adaptation(**read)
-    except FileNotFoundError:
-        return None
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not an adaptation of this version: {error!r}; remove it") from None
+    return read_json(folder / ADAPTATION_NAME, Adaptation, "an adaptation", "remove it")
 
 
 def default_upper(num_layers: int) -> tuple[int, ...]:
@@ -98,47 +84,25 @@ def default_upper(num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class AdaptationResults:
-    """Results of an adaptation so far. Losses are validation losses in nats per token, by seed."""
+    """An adaptation with its finished trials."""
 
-    adaptation: Adaptation
-    losses: Mapping[tuple[int, int], Mapping[int, float]]
-    """(upper layers, percent) -> losses by seed; the control without healing is the standard model."""
+    plan: Adaptation
+    finished: Mapping[Trial, Result]
 
-    @staticmethod
-    def of(adaptation: Adaptation, results: Mapping[Trial, Result]) -> "AdaptationResults":
-        """Select the results of an adaptation from those of a study."""
-        losses: dict[tuple[int, int], dict[int, float]] = {
-            (upper, percent): {} for percent in (0, *adaptation.percents) for upper in adaptation.upper
-        }
-        for upper, percent, trial in adaptation.trials():
-            if trial in results:
-                losses[upper, percent][trial.seed] = results[trial].final_loss
-        return AdaptationResults(adaptation, losses)
+    def losses(self, upper: int, percent: int) -> dict[int, float]:
+        """Map each seed to the validation loss of an adapted model, in nats per token."""
+        trials = {seed: self.plan.trial(upper, percent, seed) for seed in self.plan.seeds}
+        return {seed: self.finished[trial].final_loss for seed, trial in trials.items() if trial in self.finished}
 
     @property
-    def before(self) -> Mapping[int, float]:
+    def before(self) -> dict[int, float]:
         """Losses of the standard models, on the validation samples of the adapted ones."""
-        return self.losses[CONTROL, 0]
-
-    @property
-    def rewired(self) -> tuple[int, ...]:
-        """Numbers of rewired upper layers, without the control."""
-        return tuple(upper for upper in self.adaptation.upper if upper != CONTROL)
+        return self.losses(CONTROL, 0)
 
     def to_control(self, upper: int, percent: int) -> Paired:
         """Return the losses less the control's of the same seed and length."""
-        return paired(self.losses[upper, percent], self.losses[CONTROL, percent])
+        return paired(self.losses(upper, percent), self.losses(CONTROL, percent))
 
     def to_before(self, upper: int, percent: int) -> Paired:
         """Return the losses less those of the original standard models."""
-        return paired(self.losses[upper, percent], self.before)
-
-    def is_back(self, difference: Paired, standard: Mapping[int, float]) -> bool | None:
-        """Return whether a mean difference is within the standard deviation of the standard model over seeds.
-
-        None if a run is missing, or with fewer than two seeds.
-        """
-        seeds = len(self.adaptation.seeds)
-        if seeds < 2 or difference.pairs < seeds or len(standard) < seeds:
-            return None
-        return difference.mean <= deviation([*standard.values()])
+        return paired(self.losses(upper, percent), self.before)

@@ -1,10 +1,12 @@
 """Parses the command line of `tools/study.py` and reports all its errors before anything is trained."""
 
+import contextlib
+import importlib.util
+import itertools
 import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, get_args
 
 from megatron_ladder.blueprint.model import tensor_parallel_errors
 from megatron_ladder.errors import UserError, raise_user_errors
@@ -13,6 +15,7 @@ from megatron_ladder.lab.bench.options import parse_alpha
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.study.commands import resolve_trial, training_flag_errors
 from megatron_ladder.lab.study.options import (
+    NONE,
     OWN_LINK,
     AdaptOptions,
     ReportOptions,
@@ -20,14 +23,10 @@ from megatron_ladder.lab.study.options import (
     RunOptions,
     SmallRunOptions,
 )
-from megatron_ladder.lab.study.report import missing_library_errors
-from megatron_ladder.lab.study.trial import Trial
+from megatron_ladder.lab.study.schema import Trial
 from megatron_ladder.lab.study.wirings import ALL_WIRINGS, STANDARD, TIMED_WIRINGS
 
-Command = Literal["run", "adapt", "report"]
-COMMANDS: tuple[Command, ...] = get_args(Command)
-NONE = "none"
-DESCRIPTIONS: dict[Command, str] = {
+DESCRIPTIONS = {
     "run": "Train a grid of wirings and seeds, at equal tokens and at equal time, and report on it. Resumes a stopped "
     "study.",
     "adapt": "Rewire upper layers of standard models (trained first if missing), heal them, and report on it. Only the "
@@ -42,38 +41,35 @@ def parse_options(argv: Sequence[str]) -> Request | ReportOptions:
     Raises:
         UserError: with one message per error.
     """
-    words = list(argv)
-    if not words or words[0] not in COMMANDS:
-        found = f"{words[0]}: " if words and not words[0].startswith("-") else ""
-        raise UserError(f"{found}expected one of {', '.join(COMMANDS)} first; each has its --help")
-    command = COMMANDS[COMMANDS.index(words.pop(0))]
-    if command == "report":
-        options: ReportOptions
-        (options,) = parse_command_line([ReportOptions], words, "study.py report", DESCRIPTIONS[command])
-        return options
-    return _parse_request(words, command)
-
-
-def _parse_request(argv: Sequence[str], command: Command) -> Request:
-    """Parse the flags of `run` or `adapt`, and those after --."""
-    split = list(argv).index("--") if "--" in argv else len(argv)
-    words, training_flags = argv[:split], tuple(argv[split + 1 :])
+    command = argv[0] if argv else ""
+    if command not in DESCRIPTIONS:
+        found = f"{command}: " if command and not command.startswith("-") else ""
+        raise UserError(f"{found}expected one of {', '.join(DESCRIPTIONS)} first; each has its --help")
+    split = argv.index("--") if "--" in argv and command != "report" else len(argv)
+    words, training_flags = argv[1:split], tuple(argv[split + 1 :])
     errors: list[str] = []
-    kind = SmallRunOptions if "--small" in words else RunOptions
+    kind = ReportOptions if command == "report" else SmallRunOptions if "--small" in words else RunOptions
     kinds = [kind, *[AdaptOptions] * (command == "adapt")]
     options, *adapt = parse_command_line(kinds, words, f"study.py {command}", DESCRIPTIONS[command], found=errors)
+    errors += [
+        f"{name} is not installed, but reports of studies need it: pip install 'megatron-ladder[{extra}]'"
+        for name, extra in {"matplotlib": "plot", "scipy": "lab"}.items()
+        if importlib.util.find_spec(name) is None
+    ]
+    if isinstance(options, ReportOptions):
+        raise_user_errors(errors)
+        return options
     if adapt:
         errors += _adapt_errors(options, *adapt)
         options = replace(options, wirings=(STANDARD,), timed_wirings=(NONE,))
-    request = Request(options, training_flags, *adapt)
-    errors += _grid_errors(options) + _launcher_errors(options.launcher) + missing_library_errors()
-    errors += training_flag_errors(training_flags)
+    recorded = ("python", "tools/study.py", *argv)
+    request = Request(options, training_flags, adapt[0] if adapt else None, recorded)
+    errors += _run_errors(options) + training_flag_errors(training_flags)
     if not errors:
         # The trainer's checks, which need valid options.
-        for size in options.sizes:
-            for wiring in options.wirings:
-                trial = Trial("tokens", wiring, size, 1, max(options.learning_rates), options.tuning_iterations)
-                resolve_trial(request, (), trial, errors)
+        for size, wiring in itertools.product(options.sizes, options.wirings):
+            trial = Trial("tokens", wiring, size, 1, max(options.learning_rates), options.tuning_iterations)
+            resolve_trial(request, trial, errors)
     raise_user_errors(errors)
     return request
 
@@ -87,39 +83,52 @@ def timed_wirings(options: RunOptions) -> tuple[str, ...]:
     return (*[STANDARD] * (STANDARD not in options.timed_wirings), *options.timed_wirings)
 
 
-def _grid_errors(options: RunOptions) -> list[str]:
-    errors = []
-    unknown = [name for name in options.wirings if name not in ALL_WIRINGS]
-    if unknown:
-        errors.append(f"--wirings {' '.join(unknown)}: expected some of {', '.join(ALL_WIRINGS)}")
-    timed = timed_wirings(options)
-    known = TIMED_WIRINGS if options.link != OWN_LINK else ALL_WIRINGS
-    invalid = [name for name in timed if name not in known or name not in options.wirings]
-    if invalid:
-        errors.append(
-            f"--timed-wirings {' '.join(invalid)}: expected some of --wirings that can be timed, {', '.join(known)}; "
-            f"or {NONE}"
-        )
-    if STANDARD not in options.wirings:
-        errors.append(f"--wirings {' '.join(options.wirings)}: add {STANDARD}, with which all others are compared")
-    for size in options.sizes:
-        try:
-            shape = find_size(size)
-        except ValueError as error:
-            errors.append(f"--sizes {size}: {error}")
-            continue
-        if timed and options.link != OWN_LINK:
-            parts = tensor_parallel_errors(shape, max(options.timing_ranks, 1))
-            errors += [f"--timing-ranks {options.timing_ranks}: {part}" for part in parts]
-    if options.tuning_seed in options.seeds and len(options.learning_rates) > 1:
-        errors.append(f"--tuning-seed {options.tuning_seed}: must not be one of --seeds")
+def _run_errors(options: RunOptions) -> list[str]:
+    timed, is_emulated = timed_wirings(options), options.link != OWN_LINK
     alpha = parse_alpha(options.link)
-    if options.link != OWN_LINK and (alpha is None or alpha[0] == 0):
-        errors.append(f"--link {options.link}: expected a time such as 1.2c or 2ms, or {OWN_LINK}")
+    known = TIMED_WIRINGS if is_emulated else ALL_WIRINGS
+    unknown = [name for name in options.wirings if name not in ALL_WIRINGS]
+    invalid = [name for name in timed if name not in known or name not in options.wirings]
+    is_tuned = len(options.learning_rates) > 1
+    checks = (
+        (unknown, f"--wirings {' '.join(unknown)}: expected some of {', '.join(ALL_WIRINGS)}"),
+        (
+            invalid,
+            f"--timed-wirings {' '.join(invalid)}: expected some of --wirings that can be timed, {', '.join(known)}; "
+            f"or {NONE}",
+        ),
+        (
+            STANDARD not in options.wirings,
+            f"--wirings {' '.join(options.wirings)}: add {STANDARD}, with which all others are compared",
+        ),
+        (
+            is_tuned and options.tuning_seed in options.seeds,
+            f"--tuning-seed {options.tuning_seed}: must not be one of --seeds",
+        ),
+        (
+            is_emulated and (alpha is None or alpha[0] == 0),
+            f"--link {options.link}: expected a time such as 1.2c or 2ms, or {OWN_LINK}",
+        ),
+    )
+    errors = [message for is_wrong, message in checks if is_wrong]
     for name in ("wirings", "timed_wirings", "sizes", "seeds", "learning_rates"):
         values = getattr(options, name)
         twice = dict.fromkeys(value for value in values if values.count(value) > 1)
         errors += [f"{flag_name(name)} {value}: is given twice" for value in twice]
+    for size in options.sizes:
+        try:
+            parts = tensor_parallel_errors(find_size(size), max(options.timing_ranks, 1))
+            errors += [f"--timing-ranks {options.timing_ranks}: {part}" for part in parts if timed and is_emulated]
+        except ValueError as error:
+            errors.append(f"--sizes {size}: {error}")
+    if options.launcher is not None:
+        try:
+            program = [*shlex.split(options.launcher), ""][0]
+            if shutil.which(program) is None:
+                named = program or "an empty command"
+                errors.append(f"--launcher {options.launcher}: {named} is not an executable program")
+        except ValueError as error:
+            errors.append(f"--launcher {options.launcher}: {error}")
     return errors
 
 
@@ -129,25 +138,12 @@ def _adapt_errors(options: RunOptions, adapt: AdaptOptions) -> list[str]:
         for name in ("wirings", "timed_wirings")
         if getattr(options, name) != getattr(RunOptions, name)
     ]
-    try:
+    # An invalid size is reported with the other sizes.
+    with contextlib.suppress(ValueError):
         layers = find_size(options.sizes[0]).num_layers
-    except ValueError:
-        # Reported with the other sizes.
-        return errors
-    return errors + [
-        f"--adapt-layers {upper}: expected numbers of upper layers, 1 to {layers}; 0 is always included"
-        for upper in adapt.adapt_layers
-        if upper > layers
-    ]
-
-
-def _launcher_errors(launcher: str | None) -> list[str]:
-    if launcher is None:
-        return []
-    try:
-        words = shlex.split(launcher)
-    except ValueError as error:
-        return [f"--launcher {launcher}: {error}"]
-    if not words or shutil.which(words[0]) is None:
-        return [f"--launcher {launcher}: {words[0] if words else 'an empty command'} is not an executable program"]
-    return []
+        errors += [
+            f"--adapt-layers {upper}: expected numbers of upper layers, 1 to {layers}; 0 is always included"
+            for upper in adapt.adapt_layers
+            if upper > layers
+        ]
+    return errors

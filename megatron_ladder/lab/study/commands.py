@@ -1,20 +1,28 @@
-"""The commands that a study starts, and their flags."""
+"""The commands that a study starts, their flags, and the data that they train on."""
 
+import functools
 import math
 import os
+import platform
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
-from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder import __version__
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_run
+from megatron_ladder.data.corpus import prepare_corpus
+from megatron_ladder.data.sidecar import read_sidecar
+from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag_name
 from megatron_ladder.lab.bench.sizes import find_size
-from megatron_ladder.lab.study.description import TRIALS_NAME, Study
 from megatron_ladder.lab.study.options import Request, RunOptions
 from megatron_ladder.lab.study.outcome import CHECKPOINTS
-from megatron_ladder.lab.study.trial import Trial
+from megatron_ladder.lab.study.schema import TRIALS_NAME, Study, Trial
 from megatron_ladder.lab.study.wirings import fewest_ranks, wiring_flags
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,73 +30,29 @@ LOG_LINES = 100
 """Points of a trial's training curve."""
 STOP_SECONDS = 60.0
 """Time in which the ranks of a trial save when they are stopped."""
+SPLIT = "96,4,0"
+"""Split of the default corpus into training and validation, by files."""
 SHAPE_FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
 )  # fmt: skip
-STUDY_FIELDS = (
+_STUDY_FIELDS = (
     "save", "load", "save_interval", "train_iters", "seed", "lr", "min_lr", "lr_warmup_iters", "eval_interval",
     "log_interval", "residual_mode", "ladder_layers", "residual_staleness", "desync_interval", "tie_embeddings",
     "seq_length", "micro_batch_size", "global_batch_size", "eval_iters", "exit_interval", *SHAPE_FIELDS,
 )  # fmt: skip
 """Fields of the trainer that a study sets for each trial."""
-DATA_FIELDS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "streaming")
+_DATA_FIELDS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "streaming")
 """Fields of the trainer that name the training data."""
 
 
-def _program(script: str, entry: str) -> Path:
-    """Return the path of a program: the script in a checkout, or the one installed next to the interpreter."""
-    installed = Path(sys.executable).with_name(f"megatron-ladder-{entry}")
-    return ROOT / script if (ROOT / script).is_file() else installed
+def folder_of(options: RunOptions, trial: Trial) -> Path:
+    """Return the folder of a trial."""
+    return options.output_dir / TRIALS_NAME / trial.name
 
 
-def common_flags(request: Request) -> tuple[str, ...]:
-    """Return the flags that all trials share, without those of the data."""
-    options = request.options
-    return (
-        *f"--seq-length {options.seq_length} --micro-batch-size {options.micro_batch_size}".split(),
-        *f"--global-batch-size {options.global_batch_size} --eval-iters {options.eval_iters}".split(),
-        *"--lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0".split(),
-        *request.training_flags,
-    )
-
-
-def _trial_flags(request: Request, data_flags: Sequence[str], trial: Trial) -> list[str]:
-    """Return the whole command line of the trainer."""
-    options = request.options
-    shape = find_size(trial.size)
-    save, iterations, rate = str(folder_of(options, trial) / CHECKPOINTS), trial.iterations, trial.learning_rate
-    warm_up = min(round(options.warm_up_share * iterations), iterations - 1)
-    numbers = {
-        "seed": trial.seed,
-        "train_iters": iterations,
-        "lr": f"{rate:g}",
-        "min_lr": f"{options.last_rate_share * rate:g}",
-        "lr_warmup_iters": warm_up,
-        "eval_interval": math.ceil(iterations / options.evaluations),
-        "log_interval": max(1, iterations // LOG_LINES),
-        "save_interval": math.ceil(iterations / options.saves),
-        "keep_last_n_checkpoints": 2,
-    }
-    return [
-        *_shape_flags(shape),
-        *wiring_flags(trial.wiring, shape.num_layers),
-        *(word for name, value in numbers.items() for word in (flag_name(name), str(value))),
-        *("--save", save, "--load", save),
-        *data_flags,
-        *_tensor_parallel_flags(request, fewest_ranks(trial.wiring)),
-        *common_flags(request),
-    ]
-
-
-def _shape_flags(shape: ModelConfig) -> list[str]:
-    words = [word for name in SHAPE_FIELDS for word in (flag_name(name), str(getattr(shape, name)))]
-    return [*words, *["--tie-embeddings"] * shape.tie_embeddings]
-
-
-def _tensor_parallel_flags(request: Request, ranks: int) -> list[str]:
-    """Raise the number of ranks for a wiring that needs more than the given ones."""
-    given = read_training_flags(request.training_flags, []).parallel.tensor_model_parallel_size
-    return ["--tensor-model-parallel-size", str(ranks)] if given < ranks else []
+def flag_words(values: Mapping[str, object]) -> list[str]:
+    """Return the words of a command line that sets fields to values."""
+    return [word for name, value in values.items() for word in (flag_name(name), str(value))]
 
 
 def read_training_flags(words: Sequence[str], errors: list[str]) -> RunFlags:
@@ -100,26 +64,125 @@ def training_flag_errors(words: Sequence[str]) -> list[str]:
     """Return one message for each flag after -- that the trainer does not know, or that a study sets."""
     errors: list[str] = []
     read_training_flags(words, errors)
-    names = {flag_name(name) for name in STUDY_FIELDS}
+    names = {flag_name(name) for name in _STUDY_FIELDS}
     given = [word.partition("=")[0] for word in words]
     problem = "a study sets this flag for each trial: remove it, see --help"
     return errors + [f"{name} after --: {problem}" for name in given if name in names]
 
 
-def resolve_trial(request: Request, data_flags: Sequence[str], trial: Trial, errors: list[str]) -> RunConfig:
+def prepare_data(request: Request) -> tuple[Request, str]:
+    """Build the default corpus in the study's folder, unless data is given after --.
+
+    Returns:
+        The request with the flags of the data, and a description of the data.
+
+    Raises:
+        UserError: sizes have different vocabularies, or the folder has a corpus with another one.
+    """
+    data = read_training_flags(request.training_flags, []).data
+    given = [value for value in (getattr(data, name) for name in _DATA_FIELDS) if value]
+    if given:
+        words = [str(word) for value in given for word in (value if isinstance(value, tuple) else [value])]
+        return request, " ".join(words) + _describe_tokens([*data.data_path, *data.train_data_path])
+    folder = request.options.output_dir / "data"
+    vocabularies = {find_size(size).vocab_size for size in request.options.sizes}
+    if len(vocabularies) > 1:
+        raise UserError(
+            f"--sizes have vocabularies of {', '.join(map(str, sorted(vocabularies)))}, but the default corpus has "
+            "one: give sizes with the same vocabulary, or other data after --"
+        )
+    prepare_corpus(folder, vocabularies.pop(), None, functools.partial(print, flush=True))
+    sources = folder / "train_text_document"
+    # Validation text of the same kind, because wirings are compared by how well they learn it.
+    flags = ("--data-path", str(sources), "--split", SPLIT)
+    tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "tokenizer.model"))
+    about = f"the sources of Python {platform.python_version()}'s standard library, the last of them held out"
+    return replace(request, data_flags=(*flags, *tokenizer)), f"{about} (--split {SPLIT}){_describe_tokens([sources])}"
+
+
+def _describe_tokens(prefixes: Sequence[Path]) -> str:
+    """Describe the number of tokens of each data set that records it."""
+    found = [(prefix, read_sidecar(prefix)) for prefix in prefixes]
+    return "".join(f", {one.tokens:,} tokens in {prefix.name}" for prefix, one in found if one is not None)
+
+
+def describe_machine() -> dict[str, str]:
+    """Return processor, cores, versions, and the GPUs if there are any."""
+    processor, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        processor = names[0] if names else processor
+    found = {
+        "processor": processor,
+        "cores": str(len(os.sched_getaffinity(0))),
+        "python": platform.python_version(),
+        "megatron_ladder": __version__,
+        "torch": version("torch"),
+        "deepspeed": version("deepspeed"),
+    }
+    if tool := shutil.which("nvidia-smi"):
+        command = [tool, "--query-gpu=name", "--format=csv,noheader"]
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        names = listed.stdout.splitlines() if listed.returncode == 0 else []
+        if names:
+            found["gpus"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return found
+
+
+def common_flags(request: Request) -> tuple[str, ...]:
+    """Return the flags that all trials share, without those of the data."""
+    names = ("seq_length", "micro_batch_size", "global_batch_size", "eval_iters")
+    return (
+        *flag_words({name: getattr(request.options, name) for name in names}),
+        *"--lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0".split(),
+        *request.training_flags,
+    )
+
+
+def _trial_flags(request: Request, trial: Trial) -> list[str]:
+    """Return the whole command line of the trainer."""
+    options, shape = request.options, find_size(trial.size)
+    save, iterations, rate = folder_of(options, trial) / CHECKPOINTS, trial.iterations, trial.learning_rate
+    schedule = {
+        "seed": trial.seed,
+        "train_iters": iterations,
+        "lr": f"{rate:g}",
+        "min_lr": f"{options.last_rate_share * rate:g}",
+        "lr_warmup_iters": min(round(options.warm_up_share * iterations), iterations - 1),
+        "eval_interval": math.ceil(iterations / options.evaluations),
+        "log_interval": max(1, iterations // LOG_LINES),
+        "save_interval": math.ceil(iterations / options.saves),
+        "keep_last_n_checkpoints": 2,
+        "save": save,
+        "load": save,
+    }
+    given = read_training_flags(request.training_flags, []).parallel.tensor_model_parallel_size
+    ranks = fewest_ranks(trial.wiring)
+    return [
+        *flag_words({name: getattr(shape, name) for name in SHAPE_FIELDS}),
+        *["--tie-embeddings"] * shape.tie_embeddings,
+        *wiring_flags(trial.wiring, shape.num_layers),
+        *flag_words(schedule),
+        *request.data_flags,
+        *(["--tensor-model-parallel-size", str(ranks)] if given < ranks else []),
+        *common_flags(request),
+    ]
+
+
+def resolve_trial(request: Request, trial: Trial, errors: list[str]) -> RunConfig:
     """Resolve a trial as the trainer will; appends one message per invalid value to `errors`."""
-    flags = parse_run(_trial_flags(request, data_flags, trial), errors)
+    flags = parse_run(_trial_flags(request, trial), errors)
     processes = flags.parallel.tensor_model_parallel_size * flags.parallel.pipeline_model_parallel_size
     return resolve_run(flags, find_size(trial.size).vocab_size, processes, errors)
 
 
-def training_command(request: Request, data_flags: Sequence[str], trial: Trial, ranks: int) -> tuple[str, ...]:
+def training_command(request: Request, trial: Trial, ranks: int) -> tuple[str, ...]:
     """Return the command of a trial: through the launcher, or as one or several processes on this machine."""
-    flags = _trial_flags(request, data_flags, trial)
+    flags, program = _trial_flags(request, trial), _program("pretrain_ladder.py", "pretrain")
     if request.options.launcher is not None:
-        return (*shlex.split(request.options.launcher), str(_program("pretrain_ladder.py", "pretrain")), *flags)
+        return (*shlex.split(request.options.launcher), program, *flags)
     if ranks == 1:
-        return (sys.executable, str(_program("pretrain_ladder.py", "pretrain")), *flags)
+        return (sys.executable, program, *flags)
     script = (
         f"import sys; sys.path.append({str(ROOT)!r}); from megatron_ladder.comm.ranks import run_ranks; "
         f"run_ranks('megatron_ladder.cli.pretrain', sys.argv[1:], {ranks}, {STOP_SECONDS}, ends_by_signal=True)"
@@ -127,27 +190,27 @@ def training_command(request: Request, data_flags: Sequence[str], trial: Trial, 
     return (sys.executable, "-P", "-c", script, *flags)
 
 
+def _program(script: str, entry: str) -> str:
+    """Return the path of a program: the script in a checkout, or the one installed next to the interpreter."""
+    installed = Path(sys.executable).with_name(f"megatron-ladder-{entry}")
+    return str(ROOT / script if (ROOT / script).is_file() else installed)
+
+
 def environment_of(options: RunOptions) -> Mapping[str, str]:
     """Return the environment of a trial: one thread per process, except with a launcher, which decides itself."""
     return dict(os.environ) if options.launcher is not None else {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def folder_of(options: RunOptions, trial: Trial) -> Path:
-    """Return the folder of a trial."""
-    return options.output_dir / TRIALS_NAME / trial.name
-
-
 def timing_command(options: RunOptions, study: Study, size: str, output: Path) -> tuple[str, ...]:
     """Return the command of the benchmark that times the wirings of a size and writes its rows to a file."""
-    flags = {
-        "--tp": options.timing_ranks,
-        "--sizes": size,
-        "--batch": options.micro_batch_size,
-        "--sequence": options.seq_length,
-        "--alpha": options.link,
-        "--rounds": options.timing_rounds,
-        "--json": output,
-        "--wirings": ",".join(study.timed_wirings),
+    values = {
+        "tp": options.timing_ranks,
+        "sizes": size,
+        "batch": options.micro_batch_size,
+        "sequence": options.seq_length,
+        "alpha": options.link,
+        "rounds": options.timing_rounds,
+        "json": output,
+        "wirings": ",".join(study.timed_wirings),
     }
-    words = (str(word) for pair in flags.items() for word in pair)
-    return (sys.executable, str(_program("tools/benchmark.py", "benchmark")), "train", *words)
+    return (sys.executable, _program("tools/benchmark.py", "benchmark"), "train", *flag_words(values))

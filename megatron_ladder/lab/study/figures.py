@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ladder.files import write_atomically
-from megatron_ladder.lab.study.results import Budget, Curve, StudyResults
+from megatron_ladder.lab.study.results import BUDGETS, Budget, Curve, StudyResults
 from megatron_ladder.lab.study.statistics import mean
 from megatron_ladder.lab.study.wirings import STANDARD
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -45,10 +44,9 @@ def write_png(figure: "Figure", path: Path) -> None:
 
 def drawable(results: StudyResults, size: str) -> list[Budget]:
     """Return the budgets for which there are a baseline and curves to draw."""
-    both: tuple[Budget, Budget] = ("tokens", "time")
     return [
         budget
-        for budget in both
+        for budget in BUDGETS
         if results.curves(budget, size, STANDARD)
         and (budget == "tokens" or any(results.runs(budget, size, one) for one in results.wirings(budget)[1:]))
     ]
@@ -60,43 +58,44 @@ def draw_curves(results: StudyResults, size: str) -> "Figure":
     Lines are means over seeds; bands span minimum to maximum.
     """
     # Imported here because matplotlib comes with the extra [plot] and takes a second to import.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = drawable(results, size)
     figure = Figure(figsize=(1.5 + 4.5 * len(columns), 7.2), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(2, len(columns), sharex="col", sharey="row", squeeze=False, height_ratios=[3, 2])
     lines: dict[str, Artist] = {}
-    losses: list[Summary] = []
-    differences: list[Summary] = []
+    shown: dict[str, list[Summary]] = {"losses": [], "differences": []}
     looks = _styles(results)
-    for budget, above, below in zip(columns, panels[0], panels[1], strict=True):
+    for budget, above, below in zip(columns, *panels, strict=True):
         scale = 1e-6 if budget == "tokens" else 1.0
         baseline = results.curves(budget, size, STANDARD)
         end = max(curve[-1][0] for curve in baseline.values())
         for wiring in results.wirings(budget):
             curves = results.curves(budget, size, wiring)
-            points = _summarised(curves, SHOWN_FROM * end)
-            if points:
-                lines[wiring] = _draw_band(above, points, looks[wiring], scale)
-                losses += points
-            if wiring != STANDARD:
-                points = _summarised(_difference_curves(curves, baseline), SHOWN_FROM * end)
-                _draw_band(below, points, looks[wiring], scale)
-                differences += points
+            apart = {} if wiring == STANDARD else _difference_curves(curves, baseline)
+            colour, style = looks[wiring]
+            for panel, name, by_seed in ((above, "losses", curves), (below, "differences", apart)):
+                points = _summarised(by_seed, SHOWN_FROM * end)
+                shown[name] += points
+                if points:
+                    positions, means, lows, highs = zip(*points, strict=True)
+                    scaled = [position * scale for position in positions]
+                    panel.fill_between(scaled, lows, highs, color=colour, alpha=0.13, linewidth=0)
+                    (lines[wiring],) = panel.plot(scaled, means, color=colour, linestyle=style, linewidth=1.6)
         below.axhline(0.0, color=COLOURS[0], linewidth=1.6)
         below.set_xlabel(AXIS[budget])
         below.set_xlim(SHOWN_FROM * end * scale, 1.01 * end * scale)
         for panel in (above, below):
             panel.grid(alpha=0.3)
-    end = max(curve[-1][0] for curve in results.curves("tokens", size, STANDARD).values())
-    standard = _summarised(results.curves("tokens", size, STANDARD), SHOWN_FROM * end)
-    fall = max(high for *_, high in standard) - min(low for _, _, low, _ in standard)
-    _limit(panels[0][0], _shown_range(losses, max(high for *_, high in standard) + fall))
-    _limit(panels[1][0], _shown_range(differences, fall))
-    panels[0][0].set_ylabel("validation loss (nats per token)")
-    panels[1][0].set_ylabel(f"less {STANDARD}'s, paired (nats)")
+    curves = results.curves("tokens", size, STANDARD)
+    standard = _summarised(curves, SHOWN_FROM * max(curve[-1][0] for curve in curves.values()))
+    highest = max(high for *_, high in standard)
+    fall = highest - min(low for _, _, low, _ in standard)
+    labels = {"losses": "validation loss (nats per token)", "differences": f"less {STANDARD}'s, paired (nats)"}
+    for axes, name, most in zip(panels[:, 0], labels, (highest + fall, fall), strict=True):
+        axes.set_ylabel(labels[name])
+        if limits := _shown_range(shown[name], most):
+            axes.set_ylim(*limits)
     figure.suptitle(f"{size}: mean over seeds\nband from minimum to maximum; the first {SHOWN_FROM:.0%} not shown")
     columns_of_legend = min(len(lines), 4)
     figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns_of_legend, frameon=False)
@@ -106,14 +105,12 @@ def draw_curves(results: StudyResults, size: str) -> "Figure":
 def draw_differences(results: StudyResults, size: str) -> "Figure":
     """Draw final losses less the baseline's of the same seed: a ring per pair, and the mean with its interval."""
     # Imported here because matplotlib comes with the extra [plot] and takes a second to import.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     looks = _styles(results)
     rows = {budget: results.wirings(budget)[1:] for budget in drawable(results, size)}
     heights = [len(names) + 0.5 for names in rows.values()]
     figure = Figure(figsize=(8.5, 1.6 + 0.42 * sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for panel, (budget, names) in zip(panels, rows.items(), strict=True):
         comparisons = results.comparisons(budget, size)
@@ -150,11 +147,9 @@ def _shown_range(points: Sequence[Summary], most: float) -> tuple[float, float] 
 
 def _summarised(curves: Mapping[int, Curve], start: float) -> list[Summary]:
     """Return mean and range over seeds at their common positions, from the last position before `start` on."""
-    if not curves:
-        return []
     losses = [dict(curve) for curve in curves.values()]
-    shared = sorted(set.intersection(*(set(one) for one in losses)))
-    kept = [position for number, position in enumerate(shared) if (shared[number + 1 :] or [math.inf])[0] > start]
+    shared = sorted(set.intersection(*map(set, losses))) if losses else []
+    kept = [position for position, following in itertools.pairwise([*shared, math.inf]) if following > start]
     values = ((position, [one[position] for one in losses]) for position in kept)
     return [(position, mean(found), min(found), max(found)) for position, found in values]
 
@@ -168,26 +163,12 @@ def _difference_curves(curves: Mapping[int, Curve], baseline: Mapping[int, Curve
 
     found: dict[int, Curve] = {}
     for seed in curves.keys() & baseline.keys():
-        first, last = curves[seed][0][0], curves[seed][-1][0]
-        ends = {position: last for position, _ in baseline[seed] if last < position < last + 1}
-        points = [(position, ends.get(position, position), loss) for position, loss in baseline[seed]]
-        reached = [point for point in points if first <= point[1] <= last]
         positions, losses = zip(*curves[seed], strict=True)
-        values = np.interp([at for _, at, _ in reached], positions, losses)
-        found[seed] = tuple(
-            (position, float(value) - loss) for (position, _, loss), value in zip(reached, values, strict=True)
-        )
+        first, last = positions[0], positions[-1]
+        points = []
+        for position, loss in baseline[seed]:
+            at = last if last < position < last + 1 else position
+            if first <= at <= last:
+                points.append((position, float(np.interp(at, positions, losses)) - loss))
+        found[seed] = tuple(points)
     return found
-
-
-def _draw_band(axes: "Axes", points: Sequence[Summary], look: tuple[str, str], scale: float) -> "Artist":
-    positions = [position * scale for position, *_ in points]
-    middles, lows, highs = ([point[index] for point in points] for index in (1, 2, 3))
-    axes.fill_between(positions, lows, highs, color=look[0], alpha=0.13, linewidth=0)
-    (line,) = axes.plot(positions, middles, color=look[0], linestyle=look[1], linewidth=1.6)
-    return line
-
-
-def _limit(axes: "Axes", shown: tuple[float, float] | None) -> None:
-    if shown is not None:
-        axes.set_ylim(*shown)

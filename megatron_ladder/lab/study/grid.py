@@ -10,30 +10,24 @@ Seeds are the outermost loop, so that a study that is cut short has whole pairs.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
-from megatron_ladder.lab.study.description import Study
-from megatron_ladder.lab.study.trial import Trial
+from megatron_ladder.lab.study.schema import Study, Trial, rate_key
 from megatron_ladder.lab.study.wirings import STANDARD
 
 MOST_FURTHER = 3
 """Most learning rates that a wiring can try beyond the given ones."""
 
 
-def rate_key(size: str, wiring: str) -> str:
-    """Return the key of `Study.chosen`."""
-    return f"{size}/{wiring}"
-
-
 def tuning_trials(study: Study) -> list[Trial]:
     """Return the trials that choose the learning rates; none if there is only one rate."""
     if len(study.learning_rates) == 1:
         return []
-    return [
-        Trial("tuning", wiring, size, study.tuning_seed, rate, study.tuning_iterations)
-        for size in study.sizes
-        for wiring in study.wirings
-        for rate in study.learning_rates
-    ]
+    return [_tuning_trial(study, *model, rate) for model in study.models for rate in study.learning_rates]
+
+
+def _tuning_trial(study: Study, size: str, wiring: str, rate: float) -> Trial:
+    return Trial("tuning", wiring, size, study.tuning_seed, rate, study.tuning_iterations)
 
 
 def token_trials(study: Study) -> list[Trial]:
@@ -41,8 +35,7 @@ def token_trials(study: Study) -> list[Trial]:
     return [
         Trial("tokens", wiring, size, seed, study.chosen[rate_key(size, wiring)], study.iterations)
         for seed in study.seeds
-        for size in study.sizes
-        for wiring in study.wirings
+        for size, wiring in study.models
         if rate_key(size, wiring) in study.chosen
     ]
 
@@ -52,22 +45,29 @@ def time_trials(study: Study) -> list[Trial]:
 
     A wiring with as many steps as at equal tokens, like standard, has no separate trial: one run serves both.
     """
-    trials = []
-    for seed in study.seeds:
-        for size, times in study.step_times.items():
-            for wiring in study.timed_wirings:
-                if wiring not in times.speedup or rate_key(size, wiring) not in study.chosen:
-                    continue
-                iterations = timed_iterations(study.iterations, times.speedup[wiring])
-                if iterations != study.iterations:
-                    rate = study.chosen[rate_key(size, wiring)]
-                    trials.append(Trial("time", wiring, size, seed, rate, iterations))
-    return trials
+    trials = [
+        Trial("time", wiring, size, seed, study.chosen[rate_key(size, wiring)], timed_iterations(study, speedup))
+        for seed in study.seeds
+        for size, times in study.step_times.items()
+        for wiring, speedup in times.speedup.items()
+        if wiring in study.timed_wirings and rate_key(size, wiring) in study.chosen
+    ]
+    return [trial for trial in trials if trial.iterations != study.iterations]
 
 
-def timed_iterations(iterations: int, speedup: float) -> int:
-    """Return the steps of a wiring in the time that standard takes for `iterations`."""
-    return max(1, round(iterations * speedup))
+def timed_iterations(study: Study, speedup: float) -> int:
+    """Return the steps of a wiring in the time that standard takes for the study's number of steps."""
+    return max(1, round(study.iterations * speedup))
+
+
+def tried_rates(study: Study, losses: Mapping[Trial, float], size: str, wiring: str) -> dict[float, float]:
+    """Map each learning rate to the final loss of a wiring's finished tuning trial, ascending."""
+    found = {
+        trial.learning_rate: loss
+        for trial, loss in losses.items()
+        if trial == _tuning_trial(study, size, wiring, trial.learning_rate)
+    }
+    return dict(sorted(found.items()))
 
 
 def choose_learning_rates(study: Study, losses: Mapping[Trial, float]) -> dict[str, float]:
@@ -79,30 +79,14 @@ def choose_learning_rates(study: Study, losses: Mapping[Trial, float]) -> dict[s
     Returns:
         `size/wiring` -> learning rate, without wirings that diverge at every rate.
     """
-    pairs = [(size, wiring) for size in study.sizes for wiring in study.wirings]
     if len(study.learning_rates) == 1:
-        return {rate_key(*pair): study.learning_rates[0] for pair in pairs}
+        return {rate_key(*model): study.learning_rates[0] for model in study.models}
     chosen = {}
-    for size, wiring in pairs:
-        tried = _tried_rates(study, losses, size, wiring)
-        if any(rate not in tried for rate in study.learning_rates):
-            continue
-        best = min(tried, key=lambda rate: tried[rate])
-        if math.isfinite(tried[best]):
-            chosen[rate_key(size, wiring)] = best
+    for model in study.models:
+        tried = tried_rates(study, losses, *model)
+        if tried.keys() >= {*study.learning_rates} and math.isfinite(min(tried.values())):
+            chosen[rate_key(*model)] = min(tried, key=lambda rate: tried[rate])
     return chosen
-
-
-def _tried_rates(study: Study, losses: Mapping[Trial, float], size: str, wiring: str) -> dict[float, float]:
-    """Map each learning rate to the final loss of a wiring's finished tuning trial, ascending."""
-    asked = ("tuning", wiring, size, study.tuning_seed, study.tuning_iterations)
-    return dict(
-        sorted(
-            (trial.learning_rate, loss)
-            for trial, loss in losses.items()
-            if (trial.kind, trial.wiring, trial.size, trial.seed, trial.iterations) == asked
-        )
-    )
 
 
 def further_trials(study: Study, losses: Mapping[Trial, float]) -> list[Trial]:
@@ -112,41 +96,32 @@ def further_trials(study: Study, losses: Mapping[Trial, float]) -> list[Trial]:
     is chosen, or that has tried `MOST_FURTHER` further rates, gets none.
     """
     trials = []
-    for size, wiring in [(size, wiring) for size in study.sizes for wiring in study.wirings]:
-        tried = _tried_rates(study, losses, size, wiring)
+    for model in study.models:
+        tried = tried_rates(study, losses, *model)
         rates = list(tried)
-        whole = all(rate in tried for rate in study.learning_rates)
-        room = 1 < len(rates) < len(study.learning_rates) + MOST_FURTHER
-        if rate_key(size, wiring) in study.chosen or not whole or not room:
+        has_room = 1 < len(rates) < len(study.learning_rates) + MOST_FURTHER
+        if rate_key(*model) in study.chosen or not has_room or not tried.keys() >= {*study.learning_rates}:
             continue
         best = min(rates, key=lambda rate: tried[rate])
         neighbours = {rates[0]: rates[1], rates[-1]: rates[-2]}
         if best in neighbours and math.isfinite(tried[best]):
             # Rounded as in names and command lines.
             rate = float(f"{best * best / neighbours[best]:g}")
-            trials.append(Trial("tuning", wiring, size, study.tuning_seed, rate, study.tuning_iterations))
+            trials.append(_tuning_trial(study, *model, rate))
     return trials
 
 
-def at_the_edge(study: Study, losses: Mapping[Trial, float]) -> list[str]:
-    """Return the keys of `chosen` whose learning rate is the highest or lowest tried."""
-    found = []
-    for size, wiring in [(size, wiring) for size in study.sizes for wiring in study.wirings]:
-        rates = list(_tried_rates(study, losses, size, wiring))
-        if len(rates) > 1 and study.chosen.get(rate_key(size, wiring)) in (rates[0], rates[-1]):
-            found.append(rate_key(size, wiring))
-    return found
+def is_at_the_edge(rate: float | None, tried: Mapping[float, float]) -> bool:
+    """Return whether a learning rate is the lowest or highest of several that were tried."""
+    return len(tried) > 1 and rate in (min(tried), max(tried))
 
 
 def expected_trials(study: Study) -> list[Trial]:
     """Return all trials, with estimates for those that are not decided yet, to count them and their cost."""
     middle = sorted(study.learning_rates)[len(study.learning_rates) // 2]
-    chosen = {rate_key(size, wiring): middle for size in study.sizes for wiring in study.wirings}
-    if study.chosen:
-        chosen = dict(study.chosen)
-    decided = Study(**{**vars(study), "chosen": chosen})
+    decided = replace(study, chosen=study.chosen or {rate_key(*model): middle for model in study.models})
     timed = [
-        Trial("time", trial.wiring, trial.size, trial.seed, trial.learning_rate, trial.iterations)
+        replace(trial, kind="time")
         for trial in token_trials(decided)
         if trial.wiring in study.timed_wirings and trial.wiring != STANDARD and trial.size not in study.step_times
     ]

@@ -9,6 +9,8 @@ from megatron_ladder.lab.study.wirings import DEFAULT_WIRINGS
 
 OWN_LINK = "own"
 """Value of --link that selects the interconnect of the trials."""
+NONE = "none"
+"""Value of --timed-wirings that selects no wiring."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,10 @@ class Request:
     training_flags: tuple[str, ...]
     """The words after --."""
     adapt: AdaptOptions | None = None
+    command: tuple[str, ...] = ()
+    """The whole command line, for the record."""
+    data_flags: tuple[str, ...] = ()
+    """The trainer's flags of the default corpus; none if data is given after --."""
 
 
 @dataclass(frozen=True)

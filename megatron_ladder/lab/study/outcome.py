@@ -19,22 +19,22 @@ from megatron_ladder.checkpoint.publish import LATEST_NAME, published_checkpoint
 from megatron_ladder.errors import ExitCode
 from megatron_ladder.files import write_atomically
 from megatron_ladder.lab.bench.paired import RatioVerdict
-from megatron_ladder.lab.study.description import StepTimes, Study
-from megatron_ladder.lab.study.trial import RESULT_NAME, Result, Trial
+from megatron_ladder.lab.study.schema import Result, StepTimes, Study, Trial
 from megatron_ladder.lab.study.wirings import STANDARD
 from megatron_ladder.train.record import RECORD_NAME, read_record
 
 CHECKPOINTS = "checkpoints"
 """Folder of a trial for --save and --load."""
+Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class TrialHistory:
     """The record of a trial, without repeated steps."""
 
-    progress: tuple[Mapping[str, Any], ...] = ()
+    progress: Sequence[Event] = ()
     """Training events, in the order of their iterations."""
-    evaluations: tuple[Mapping[str, Any], ...] = ()
+    evaluations: Sequence[Event] = ()
     starts: int = 0
     versions: Mapping[str, str] | None = None
     """Versions at the last start."""
@@ -55,10 +55,10 @@ def read_history(folder: Path) -> TrialHistory:
         return TrialHistory()
 
 
-def _merge_starts(events: Sequence[Mapping[str, Any]]) -> TrialHistory:
+def _merge_starts(events: Sequence[Event]) -> TrialHistory:
     """Merge the starts of a record, without steps that were lost."""
-    progress: list[Mapping[str, Any]] = []
-    evaluations: list[Mapping[str, Any]] = []
+    progress: list[Event] = []
+    evaluations: list[Event] = []
     starts, versions, code = 0, None, None
     for event in events:
         kind = event["event"]
@@ -72,10 +72,10 @@ def _merge_starts(events: Sequence[Mapping[str, Any]]) -> TrialHistory:
             evaluations.append(event)
         elif kind == "stop":
             code = int(event["code"])
-    return TrialHistory(tuple(progress), tuple(evaluations), starts, versions, code)
+    return TrialHistory(progress, evaluations, starts, versions, code)
 
 
-def _until(progress: Sequence[Mapping[str, Any]], iteration: int) -> list[Mapping[str, Any]]:
+def _until(progress: Sequence[Event], iteration: int) -> list[Event]:
     """Return the events up to an iteration; an event that ends later is cut, with its share of the time."""
     kept = [event for event in progress if event["iteration"] <= iteration]
     beyond = [event for event in progress if event["iteration"] - event["steps"] < iteration < event["iteration"]]
@@ -92,12 +92,8 @@ def result_of(
     """Return the result of a trial whose last step is evaluated; None if it is not done.
 
     A tuning trial that ended with bad numbers is done too, with an infinite loss.
-
-    Args:
-        parameters: of the model.
-        command: of the trial.
     """
-    evaluations = [(int(event["iteration"]), _loss(event)) for event in history.evaluations]
+    evaluations = _curve(history.evaluations)
     if history.code == ExitCode.BAD_NUMBERS and trial.kind == "tuning":
         evaluations = [point for point in evaluations if point[0] < trial.iterations]
         evaluations.append((trial.iterations, math.inf))
@@ -108,7 +104,7 @@ def result_of(
         trial=trial,
         parameters=parameters,
         tokens_per_step=tokens_per_step,
-        training=tuple((int(event["iteration"]), _loss(event)) for event in history.progress),
+        training=tuple(_curve(history.progress)),
         validation=tuple(evaluations),
         tokens_per_second=statistics.median(speeds) if speeds else 0.0,
         seconds=sum(float(event["seconds"]) for event in history.progress),
@@ -118,18 +114,10 @@ def result_of(
     )
 
 
-def _loss(event: Mapping[str, Any]) -> float:
-    """Read a loss; non-finite losses are recorded as text."""
-    loss = float(event["loss"])
-    return loss if math.isfinite(loss) else math.inf
-
-
-def write_result(folder: Path, result: Result) -> None:
-    """Write a result atomically, which completes the trial."""
-    values = result.to_dict()
-    for curve in ("training", "validation"):
-        values[curve] = [[step, loss if math.isfinite(loss) else "inf"] for step, loss in values[curve]]
-    write_atomically(folder / RESULT_NAME, json.dumps(values, indent=1, allow_nan=False) + "\n")
+def _curve(events: Sequence[Event]) -> list[tuple[int, float]]:
+    """Return the losses by iteration; those that are not finite are recorded as text and become infinite."""
+    points = [(int(event["iteration"]), float(event["loss"])) for event in events]
+    return [(iteration, loss if math.isfinite(loss) else math.inf) for iteration, loss in points]
 
 
 def remove_unevaluated_end(folder: Path, iterations: int) -> list[str]:
@@ -154,9 +142,8 @@ def remove_unevaluated_end(folder: Path, iterations: int) -> list[str]:
 
 def remove_checkpoints(folder: Path) -> None:
     """Remove everything that a trial has saved except its record."""
-    save = folder / CHECKPOINTS
     with contextlib.suppress(FileNotFoundError):
-        for entry in save.iterdir():
+        for entry in (folder / CHECKPOINTS).iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)
             elif entry.name != RECORD_NAME:
@@ -165,25 +152,18 @@ def remove_checkpoints(folder: Path) -> None:
 
 def read_step_times(output: Path, study: Study, size: str, command: tuple[str, ...]) -> tuple[StepTimes, list[str]]:
     """Return the step times that a benchmark measured, and one message for each doubtful one."""
-    rows: Sequence[Mapping[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
-    by_name = {row["wiring"]: row for row in rows}
-    measured = {name: by_name[name] for name in study.timed_wirings if name in by_name}
-    ranks = int(command[command.index("--tp") + 1])
-    doubts = [
-        f"{size}: {name}: {row['verdict']}"
-        for name, row in measured.items()
-        if row["verdict"] != RatioVerdict.SOUND.value
-    ]
-    row = measured[STANDARD]
+    by_name: dict[str, Event] = {row["wiring"]: row for row in json.loads(output.read_text(encoding="utf-8"))}
+    rows = {name: by_name[name] for name in study.timed_wirings if name in by_name}
+    verdicts = {name: row["verdict"] for name, row in rows.items()}
+    doubts = [f"{size}: {name}: {found}" for name, found in verdicts.items() if found != RatioVerdict.SOUND.value]
+    row = rows[STANDARD]
     link = f"{row['interconnect']}, an all-reduce takes {1e3 * row['alpha_seconds']:.3f} ms ({row['alpha']})"
-    if doubts:
-        link += f"; the measurement is in doubt: {'; '.join(doubts)}"
     times = StepTimes(
-        interconnect=link,
-        ranks=ranks,
-        seconds={name: float(row["median_seconds"]) for name, row in measured.items()},
-        speedup={name: 1.0 if name == STANDARD else float(row["ratio_to_standard"]) for name, row in measured.items()},
-        spread={name: 0.0 if name == STANDARD else float(row["spread"]) for name, row in measured.items()},
+        interconnect=f"{link}; the measurement is in doubt: {'; '.join(doubts)}" if doubts else link,
+        ranks=int(command[command.index("--tp") + 1]),
+        seconds={name: float(row["median_seconds"]) for name, row in rows.items()},
+        speedup={name: float(row["ratio_to_standard"]) for name, row in rows.items()} | {STANDARD: 1.0},
+        spread={name: float(row["spread"]) for name, row in rows.items()} | {STANDARD: 0.0},
         command=command,
     )
     return times, doubts
@@ -204,18 +184,12 @@ def times_of_trials(results: Sequence[Result], study: Study, size: str, ranks: i
         return None
     seconds, speedup, spread = {}, {}, {}
     for name in study.timed_wirings:
-        seeds = [seed for seed in speeds.get(name, {}) if seed in speeds[STANDARD]]
+        seeds = speeds.get(name, {}).keys() & speeds[STANDARD].keys()
         if not seeds:
             continue
         ratios = [speeds[name][seed] / speeds[STANDARD][seed] for seed in seeds]
         seconds[name] = study.tokens_per_step / statistics.median(speeds[name][seed] for seed in seeds)
         speedup[name] = statistics.median(ratios)
-        spread[name] = _interquartile_range(ratios)
+        quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [0.0, 0.0, 0.0]
+        spread[name] = quartiles[2] - quartiles[0]
     return StepTimes("that of the trials, from their tokens per second", ranks, seconds, speedup, spread, ())
-
-
-def _interquartile_range(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return high - low

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from megatron_ladder.lab.study.trial import Trial
+from megatron_ladder.lab.study.schema import Trial
 from megatron_ladder.processes import Child, end_children, start_child
 from megatron_ladder.progress import ProgressBar
 
@@ -25,80 +25,67 @@ UPDATE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Job:
-    """A command to run."""
+    """A command to run, whose output is appended to a file."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
     output: Path
-    """File to which its output is appended."""
     slots: int
 
 
-class Pool:
-    """Slots for jobs.
+def run_jobs(
+    jobs: Iterable[Job],
+    slots: int,
+    received: Sequence[int],
+    on_end: Callable[[Job, int], None],
+    on_poll: Callable[[Sequence[Job]], None] = lambda running: None,
+    grace_seconds: float = GRACE_SECONDS,
+) -> bool:
+    """Run all jobs to their end, unless a signal arrives.
 
     Args:
-        slots: number of slots; a job that needs more uses all of them.
+        jobs: taken one after the other when slots are free; a job that needs more than all slots uses all of them.
         received: signals that request the end, as they arrive. The first one is forwarded to the jobs as SIGTERM, and
             the second one kills them at once.
+        on_end: called for each job that ended, with its exit code; negative if a signal ended it.
+        on_poll: called regularly with the running jobs.
+
+    Returns:
+        Whether all jobs ran.
     """
+    running: list[tuple[Job, Child]] = []
 
-    def __init__(self, slots: int, received: Sequence[int], grace_seconds: float = GRACE_SECONDS) -> None:
-        self._slots = slots
-        self._received = received
-        self._grace_seconds = grace_seconds
-        self._running: list[tuple[Job, Child]] = []
-
-    def run(
-        self,
-        jobs: Iterable[Job],
-        on_end: Callable[[Job, int], None],
-        on_poll: Callable[[Sequence[Job]], None] = lambda running: None,
-    ) -> bool:
-        """Run all jobs to their end, unless a signal arrives.
-
-        Args:
-            jobs: taken one after the other when slots are free.
-            on_end: called for each job that ended, with its exit code; negative if a signal ended it.
-            on_poll: called regularly with the running jobs.
-
-        Returns:
-            Whether all jobs ran.
-        """
-        waiting = iter(jobs)
-        upcoming = next(waiting, None)
-        try:
-            while (upcoming is not None or self._running) and not self._received:
-                while upcoming is not None and self._has_room(upcoming) and not self._received:
-                    self._running.append((upcoming, _start(upcoming)))
-                    upcoming = next(waiting, None)
-                self._reap(on_end)
-                on_poll([job for job, _ in self._running])
-                time.sleep(POLL_SECONDS)
-            return not self._received
-        finally:
-            children = [child for _, child in self._running]
-            end_children(
-                children, self._grace_seconds, kill_groups=True, is_impatient=lambda: len(self._received) > 1
-            )
-            self._reap(on_end)
-
-    def _has_room(self, job: Job) -> bool:
-        used = sum(min(other.slots, self._slots) for other, _ in self._running)
-        return used + min(job.slots, self._slots) <= self._slots
-
-    def _reap(self, on_end: Callable[[Job, int], None]) -> None:
-        for job, child in list(self._running):
+    def reap() -> None:
+        for job, child in list(running):
             if child.poll() is not None:
-                self._running.remove((job, child))
+                running.remove((job, child))
                 on_end(job, child.returncode)
+
+    def has_room(job: Job) -> bool:
+        return sum(min(one.slots, slots) for one in [job, *(other for other, _ in running)]) <= slots
+
+    waiting = iter(jobs)
+    upcoming = next(waiting, None)
+    try:
+        while (upcoming is not None or running) and not received:
+            while upcoming is not None and has_room(upcoming) and not received:
+                running.append((upcoming, _start(upcoming)))
+                upcoming = next(waiting, None)
+            reap()
+            on_poll([job for job, _ in running])
+            time.sleep(POLL_SECONDS)
+        return not received
+    finally:
+        children = [child for _, child in running]
+        end_children(children, grace_seconds, kill_groups=True, is_impatient=lambda: len(received) > 1)
+        reap()
 
 
 def _start(job: Job) -> Child:
     job.output.parent.mkdir(parents=True, exist_ok=True)
     with open(job.output, "ab") as output:
-        # In a new session, so that Ctrl-C does not reach the job: the pool stops it.
+        # In a new session, so that Ctrl-C does not reach the job: `run_jobs` stops it.
         return start_child(
             job.command,
             env=dict(job.environment),
@@ -109,14 +96,6 @@ def _start(job: Job) -> Child:
         )
 
 
-@dataclass(frozen=True)
-class TrialPosition:
-    """Progress of a running trial."""
-
-    iteration: int
-    loss: float | None
-
-
 class GridProgress:
     """Progress of a study in training steps of this start, and one line per trial that ended.
 
@@ -125,8 +104,8 @@ class GridProgress:
         done: names of finished trials.
     """
 
-    def __init__(self, position: Callable[[Trial], TrialPosition], stream: TextIO | None = None) -> None:
-        """`position` reads the progress of a trial; the default stream is stdout."""
+    def __init__(self, position: Callable[[Trial], tuple[int, float | None]], stream: TextIO | None = None) -> None:
+        """`position` reads the iteration and the loss of a trial; the default stream is stdout."""
         self.expected: Sequence[Trial] = ()
         self.done: set[str] = set()
         self._position = position
@@ -148,11 +127,11 @@ class GridProgress:
 
     def start(self, trial: Trial) -> None:
         """Record how far a trial is before it starts or resumes."""
-        self._found[trial.name] = self._position(trial).iteration
+        self._found[trial.name], _ = self._position(trial)
 
     def end(self, trial: Trial, text: str, is_done: bool = True) -> None:
         """Record and print that a trial has ended."""
-        self._ended_steps += self._position(trial).iteration - self._found.pop(trial.name, 0)
+        self._ended_steps += self._position(trial)[0] - self._found.pop(trial.name, 0)
         if is_done:
             self.done.add(trial.name)
         self.say(f"[{len(self.done)}/{len(self.expected)}] {trial.name}: {text}")
@@ -162,11 +141,15 @@ class GridProgress:
         if time.monotonic() < self._next_update:
             return
         self._next_update = time.monotonic() + UPDATE_SECONDS
-        at = {trial.name: self._position(trial) for trial in running}
-        steps = self._ended_steps + sum(at[name].iteration - self._found.get(name, 0) for name in at)
+        steps = self._ended_steps
         left = sum(trial.iterations for trial in self.expected if trial.name not in self.done)
-        left -= sum(position.iteration for position in at.values())
-        notes = {f"{one.kind} {one.wiring} seed {one.seed}": _describe(one, at[one.name]) for one in running}
+        notes = {}
+        for trial in running:
+            iteration, loss = self._position(trial)
+            steps += iteration - self._found.get(trial.name, 0)
+            left -= iteration
+            shown_loss = "" if loss is None else f" (loss {loss:.3f})"
+            notes[f"{trial.kind} {trial.wiring} seed {trial.seed}"] = f"{iteration}/{trial.iterations}{shown_loss}"
         if self._bar is None:
             self._bar = ProgressBar("study", None, unit="step", stream=self._stream)
         self._bar.set_total(steps + max(0, left))
@@ -179,8 +162,3 @@ class GridProgress:
             self._next_update = 0.0
             self.update([])
             self._bar.close()
-
-
-def _describe(trial: Trial, at: TrialPosition) -> str:
-    loss = "" if at.loss is None else f" (loss {at.loss:.3f})"
-    return f"{at.iteration}/{trial.iterations}{loss}"

@@ -20,17 +20,9 @@ class LossVerdict(Enum):
 
     BETTER = "better"
     WORSE = "worse"
-    NOT_TOLD_APART = "no difference found"
+    NO_DIFFERENCE = "no difference found"
     TOO_FEW = "no verdict: fewer than two pairs"
     DIVERGED = "no verdict: a run diverged"
-
-
-def _t_quantile(degrees: int) -> float:
-    """Return the half width of the interval in standard errors."""
-    # Imported here because scipy comes with the extra [lab] and takes time to import.
-    from scipy import stats
-
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees))
 
 
 def mean(values: Sequence[float]) -> float:
@@ -47,7 +39,7 @@ def deviation(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Paired:
-    """Differences of paired runs, one for each seed that both have."""
+    """Differences of paired runs, one for each seed that both have. A statistic without enough pairs is NaN."""
 
     differences: tuple[float, ...]
 
@@ -58,28 +50,32 @@ class Paired:
 
     @property
     def mean(self) -> float:
-        """Mean difference; NaN without a pair."""
+        """Mean difference."""
         return mean(self.differences)
 
     @property
     def standard_error(self) -> float:
-        """Of the mean; NaN for fewer than two pairs."""
+        """Standard error of the mean."""
         return deviation(self.differences) / math.sqrt(max(self.pairs, 1))
 
     @property
     def half_width(self) -> float:
-        """Half the width of the interval of the mean; NaN for fewer than two pairs."""
-        return _t_quantile(self.pairs - 1) * self.standard_error if self.pairs > 1 else math.nan
+        """Half the width of the interval of the mean, at `CONFIDENCE`."""
+        # Imported here because scipy comes with the extra [lab] and takes time to import.
+        from scipy import stats
+
+        quantile = stats.t.ppf((1 + CONFIDENCE) / 2, self.pairs - 1) if self.pairs > 1 else math.nan
+        return float(quantile) * self.standard_error
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Interval of the mean, at `CONFIDENCE`."""
+        """Interval of the mean."""
         return self.mean - self.half_width, self.mean + self.half_width
 
     @property
     def p(self) -> float:
-        """Two-sided p-value of "the mean is 0"; NaN without an interval."""
-        if not math.isfinite(self.half_width):
+        """Two-sided p-value of "the mean is 0"."""
+        if not math.isfinite(self.standard_error):
             return math.nan
         if self.standard_error == 0:
             return 1.0 if self.mean == 0 else 0.0
@@ -96,7 +92,7 @@ class Paired:
             return LossVerdict.TOO_FEW
         low, high = self.interval
         if low <= 0 <= high:
-            return LossVerdict.NOT_TOLD_APART
+            return LossVerdict.NO_DIFFERENCE
         return LossVerdict.BETTER if high < 0 else LossVerdict.WORSE
 
 

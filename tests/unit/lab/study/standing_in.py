@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.lab.study.description import StepTimes, Study
+from megatron_ladder.lab.study.schema import StepTimes, Study
 
 SIZE = "2x32x64x2x2x300"
 TRAINER = """

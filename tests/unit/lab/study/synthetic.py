@@ -3,10 +3,19 @@
 import json
 import random
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
-from megatron_ladder.lab.study.description import STUDY_NAME, TRIALS_NAME, StepTimes, Study
-from megatron_ladder.lab.study.trial import RESULT_NAME, Kind, Result, Trial
+from megatron_ladder.lab.study.schema import (
+    RESULT_NAME,
+    STUDY_NAME,
+    TRIALS_NAME,
+    Kind,
+    Result,
+    StepTimes,
+    Study,
+    Trial,
+)
 
 SPEEDUPS = {"standard": 1.0, "parallel": 1.25, "ladder": 1.5}
 SHAPE = {"num_layers": 8, "hidden_size": 64}
@@ -33,7 +42,7 @@ def made_up_study(**changes: object) -> Study:
 
 def write_study(folder: Path, study: Study) -> None:
     (folder / TRIALS_NAME).mkdir(parents=True, exist_ok=True)
-    (folder / STUDY_NAME).write_text(json.dumps(study.to_dict()))
+    (folder / STUDY_NAME).write_text(json.dumps(asdict(study)))
 
 
 def write_run(
@@ -55,9 +64,9 @@ def write_run(
         trial, parameters, 1000, curve, curve, 2000.0 + seed, 36.0, 1, ("python", "pretrain_ladder.py"),
         {"torch": "2.13.0", "megatron_ladder": "0.1.0"},
     )  # fmt: skip
-    place = folder / TRIALS_NAME / trial.name
-    place.mkdir(parents=True)
-    (place / RESULT_NAME).write_text(json.dumps(result.to_dict()))
+    path = folder / TRIALS_NAME / trial.name / RESULT_NAME
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(asdict(result)))
 
 
 def write_all(folder: Path, study: Study, better_by: Mapping[str, float], noise: float = 0.001) -> None:

@@ -17,7 +17,7 @@ from megatron_ladder.lab.study.adaptation import (
     default_upper,
     read_adaptation,
 )
-from megatron_ladder.lab.study.trial import Result, Trial
+from megatron_ladder.lab.study.schema import Result, Trial, write_json
 
 PLAN = Adaptation(
     size="small", num_layers=8, upper=(0, 4, 8), percents=(1, 10), seeds=(1, 2), standard_learning_rate=1e-2,
@@ -34,7 +34,7 @@ def results_of(trials: list[Trial], loss: Loss) -> dict[Trial, Result]:
 
 def adapted_of(loss: Loss, plan: Adaptation = PLAN) -> AdaptationResults:
     trials = [trial for _, _, trial in plan.trials()]
-    return AdaptationResults.of(plan, results_of(trials, loss))
+    return AdaptationResults(plan, results_of(trials, loss))
 
 
 def by_hand(trial: Trial) -> float:
@@ -77,7 +77,7 @@ def test_quarters_of_the_layers(layers: int, upper: tuple[int, ...]) -> None:
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_adaptation(tmp_path) is None
-    PLAN.write(tmp_path)
+    write_json(tmp_path / ADAPTATION_NAME, PLAN)
     assert read_adaptation(tmp_path) == PLAN and [path.name for path in tmp_path.iterdir()] == [ADAPTATION_NAME]
     values = json.loads((tmp_path / ADAPTATION_NAME).read_text())
     del values["percents"]
@@ -91,7 +91,7 @@ def test_differences_are_those_of_a_seed() -> None:
     assert adapted.to_control(4, 0).differences == pytest.approx((1.0, 1.0))
     assert adapted.to_control(8, 10).differences == pytest.approx((0.2, 0.2))
     assert adapted.to_before(4, 1).differences == pytest.approx((-0.07, -0.07))
-    assert adapted.losses[0, 0] == adapted.before == {1: 3.0, 2: 3.02}
+    assert adapted.losses(0, 0) == adapted.before == {1: 3.0, 2: 3.02}
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -135,20 +135,21 @@ def test_one_seed_or_missing_runs_give_no_conclusion() -> None:
     one = _findings(adapted_of(by_hand, replace(PLAN, seeds=(1,))))
     assert all("no conclusion, because one seed" in sentence for sentence in one)
     trials = [trial for _, _, trial in PLAN.trials()]
-    half = AdaptationResults.of(PLAN, results_of(trials[:-1], by_hand))
+    half = AdaptationResults(PLAN, results_of(trials[:-1], by_hand))
     assert all("no conclusion yet" in sentence for sentence in _findings(half))
     assert rows_of(_adaptation_report(half))[-1][-1] == "+0.2000 (1 of 2)"
     assert rows_of(_adaptation_report(half))[4][-1] == "3.1000 (1 of 2)"
     assert "**This adaptation is not finished**: 1 of 18 runs are missing." in _adaptation_report(half)
     assert "not finished" not in _adaptation_report(adapted_of(by_hand))
-    nothing = rows_of(_adaptation_report(AdaptationResults.of(PLAN, {})))
+    nothing = rows_of(_adaptation_report(AdaptationResults(PLAN, {})))
     assert {cell for row in nothing[2:5] for cell in row[1:]} == {"–"}
 
 
 def test_runs_of_another_plan_are_ignored() -> None:
     other = replace(PLAN, learning_rate=1e-3)
     trials = [trial for _, _, trial in other.trials() if trial.iterations]
-    assert not any(by_seed for by_seed in AdaptationResults.of(PLAN, results_of(trials, by_hand)).losses.values())
+    adapted = AdaptationResults(PLAN, results_of(trials, by_hand))
+    assert not any(adapted.losses(upper, percent) for upper in PLAN.upper for percent in PLAN.percents)
 
 
 def test_a_nan_loss_is_not_back() -> None:
@@ -161,4 +162,4 @@ def test_a_png_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     _draw_adaptation(adapted_of(by_hand)).savefig(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
-    _draw_adaptation(AdaptationResults.of(PLAN, {})).savefig(tmp_path / "b.png")
+    _draw_adaptation(AdaptationResults(PLAN, {})).savefig(tmp_path / "b.png")

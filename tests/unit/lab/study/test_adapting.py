@@ -15,12 +15,9 @@ from megatron_ladder.lab.study.adapt_report import write_adaptation
 from megatron_ladder.lab.study.adapting import _AdaptRun
 from megatron_ladder.lab.study.command_line import parse_options
 from megatron_ladder.lab.study.commands import folder_of
-from megatron_ladder.lab.study.data import StudyData
-from megatron_ladder.lab.study.description import write_study
 from megatron_ladder.lab.study.options import ReportOptions, Request
-from megatron_ladder.lab.study.outcome import write_result
 from megatron_ladder.lab.study.report import report_study
-from megatron_ladder.lab.study.trial import Result, Trial
+from megatron_ladder.lab.study.schema import RESULT_NAME, Result, Trial, write_json, write_study
 from tests.unit.lab.study.standing_in import SIZE, study_of
 
 WORDS = f"adapt --sizes {SIZE} --iterations 200 --learning-rates 1e-2 --seeds 1 2 --healing-percent 10"
@@ -34,7 +31,7 @@ class Pretended(_AdaptRun):
     """Treats its trials as done, and records their configurations."""
 
     def __init__(self, request: Request) -> None:
-        super().__init__(WORDS.split(), request, StudyData((), ""), STUDY, [])
+        super().__init__(request, STUDY, [])
         self.configurations: dict[Trial, RunConfig] = {}
 
     def _train(self, trials: Sequence[Trial]) -> None:
@@ -45,7 +42,7 @@ class Pretended(_AdaptRun):
                 loss = 3.0 if self._cases.get(trial, (0, 0)) == (0, 0) else 5.0
                 result = Result(trial, 9, 64, (), ((trial.iterations, loss),), 0.0, 0.0, 1, command, {})
                 folder_of(self.options, trial).mkdir(parents=True)
-                write_result(folder_of(self.options, trial), result)
+                write_json(folder_of(self.options, trial) / RESULT_NAME, result)
                 assert self._collect(trial)
 
 

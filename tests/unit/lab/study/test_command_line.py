@@ -1,6 +1,7 @@
 """The command line of tools/study.py, and the trials' configurations."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.lab.study.command_line import parse_options, timed_wirings
 from megatron_ladder.lab.study.commands import environment_of, resolve_trial, training_command
 from megatron_ladder.lab.study.options import ReportOptions
-from megatron_ladder.lab.study.trial import Trial
+from megatron_ladder.lab.study.schema import Trial
 from megatron_ladder.lab.study.wirings import ALL_WIRINGS, DEFAULT_WIRINGS
 
 FIRST = "--output-dir out --sizes 4x32x64x4x2x300"
@@ -94,6 +95,13 @@ def test_all_errors_are_reported_together_and_once() -> None:
     assert len(mistakes_of("--global-batch-size 9")) == 1
 
 
+@pytest.mark.parametrize("command", ["run", "adapt", "report"])
+def test_missing_libraries_are_named(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"matplotlib .*\[plot\]'\nscipy .*\[lab\]'"):
+        parse_options([command, "--output-dir", "out"])
+
+
 def trial_of(wiring: str, **changes: Any) -> Trial:
     values = {"kind": "tokens", "size": "4x32x64x4x2x300", "seed": 3, "learning_rate": 2e-3, "iterations": 50}
     return Trial(wiring=wiring, **{**values, **changes})
@@ -101,7 +109,7 @@ def trial_of(wiring: str, **changes: Any) -> Trial:
 
 def resolved(wiring: str, words: str = "", **changes: Any) -> RunConfig:
     errors: list[str] = []
-    run = resolve_trial(request_of(words), (), trial_of(wiring, **changes), errors)
+    run = resolve_trial(request_of(words), trial_of(wiring, **changes), errors)
     assert errors == []
     return run
 
@@ -140,15 +148,15 @@ def test_training_flags_reach_every_trial() -> None:
 def test_trials_run_locally_or_through_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     here = request_of("")
-    command = training_command(here, ("--train-data-path", "x"), trial_of("ladder"), 1)
+    command = training_command(replace(here, data_flags=("--train-data-path", "x")), trial_of("ladder"), 1)
     assert command[0] == sys.executable and command[1].endswith("pretrain_ladder.py") and Path(command[1]).is_file()
     assert command[command.index("--train-data-path") + 1] == "x"
     assert command[command.index("--save") + 1] == command[command.index("--load") + 1]
     assert environment_of(here.options)["OMP_NUM_THREADS"] == "1"
-    ranks = training_command(here, (), trial_of("desync-2x"), 2)
-    assert "run_ranks" in ranks[3] and ranks[4:] == training_command(here, (), trial_of("desync-2x"), 1)[2:]
+    ranks = training_command(here, trial_of("desync-2x"), 2)
+    assert "run_ranks" in ranks[3] and ranks[4:] == training_command(here, trial_of("desync-2x"), 1)[2:]
     launched = parse_options(["run", *FIRST.split(), "--launcher", f"{sys.executable} -m launcher --hosts 'a b'"])
-    command = training_command(launched, (), trial_of("desync-2x"), 2)
+    command = training_command(launched, trial_of("desync-2x"), 2)
     assert command[:5] == (sys.executable, "-m", "launcher", "--hosts", "a b")
     assert command[5].endswith("pretrain_ladder.py")
     assert environment_of(launched.options)["OMP_NUM_THREADS"] == "7"

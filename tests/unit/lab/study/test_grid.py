@@ -6,18 +6,18 @@ from dataclasses import replace
 import pytest
 
 from megatron_ladder.blueprint.model import parse_layers
-from megatron_ladder.lab.study.description import Study, read_study, write_study
 from megatron_ladder.lab.study.grid import (
-    at_the_edge,
     choose_learning_rates,
     expected_trials,
     further_trials,
+    is_at_the_edge,
     time_trials,
     timed_iterations,
     token_trials,
+    tried_rates,
     tuning_trials,
 )
-from megatron_ladder.lab.study.trial import Trial
+from megatron_ladder.lab.study.schema import Study, Trial, read_study, write_study
 from megatron_ladder.lab.study.wirings import ALL_WIRINGS, fewest_ranks, wiring_flags
 from tests.unit.lab.study.standing_in import SIZE, step_times, study_of
 
@@ -56,7 +56,13 @@ def test_equal_time_is_more_steps_and_standard_is_not_trained_twice() -> None:
     ("iterations", "speedup", "expected"), [(100, 1.0, 100), (1000, 1.2346, 1235), (100, 0.5, 50), (1, 0.1, 1)]
 )
 def test_steps_in_the_time_of_standard(iterations: int, speedup: float, expected: int) -> None:
-    assert timed_iterations(iterations, speedup) == expected
+    assert timed_iterations(study_of(iterations=iterations), speedup) == expected
+
+
+def edges_of(study: Study, chosen: dict[str, float], losses: dict[Trial, float]) -> list[str]:
+    """Return the wirings whose chosen learning rate is the lowest or highest tried."""
+    tried = {wiring: tried_rates(study, losses, SIZE, wiring) for wiring in study.wirings}
+    return [wiring for wiring in tried if is_at_the_edge(chosen.get(f"{SIZE}/{wiring}"), tried[wiring])]
 
 
 def test_the_lowest_loss_wins_and_a_diverged_trial_never_does() -> None:
@@ -70,9 +76,9 @@ def test_the_lowest_loss_wins_and_a_diverged_trial_never_does() -> None:
     chosen = choose_learning_rates(study, losses)
     # parallel always diverges, and hybrid has not been tried.
     assert chosen == {f"{SIZE}/standard": 2e-3, f"{SIZE}/ladder": 1e-3}
-    assert at_the_edge(replace(study, chosen=chosen), losses) == [f"{SIZE}/ladder"]
+    assert edges_of(study, chosen, losses) == ["ladder"]
     assert choose_learning_rates(study_of(learning_rates=(5e-3,)), {})[f"{SIZE}/hybrid"] == 5e-3
-    assert at_the_edge(study_of(learning_rates=(5e-3,), chosen=CHOSEN), {}) == []
+    assert edges_of(study_of(learning_rates=(5e-3,)), CHOSEN, {}) == []
 
 
 def losses_of(study: Study, **tables: dict[float, float]) -> dict[Trial, float]:
@@ -104,7 +110,7 @@ def test_rates_beyond_the_edge_are_tried_until_the_best_is_inside() -> None:
     assert further_trials(study, losses) == [], "at most three further rates"
     chosen = choose_learning_rates(study, losses)
     assert chosen == {f"{SIZE}/standard": 1e-3, f"{SIZE}/ladder": 32e-3, f"{SIZE}/parallel": 2e-3}
-    assert at_the_edge(replace(study, chosen=chosen), losses) == [f"{SIZE}/ladder"]
+    assert edges_of(study, chosen, losses) == ["ladder"]
 
 
 def test_no_further_rate_is_tried_if_all_diverge() -> None:

@@ -13,9 +13,8 @@ from megatron_ladder.lab.study.outcome import (
     remove_checkpoints,
     remove_unevaluated_end,
     result_of,
-    write_result,
 )
-from megatron_ladder.lab.study.trial import Trial, read_result
+from megatron_ladder.lab.study.schema import RESULT_NAME, Trial, read_result, write_json
 from tests.unit.lab.study.standing_in import SIZE, write_record
 
 TRIAL = Trial("tokens", "ladder", SIZE, 1, 1e-3, 40)
@@ -72,7 +71,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     history = _merge_starts([*CUT_OFF, evaluation(40, "nan")])
     result = result_of(TRIAL, history, 7, 64, ("python", "x"))
     assert result is not None and result.final_loss == math.inf
-    write_result(tmp_path, result)
+    write_json(tmp_path / RESULT_NAME, result)
     assert read_result(tmp_path) == result
     json.loads((tmp_path / "result.json").read_text(), parse_constant=lambda word: pytest.fail(word))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.lab.study.commands import resolve_trial
 from megatron_ladder.lab.study.options import Request, RunOptions
-from megatron_ladder.lab.study.trial import Trial
+from megatron_ladder.lab.study.schema import Trial
 from megatron_ladder.lab.study.wirings import TIMED_WIRINGS
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
@@ -20,7 +20,7 @@ SIZE = "2x24x40x2x1x50"
 def matrices(wiring: str, seed: int = 3) -> dict[str, Tensor]:
     """Map canonical names to initial weights, except norms, whose number depends on the wiring."""
     request = Request(RunOptions(Path("out"), sizes=(SIZE,)), ())
-    run = resolve_trial(request, (), Trial("tokens", wiring, SIZE, seed, 1e-3, 10), [])
+    run = resolve_trial(request, Trial("tokens", wiring, SIZE, seed, 1e-3, 10), [])
     model = LanguageModel(run.model, ProcessMesh.single(), seed=run.training.seed)
     return {
         section.name: section.view(parameter).detach()

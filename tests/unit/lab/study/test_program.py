@@ -14,12 +14,10 @@ import pytest
 
 from megatron_ladder import progress
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.study import program, scheduling
-from megatron_ladder.lab.study.data import StudyData
-from megatron_ladder.lab.study.description import load_or_create_study, read_study, write_study
+from megatron_ladder.lab.study import commands, program, scheduling
 from megatron_ladder.lab.study.options import Request, RunOptions
-from megatron_ladder.lab.study.scheduling import GridProgress, TrialPosition
-from megatron_ladder.lab.study.trial import Trial, read_result
+from megatron_ladder.lab.study.scheduling import GridProgress
+from megatron_ladder.lab.study.schema import Trial, load_or_create_study, read_result, read_study, write_study
 from tests.unit.lab.study.standing_in import SIZE, study_of, trainer, write_record
 
 BASE = {"standard": 3.0, "ladder": 3.1}
@@ -66,12 +64,12 @@ class Stand:
         self.started: list[str] = []
         self.reports: list[Path] = []
         monkeypatch.setattr(scheduling, "POLL_SECONDS", 0.01)
-        monkeypatch.setattr(program, "prepare_data", lambda request: StudyData((), "words"))
-        monkeypatch.setattr(program, "write_report", lambda folder, output: self.reports.append(output))
-        monkeypatch.setattr(program, "training_command", self._command)
+        monkeypatch.setattr(commands, "prepare_data", lambda request: (request, "words"))
+        monkeypatch.setattr(program, "write_report", lambda results, output: self.reports.append(output))
+        monkeypatch.setattr(commands, "training_command", self._command)
         self.timings: list[dict[str, float]] = [{"standard": 1.0, "ladder": 1.5}]
         """Ratios of successive benchmarks, of which the last one repeats; an empty one fails."""
-        monkeypatch.setattr(program, "timing_command", self._timing_command)
+        monkeypatch.setattr(commands, "timing_command", self._timing_command)
         original = program.StudyRun._job
 
         def job(run: Any, trial: Trial) -> Any:
@@ -80,7 +78,7 @@ class Stand:
 
         monkeypatch.setattr(program.StudyRun, "_job", job)
 
-    def _command(self, request: Request, data: Any, trial: Trial, ranks: int) -> tuple[str, ...]:
+    def _command(self, request: Request, trial: Trial, ranks: int) -> tuple[str, ...]:
         save = self.options.output_dir / "trials" / trial.name / "checkpoints"
         return trainer(save, trial.iterations, **self.behaviour(trial))
 
@@ -97,7 +95,7 @@ class Stand:
 
     def run(self) -> None:
         self.started = []
-        program.run_study(Request(self.options, ()), ["run"])
+        program.run_study(Request(self.options, ()))
 
     def result(self, start: str) -> Any:
         (folder,) = [path for path in (self.options.output_dir / "trials").iterdir() if path.name.startswith(start)]
@@ -305,7 +303,7 @@ def test_progress_covers_the_whole_grid(monkeypatch: pytest.MonkeyPatch) -> None
     trials = [Trial("tokens", "ladder", SIZE, seed, 1e-3, 100) for seed in (1, 2, 3, 4)]
     at = dict.fromkeys((trial.name for trial in trials), 0)
     out = io.StringIO()
-    grid = GridProgress(lambda trial: TrialPosition(at[trial.name], 2.5), out)
+    grid = GridProgress(lambda trial: (at[trial.name], 2.5), out)
     grid.expected = trials
     at[trials[0].name] = 50
     for trial in trials[:2]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_ladder.lab.study.report import _compare_studies
+from megatron_ladder.lab.study.results import read_results
 from tests.unit.lab.study.synthetic import made_up_study, write_run, write_study
 
 
@@ -16,7 +17,7 @@ def test_means_are_compared_with_the_first_deviation(tmp_path: Path) -> None:
             write_run(folder, "tokens", "hybrid", seed, 3 + 0.1 * seed + hybrid)
             write_run(folder, "time", "ladder", seed, 3 + 0.1 * seed - ladder, iterations=150)
         write_run(folder, "tokens", "parallel", 1, 3.0)
-    text = _compare_studies(first, second)
+    text = _compare_studies(read_results(first), read_results(second))
     for row in (
         "| ladder | tiny | tokens | 100 | 3 | 3.2000 ± 0.1000 | 3.2900 ± 0.1000 | +0.0900 | yes |",
         "| hybrid | tiny | tokens | 100 | 3 | 3.2000 ± 0.1000 | 3.3100 ± 0.1000 | +0.1100 | **no** |",
@@ -39,7 +40,7 @@ def test_an_unfinished_repetition_is_compared_by_its_seeds(tmp_path: Path) -> No
     write_run(second, "tokens", "ladder", 3, 3.3)
     write_run(first, "time", "ladder", 1, 3.0, iterations=150)
     write_run(second, "time", "ladder", 1, 3.2, iterations=140)
-    text = _compare_studies(first, second)
+    text = _compare_studies(read_results(first), read_results(second))
     # The seed with the largest loss is unchanged.
     assert "| ladder | tiny | tokens | 100 | 1 | 3.3000 | 3.3000 | +0.0000 | yes |" in text
     assert "| ladder | tiny | time | 150, 140 | 1 | 3.0000 | 3.2000 | +0.2000 | – |" in text
@@ -48,12 +49,12 @@ def test_an_unfinished_repetition_is_compared_by_its_seeds(tmp_path: Path) -> No
 def test_different_learning_rates_are_reported(tmp_path: Path) -> None:
     write_study(tmp_path / "a", made_up_study())
     write_study(tmp_path / "b", made_up_study(chosen={**made_up_study().chosen, "tiny/ladder": 4e-3}))
-    text = _compare_studies(tmp_path / "a", tmp_path / "b")
+    text = _compare_studies(read_results(tmp_path / "a"), read_results(tmp_path / "b"))
     assert text.startswith("The chosen learning rates differ: tiny/ladder (0.002, then 0.004).")
 
 
 def test_different_studies_are_reported(tmp_path: Path) -> None:
     write_study(tmp_path / "a", made_up_study())
     write_study(tmp_path / "b", made_up_study(iterations=90, seeds=(1, 2)))
-    text = _compare_studies(tmp_path / "a", tmp_path / "b")
+    text = _compare_studies(read_results(tmp_path / "a"), read_results(tmp_path / "b"))
     assert text.startswith("The two folders are not runs of the same study: seeds, iterations differ.")

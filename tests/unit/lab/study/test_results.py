@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.study.results import read_results
-from megatron_ladder.lab.study.trial import RESULT_NAME
+from megatron_ladder.lab.study.schema import RESULT_NAME
 from tests.unit.lab.study.synthetic import made_up_study, write_all, write_run, write_study
 
 

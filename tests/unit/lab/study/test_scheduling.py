@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ladder.lab.study.scheduling import Job, Pool
+from megatron_ladder.lab.study.scheduling import Job, run_jobs
 
 SLEEPER = "import time; print('here', flush=True); time.sleep({})"
 STUBBORN = (
@@ -44,7 +44,7 @@ def test_jobs_start_in_order_when_slots_are_free(tmp_path: Path) -> None:
         if names and names not in seen:
             seen.append(names)
 
-    assert Pool(2, []).run(jobs, lambda ended, code: codes.update({ended.name: code}), tick)
+    assert run_jobs(jobs, 2, [], lambda ended, code: codes.update({ended.name: code}), tick)
     # b needs both slots, so c waits for it; d uses all slots.
     assert seen == [["a"], ["b"], ["c"], ["d"]] and codes == dict.fromkeys("abcd", 0)
 
@@ -57,14 +57,14 @@ def test_two_jobs_run_at_the_same_time(tmp_path: Path) -> None:
     here, there = str(tmp_path / "here"), str(tmp_path / "there")
     codes: dict[str, int] = {}
     jobs = [job(tmp_path, "a", meeting.format(here, there)), job(tmp_path, "b", meeting.format(there, here))]
-    assert Pool(2, []).run(jobs, lambda ended, code: codes.update({ended.name: code}))
+    assert run_jobs(jobs, 2, [], lambda ended, code: codes.update({ended.name: code}))
     assert codes == {"a": 0, "b": 0}, "each waits for the other"
 
 
 def test_other_jobs_continue_after_a_failure(tmp_path: Path) -> None:
     codes: dict[str, int] = {}
     jobs = [job(tmp_path, "bad", "print('why'); raise SystemExit(7)"), job(tmp_path, "good", "print('fine')")]
-    assert Pool(1, []).run(jobs, lambda ended, code: codes.update({ended.name: code}))
+    assert run_jobs(jobs, 1, [], lambda ended, code: codes.update({ended.name: code}))
     assert codes == {"bad": 7, "good": 0}
     assert (tmp_path / "bad" / "output.txt").read_text() == "why\n"
 
@@ -79,7 +79,7 @@ def test_after_a_signal_jobs_save_and_no_job_starts(tmp_path: Path) -> None:
         received.append(signal.SIGTERM)
 
     jobs = [job(tmp_path, name, SAVES) for name in "ab"]
-    assert not Pool(1, received).run(jobs, lambda ended, code: codes.update({ended.name: code}), tick)
+    assert not run_jobs(jobs, 1, received, lambda ended, code: codes.update({ended.name: code}), tick)
     assert codes == {"a": 0} and "saved" in (tmp_path / "a" / "output.txt").read_text()
     assert set(psutil.Process().children()) <= before
 
@@ -95,5 +95,5 @@ def test_a_job_that_ignores_sigterm_is_killed(tmp_path: Path, signals: int) -> N
 
     grace = 0.3 if signals == 1 else 60.0
     began = time.monotonic()
-    assert not Pool(1, received, grace).run([job(tmp_path, "a", STUBBORN)], lambda _, code: codes.append(code), tick)
+    assert not run_jobs([job(tmp_path, "a", STUBBORN)], 1, received, lambda _, code: codes.append(code), tick, grace)
     assert codes == [-signal.SIGKILL] and time.monotonic() - began < 30

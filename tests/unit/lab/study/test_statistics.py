@@ -7,7 +7,6 @@ import pytest
 from megatron_ladder.lab.study.statistics import (
     LossVerdict,
     Paired,
-    _t_quantile,
     deviation,
     first_reaching,
     holm,
@@ -20,7 +19,8 @@ from megatron_ladder.lab.study.statistics import (
     ("degrees", "at_95"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (29, 2.045), (120, 1.980)]
 )
 def test_quantiles_match_printed_tables(degrees: int, at_95: float) -> None:
-    assert round(_t_quantile(degrees), 3) == at_95
+    one = Paired(tuple(map(float, range(degrees + 1))))
+    assert round(one.half_width / one.standard_error, 3) == at_95
 
 
 def test_a_paired_interval_matches_a_hand_computation() -> None:
@@ -30,7 +30,7 @@ def test_a_paired_interval_matches_a_hand_computation() -> None:
     assert one.standard_error == pytest.approx(0.01 / math.sqrt(3))
     assert one.interval == pytest.approx((0.02 - 0.0248414, 0.02 + 0.0248414), abs=1e-7)
     assert one.p == pytest.approx(1 - math.sqrt(12 / 14), rel=1e-9)
-    assert one.verdict is LossVerdict.NOT_TOLD_APART
+    assert one.verdict is LossVerdict.NO_DIFFERENCE
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_paired_interval_matches_a_hand_computation() -> None:
     [
         ((-0.020, -0.021, -0.022), LossVerdict.BETTER),
         ((0.020, 0.021, 0.022), LossVerdict.WORSE),
-        ((0.0, 0.0, 0.0), LossVerdict.NOT_TOLD_APART),
+        ((0.0, 0.0, 0.0), LossVerdict.NO_DIFFERENCE),
         ((0.5, 0.5, 0.5), LossVerdict.WORSE),
         ((-0.3,), LossVerdict.TOO_FEW),
         ((), LossVerdict.TOO_FEW),
@@ -51,7 +51,7 @@ def test_verdicts(differences: tuple[float, ...], verdict: LossVerdict) -> None:
 
 
 def test_p_agrees_with_the_interval() -> None:
-    reach = _t_quantile(2) / math.sqrt(3)
+    reach = Paired((-1.0, 0.0, 1.0)).half_width
     assert Paired((reach - 1, reach, reach + 1)).p == pytest.approx(0.05, abs=1e-12)
     assert Paired((0.0, 0.0)).p == 1.0
     assert Paired((0.1, 0.1)).p == 0.0

@@ -11,7 +11,7 @@ from megatron_ladder.lab.bench.variants import VARIANTS
 from megatron_ladder.lab.study.commands import timing_command
 from megatron_ladder.lab.study.options import RunOptions
 from megatron_ladder.lab.study.outcome import read_step_times, times_of_trials
-from megatron_ladder.lab.study.trial import Result, Trial
+from megatron_ladder.lab.study.schema import Result, Trial
 from megatron_ladder.lab.study.wirings import TIMED_WIRINGS
 from tests.unit.lab.study.standing_in import SIZE, study_of
 

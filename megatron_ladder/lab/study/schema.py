@@ -1,0 +1,236 @@
+"""What a study stores as JSON in its folder: `study.json`, which describes it, and the result of each run (trial).
+
+The description is written before the first trial, and again when learning rates are chosen and steps are timed.
+Resuming a study with different settings is rejected. A trial's folder contains `checkpoints/` (with `run.jsonl`) while
+it runs, `output.txt`, and `result.json`, which is written last and atomically, so a trial that has it is done.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.files import write_atomically
+
+STUDY_NAME = "study.json"
+TRIALS_NAME = "trials"
+RESULT_NAME = "result.json"
+_CHANGEABLE_FIELDS = ("machine", "command", "chosen", "step_times")
+"""Fields of a study on which no result depends, or that are derived from results."""
+
+Kind = Literal["tuning", "tokens", "time", "adapt"]
+"""Purpose of a trial: choose a learning rate, compare at equal tokens or time, or heal an adapted model."""
+Stored = TypeVar("Stored")
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of a training step under one interconnect, with the wirings interleaved in every round."""
+
+    interconnect: str
+    """Description: whose interconnect, or how long an all-reduce takes on the emulated one."""
+    ranks: int
+    """Tensor-parallel processes."""
+    seconds: Mapping[str, float]
+    """Wiring -> median of a step's forward and backward."""
+    speedup: Mapping[str, float]
+    """Wiring -> median of the rounds' paired ratios, standard over this wiring; 1 for standard."""
+    spread: Mapping[str, float]
+    """Wiring -> interquartile range of the ratio."""
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A grid of training runs."""
+
+    wirings: tuple[str, ...]
+    timed_wirings: tuple[str, ...]
+    """Wirings that are also trained for the time that standard takes."""
+    sizes: Mapping[str, Mapping[str, int]]
+    """Name -> the fields of the model's shape."""
+    seeds: tuple[int, ...]
+    tuning_seed: int
+    learning_rates: tuple[float, ...]
+    """Tried for every wiring and size."""
+    iterations: int
+    """Of standard, and of every wiring at equal tokens."""
+    tuning_iterations: int
+    tokens_per_step: int
+    seq_length: int
+    link: str
+    """As on the command line."""
+    training_flags: tuple[str, ...]
+    """Passed to every trial."""
+    data: str
+    """Description of the training data, with its number of tokens."""
+    machine: Mapping[str, str]
+    """Processor, cores, and versions of the libraries that compute."""
+    command: tuple[str, ...]
+    chosen: Mapping[str, float] = field(default_factory=dict)
+    """`size/wiring` -> learning rate, after it is chosen."""
+    step_times: Mapping[str, StepTimes] = field(default_factory=dict)
+    """Size -> times, after they are measured."""
+    schedule: Mapping[str, float] = field(default_factory=dict)
+    """`warm_up`: share of a trial's iterations; `last`: its lowest learning rate as a share of the highest."""
+
+    @property
+    def models(self) -> list[tuple[str, str]]:
+        """Size and wiring of every compared model."""
+        return [(size, wiring) for size in self.sizes for wiring in self.wirings]
+
+    def rate(self, size: str, wiring: str) -> float | None:
+        """Return the chosen learning rate; None before it is chosen."""
+        return self.chosen.get(rate_key(size, wiring))
+
+
+def rate_key(size: str, wiring: str) -> str:
+    """Return the key of `Study.chosen`."""
+    return f"{size}/{wiring}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run. Trials with the same seed are paired: they share initial weights and order of samples."""
+
+    kind: Kind
+    wiring: str
+    """One of `wirings.ALL_WIRINGS`."""
+    size: str
+    """Name of the model's shape."""
+    seed: int
+    learning_rate: float
+    iterations: int
+    detail: str = ""
+    """Further distinction, such as `upper4-3pct-of-700` in an adaptation."""
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        words = [self.kind, self.size, self.wiring, f"seed{self.seed}", f"lr{self.learning_rate:g}"]
+        return "-".join([*words, f"it{self.iterations}", *filter(None, [self.detail])])
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a trial. A curve is a tuple of (iteration, loss in nats per token)."""
+
+    trial: Trial
+    parameters: int
+    """Of the model, including all matrices."""
+    tokens_per_step: int
+    training: tuple[tuple[int, float], ...]
+    """Mean training losses of the steps since the previous point."""
+    validation: tuple[tuple[int, float], ...]
+    """Validation losses; the last point is the finished model."""
+    tokens_per_second: float
+    """Median over the intervals of its log; unreliable on a machine with other work."""
+    seconds: float
+    """Time in its steps."""
+    attempts: int
+    """Number of starts: interruptions plus one."""
+    command: tuple[str, ...]
+    versions: Mapping[str, str]
+    """Of this software, torch and Python."""
+
+    def __post_init__(self) -> None:
+        if not self.validation:
+            raise ValueError("no validation loss")
+
+    @property
+    def final_loss(self) -> float:
+        """Validation loss of the finished model."""
+        return self.validation[-1][1]
+
+
+def read_json(path: Path, kind: type[Stored], name: str, fix: str, **decoders: Callable[[Any], Any]) -> Stored | None:
+    """Read a dataclass that is stored as JSON; None if there is no such file. Lists become tuples.
+
+    Args:
+        name: what is stored, with its article, for the message.
+        fix: what the user can do about an invalid file.
+        decoders: field -> function that decodes its stored value.
+
+    Raises:
+        UserError: the file is invalid, or from another version.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        read = {one.name: values[one.name] for one in fields(kind)}  # type: ignore[arg-type]
+        for field_name, value in read.items():
+            decode = decoders.get(field_name, tuple if isinstance(value, list) else None)
+            read[field_name] = value if decode is None else decode(value)
+        return kind(**read)
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not {name} of this version: {error!r}; {fix}") from None
+
+
+def write_json(path: Path, stored: Any) -> None:
+    """Store a dataclass as JSON, atomically. Losses that are not finite become text, which JSON has no numbers for."""
+    values = asdict(stored)
+    for curve in {"training", "validation"} & values.keys():
+        values[curve] = [[step, loss if math.isfinite(loss) else "inf"] for step, loss in values[curve]]
+    write_atomically(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
+
+
+def read_result(folder: Path) -> Result | None:
+    """Read the result in a trial's folder; None if the trial is not done.
+
+    Raises:
+        UserError: the result is invalid.
+    """
+
+    def decode_curve(points: Any) -> tuple[tuple[int, float], ...]:
+        return tuple((int(iteration), float(loss)) for iteration, loss in points)
+
+    return read_json(
+        folder / RESULT_NAME, Result, "a result", "remove it to run the trial again",
+        trial=lambda values: Trial(**values), training=decode_curve, validation=decode_curve,
+    )  # fmt: skip
+
+
+def read_study(folder: Path) -> Study | None:
+    """Read the study of a folder; None if there is none.
+
+    Raises:
+        UserError: the file is invalid, or from another version.
+    """
+
+    def decode_times(sizes: Any) -> dict[str, StepTimes]:
+        return {size: StepTimes(**{**times, "command": tuple(times["command"])}) for size, times in sizes.items()}
+
+    return read_json(folder / STUDY_NAME, Study, "a study", "give another --output-dir", step_times=decode_times)
+
+
+def write_study(folder: Path, study: Study) -> None:
+    """Replace the description of a folder's study atomically."""
+    write_json(folder / STUDY_NAME, study)
+
+
+def changed_fields(before: Study, now: Study) -> list[str]:
+    """Return the fields that differ, without those on which no result depends."""
+    names = [one.name for one in fields(Study) if one.name not in _CHANGEABLE_FIELDS]
+    return [name for name in names if getattr(before, name) != getattr(now, name)]
+
+
+def load_or_create_study(folder: Path, requested: Study) -> Study:
+    """Return the study of a folder, after checking that it is the requested one; write the requested one if none.
+
+    Raises:
+        UserError: the folder has a study with other settings; one message per difference.
+    """
+    found = read_study(folder)
+    if found is None:
+        write_study(folder, requested)
+        return requested
+    raise_user_errors(
+        f"{folder / STUDY_NAME}: {name.replace('_', ' ')}: was {json.dumps(getattr(found, name))}, now "
+        f"{json.dumps(getattr(requested, name))}: give another --output-dir, or the same settings"
+        for name in changed_fields(found, requested)
+    )
+    return found
