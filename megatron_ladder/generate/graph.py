@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-WARM_UP_RUNS = 3
+_WARM_UP_RUNS = 3
 """Runs before the capture, as torch's manual requires: libraries and NCCL initialise at their first calls."""
 
 
@@ -36,7 +36,7 @@ class CudaStepGraph:
         current, warm_up = torch.cuda.current_stream(), torch.cuda.Stream()
         warm_up.wait_stream(current)
         with torch.cuda.stream(warm_up):
-            for _ in range(WARM_UP_RUNS):
+            for _ in range(_WARM_UP_RUNS):
                 step()
         current.wait_stream(warm_up)
         # NCCL's watchdog thread queries events, which a global capture mode would forbid.
@@ -48,27 +48,27 @@ class CudaStepGraph:
         self._graph.replay()
 
 
-class CapturedDecode:
-    """A decode step on fixed buffers, captured at its first call.
+def captured_decode(
+    step: Callable[[Tensor, Tensor], Tensor], samples: int, device: torch.device, graph: StepGraph
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a decode step on fixed buffers, which its first call captures. Its result is valid until the next call.
 
     A step may run more than once on the same ids and columns: it writes the same values to these columns of the cache.
+
+    Args:
+        step: (ids [b, 1], columns [b]) -> logits [b, V], the same kernels for all values.
     """
+    tokens = torch.zeros(samples, 1, dtype=torch.int64, device=device)
+    columns = torch.zeros(samples, dtype=torch.int64, device=device)
+    logits: Tensor | None = None
 
-    def __init__(
-        self, step: Callable[[Tensor, Tensor], Tensor], samples: int, device: torch.device, graph: StepGraph
-    ) -> None:
-        """`step`: (ids [b, 1], columns [b]) -> logits [b, V], the same kernels for all values."""
-        self._step = step
-        self._graph = graph
-        self._tokens = torch.zeros(samples, 1, dtype=torch.int64, device=device)
-        self._columns = torch.zeros(samples, dtype=torch.int64, device=device)
-        self._logits: Tensor | None = None
+    def replay(new_tokens: Tensor, new_columns: Tensor) -> Tensor:
+        nonlocal logits
+        tokens.copy_(new_tokens)
+        columns.copy_(new_columns)
+        if logits is None:
+            logits = graph.capture(lambda: step(tokens, columns))
+        graph.replay()
+        return logits
 
-    def __call__(self, tokens: Tensor, columns: Tensor) -> Tensor:
-        """Ids [b, 1] and columns [b] -> logits [b, V], valid until the next call."""
-        self._tokens.copy_(tokens)
-        self._columns.copy_(columns)
-        if self._logits is None:
-            self._logits = self._graph.capture(lambda: self._step(self._tokens, self._columns))
-        self._graph.replay()
-        return self._logits
+    return replay

@@ -20,8 +20,9 @@ Prompts are processed as one batch, padded on the right. Attention is causal, so
 padding's columns of the cache are overwritten by the sample's next tokens, or hidden by the mask.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate.graph import CapturedDecode, StepGraph
+from megatron_ladder.generate.graph import StepGraph, captured_decode
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Alternatives, Sampler
 from megatron_ladder.generate.text import IncrementalDecoder, StopFinder
@@ -136,7 +137,10 @@ class _ActiveSample:
 
 
 class SlotBatch:
-    """Samples in slots 0 .. slots - 1 over one static cache."""
+    """Samples in slots 0 .. slots - 1 over one static cache.
+
+    `admit` and `step` raise BadNumbersError if logits are not finite.
+    """
 
     def __init__(
         self, model: LanguageModel, group: CommGroup, tokenizer: Tokenizer | None, graph: StepGraph | None,
@@ -153,12 +157,10 @@ class SlotBatch:
         all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
         self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
         self._sampler = Sampler(slots, model.config.vocab_size, model.head.start, group, self._device)
-        self._captured: CapturedDecode | None = None
+        self._captured: Callable[[Tensor, Tensor], Tensor] | None = None
         if graph is not None:
-            self._captured = CapturedDecode(
-                lambda tokens, columns: self._one_token(tokens, columns, positions, masked=True),
-                slots, self._device, graph,
-            )  # fmt: skip
+            step = partial(self._one_token, extent=positions, masked=True)
+            self._captured = captured_decode(step, slots, self._device, graph)
 
     def is_busy(self) -> bool:
         """Return whether any sample is unfinished."""
@@ -172,11 +174,7 @@ class SlotBatch:
 
     @torch.inference_mode()
     def admit(self, requests: Mapping[int, GenerationRequest]) -> list[NewToken]:
-        """Fill free slots, with all prompts in one batch, and return the first token of each, in the same order.
-
-        Raises:
-            BadNumbersError: logits are not finite.
-        """
+        """Fill free slots, with all prompts in one batch, and return the first token of each, in the same order."""
         for slot, request in requests.items():
             self._sampler.assign(slot, request.sampling, request.prompt_ids)
             decoder = None if self._tokenizer is None else IncrementalDecoder(self._tokenizer, request.prompt_ids)
@@ -196,9 +194,6 @@ class SlotBatch:
         """Return the next token of every unfinished sample, in the order of the slots.
 
         Free and finished slots stay in the batch; their results are dropped.
-
-        Raises:
-            BadNumbersError: logits are not finite.
         """
         newest = [
             (sample.ids[-1], len(sample.request.prompt_ids) + len(sample.ids) - 1) if sample else (_PADDING, 0)

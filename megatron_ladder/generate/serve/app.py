@@ -3,7 +3,7 @@
 Timeouts of a connection:
 
     header                              HEADER_SECONDS from the connection, or from the first byte of a further request
-    body                                ServiceLimits.body_seconds; the client gets an error response
+    body                                _BODY_SECONDS; the client gets an error response
     response that the client does not read    UNREAD_SECONDS without any progress
     next request                        uvicorn's keep-alive timeout
 """
@@ -34,8 +34,7 @@ from megatron_ladder.generate.serve.service import ActiveRequest, Service
 
 _HEALTH = "/health"
 """The only path that requires no key."""
-HEADER_SECONDS = 30.0
-UNREAD_SECONDS = 30.0
+HEADER_SECONDS = _BODY_SECONDS = UNREAD_SECONDS = 30.0
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -101,7 +100,7 @@ class _GeneratedResponse:
 
     def __init__(self, service: Service, request: ApiRequest) -> None:
         self._service, self._request = service, request
-        self._writer = ResponseWriter(request, service.model.name, service.tokenizer)
+        self._writer = ResponseWriter(request, service.model.name, service.setup.tokenizer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def until_disconnected() -> None:
@@ -155,20 +154,20 @@ async def _read_body(request: Request, service: Service) -> bytes:
     # A web page can send other content types to any server without the server's consent.
     if kind != "application/json":
         raise ApiError(415, f"the content type is {kind!r}; expected application/json")
-    limit = service.limits.body_bytes
+    limit = service.setup.options.max_body_bytes
     too_large = ApiError(413, f"the body is larger than {limit} bytes")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
         raise too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(service.limits.body_seconds):
+        async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 body += part
                 if len(body) > limit:
                     raise too_large
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {service.limits.body_seconds:g} s") from None
+        raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:g} s") from None
     except ClientDisconnect:
         raise ApiError(400, "the body is incomplete") from None
     return bytes(body)

@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -16,7 +15,6 @@ import uvicorn
 
 from megatron_ladder.comm.launch import RankInfo, reporting_errors
 from megatron_ladder.data.chat_template import load_chat_template
-from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel
@@ -25,25 +23,12 @@ from megatron_ladder.generate.prompts import PromptEncoder
 from megatron_ladder.generate.serve.app import LimitedConnection, build_app
 from megatron_ladder.generate.serve.protocol import ServedModel
 from megatron_ladder.generate.serve.scheduler import PLAN_TIMEOUT, Event, Scheduler, Ticket, run_plans
-from megatron_ladder.generate.serve.service import Service, ServiceLimits
+from megatron_ladder.generate.serve.service import ServerSetup, Service
 
 _DEFAULT_POSITIONS = 4096
 """Largest default of --max-request-tokens, because every slot needs memory for so many tokens."""
 _FLUSH_SECONDS = 2.0
 """Time after the grace period to send the last bytes."""
-
-
-@dataclass(frozen=True)
-class _ServerSetup:
-    """Everything that the server needs in addition to the engine."""
-
-    options: ServeOptions
-    model: ServedModel
-    tokenizer: Tokenizer
-    api_keys: tuple[bytes, ...]
-    """Keys of which a request needs one; if there are none, no key is required."""
-    listener: socket.socket | None
-    """The listening socket, on rank 0."""
 
 
 def prepare_server(
@@ -61,7 +46,7 @@ def prepare_server(
     return lambda engine: _serve(engine, setup)
 
 
-def _set_up(rank_info: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path) -> _ServerSetup:
+def _set_up(rank_info: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path) -> ServerSetup:
     errors = ErrorCollector()
     available = stored.config.max_position_embeddings
     positions = options.max_request_tokens or min(available, _DEFAULT_POSITIONS)
@@ -96,7 +81,7 @@ def _set_up(rank_info: RankInfo, options: ServeOptions, stored: StoredModel, dir
         max_samples=options.max_concurrent + options.max_queue,
         eos_ids=stored.eos_ids,
     )
-    return _ServerSetup(options, model, tokenizer, keys, listener)
+    return ServerSetup(options, model, tokenizer, keys, listener)
 
 
 def _read_keys(path: Path) -> tuple[bytes, ...]:
@@ -121,7 +106,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(f"--host {host} --port {port}: cannot listen: {error.strerror}; use another address") from None
 
 
-def _serve(engine: GenerationEngine, setup: _ServerSetup) -> None:
+def _serve(engine: GenerationEngine, setup: ServerSetup) -> None:
     """Serve until a signal stops rank 0; every rank must call it.
 
     Raises:
@@ -162,12 +147,11 @@ def _serve(engine: GenerationEngine, setup: _ServerSetup) -> None:
 class _ServerThread(threading.Thread):
     """Runs uvicorn next to the engine's thread."""
 
-    def __init__(self, setup: _ServerSetup, listener: socket.socket) -> None:
+    def __init__(self, setup: ServerSetup, listener: socket.socket) -> None:
         super().__init__(name="server", daemon=True)
         options = setup.options
         self.scheduler = Scheduler(options.max_concurrent, self._deliver, options.grace_seconds)
-        limits = ServiceLimits(setup.model.max_samples, options.max_body_bytes)
-        self.service = Service(self.scheduler, setup.model, setup.tokenizer, limits, setup.api_keys)
+        self.service = Service(self.scheduler, setup)
         self._listener = listener
         self._loop = asyncio.new_event_loop()
         self._server = uvicorn.Server(

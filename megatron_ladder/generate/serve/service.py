@@ -2,14 +2,16 @@
 
 import asyncio
 import hmac
+import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_ladder.data.tokenizers import Tokenizer
+from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.requests import NewToken
 from megatron_ladder.generate.serve.protocol import ApiError, ApiRequest, CompletionChoice, ServedModel
 from megatron_ladder.generate.serve.scheduler import Aborted, Event, Scheduler, Ticket
@@ -18,15 +20,16 @@ _METRICS_PREFIX = "megatron_ladder_"
 
 
 @dataclass(frozen=True)
-class ServiceLimits:
-    """Limits of a server."""
+class ServerSetup:
+    """Everything that the server needs in addition to the engine."""
 
-    outstanding: int
-    """Samples in slots and in the queue."""
-    body_bytes: int
-    """Size of a request's body."""
-    body_seconds: float = 30.0
-    """Time to receive a body."""
+    options: ServeOptions
+    model: ServedModel
+    tokenizer: Tokenizer
+    api_keys: tuple[bytes, ...]
+    """A request must have one of them; if there are none, no key is required."""
+    listener: socket.socket | None
+    """The listening socket, on rank 0."""
 
 
 @dataclass
@@ -50,15 +53,10 @@ class Service:
         stopping: whether new requests are rejected because the server shuts down; any thread can set it.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, model: ServedModel, tokenizer: Tokenizer, limits: ServiceLimits,
-        api_keys: Sequence[bytes],
-    ) -> None:  # fmt: skip
-        """`api_keys`: a request must have one of them; if there are none, no key is required."""
-        self.scheduler, self.model, self.tokenizer, self.limits = scheduler, model, tokenizer, limits
+    def __init__(self, scheduler: Scheduler, setup: ServerSetup) -> None:
+        self.scheduler, self.setup, self.model = scheduler, setup, setup.model
         self.metrics = _Metrics()
         self.stopping = False
-        self._api_keys = api_keys
         self._outstanding = 0
         # Not in the server's thread, where a long text would delay the streams. One thread only, because tokenizers
         # need not be thread-safe.
@@ -66,11 +64,11 @@ class Service:
 
     def is_authorized(self, authorization: bytes) -> bool:
         """Return whether the Authorization header has a valid key."""
-        if not self._api_keys:
+        if not self.setup.api_keys:
             return True
         kind, _, key = authorization.partition(b" ")
         # All keys are compared, so that the duration reveals nothing about them.
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._api_keys]
+        matches = [hmac.compare_digest(key.strip(), known) for known in self.setup.api_keys]
         return kind.lower() == b"bearer" and any(matches)
 
     async def parse(self, parse: Callable[[bytes, ServedModel], ApiRequest], body: bytes) -> ApiRequest:
@@ -103,7 +101,7 @@ class Service:
         """Reserve room for samples; raises ApiError if there is none."""
         if self.stopping:
             raise ApiError(503, "the server is shutting down")
-        limit = self.limits.outstanding
+        limit = self.setup.options.max_concurrent + self.setup.options.max_queue
         if self._outstanding + samples > limit:
             message = f"{self._outstanding} samples are in progress, and the limit is {limit}; try again later"
             raise ApiError(429, message, code="queue_full")

@@ -15,7 +15,7 @@ from megatron_ladder.cli.generate import main
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate import graph as graph_module
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.graph import CapturedDecode, CudaStepGraph
+from megatron_ladder.generate.graph import CudaStepGraph, captured_decode
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from tests.unit.generate.tiny_model import (
@@ -98,7 +98,7 @@ def test_a_replayed_step_reads_only_its_buffers() -> None:
     def step(tokens: Tensor, columns: Tensor) -> Tensor:
         return (10 * tokens[:, 0] + columns).double().unsqueeze(1)
 
-    decode = CapturedDecode(step, 2, torch.device("cpu"), OperatorGraph())
+    decode = captured_decode(step, 2, torch.device("cpu"), OperatorGraph())
     for first in (1, 5):
         found = decode(torch.tensor([[first], [first + 1]]), torch.tensor([3, first]))
         assert found.tolist() == [[10 * first + 3], [10 * first + 10 + first]]

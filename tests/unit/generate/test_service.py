@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.serve.protocol import ApiError, ApiRequest
 from megatron_ladder.generate.serve.scheduler import Aborted, Scheduler
-from megatron_ladder.generate.serve.service import ActiveRequest, Service, ServiceLimits
+from megatron_ladder.generate.serve.service import ActiveRequest, ServerSetup, Service
 from tests.unit.generate.plain_tokenizers import Bytes
 
 NEXT, LAST = NewToken(0, 7, "", None), NewToken(0, 8, "", "length")
@@ -16,7 +17,8 @@ NEXT, LAST = NewToken(0, 7, "", None), NewToken(0, 8, "", "length")
 def new_service(room: int) -> Service:
     model: Any = None
     scheduler = Scheduler(1, lambda events: None, grace_seconds=0.0)
-    return Service(scheduler, model, Bytes(), ServiceLimits(room, body_bytes=100), ())
+    options = ServeOptions(max_concurrent=1, max_queue=room - 1)
+    return Service(scheduler, ServerSetup(options, model, Bytes(), (), None))
 
 
 def start_request(service: Service, samples: int) -> ActiveRequest:
