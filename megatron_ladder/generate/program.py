@@ -97,9 +97,10 @@ def _prepare_mode(rank_info: RankInfo, options: GenerateOptions, stored: StoredM
         missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
         if missing:
             raise UserError(f"--serve: missing packages; run: pip install {' '.join(missing)}")
-        from megatron_ladder.generate.serve.server import prepare_server
+        from megatron_ladder.generate.serve.server import prepare_server, serve
 
-        return prepare_server(rank_info, options.serve, stored, options.model.model)
+        setup = prepare_server(rank_info, options.serve, stored, options.model.model)
+        return lambda engine: serve(engine, setup)
     encoder = None
     if stored.tokenizer is not None:
         encoder = PromptEncoder(stored.tokenizer, stored.prefix, prompts.chat, prompts.system)

@@ -10,7 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -259,24 +259,8 @@ def _validate(
     return ApiRequest(tuple(samples), chat, request.stream, options.include_usage, logprobs, prompt_tokens)
 
 
-@dataclass
-class CompletionChoice:
-    """The sample of one choice of a response, as far as it has been generated."""
-
-    tokens: list[NewToken] = field(default_factory=list)
-    begun: bool = False
-    """Whether its first token has arrived, possibly not yet in `tokens`."""
-    ended: bool = False
-    """Whether its last event has arrived."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether `tokens` is complete."""
-        return bool(self.tokens) and self.tokens[-1].finish_reason is not None
-
-
 class ResponseWriter:
-    """Builds the JSON of one response."""
+    """Builds the JSON of one response; `choices` are the tokens of each choice."""
 
     def __init__(self, request: ApiRequest, model_name: str, tokenizer: Tokenizer) -> None:
         self._request, self._tokenizer = request, tokenizer
@@ -285,15 +269,15 @@ class ResponseWriter:
         self._id = f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"created": int(time.time()), "model": model_name}
 
-    def complete(self, choices: Sequence[CompletionChoice]) -> dict[str, Any]:
+    def complete(self, choices: Sequence[Sequence[NewToken]]) -> dict[str, Any]:
         """Return the response when all samples are finished."""
         written = []
-        for index, choice in enumerate(choices):
-            text = "".join(token.text for token in choice.tokens)
+        for index, tokens in enumerate(choices):
+            text = "".join(token.text for token in tokens)
             content: dict[str, Any] = {"text": text}
             if self._request.chat:
                 content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            written.append(self._choice(index, content, choice.tokens))
+            written.append(self._choice(index, content, tokens))
         return self._object(self._kind, written) | {"usage": self._usage(choices)}
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
@@ -311,12 +295,12 @@ class ResponseWriter:
             content = {"delta": {"content": token.text} if token.text else {}}
         return self._chunk(self._choice(index, content, [token]))
 
-    def last_chunk(self, choices: Sequence[CompletionChoice]) -> dict[str, Any] | None:
+    def last_chunk(self, choices: Sequence[Sequence[NewToken]]) -> dict[str, Any] | None:
         """Return the chunk with token counts, if the request includes usage."""
         return self._chunk() | {"usage": self._usage(choices)} if self._request.include_usage else None
 
-    def _usage(self, choices: Sequence[CompletionChoice]) -> dict[str, int]:
-        prompt, generated = self._request.prompt_tokens, sum(len(choice.tokens) for choice in choices)
+    def _usage(self, choices: Sequence[Sequence[NewToken]]) -> dict[str, int]:
+        prompt, generated = self._request.prompt_tokens, sum(map(len, choices))
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:

@@ -31,10 +31,8 @@ _FLUSH_SECONDS = 2.0
 """Time after the grace period to send the last bytes."""
 
 
-def prepare_server(
-    rank_info: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path
-) -> Callable[[GenerationEngine], None]:
-    """Check the flags, read the keys, and listen on rank 0; return a function that serves with an engine.
+def prepare_server(rank_info: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path) -> ServerSetup:
+    """Check the flags, read the keys, and listen on rank 0.
 
     Args:
         directory: value of --model, from which the model's name is derived.
@@ -42,11 +40,6 @@ def prepare_server(
     Raises:
         UserError: with one line per error.
     """
-    setup = _set_up(rank_info, options, stored, directory)
-    return lambda engine: _serve(engine, setup)
-
-
-def _set_up(rank_info: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path) -> ServerSetup:
     errors = ErrorCollector()
     available = stored.config.max_position_embeddings
     positions = options.max_request_tokens or min(available, _DEFAULT_POSITIONS)
@@ -106,7 +99,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(f"--host {host} --port {port}: cannot listen: {error.strerror}; use another address") from None
 
 
-def _serve(engine: GenerationEngine, setup: ServerSetup) -> None:
+def serve(engine: GenerationEngine, setup: ServerSetup) -> None:
     """Serve until a signal stops rank 0; every rank must call it.
 
     Raises:

@@ -13,7 +13,7 @@ from functools import partial
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.requests import NewToken
-from megatron_ladder.generate.serve.protocol import ApiError, ApiRequest, CompletionChoice, ServedModel
+from megatron_ladder.generate.serve.protocol import ApiError, ApiRequest, ServedModel
 from megatron_ladder.generate.serve.scheduler import Aborted, Event, Scheduler, Ticket
 
 _METRICS_PREFIX = "megatron_ladder_"
@@ -113,19 +113,24 @@ class Service:
 
 
 class ActiveRequest:
-    """A request in progress; it must be closed."""
+    """A request in progress; it must be closed.
+
+    Attributes:
+        choices: the tokens of each choice so far.
+    """
 
     def __init__(self, service: Service, request: ApiRequest) -> None:
         """Raises ApiError if the server has no room for the samples."""
         service.acquire(len(request.samples))
         self._service = service
-        self.choices = [CompletionChoice() for _ in request.samples]
+        self.choices: list[list[NewToken]] = [[] for _ in request.samples]
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._begun = time.monotonic()
-        self._closed = False
-        self._tickets = [Ticket(sample, partial(self._on_event, index)) for index, sample in enumerate(request.samples)]
+        self._unfinished = {
+            index: Ticket(sample, partial(self._on_event, index)) for index, sample in enumerate(request.samples)
+        }
         service.metrics.prompt_tokens += request.prompt_tokens
-        for ticket in self._tickets:
+        for ticket in self._unfinished.values():
             service.scheduler.submit(ticket)
 
     async def tokens(self) -> AsyncIterator[list[tuple[int, NewToken]]]:
@@ -134,42 +139,39 @@ class ActiveRequest:
         Raises:
             ApiError: the samples were aborted.
         """
-        while not all(choice.finished for choice in self.choices):
-            events = [await self._events.get()]
-            while not self._events.empty():
-                events.append(self._events.get_nowait())
-            found = []
-            for index, event in events:
+        unfinished = len(self.choices)
+        while unfinished:
+            found: list[tuple[int, NewToken]] = []
+            while not found or not self._events.empty():
+                index, event = await self._events.get()
                 if isinstance(event, Aborted):
                     raise ApiError(503, event.reason)
-                self.choices[index].tokens.append(event)
                 found.append((index, event))
+                unfinished -= event.finish_reason is not None
             yield found
 
     def close(self) -> None:
         """Cancel unfinished samples and free their room; later events are ignored."""
-        self._closed = True
-        for ticket, choice in zip(self._tickets, self.choices, strict=True):
-            if not choice.ended:
-                self._service.metrics.cancelled_samples += 1
-                self._service.scheduler.cancel(ticket)
-                self._service.release()
+        for ticket in self._unfinished.values():
+            self._service.metrics.cancelled_samples += 1
+            self._service.scheduler.cancel(ticket)
+            self._service.release()
+        self._unfinished.clear()
 
     def _on_event(self, index: int, event: Event) -> None:
-        if self._closed:
+        if index not in self._unfinished:
             return
-        metrics, choice = self._service.metrics, self.choices[index]
+        metrics = self._service.metrics
         if isinstance(event, Aborted):
             metrics.cancelled_samples += 1
-            choice.ended = True
         else:
             metrics.generated_tokens += 1
-            if not choice.begun:
-                choice.begun = True
+            if not self.choices[index]:
                 metrics.first_tokens += 1
                 metrics.first_token_seconds += time.monotonic() - self._begun
-            choice.ended = event.finish_reason is not None
-        if choice.ended:
+            self.choices[index].append(event)
+        if isinstance(event, Aborted) or event.finish_reason is not None:
             # Before the response is sent: a client that does not read must not keep others out.
+            del self._unfinished[index]
             self._service.release()
         self._events.put_nowait((index, event))

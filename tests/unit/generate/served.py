@@ -21,7 +21,7 @@ from megatron_ladder.generate.loading import StoredModel
 from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.requests import NewToken
 from megatron_ladder.generate.serve.scheduler import run_plans
-from megatron_ladder.generate.serve.server import _ServerThread, _set_up
+from megatron_ladder.generate.serve.server import _ServerThread, prepare_server
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, kill_tree
 from tests.reference import greedy_continuation
 from tests.unit.generate.plain_tokenizers import Words
@@ -99,7 +99,7 @@ def serving(
     tokenizer.files, tokenizer.vocab_size = files, config.vocab_size
     stored = StoredModel(Path("tiny"), config, tokenizer, frozenset({EOS}), (), lambda model: None)
     flags = ServeOptions(**{"serve": True, "port": 0, "max_concurrent": 3, "grace_seconds": 0.0} | options)
-    setup = _set_up(RankInfo(0, 1, 0), flags, stored, Path("/models/tiny"))
+    setup = prepare_server(RankInfo(0, 1, 0), flags, stored, Path("/models/tiny"))
     assert setup.listener is not None
     port = setup.listener.getsockname()[1]
     server = _ServerThread(setup, setup.listener)

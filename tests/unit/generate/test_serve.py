@@ -18,7 +18,7 @@ from megatron_ladder.generate.options import parse_options
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 from megatron_ladder.generate.serve import app as app_module
-from megatron_ladder.generate.serve.protocol import ApiRequest, CompletionChoice, ResponseWriter, parse_completion
+from megatron_ladder.generate.serve.protocol import ApiRequest, ResponseWriter, parse_completion
 from megatron_ladder.generate.serve.server import _handled_signals, _listen, _read_keys
 from tests.unit.generate.plain_tokenizers import Bytes
 from tests.unit.generate.served import EOS, Served, greedy_ids, ids_of, serving
@@ -183,9 +183,7 @@ def test_a_conversation_accepts_the_message_of_a_response(served: Served) -> Non
 def test_tokens_outside_the_tokenizer_have_empty_texts(as_chat: bool) -> None:
     """`Bytes` raises an error for them."""
     request = ApiRequest((), as_chat, stream=False, include_usage=False, logprobs=2, prompt_tokens=1)
-    choice = CompletionChoice(
-        [NewToken(0, 256, "", None, -0.5, ((256, -0.5), (97, -0.7))), NewToken(0, 98, "b", "length", -1.0)]
-    )
+    choice = [NewToken(0, 256, "", None, -0.5, ((256, -0.5), (97, -0.7))), NewToken(0, 98, "b", "length", -1.0)]
     logprobs = ResponseWriter(request, "tiny", Bytes()).complete([choice])["choices"][0]["logprobs"]
     if as_chat:
         assert [entry["token"] for entry in logprobs["content"]] == ["", "b"]

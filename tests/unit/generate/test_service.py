@@ -32,7 +32,7 @@ def start_request(service: Service, samples: int) -> ActiveRequest:
 def test_each_sample_counts_once_as_begun_and_once_as_cancelled() -> None:
     service = new_service(3)
     active = start_request(service, 3)
-    tickets = active._tickets
+    tickets = list(active._unfinished.values())
     for event in (NEXT, NEXT, LAST):
         tickets[0].on_event(event)
     tickets[1].on_event(NEXT)
@@ -50,7 +50,7 @@ def test_last_event_of_a_sample_frees_its_room_before_it_is_sent() -> None:
     active = start_request(service, 2)
     with pytest.raises(ApiError, match="2 samples are in progress"):
         service.acquire(1)
-    active._tickets[0].on_event(LAST)
+    active._unfinished[0].on_event(LAST)
     service.acquire(1)
     with pytest.raises(ApiError, match="2 samples are in progress"):
         service.acquire(1)
