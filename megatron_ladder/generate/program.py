@@ -14,7 +14,10 @@ calls with the engine. Rank 0 reads input and writes output; the other ranks onl
 
 import importlib.util
 import io
+import json
+import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,21 +35,14 @@ from megatron_ladder.comm.launch import (
 )
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.chat_template import Message
+from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.loading import DTYPES, StoredModel, check_tensor_parallel, load_model, open_model
-from megatron_ladder.generate.options import GenerateOptions, ModelOptions
-from megatron_ladder.generate.output import (
-    TextOutput,
-    benchmark_report,
-    generation_line,
-    score_line,
-    summary,
-    write_stdout,
-)
+from megatron_ladder.generate.options import BenchOptions, GenerateOptions, ModelOptions
 from megatron_ladder.generate.prompts import Prompt, PromptEncoder, check_characters, prompt_errors, read_prompts
-from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.sampling import GREEDY, SamplingParameters, request_seed
 from megatron_ladder.model.operations import require_compiler
 
@@ -54,8 +50,9 @@ _TIMEOUT_MINUTES = 60.0
 """Timeout of collectives; long, because a slow reader of the output can hold up rank 0."""
 _INPUT_TIMEOUT = timedelta(days=30)
 """Time that a user can take to enter a line. The end of a process is noticed immediately in any case."""
-
-Mode = Callable[[GenerationEngine], None]
+_LARGEST_EXPONENT = 700.0
+"""Limit that keeps exp() within the range of a float."""
+_Mode = Callable[[GenerationEngine], None]
 
 
 def generate(options: GenerateOptions) -> None:
@@ -91,7 +88,7 @@ def _check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelCon
         require_compiler("--compile-sub-blocks")
 
 
-def _prepare_mode(rank_info: RankInfo, options: GenerateOptions, stored: StoredModel) -> Mode:
+def _prepare_mode(rank_info: RankInfo, options: GenerateOptions, stored: StoredModel) -> _Mode:
     prompts, sampling = options.prompts, options.sampling
     if options.serve.serve:
         missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
@@ -144,7 +141,7 @@ def _build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredMode
     return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if options.cuda_graph else None)
 
 
-def _prepare_prompts(options: GenerateOptions, stored: StoredModel, encoder: PromptEncoder | None) -> Mode:
+def _prepare_prompts(options: GenerateOptions, stored: StoredModel, encoder: PromptEncoder | None) -> _Mode:
     def read(standard_input: str | None) -> list[Prompt]:
         prompts = read_prompts(options.prompts, encoder, standard_input)
         errors = prompt_errors(prompts, stored.config, 0 if options.output.score else options.sampling.max_new_tokens)
@@ -167,7 +164,7 @@ def _prepare_prompts(options: GenerateOptions, stored: StoredModel, encoder: Pro
         for prompt in found:
             logprobs = engine.score(prompt.ids)
             if engine.group.rank == 0:
-                write_stdout(score_line(prompt, logprobs, options.output.json, options.output.logprobs))
+                _write_stdout(_score_line(prompt, logprobs, options.output.json, options.output.logprobs))
 
     return run
 
@@ -198,14 +195,14 @@ def _continue(
         return
     if options.output.json:
         generations = engine.generate(requests)
-        write_stdout("".join(map(generation_line, repeated, generations)))
+        _write_stdout("".join(map(_generation_line, repeated, generations)))
     else:
         pieces: list[str] = []
-        write = write_stdout if options.output.stream else pieces.append
-        output = TextOutput(repeated, engine.tokenizer, write, repeat=not options.prompts.chat)
+        write = _write_stdout if options.output.stream else pieces.append
+        output = _TextOutput(repeated, engine.tokenizer, write, repeat=not options.prompts.chat)
         generations = engine.generate(requests, output.add)
-        write_stdout("".join(pieces))
-    print(summary(generations), file=sys.stderr, flush=True)
+        _write_stdout("".join(pieces))
+    print(_summary(generations), file=sys.stderr, flush=True)
 
 
 def _new_request(options: GenerateOptions, stored: StoredModel, prompt: Prompt, sample: int = 0) -> GenerationRequest:
@@ -242,9 +239,9 @@ def _converse(engine: GenerationEngine, encoder: PromptEncoder, options: Generat
             engine.generate([request])
             continue
         if not encoder.is_chat:
-            write_stdout(prompt.text or "")
-        (generation,) = engine.generate([request], lambda token: write_stdout(token.text))
-        write_stdout("\n")
+            _write_stdout(prompt.text or "")
+        (generation,) = engine.generate([request], lambda token: _write_stdout(token.text))
+        _write_stdout("\n")
         if encoder.is_chat:
             history.append({"role": "user", "content": prompt.text})
             history.append({"role": "assistant", "content": generation.text})
@@ -274,7 +271,7 @@ def _next_line(
         print(*errors, sep="\n", file=sys.stderr, flush=True)
 
 
-def _prepare_benchmark(options: GenerateOptions, config: ModelConfig) -> Mode:
+def _prepare_benchmark(options: GenerateOptions, config: ModelConfig) -> _Mode:
     bench, new_tokens = options.bench, options.sampling.max_new_tokens
     needed = bench.bench_prompt + new_tokens
     if needed > config.max_position_embeddings:
@@ -290,6 +287,125 @@ def _prepare_benchmark(options: GenerateOptions, config: ModelConfig) -> Mode:
         # The first round warms up.
         rounds = [engine.generate(requests)[0].timings for _ in range(bench.bench_rounds + 1)][1:]
         if engine.group.rank == 0:
-            write_stdout(benchmark_report(rounds, bench, new_tokens, options.output.json))
+            _write_stdout(_benchmark_report(rounds, bench, new_tokens, options.output.json))
 
     return run
+
+
+def _write_stdout(text: str) -> None:
+    """Write and flush. If the reader has closed the pipe, discard this and all later output.
+
+    The program continues, because the other ranks wait for this one.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+class _TextOutput:
+    """Writes prompts and continuations one after another, although they are generated together.
+
+    Tokens of the first unfinished prompt are written as they come; tokens of later prompts are buffered. If there are
+    several prompts, each has a heading. Without a tokenizer the generated ids are written instead of text.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], tokenizer: Tokenizer | None, write: Callable[[str], None], repeat: bool = True
+    ) -> None:
+        """`repeat`: write each prompt before its continuation."""
+        self._tokenizer, self._write = tokenizer, write
+        self._buffered = [""] * len(prompts)
+        for index, prompt in enumerate(prompts):
+            if len(prompts) > 1:
+                self._buffered[index] = f"--- {index + 1} of {len(prompts)} ---\n"
+            if repeat and prompt.text is not None:
+                self._buffered[index] += prompt.text
+            elif repeat and tokenizer is not None:
+                self._buffered[index] += tokenizer.decode(prompt.ids)
+        self._finished = [False] * len(prompts)
+        self._current = 0
+        self._flush()
+
+    def add(self, token: NewToken) -> None:
+        """Take the next token of any prompt."""
+        self._buffered[token.sample] += f"{token.id} " if self._tokenizer is None else token.text
+        if token.finish_reason is not None:
+            self._buffered[token.sample] += "\n"
+            self._finished[token.sample] = True
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._current < len(self._buffered):
+            self._write(self._buffered[self._current])
+            self._buffered[self._current] = ""
+            if not self._finished[self._current]:
+                return
+            self._current += 1
+
+
+def _generation_line(prompt: Prompt, generation: Generation) -> str:
+    """Return a finished prompt as a line of JSON."""
+    values = {
+        "prompt": prompt.text,
+        "prompt_ids": generation.prompt_ids,
+        "ids": generation.ids,
+        "text": generation.text,
+        "finish_reason": generation.finish_reason,
+        "prompt_tokens": len(generation.prompt_ids),
+        "generated_tokens": len(generation.ids),
+        **generation.timings._asdict(),
+    }
+    requested = {"logprobs": generation.logprobs, "top_logprobs": generation.alternatives}
+    return json.dumps(values | {name: value for name, value in requested.items() if value is not None}) + "\n"
+
+
+def _summary(generations: Sequence[Generation]) -> str:
+    """Return token counts and speeds of a batch in one line."""
+    prompt_tokens = sum(len(generation.prompt_ids) for generation in generations)
+    new_tokens = sum(len(generation.ids) for generation in generations)
+    timings = generations[0].timings
+    decode = "" if timings.decode_tokens_per_second is None else f", decode {timings.decode_tokens_per_second:.1f}"
+    return (
+        f"{len(generations)} prompt{'s' * (len(generations) > 1)}: {prompt_tokens} tokens in, {new_tokens} out; "
+        f"first token after {timings.time_to_first_token * 1000:.0f} ms; "
+        f"tokens/s: prefill {timings.prefill_tokens_per_second:.1f}{decode}"
+    )
+
+
+def _score_line(prompt: Prompt, logprobs: Sequence[float], as_json: bool, per_token: bool) -> str:
+    """Return the log-likelihood and perplexity of a text, with `per_token` also each token's log-probability."""
+    total = sum(logprobs)
+    perplexity = math.exp(min(-total / len(logprobs), _LARGEST_EXPONENT))
+    if as_json:
+        values = {
+            "prompt": prompt.text, "prompt_ids": prompt.ids, "scored_tokens": len(logprobs), "log_likelihood": total,
+            "perplexity": perplexity,
+        }  # fmt: skip
+        return json.dumps(values | ({"logprobs": list(logprobs)} if per_token else {})) + "\n"
+    line = f"{len(logprobs)} tokens scored, log-likelihood {total:.4f}, perplexity {perplexity:.4f}\n"
+    return line + (" ".join(f"{logprob:.4f}" for logprob in logprobs) + "\n" if per_token else "")
+
+
+def _benchmark_report(rounds: Sequence[Timings], options: BenchOptions, new_tokens: int, as_json: bool) -> str:
+    """Return the median, minimum and maximum speed over the rounds of a benchmark."""
+    prefill = [timings.prefill_tokens_per_second for timings in rounds]
+    decode = [timings.decode_tokens_per_second for timings in rounds if timings.decode_tokens_per_second is not None]
+    rates = {"prefill": prefill, "decode": decode} if decode else {"prefill": prefill}
+    if as_json:
+        values: dict[str, object] = {
+            "batch": options.bench_batch, "prompt_tokens": options.bench_prompt, "new_tokens": new_tokens,
+            "rounds": len(rounds),
+        }  # fmt: skip
+        for name, found in rates.items():
+            values[f"{name}_tokens_per_second"] = statistics.median(found)
+            values[f"{name}_tokens_per_second_range"] = [min(found), max(found)]
+        return json.dumps(values) + "\n"
+    return "".join(
+        f"{name:8} {statistics.median(found):10.1f} tokens/s  ({min(found):.1f} to {max(found):.1f} in {len(found)} "
+        f"rounds; batch {options.bench_batch}, {options.bench_prompt} + {new_tokens} tokens)\n"
+        for name, found in rates.items()
+    )

@@ -67,7 +67,7 @@ def continued_lines() -> list[tuple[int, ...]]:
     lines = io.StringIO("5 9 3\n\n17\n" if mesh.tensor.rank == 0 else "")
     with (
         patch("sys.stdin", lines),
-        patch("megatron_ladder.generate.program.write_stdout"),
+        patch("megatron_ladder.generate.program._write_stdout"),
         patch.object(GenerationEngine, "generate", recording),
     ):
         _converse(engine, encoder, options, stored)

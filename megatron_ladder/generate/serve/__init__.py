@@ -4,7 +4,7 @@
 
 A request takes these steps:
 
-    app         receives it and writes the response; `protocol` parses it and builds the JSON of the response
-    service     limits and counts requests, and collects the tokens of each request
+    app         receives it, checks limits, collects its tokens, and writes the response
+    protocol    parses it, and builds the JSON of the response
     scheduler   assigns samples to slots as they become free, and broadcasts each step to all ranks, which run it
 """

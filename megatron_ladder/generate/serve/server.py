@@ -20,10 +20,9 @@ from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel
 from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.prompts import PromptEncoder
-from megatron_ladder.generate.serve.app import LimitedConnection, build_app
+from megatron_ladder.generate.serve.app import LimitedConnection, ServerSetup, Service, build_app
 from megatron_ladder.generate.serve.protocol import ServedModel
 from megatron_ladder.generate.serve.scheduler import PLAN_TIMEOUT, Event, Scheduler, Ticket, run_plans
-from megatron_ladder.generate.serve.service import ServerSetup, Service
 
 _DEFAULT_POSITIONS = 4096
 """Largest default of --max-request-tokens, because every slot needs memory for so many tokens."""

@@ -18,7 +18,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.generate.options import PromptOptions, parse_options, token_ids
-from megatron_ladder.generate.output import TextOutput, summary
+from megatron_ladder.generate.program import _summary, _TextOutput
 from megatron_ladder.generate.prompts import Prompt, PromptEncoder, read_prompts
 from megatron_ladder.generate.requests import Generation, NewToken, Timings
 from tests.reference import greedy_continuation, reference_logits
@@ -370,7 +370,7 @@ def test_text_of_several_prompts_is_written_in_order() -> None:
     shown: list[str] = []
     prompts = [Prompt("", text, (1,)) for text in ("A", "B", "C")]
     tokenizer = object()
-    output = TextOutput(prompts, tokenizer, shown.append)  # type: ignore[arg-type]
+    output = _TextOutput(prompts, tokenizer, shown.append)  # type: ignore[arg-type]
     steps = [
         (NewToken(0, 1, " a", None), "--- 1 of 3 ---\nA a"),
         (NewToken(1, 1, " b", None), ""),
@@ -388,11 +388,11 @@ def test_text_of_several_prompts_is_written_in_order() -> None:
 def test_summary_counts_a_batch() -> None:
     timings = Timings(0.5, 10.0, 25.25)
     generations = [Generation((1, 2), (3, 4, 5), None, "eos", timings), Generation((1,), (3,), None, "eos", timings)]
-    assert summary(generations) == (
+    assert _summary(generations) == (
         "2 prompts: 3 tokens in, 4 out; first token after 500 ms; tokens/s: prefill 10.0, decode 25.2"
     )
     alone = [Generation((1, 2), (3,), None, "eos", Timings(0.5, 4.0, None))]
-    assert summary(alone) == "1 prompt: 2 tokens in, 1 out; first token after 500 ms; tokens/s: prefill 4.0"
+    assert _summary(alone) == "1 prompt: 2 tokens in, 1 out; first token after 500 ms; tokens/s: prefill 4.0"
 
 
 def test_torch_state_is_restored() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
+from megatron_ladder.generate.serve.app import ServerSetup, Service, _ActiveRequest
 from megatron_ladder.generate.serve.protocol import ApiError, ApiRequest
 from megatron_ladder.generate.serve.scheduler import Aborted, Scheduler
-from megatron_ladder.generate.serve.service import ActiveRequest, ServerSetup, Service
 from tests.unit.generate.plain_tokenizers import Bytes
 
 NEXT, LAST = NewToken(0, 7, "", None), NewToken(0, 8, "", "length")
@@ -21,10 +21,10 @@ def new_service(room: int) -> Service:
     return Service(scheduler, ServerSetup(options, model, Bytes(), (), None))
 
 
-def start_request(service: Service, samples: int) -> ActiveRequest:
+def start_request(service: Service, samples: int) -> _ActiveRequest:
     """Start a request whose tokens nobody takes."""
     requests = (GenerationRequest((1,), 5),) * samples
-    return ActiveRequest(
+    return _ActiveRequest(
         service, ApiRequest(requests, chat=False, stream=True, include_usage=False, logprobs=None, prompt_tokens=1)
     )
 
