@@ -9,6 +9,7 @@ from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
 from megatron_ladder.lab.plan.options import DESCRIPTIONS, KINDS, CalibrateOptions, LayoutOptions, parse_options
 from megatron_ladder.lab.plan.program import print_layouts
+from megatron_ladder.lab.plan.published import print_paper
 
 COMMANDS = tuple(Command((kind,), verb, DESCRIPTIONS[verb]) for verb, kind in KINDS.items())
 
@@ -28,9 +29,6 @@ def main(argv: Sequence[str]) -> None:
     if isinstance(options, LayoutOptions):
         print_layouts(options)
         return
-    # Imports numpy, which planning does not need.
-    from megatron_ladder.lab.plan.published import print_paper
-
     print_paper(options)
 
 

@@ -18,18 +18,16 @@ HOP = 0.25
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal GPUs."""
+    """Nodes of equal GPUs. Memory, FLOP/s and bandwidths are those of one GPU."""
 
     name: str
     gpus_per_node: int
     memory_bytes: float
-    """Memory of one GPU."""
     peak_flops: float
-    """Dense bf16 FLOP/s of one GPU: 100 % MFU."""
+    """Dense bf16: 100 % MFU."""
     flops_share: float
     """Share of the peak that the products of a model reach."""
     memory_bytes_per_second: float
-    """Memory bandwidth of one GPU."""
     node_base_seconds: float
     """Latency of an all-reduce inside a node, for any number of ranks."""
     node_rank_seconds: float
@@ -41,7 +39,7 @@ class Cluster:
     network_seconds: float
     """Additional latency per doubling of the participating nodes."""
     network_bytes_per_second: float
-    """Bandwidth of one GPU's adapter to other nodes, in one direction."""
+    """Bandwidth of the adapter to other nodes, in one direction."""
     contention: float
     """Share of an overlap that a large collective gives back because it takes multiprocessors."""
     contention_bytes: float
@@ -61,8 +59,7 @@ class Cluster:
         """
         if ranks == 1:
             return 0.0
-        inside = min(ranks, max(1, self.gpus_per_node // stride))
-        nodes = math.ceil(ranks / inside)
+        inside, nodes = self._spread(ranks, stride)
         latency = self.network_seconds * math.log2(nodes)
         wire = wire_bytes(1, nodes) * num_bytes / inside / self.network_bytes_per_second
         root = 0.0
@@ -72,6 +69,11 @@ class Cluster:
             wire = max(wire, wire_bytes(1, inside) * num_bytes / self.node_bytes_per_second)
         return latency + math.hypot(root, wire)
 
+    def _spread(self, ranks: int, stride: int) -> tuple[int, int]:
+        """Return the ranks per node and the number of nodes."""
+        inside = min(ranks, max(1, self.gpus_per_node // stride))
+        return inside, math.ceil(ranks / inside)
+
     def gather_seconds(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
         """Return the time of one all-gather or reduce-scatter of `num_bytes` in total, half the bytes of an all-reduce.
 
@@ -79,8 +81,7 @@ class Cluster:
         """
         if ranks == 1:
             return 0.0
-        inside = min(ranks, max(1, self.gpus_per_node // stride))
-        nodes = math.ceil(ranks / inside)
+        _, nodes = self._spread(ranks, stride)
         doublings = self.network_seconds * math.log2(nodes)
         around = HOP * self.network_seconds * (nodes - 1)
         return (self.all_reduce_seconds(num_bytes, ranks, stride) - doublings) / 2 + around
@@ -119,8 +120,8 @@ _SHARED = {
 }
 
 
-def _hopper(name: str, memory: float, memory_rate: float, sheet: str) -> Cluster:
-    gigabytes, terabytes = memory / 1e9, memory_rate / 1e12
+def _hopper(name: str, memory: float, memory_rate: float) -> Cluster:
+    sheet = f"(NVIDIA {name.upper()} data sheet)"
     return Cluster(
         name=name,
         gpus_per_node=8,
@@ -138,16 +139,16 @@ def _hopper(name: str, memory: float, memory_rate: float, sheet: str) -> Cluster
         contention_bytes=0.33 * MEGABYTE,
         sources={
             **_SHARED,
-            "gpus_per_node": f"8 (NVIDIA {sheet} SXM baseboard)",
-            "memory_bytes": f"{gigabytes:.0f} GB (NVIDIA {sheet} data sheet)",
-            "memory_bytes_per_second": f"{terabytes:.2f} TB/s (NVIDIA {sheet} data sheet)",
+            "gpus_per_node": f"8 (NVIDIA {name.upper()} SXM baseboard)",
+            "memory_bytes": f"{memory / 1e9:.0f} GB {sheet}",
+            "memory_bytes_per_second": f"{memory_rate / 1e12:.2f} TB/s {sheet}",
         },
     )
 
 
 CLUSTERS: Mapping[str, Cluster] = {
-    "h100": _hopper("h100", 80e9, 3.35e12, "H100"),
-    "h200": _hopper("h200", 141e9, 4.8e12, "H200"),
+    "h100": _hopper("h100", 80e9, 3.35e12),
+    "h200": _hopper("h200", 141e9, 4.8e12),
 }
 """h100: the paper's nodes of eight H100 with NVLink, connected by InfiniBand. h200: the same with more and faster
 memory; its other figures are assumed to be those of the H100."""

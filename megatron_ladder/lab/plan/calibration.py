@@ -29,14 +29,15 @@ class ReduceTime:
 
 @dataclass(frozen=True)
 class DecodeTime:
-    """The decoding of one token at batch size 1, in the standard wiring, tensor-parallel over all ranks."""
+    """The decoding of one token at batch size 1, in the standard wiring, tensor-parallel over all ranks.
+
+    A rank reads `weight_bytes` of weights, and reduces tensors of `stream_bytes`.
+    """
 
     size: str
     weight_bytes: int
-    """Bytes of weights that one rank reads."""
     layers: int
     stream_bytes: int
-    """Bytes of the reduced tensor."""
     seconds: float
 
 
@@ -53,14 +54,15 @@ class ProductTime:
 
 @dataclass(frozen=True)
 class ClusterCalibration:
-    """All measurements of one machine."""
+    """All measurements of one machine.
+
+    Decoding is measured at two sizes; one size cannot separate the cost of a layer from the cost of its weights.
+    """
 
     device: str
     ranks: int
     reduces: tuple[ReduceTime, ...]
-    """At four sizes."""
     decodes: tuple[DecodeTime, ...]
-    """At two sizes; a single size cannot separate the cost of a layer from the cost of its weights."""
     product: ProductTime
 
     @property
@@ -143,9 +145,8 @@ def read_calibration(path: Path) -> ClusterCalibration:
             product=ProductTime(**found["product"]),
         )
         product = calibration.product
-        seconds = [reduce.seconds for reduce in calibration.reduces]
-        seconds += [decode.seconds for decode in calibration.decodes]
-        seconds += [product.alone_seconds, product.reduce_seconds, product.together_seconds]
+        seconds = [product.alone_seconds, product.reduce_seconds, product.together_seconds]
+        seconds += [timed.seconds for timed in calibration.reduces] + [timed.seconds for timed in calibration.decodes]
         if len(calibration.decodes) != 2 or len(calibration.reduces) < 2 or min(seconds) <= 0 or calibration.ranks < 2:
             raise ValueError("expected 2 or more ranks and reduces, 2 decodes, and times above 0")
     except (KeyError, TypeError, ValueError) as error:

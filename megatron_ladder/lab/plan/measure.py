@@ -33,15 +33,13 @@ WEIGHT = 0.01
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of the measured tensors and models."""
+    """Sizes of the measured tensors, models and square matrices, and the tokens decoded in one timing."""
 
     reduce_bytes: tuple[int, int, int, int]
     models: tuple[str, str]
     product: int
-    """Rows and columns of square matrices."""
     dtype: torch.dtype
     tokens: int = 8
-    """Tokens decoded in one timing."""
 
 
 LARGE = _Sizes((1 << 14, 1 << 19, 1 << 23, 1 << 26), ("llama-1b", "llama-8b"), 8192, torch.bfloat16)
@@ -76,32 +74,25 @@ class _Measurement:
     """The measurements, in which all ranks of the default process group take part."""
 
     def __init__(self, sizes: _Sizes, device: torch.device, rounds: int) -> None:
-        self.sizes = sizes
-        self.device = device
-        self.rounds = rounds
-        ranks = torch.distributed.get_world_size()
-        self.mesh = ProcessMesh.build(ranks)
-        self.group = self.mesh.tensor
+        self.sizes, self.device, self.rounds = sizes, device, rounds
+        self.group = ProcessMesh.build(torch.distributed.get_world_size()).tensor
 
     def run(self) -> ClusterCalibration:
-        """Run all measurements."""
         reduces = tuple(self.reduce(size) for size in self.sizes.reduce_bytes)
         decodes = tuple(self.decode(name) for name in self.sizes.models)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return ClusterCalibration(name, self.group.size, reduces, decodes, self.product(reduces[-1]))
 
     def reduce(self, num_bytes: int) -> ReduceTime:
-        """Time one all-reduce of a tensor of so many bytes."""
         tensor = self._tensor(num_bytes)
 
         def reduces() -> None:
             for _ in range(REDUCES_AT_ONCE):
-                self._start_and_wait(tensor)
+                self._reduce(tensor)
 
         return ReduceTime(num_bytes, self._median(reduces) / REDUCES_AT_ONCE)
 
     def decode(self, name: str) -> DecodeTime:
-        """Time the decoding of one token by the model of a name."""
         config, ranks = SIZES[name], self.group.size
         mesh = ProcessMesh.build(ranks, kv_replicas=key_value_replicas(config, ranks))
         model = LanguageModel(config, mesh, dtype=self.sizes.dtype, device=self.device).eval()
@@ -128,44 +119,40 @@ class _Measurement:
             for _ in range(times):
                 torch.mm(a, b, out=out)
 
-        def both() -> None:
-            work = self.group.start_all_reduce(tensor)
-            products()
-            if work is not None:
-                work.wait()
-
-        alone, reducing = self._median(products), self._median(lambda: self._start_and_wait(tensor))
-        return ProductTime(2.0 * n**3 * times, alone, reduce.num_bytes, reducing, self._median(both))
+        alone, reducing = self._median(products), self._median(lambda: self._reduce(tensor))
+        together = self._median(lambda: self._reduce(tensor, products))
+        return ProductTime(2.0 * n**3 * times, alone, reduce.num_bytes, reducing, together)
 
     def _tensor(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes // self.sizes.dtype.itemsize, dtype=self.sizes.dtype, device=self.device)
 
-    def _start_and_wait(self, tensor: Tensor) -> None:
+    def _reduce(self, tensor: Tensor, meanwhile: Callable[[], object] = lambda: None) -> None:
         work = self.group.start_all_reduce(tensor)
+        meanwhile()
         if work is not None:
             work.wait()
 
     def _median(self, run: Callable[[], object]) -> float:
         """Return the slowest rank's median seconds, after one warm-up round; equal on all ranks."""
+
+        def finish() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
         seconds = []
         for number in range(self.rounds + 1):
             self.group.barrier()
-            self._finish()
+            finish()
             began = time.perf_counter()
             run()
-            self._finish()
+            finish()
             if number:
                 seconds.append(time.perf_counter() - began)
         slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64, device=self.device)
         return float(self.group.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX))
 
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
 
 def _summary(calibration: ClusterCalibration) -> str:
-    """Summarise the measurements in three lines."""
     latency, per_byte = calibration.link
     rate = "without limit" if per_byte == 0 else f"{1e-9 / per_byte:.2f} GB/s"
     try:

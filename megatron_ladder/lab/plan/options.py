@@ -89,7 +89,6 @@ class PaperOptions:
     """File for the rows of the second table with their predictions."""
 
 
-PROGRAM = "plan.py {layouts,calibrate,paper}"
 DESCRIPTIONS: dict[Command, str] = {
     "layouts": "Lists the layouts that fit a cluster, fastest first, and where each wiring pays. Needs no GPU.",
     "calibrate": "Measures this machine for the predictions.",
@@ -112,29 +111,22 @@ def parse_options(argv: Sequence[str]) -> LayoutOptions | CalibrateOptions | Pap
         command = COMMANDS[COMMANDS.index(words.pop(0))]
     elif words and not words[0].startswith("-"):
         raise UserError(f"{words[0]}: expected one of {', '.join(COMMANDS)} first")
-    (options,) = parse_command_line(
-        [KINDS[command]], words, f"plan.py {command}", f"{DESCRIPTIONS[command]} {PROGRAM}", found=errors
-    )
+    description = f"{DESCRIPTIONS[command]} plan.py {{{','.join(COMMANDS)}}}"
+    (options,) = parse_command_line([KINDS[command]], words, f"plan.py {command}", description, found=errors)
+    assert isinstance(options, LayoutOptions | CalibrateOptions | PaperOptions)
     if isinstance(options, LayoutOptions):
-        errors += _name_errors(options)
+        try:
+            find_size(options.model)
+        except ValueError as error:
+            errors.append(f"--model {options.model}: {error}")
+        if options.cluster not in CLUSTERS:
+            errors.append(f"--cluster {options.cluster}: expected one of {', '.join(CLUSTERS)}")
+        unknown = [name for name in options.wirings if name not in SHARED_STREAM_MODES]
+        if unknown:
+            errors.append(f"--wirings {' '.join(unknown)}: expected some of {', '.join(SHARED_STREAM_MODES)}")
     if errors:
         raise UserError(*errors)
-    assert isinstance(options, LayoutOptions | CalibrateOptions | PaperOptions)
     return options
-
-
-def _name_errors(options: LayoutOptions) -> list[str]:
-    errors = []
-    try:
-        find_size(options.model)
-    except ValueError as error:
-        errors.append(f"--model {options.model}: {error}")
-    if options.cluster not in CLUSTERS:
-        errors.append(f"--cluster {options.cluster}: expected one of {', '.join(CLUSTERS)}")
-    unknown = [name for name in options.wirings if name not in SHARED_STREAM_MODES]
-    if unknown:
-        errors.append(f"--wirings {' '.join(unknown)}: expected some of {', '.join(SHARED_STREAM_MODES)}")
-    return errors
 
 
 def write_output(path: Path, text: str) -> None:

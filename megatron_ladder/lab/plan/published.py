@@ -1,5 +1,6 @@
 """`tools/plan.py paper`: fits the serving model to one table of the paper's runs and predicts another."""
 
+import contextlib
 import csv
 import json
 import math
@@ -12,7 +13,7 @@ import numpy as np
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
-from megatron_ladder.lab.bench.sizes import LLAMA3_VOCABULARY, POSITIONS, SIZES
+from megatron_ladder.lab.bench.sizes import SIZES, find_size
 from megatron_ladder.lab.cost.serving import SERVED_WIRINGS, ServingTimes, Setting, fit_serving, predict
 from megatron_ladder.lab.plan.options import PaperOptions, write_output
 
@@ -22,25 +23,17 @@ GROUP_COLUMNS = ("run", "model", "p2p", "tensor_parallel", "pipeline_parallel", 
 """Rows with equal values in these columns were measured together; columns that a table lacks are ignored."""
 
 
-def _mine(name: str, **changed: Any) -> ModelConfig:
-    return replace(SIZES[name], **changed)
-
-
-_BLOOM = ModelConfig(
-    num_layers=70, hidden_size=14336, ffn_hidden_size=50176, num_attention_heads=112, num_key_value_heads=112,
-    head_dim=128, vocab_size=250880, max_position_embeddings=POSITIONS,
-)  # fmt: skip
 SHAPES: dict[str, ModelConfig] = {
-    "1b": _mine("paper-1.2b"),
-    "3b": _mine("paper-3.5b", num_attention_heads=32, num_key_value_heads=32, head_dim=72),
-    "llama-3.2-1b": _mine("llama-1b", num_key_value_heads=32),
-    "llama-3.2-3b": _mine("llama-3b", num_key_value_heads=24),
-    "llama-3-8b": _mine("llama-8b"),
-    "34b": _mine("llama-34b"),
-    "70b": _mine("llama-70b", vocab_size=32000),
-    "llama-3-70b": _mine("llama-70b"),
-    "llama-3.1-405b": _mine("llama-405b", num_key_value_heads=16, vocab_size=LLAMA3_VOCABULARY),
-    "bloom-176b": _BLOOM,
+    "1b": SIZES["paper-1.2b"],
+    "3b": replace(SIZES["paper-3.5b"], num_attention_heads=32, num_key_value_heads=32, head_dim=72),
+    "llama-3.2-1b": replace(SIZES["llama-1b"], num_key_value_heads=32),
+    "llama-3.2-3b": replace(SIZES["llama-3b"], num_key_value_heads=24),
+    "llama-3-8b": SIZES["llama-8b"],
+    "34b": SIZES["llama-34b"],
+    "70b": replace(SIZES["llama-70b"], vocab_size=32000),
+    "llama-3-70b": SIZES["llama-70b"],
+    "llama-3.1-405b": replace(SIZES["llama-405b"], num_key_value_heads=16),
+    "bloom-176b": find_size("70x14336x50176x112x112x250880"),
     **SIZES,
 }
 """Shapes by lower-case name: those of the authors' source, and those of this package."""
@@ -48,12 +41,10 @@ SHAPES: dict[str, ModelConfig] = {
 
 @dataclass(frozen=True)
 class _Table:
-    """A CSV file of runs."""
+    """The rows of a CSV file, and the setting of each."""
 
-    path: Path
     rows: tuple[dict[str, str], ...]
     settings: tuple[Setting, ...]
-    """One per row, in the same order."""
 
 
 def print_paper(options: PaperOptions) -> None:
@@ -107,43 +98,43 @@ def _read_table(path: Path, flag: str, times: bool) -> _Table:
         raise UserError(f"{where}: no rows below the first line")
     errors: list[str] = []
     settings = [_read_setting(row, f"{where}, row {number}", errors) for number, row in enumerate(rows, start=1)]
-    if times:
-        errors += [
-            f"{where}, row {number}: {name} is {row[name]!r}, expected seconds above 0"
-            for number, row in enumerate(rows, start=1)
-            for name in TIME_COLUMNS
-            if not _is_time(row[name])
-        ]
+    for number, row in enumerate(rows, start=1):
+        for name in TIME_COLUMNS if times else ():
+            seconds = _to_number(row[name])
+            if isinstance(seconds, str) or seconds <= 0:
+                errors.append(f"{where}, row {number}: {name} is {row[name]!r}, expected seconds above 0")
     raise_user_errors(errors)
-    return _Table(path, tuple(rows), tuple(setting for setting in settings if setting is not None))
+    return _Table(tuple(rows), tuple(setting for setting in settings if setting is not None))
 
 
 def _read_setting(row: Mapping[str, str], where: str, errors: list[str]) -> Setting | None:
-    before = len(errors)
     shape = SHAPES.get(row["model"].strip().lower())
+    found = []
     if shape is None:
-        errors.append(f"{where}: model {row['model']!r} is not one of {', '.join(SHAPES)}")
+        found.append(f"model {row['model']!r} is not one of {', '.join(SHAPES)}")
     if row["p2p"] not in ("on", "off"):
-        errors.append(f"{where}: p2p is {row['p2p']!r}, expected on or off")
+        found.append(f"p2p is {row['p2p']!r}, expected on or off")
     if row["wiring"] not in SERVED_WIRINGS:
-        errors.append(f"{where}: wiring {row['wiring']!r} is not one of {', '.join(SERVED_WIRINGS)}")
+        found.append(f"wiring {row['wiring']!r} is not one of {', '.join(SERVED_WIRINGS)}")
     for name in ("tensor_parallel", "batch"):
         if not (row[name].isascii() and row[name].isdigit() and int(row[name]) > 0):
-            errors.append(f"{where}: {name} is {row[name]!r}, expected a whole number of 1 or more")
-    if shape is None or len(errors) > before:
+            found.append(f"{name} is {row[name]!r}, expected a whole number of 1 or more")
+    errors += [f"{where}: {error}" for error in found]
+    if shape is None or found:
         return None
     return Setting(shape, row["p2p"] == "on", int(row["tensor_parallel"]), int(row["batch"]), row["wiring"])
 
 
-def _is_time(text: str) -> bool:
-    try:
-        return 0 < float(text) < math.inf
-    except ValueError:
-        return False
+def _to_number(text: str) -> int | float | str:
+    """Return a finite number as a number, and anything else as it is."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError, OverflowError):
+            number: int | float = kind(text)
+            return number if math.isfinite(number) else text
+    return text
 
 
 def _fit_table(table: _Table) -> dict[str, float]:
-    """Return the parameters fitted to all rows."""
     groups: dict[str, list[tuple[Setting, ServingTimes]]] = {}
     for row, setting in zip(table.rows, table.settings, strict=True):
         name = " ".join(row.get(column, "") for column in GROUP_COLUMNS)
@@ -156,25 +147,13 @@ def _predict_table(table: _Table, values: Mapping[str, float]) -> list[dict[str,
     predicted = []
     for row, setting in zip(table.rows, table.settings, strict=True):
         times = predict(setting, values)
-        predicted.append(
-            {key: _plain(value) for key, value in row.items()}
-            | {
-                "predicted_prefill_seconds": times.prefill,
-                "predicted_decode_seconds": times.decode,
-                "predicted_tokens_per_second": times.tokens_per_second(setting.batch),
-            }
-        )
+        predictions: dict[str, Any] = {
+            "predicted_prefill_seconds": times.prefill,
+            "predicted_decode_seconds": times.decode,
+            "predicted_tokens_per_second": times.tokens_per_second(setting.batch),
+        }
+        predicted.append({**{key: _to_number(value) for key, value in row.items()}, **predictions})
     return predicted
-
-
-def _plain(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            number = kind(text)
-        except ValueError:
-            continue
-        return number if math.isfinite(number) else text
-    return text
 
 
 def _relative_errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
