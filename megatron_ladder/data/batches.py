@@ -44,20 +44,12 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Number and length of samples."""
+    """Number and length of samples; the other sizes divide the global batch size."""
 
     seq_length: int
     global_batch_size: int
     micro_batch_size: int
     data_parallel_size: int = 1
-
-    def __post_init__(self) -> None:
-        """Raises UserError if the global batch size is not divisible."""
-        if self.global_batch_size % (self.micro_batch_size * self.data_parallel_size):
-            raise UserError(
-                f"--global-batch-size {self.global_batch_size} is not a multiple of --micro-batch-size "
-                f"{self.micro_batch_size} x data-parallel size {self.data_parallel_size}"
-            )
 
     @property
     def rows(self) -> int:

@@ -132,17 +132,9 @@ class BlendedSource(Samples):
     """Samples of several sources alternately. If any of them has a loss mask, all tokens of the others count."""
 
     def __init__(
-        self,
-        sources: Sequence[DatasetSamples],
-        weights: Sequence[float],
-        turns: NDArray[Any],
-        places: NDArray[np.int64],
+        self, sources: Sequence[DatasetSamples], weights: Sequence[float], turns: NDArray[Any], places: NDArray[Any]
     ) -> None:
-        """
-        Args:
-            turns: source of each sample of a period.
-            places: number of each sample of a period in its source.
-        """
+        """`turns` and `places` are the source of each sample of a period, and its number in that source."""
         self.sources, self.weights, self.turns, self.places = tuple(sources), weights, turns, places
         self.seq_length = sources[0].seq_length
         self.name = " + ".join(source.name for source in sources)
@@ -163,7 +155,6 @@ class BlendedSource(Samples):
         return origins, periods * np.array(self.weights)[origins] + self.places[positions]
 
     def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        """See Samples."""
         origins, own_numbers = self._origins(numbers)
         for i in np.unique(origins):
             chosen = np.flatnonzero(origins == i)

@@ -42,12 +42,8 @@ COPIED_TOKENS = 1 << 23
 _INDEX_BLOCK = 1 << 20
 """Entries of an index that are written at once."""
 _READ_BYTES = 1 << 20
-
 SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 4096
 """Number and size of the blocks of .bin that distinguish data sets with equal indices without reading all tokens."""
-
-_U16_VOCABULARY_LIMIT = 65_500
-"""Megatron stores ids as u16 below this vocabulary size, which is a little less than 2**16."""
 
 
 def bin_path(prefix: Path) -> Path:
@@ -66,8 +62,8 @@ def loss_mask_path(prefix: Path) -> Path:
 
 
 def token_dtype(vocab_size: int) -> "np.dtype[Any]":
-    """Return the type in which Megatron stores the ids of a vocabulary: u16 if they fit, else i32."""
-    return np.dtype("<u2" if vocab_size < _U16_VOCABULARY_LIMIT else "<i4")
+    """Return the type in which Megatron stores the ids of a vocabulary: u16 below 65,500 ids, else i32."""
+    return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
 
 
 def format_checksum(hasher: xxhash.xxh3_128) -> str:
@@ -206,8 +202,6 @@ class IndexedDatasetWriter:
         Returns:
             The checksum of the copied tokens.
         """
-        if dataset.tokens.dtype != self.dtype:
-            raise ValueError(f"{dataset.prefix} has tokens of {dataset.tokens.dtype}, {self.prefix} of {self.dtype}")
         hasher = xxhash.xxh3_128()
         for begin in range(0, len(dataset.tokens), COPIED_TOKENS):
             block = dataset.tokens[begin : begin + COPIED_TOKENS]
@@ -305,8 +299,7 @@ class IndexedDataset:
         lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
         offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
         documents = np.frombuffer(content, "<i8", bounds, _HEADER.size + 12 * sequences)
-        self.sequence_bounds = starts = _sequence_starts(path, lengths, offsets, dtype.itemsize)
-        self.document_bounds = starts if _check_documents(path, documents, sequences) else starts[documents]
+        self.sequence_bounds, self.document_bounds = _token_bounds(path, lengths, offsets, documents, dtype.itemsize)
         self.document_indices, self.idx_checksum = documents, format_checksum(xxhash.xxh3_128(content))
         return dtype
 
@@ -316,8 +309,6 @@ class IndexedDataset:
 
     def document(self, number: int) -> NDArray[Any]:
         """Return the tokens of one document, a view into the file."""
-        if not 0 <= number < len(self):
-            raise IndexError(f"{self.prefix} has documents 0 to {len(self) - 1}, not {number}")
         return self.tokens[self.document_bounds[number] : self.document_bounds[number + 1]]
 
 
@@ -340,10 +331,10 @@ def _map_array(path: Path, dtype: "np.dtype[Any]", entries: int, reason: str) ->
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
-def _sequence_starts(
-    path: Path, lengths: NDArray[np.int32], offsets: NDArray[np.int64], itemsize: int
-) -> NDArray[np.int64]:
-    """Return the first token of each sequence and the number of tokens [S + 1], after validating the offsets."""
+def _token_bounds(
+    path: Path, lengths: NDArray[np.int32], offsets: NDArray[np.int64], documents: NDArray[np.int64], itemsize: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Validate the arrays of an index, and return the bounds of sequences and documents, see IndexedDataset."""
     if len(lengths) and int(lengths.min()) < 0:
         worst = int(lengths.argmin())
         raise UserError(f"{path}: the length of sequence {worst} is {lengths[worst]}, expected 0 or more")
@@ -356,14 +347,9 @@ def _sequence_starts(
             f"{path}: the byte offset of sequence {first} is {offsets[first]}, expected "
             f"{starts[first] * itemsize} from the lengths before it ({len(wrong)} wrong offsets)"
         )
-    return starts
-
-
-def _check_documents(path: Path, documents: NDArray[np.int64], sequences: int) -> bool:
-    """Validate the documents and return whether each of them is one sequence."""
-    if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths):
         ends = (int(documents[0]), int(documents[-1])) if len(documents) else "nothing"
-        raise UserError(f"{path}: document indices range over {ends}, expected (0, {sequences})")
+        raise UserError(f"{path}: document indices range over {ends}, expected (0, {len(lengths)})")
     falling = np.flatnonzero(documents[1:] < documents[:-1])
     if len(falling):
         first = int(falling[0])
@@ -371,7 +357,8 @@ def _check_documents(path: Path, documents: NDArray[np.int64], sequences: int) -
             f"{path}: document {first} begins at sequence {documents[first]} and ends at "
             f"{documents[first + 1]}: preprocess or copy the data again"
         )
-    return len(documents) == sequences + 1 and bool((documents[1:] > documents[:-1]).all())
+    one_sequence_each = len(documents) == len(starts) and bool((documents[1:] > documents[:-1]).all())
+    return starts, starts if one_sequence_each else starts[documents]
 
 
 def _prefixes_nearby(prefix: Path) -> str:

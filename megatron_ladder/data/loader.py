@@ -163,11 +163,7 @@ def _open_part(
     shares: tuple[float, float, float] | None,
     order: OrderOptions,
 ) -> DataSource | None:
-    """Return a part's share of some data sets, or None if none of them has a document for it.
-
-    Args:
-        shares: shares of train, valid and test; None: the whole data sets belong to the part.
-    """
+    """Return a part's share of some data sets, all of them without `shares`; None if they have no document for it."""
     errors = ErrorCollector()
     if part == "train" and order.megatron_samples is not None:
         sidecars = {str(dataset.prefix): read_sidecar(dataset.prefix) for dataset in datasets}
@@ -206,11 +202,7 @@ def _open_part(
 
 
 def _choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
-    """Return `loss_on`, or if it is None, `assistant` for a data set with a loss mask and `all` for others.
-
-    Raises:
-        UserError: the data set lacks the required loss mask.
-    """
+    """Return `loss_on`, or if it is None, `assistant` for a data set with a loss mask and `all` for others."""
     if loss_on == "all" or dataset.loss_mask is not None:
         return loss_on or "assistant"
     missing = missing_loss_mask(dataset, read_sidecar(dataset.prefix))
@@ -237,11 +229,7 @@ def _open_source(
 
 
 def _parse_split(text: str) -> tuple[float, float, float]:
-    """`969,30,1` -> shares of train, valid and test that add up to 1; missing shares are 0.
-
-    Raises:
-        UserError: the text is not one to three non-negative numbers with a positive sum.
-    """
+    """`969,30,1` -> shares of train, valid and test that add up to 1; missing shares are 0."""
     try:
         shares = [float(share) for share in text.replace("/", ",").split(",")]
     except ValueError:

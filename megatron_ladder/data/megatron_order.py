@@ -56,13 +56,7 @@ class _MegatronSource(SampleSource):
         run_samples: int | None,
         cache: Path | None = None,
     ) -> None:
-        """
-        Args:
-            run_samples: number of samples that the run reads; None: those of one epoch.
-
-        Raises:
-            UserError: the sequences have fewer than seq_length + 1 tokens.
-        """
+        """`run_samples` is the number of samples that the run reads; None: those of one epoch."""
         super().__init__(
             dataset, sequences, seq_length, seed, shuffle=True, cache=cache, bounds=dataset.sequence_bounds
         )
@@ -107,14 +101,7 @@ class _MegatronBlend(BlendedSource):
     def __init__(
         self, sources: Sequence[_MegatronSource], shares: Sequence[float], size: int, cache: Path | None
     ) -> None:
-        """
-        Args:
-            shares: weight of each source, of any sum.
-            size: number of samples of the run.
-
-        Raises:
-            UserError: the rule takes more samples from a source than it has.
-        """
+        """Raises UserError if the rule takes more samples from a source than it has; `shares` have any sum."""
         weights = _normalized(shares)
         description = {"order": f"{_MEGATRON_ORDER} blend", "weights": weights, "size": size}
 

@@ -14,7 +14,6 @@ so a file is never out of date. A damaged file is rebuilt. Runs can share a dire
 """
 
 import json
-import os
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,17 +71,15 @@ def load_or_build(
 def _locked(path: Path) -> Iterator[bool]:
     """Hold an exclusive lock during the block; yields False if the file system has no locks."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = open(path, "ab")  # noqa: SIM115 - an error of the block must not be caught
     except OSError:
         yield False
         return
-    try:
-        error = lock_file(file, wait=True)
+    with file:
+        error = lock_file(file.fileno(), wait=True)
         if error is not None:
             warnings.warn(f"{path}: cannot be locked ({error}): every process builds its own order", stacklevel=4)
         yield error is None
-    finally:
-        os.close(file)
 
 
 def _read_order(path: Path, key: bytes) -> _Arrays | None:

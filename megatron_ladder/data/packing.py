@@ -87,7 +87,6 @@ class PackedSource(DatasetSamples):
     ) -> None:
         """
         Args:
-            shuffle: permute rows as described at the top of this file; otherwise rows keep their order.
             part: train, valid or test, for messages.
             loss_on: the tokens that count as labels: those of the data set's loss mask, which must exist for
                 `assistant`, or all. The first token of a conversation and padding never count.
@@ -116,12 +115,9 @@ class PackedSource(DatasetSamples):
         self._order = np.arange(len(self))
 
     def __len__(self) -> int:
-        """Number of rows, which are the samples of an epoch."""
         return len(self._firsts) - 1
 
-    def _fill_epoch(
-        self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows
-    ) -> None:
+    def _fill_epoch(self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
         if self.shuffle and epoch != self._epoch:
             self._epoch, self._order = epoch, permutation(len(self), self.seed, epoch, SAMPLES)
         assert out.loss_mask is not None and out.begins is not None

@@ -89,8 +89,6 @@ class Samples(ABC):
 
     def samples(self, numbers: NDArray[np.int64]) -> SampleRows:
         """Return samples by their numbers [n] >= 0. Consecutive numbers of one epoch avoid rebuilding its order."""
-        if len(numbers) and int(numbers.min()) < 0:
-            raise IndexError(f"sample {numbers.min()} of {self.name}")
         shape = (len(numbers), self.seq_length + 1)
         mask = np.empty(shape, np.uint8) if self.has_loss_mask else None
         begins = np.empty(shape, np.bool_) if self.has_begins else None
@@ -100,7 +98,7 @@ class Samples(ABC):
 
 
 class DatasetSamples(Samples):
-    """Samples of a range of documents of one data set.
+    """Samples of a range of documents of one data set; without `shuffle`, documents and samples keep their order.
 
     Attributes:
         order: name of the order in checkpoints and in the cache.
@@ -122,13 +120,10 @@ class DatasetSamples(Samples):
         """Number of samples of an epoch."""
 
     @abstractmethod
-    def _fill_epoch(
-        self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows
-    ) -> None:
+    def _fill_epoch(self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
         """Write the samples at `places` [n] of an epoch into the rows `rows` [n] of `out`."""
 
     def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        """See Samples."""
         epochs, places = np.divmod(numbers, len(self))
         for epoch in np.unique(epochs).tolist():
             chosen = np.flatnonzero(epochs == epoch)
@@ -183,7 +178,6 @@ class SampleSource(DatasetSamples):
     ) -> None:
         """
         Args:
-            shuffle: permute documents and samples; otherwise they keep their order.
             part: train, valid or test, for messages.
             cache: directory for shuffled orders, see order_cache.py; None: each process builds its own.
             bounds: first token of each document in the file, and the number of tokens; those of the data set if None.
@@ -205,12 +199,9 @@ class SampleSource(DatasetSamples):
         self._held: tuple[int, Order] | None = None
 
     def __len__(self) -> int:
-        """Number of samples of an epoch."""
         return (self.tokens - 1) // self.seq_length
 
-    def _fill_epoch(
-        self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows
-    ) -> None:
+    def _fill_epoch(self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
         order = self._order_of(epoch)
         begins = order.samples[places] * self.seq_length
         ends = begins + self.seq_length + 1
@@ -266,11 +257,7 @@ class SampleSource(DatasetSamples):
 
 
 def joined_starts(bounds: NDArray[np.int64], documents: NDArray[Any]) -> NDArray[np.int64]:
-    """Return where each of `documents` [D] begins if they are concatenated in this order, and their length [D + 1].
-
-    Args:
-        bounds: first token of each document in the file, and the number of tokens.
-    """
+    """Return where each of `documents` [D] begins if they are concatenated in this order, and their length [D + 1]."""
     starts = np.zeros(len(documents) + 1, np.int64)
     np.cumsum(np.diff(bounds)[documents], out=starts[1:])
     return starts

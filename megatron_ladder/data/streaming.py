@@ -61,17 +61,16 @@ class Shard(Protocol):
 
 
 class StreamPosition(NamedTuple):
-    """The position of a stream."""
+    """The position of a stream: the beginning of the window in which the next sample begins, and its used tokens.
+
+    `shard` is an index among the stream's shards of the epoch; `window` counts from the beginning of the run.
+    """
 
     epoch: int = 0
     shard: int = 0
-    """Index among the stream's shards of that epoch."""
     block: int = 0
-    """First block of the window in which the next sample begins."""
     window: int = 0
-    """Number of that window since the beginning of the run."""
     used: int = 0
-    """Tokens of the window before the next sample."""
 
 
 @dataclass(frozen=True)
@@ -105,17 +104,10 @@ class StreamPlan:
         }
 
 
-class _Window(NamedTuple):
-    begins: StreamPosition
-    """With 0 used tokens."""
-    tokens: NDArray[np.int32]
-
-
 class SkippedRecords:
-    """The unreadable records that one rank knows. Each counts once, even if its epoch or window is read again.
+    """The unreadable records of one rank's streams, and those that a checkpoint lists for all ranks.
 
-    A rank counts the records that its own streams found, and those that a checkpoint lists for all ranks. So any number
-    of ranks can read an input with at most `limit` bad records any number of times.
+    Each counts once. So any number of ranks can read an input with at most `limit` bad records any number of times.
     """
 
     def __init__(
@@ -164,13 +156,14 @@ class _ShardStream:
     ) -> None:
         self._plan, self._number, self._encode, self._skipped = plan, number, encode, skipped
         self._next, self._used = position._replace(used=0), position.used
-        self._windows: deque[_Window] = deque()
+        # Each window begins at a position with 0 used tokens.
+        self._windows: deque[tuple[StreamPosition, NDArray[np.int32]]] = deque()
         self._blocks = self._blocks_from(position)
 
     @property
     def position(self) -> StreamPosition:
         """Position of the next row."""
-        begins = self._windows[0].begins if self._windows else self._next
+        begins = self._windows[0][0] if self._windows else self._next
         return begins._replace(used=self._used)
 
     def next_row(self) -> NDArray[np.int64]:
@@ -180,19 +173,19 @@ class _ShardStream:
             UserError: the input has no text, cannot be read, or has more bad records than may be skipped.
         """
         length = self._plan.seq_length + 1
-        while sum(len(window.tokens) for window in self._windows) - self._used < length:
+        while sum(len(tokens) for _, tokens in self._windows) - self._used < length:
             self._windows.append(self._read_window())
         row, filled, begin = np.empty(length, np.int64), 0, self._used
-        for window in self._windows:
-            piece = window.tokens[begin : begin + length - filled]
+        for _, tokens in self._windows:
+            piece = tokens[begin : begin + length - filled]
             row[filled : filled + len(piece)] = piece
             filled, begin = filled + len(piece), 0
         self._used += length - 1
-        while self._used >= len(self._windows[0].tokens):
-            self._used -= len(self._windows.popleft().tokens)
+        while self._used >= len(self._windows[0][1]):
+            self._used -= len(self._windows.popleft()[1])
         return row
 
-    def _read_window(self) -> _Window:
+    def _read_window(self) -> tuple[StreamPosition, NDArray[np.int32]]:
         """Return the next window that contains a token; windows without documents are not counted.
 
         Raises:
@@ -211,7 +204,7 @@ class _ShardStream:
             end = np.array([plan.eod_id], np.int32)
             pieces = [piece for ids in documents if len(ids) for piece in (np.asarray(ids, np.int32), end)]
             if pieces:
-                return _Window(begins, np.concatenate(pieces))
+                return begins, np.concatenate(pieces)
             read_whole = begins.epoch > entered.epoch or (entered.shard, entered.block) == (0, 0)
             if self._next.epoch > begins.epoch and read_whole:
                 # One epoch is not the whole input: the stream has other shards in each epoch.
@@ -220,8 +213,8 @@ class _ShardStream:
                 raise UserError("--streaming: the input has no text")
 
     def _own_shards(self, epoch: int) -> list[int]:
-        order = permutation(len(self._plan.shards), self._plan.seed, epoch, _SHARDS)
-        return [int(place) for place in order[self._number :: self._plan.streams]]
+        order: list[int] = permutation(len(self._plan.shards), self._plan.seed, epoch, _SHARDS).tolist()
+        return order[self._number :: self._plan.streams]
 
     def _blocks_from(self, position: StreamPosition) -> Iterator[tuple[list[str], StreamPosition]]:
         """Yield documents from a position on, each time with the position after them; none at the end of an epoch."""
@@ -240,7 +233,7 @@ class _ShardStream:
 
 
 class StreamReader:
-    """Reads the samples of one data-parallel rank from its streams alternately."""
+    """Reads the samples of one data-parallel rank from its streams alternately. Every rank has as many streams."""
 
     def __init__(
         self,
@@ -258,15 +251,7 @@ class StreamReader:
             consumed_samples: samples that all ranks together have read.
             positions: positions of the streams that were read before, at least those of this rank.
             skipped: records that were skipped before; none if not given.
-
-        Raises:
-            UserError: the data-parallel size does not divide the number of streams.
         """
-        if plan.streams % shape.data_parallel_size:
-            raise UserError(
-                f"--streaming-shards {plan.streams}: cannot be divided among {shape.data_parallel_size} data-parallel "
-                "ranks: start with a data-parallel size that divides it"
-            )
         self._skipped = skipped or SkippedRecords(plan.max_bad)
         self._streams = {
             number: _ShardStream(plan, number, encode, positions.get(number, StreamPosition()), self._skipped)

@@ -97,11 +97,6 @@ def test_id_outside_of_the_vocabulary(make_dataset: MakeDataset) -> None:
         list(zip(range(2), loader_of(source, 12, 0, 1, vocab_size=98), strict=False))
 
 
-def test_indivisible_batch_sizes(make_dataset: MakeDataset) -> None:
-    with pytest.raises(UserError, match="--global-batch-size 12 is not a multiple of --micro-batch-size 5"):
-        loader_of(source_of(make_dataset), 5, 0, 1)
-
-
 def test_one_data_set_is_split_in_three(make_dataset: MakeDataset) -> None:
     prefix = make_dataset([10] * 10).prefix
     sources = open_sources(shared(prefix), "8,2,0", ORDER)

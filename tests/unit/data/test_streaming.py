@@ -357,8 +357,6 @@ def test_number_of_streams() -> None:
     ):
         with pytest.raises(UserError, match=printed):
             choose_streams(asked, shards, size)
-    with pytest.raises(UserError, match="cannot be divided among 3 data-parallel ranks"):
-        reader_of(plan_of(), 0, 3, batch=6)
 
 
 def test_changes_of_streamed_input_are_reported() -> None:
