@@ -9,7 +9,7 @@ from types import ModuleType
 
 from megatron_ladder.cli.programs import PROGRAMS, Command, load_program, script_of
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
-from megatron_ladder.engine.deepspeed_json import FLAGS, REFUSED_KEYS, REFUSED_SECTIONS
+from megatron_ladder.engine.deepspeed_json import FLAGS, REFUSED_KEYS
 from megatron_ladder.errors import UserError, run_program
 from megatron_ladder.flags import Flag, parse_config, section_flags
 
@@ -87,7 +87,7 @@ def _flag_row(one: Flag) -> tuple[str, ...]:
 
 def _deepspeed_page() -> str:
     derived = [(f"`{key}`", re.sub(r"(?<!\S)(--[^\s,]*)", r"`\1`", flag)) for key, flag in FLAGS.items()]
-    rejected = [(f"`{key}`", reason) for key, reason in {**REFUSED_SECTIONS, **REFUSED_KEYS}.items()]
+    rejected = [(f"`{key}`", reason) for key, reason in REFUSED_KEYS.items()]
     return _joined([
         "# DeepSpeed's JSON",
         NOTE,

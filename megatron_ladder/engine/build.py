@@ -1,16 +1,12 @@
 """Builds what a run computes with: process mesh, model, optimizer and DeepSpeed engine."""
 
-import contextlib
 import importlib
 import os
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.blueprint.partition import balanced_partition, uniform_partition
@@ -82,33 +78,23 @@ def build_model(
     layers = partition(run)[mesh.pipeline.rank]
     recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
     options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)
-    if run.parallel.zero_stage == "3":
-        model = LanguageModel(run.model, mesh, options, layers=layers, device=torch.device("meta"))
-        _initialize_partitioned(model, run, mesh, device)
-    else:
+    if run.parallel.zero_stage != "3":
         model = LanguageModel(run.model, mesh, options, layers=layers, device=device, seed=training.seed)
-    return model, description
+        return model, description
 
-
-def _initialize_partitioned(model: nn.Module, run: RunConfig, mesh: ProcessMesh, device: torch.device) -> None:
-    """Create and partition the weights of a model on the meta device, one module after another.
-
-    So no rank ever holds more of the model than its partition and one module.
-    """
     import deepspeed
 
-    dtype = torch.bfloat16 if run.training.bf16 else torch.float16 if run.training.fp16 else torch.float32
+    model = LanguageModel(run.model, mesh, options, layers=layers, device=torch.device("meta"))
+    dtype = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
+    # One module after another, so that no rank ever holds more than its partition and one module.
     for module in model.modules():
         if isinstance(module, ParallelModule):
             module.allocate(device)
-            initialize(module, run.training.seed)
+            initialize(module, training.seed)
             module.to(dtype)
-            deepspeed.zero.Init(
-                module=module,
-                data_parallel_group=mesh.data.process_group,
-                mem_efficient_linear=False,
-                dtype=dtype,
-            )
+            group = mesh.data.process_group
+            deepspeed.zero.Init(module=module, data_parallel_group=group, mem_efficient_linear=False, dtype=dtype)
+    return model, description
 
 
 def build_engine(
@@ -122,37 +108,25 @@ def build_engine(
     Raises:
         UserError: DeepSpeed rejects a setting of --deepspeed_config; or apex is required and missing.
     """
-    optimizer, description = build_adamw(
-        parameter_groups(model, run.optimizer.weight_decay),
-        run.optimizer,
-        device,
-        offload=run.parallel.offload_optimizer == "cpu",
-        apex_counts_steps=run.parallel.zero_stage != "3",
-    )
+    # Imported late, because DeepSpeed must not be imported before the process group exists.
+    import pydantic
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
     kind: type[Engine] = UnpipelinedEngine
     if mesh.pipeline.size > 1:
         from megatron_ladder.engine.pipeline import PipelinedEngine
 
         kind = PipelinedEngine
-    with _naming_config(run.parallel.deepspeed_config):
-        return kind(model, optimizer, config, mesh, device), description
-
-
-@contextlib.contextmanager
-def _naming_config(path: Path | None) -> Iterator[None]:
-    """Convert DeepSpeed's errors about its configuration to UserErrors that name the user's file."""
-    # Imported late, because DeepSpeed must not be imported before the process group exists.
-    import pydantic
-    from deepspeed.runtime.config import DeepSpeedConfigError
-
+    parallel, groups = run.parallel, parameter_groups(model, run.optimizer.weight_decay)
+    offload, apex_counts_steps = parallel.offload_optimizer == "cpu", parallel.zero_stage != "3"
+    optimizer, description = build_adamw(groups, run.optimizer, device, offload, apex_counts_steps)
     try:
-        yield
-    except pydantic.ValidationError as error:
-        if path is None:
+        return kind(model, optimizer, config, mesh, device), description
+    except (pydantic.ValidationError, DeepSpeedConfigError) as error:
+        if parallel.deepspeed_config is None:
             raise
-        found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-        raise UserError(f"--deepspeed_config {path}: {error.title}: {'; '.join(found)}") from error
-    except DeepSpeedConfigError as error:
-        if path is None:
-            raise
-        raise UserError(f"--deepspeed_config {path}: {error}") from error
+        problem = str(error)
+        if isinstance(error, pydantic.ValidationError):
+            found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+            problem = f"{error.title}: {'; '.join(found)}"
+        raise UserError(f"--deepspeed_config {parallel.deepspeed_config}: {problem}") from error

@@ -9,20 +9,16 @@ from typing import Any
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.config.training import TrainingConfig
 
-REFUSED_SECTIONS = {
-    "optimizer": "the optimizer comes from --lr, --weight-decay, --adam-beta1 and so on; remove it",
-    "scheduler": "the schedule comes from --lr-decay-style and so on; remove it",
-    "amp": "half precision is --bf16 or --fp16; remove it",
-    "pipeline": "remove it",
-    "activation_checkpointing": "use --recompute-granularity full; remove it",
-    "torch_autocast": "half precision is --bf16 or --fp16; remove it",
-    "zenflow": "every gradient is applied in its step; remove it",
-    "compression_training": "weights are not compressed; remove it",
-    "tensor_parallel": "use --tensor-model-parallel-size; remove it",
-}
-"""Sections of DeepSpeed's JSON that would override the command line, and what to do instead."""
-
 REFUSED_KEYS = {
+    "optimizer": "the optimizer comes from --lr, --weight-decay, --adam-beta1 and so on",
+    "scheduler": "the schedule comes from --lr-decay-style and so on",
+    "amp": "half precision is --bf16 or --fp16",
+    "pipeline": "stages come from --pipeline-model-parallel-size",
+    "activation_checkpointing": "use --recompute-granularity full",
+    "torch_autocast": "half precision is --bf16 or --fp16",
+    "zenflow": "every gradient is applied in its step",
+    "compression_training": "weights are not compressed",
+    "tensor_parallel": "use --tensor-model-parallel-size",
     "zero_optimization.offload_param": "only the optimizer can be offloaded; use --offload-optimizer cpu",
     "zero_optimization.zenflow": "every gradient is applied in its step",
     "zero_optimization.zero_hpz_partition_size": "weights have one level of partitions",
@@ -41,7 +37,7 @@ REFUSED_KEYS = {
     "fp16.auto_cast": "the model casts its inputs itself",
     "managed_gradient_accumulation": "a step is --global-batch-size samples",
 }
-"""Settings that the adapters of the engine's state or the mathematics of a step do not support, with the reason."""
+"""Settings that would override the command line, or that the engine does not support, with the reason."""
 
 FLAGS = {
     "train_batch_size": "--global-batch-size",
@@ -87,11 +83,14 @@ def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
     }
     path = run.parallel.deepspeed_config
     if path is not None:
-        given = _read(path, errors)
-        for section in sorted(set(given) & set(REFUSED_SECTIONS)):
-            errors.append(f"--deepspeed_config {path}: {section}: {REFUSED_SECTIONS[section]}")
-            del given[section]
-        derived = _merge(derived, given, f"--deepspeed_config {path}", "", errors)
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            errors.append(f"--deepspeed_config {path}: cannot be read: {error.strerror}")
+        except ValueError as error:
+            errors.append(f"--deepspeed_config {path}: not JSON: {error}")
+        else:
+            derived = _merge(derived, given, path, "", errors)
     derived["gradient_clipping"] = 0.0
     zero = derived["zero_optimization"]
     if offload == "none":
@@ -127,34 +126,19 @@ def _loss_scaling(training: TrainingConfig) -> dict[str, Any]:
     }
 
 
-def _read(path: Path, errors: list[str]) -> dict[str, Any]:
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        errors.append(f"--deepspeed_config {path}: cannot be read: {error.strerror}")
-        return {}
-    except ValueError as error:
-        errors.append(f"--deepspeed_config {path}: not JSON: {error}")
-        return {}
-    if not isinstance(given, dict):
-        errors.append(f"--deepspeed_config {path}: found a {type(given).__name__}, expected an object")
-        return {}
-    return given
-
-
-def _merge(
-    derived: Mapping[str, Any], given: Mapping[str, Any], source: str, prefix: str, errors: list[str]
-) -> dict[str, Any]:
-    """Return `derived` with the additional keys of the file."""
-    merged = dict(derived)
+def _merge(derived: Mapping[str, Any], given: object, file: Path, prefix: str, errors: list[str]) -> dict[str, Any]:
+    """Return `derived` with the additional keys of the file, or of its section at `prefix`."""
+    merged, source = dict(derived), f"--deepspeed_config {file}"
+    if not isinstance(given, Mapping):
+        found = f"{prefix.removesuffix('.')} is {json.dumps(given)}" if prefix else f"found a {type(given).__name__}"
+        errors.append(f"{source}: {found}, expected an object")
+        return merged
     for key, value in given.items():
         path = prefix + key
         if path in REFUSED_KEYS:
             errors.append(f"{source}: {path}: {REFUSED_KEYS[path]}; remove it")
-        elif isinstance(derived.get(key), Mapping) and isinstance(value, Mapping):
-            merged[key] = _merge(derived[key], value, source, path + ".", errors)
         elif isinstance(derived.get(key), Mapping):
-            errors.append(f"{source}: {path} is {json.dumps(value)}, expected an object")
+            merged[key] = _merge(derived[key], value, file, path + ".", errors)
         elif value == "auto":
             if path not in FLAGS:
                 errors.append(f'{source}: {path} is "auto", but no flag determines it: give a value or leave it out')

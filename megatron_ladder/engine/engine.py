@@ -1,7 +1,8 @@
 """The interface between a training step and DeepSpeed, and its implementation without pipeline stages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,28 +17,23 @@ ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 `LanguageModel.forward` takes them."""
 
 
-class DeepSpeedMpu:
-    """The process mesh under the names that DeepSpeed requires of its `mpu` argument.
+def to_device(batch: ModelInputs, device: torch.device) -> list[Any]:
+    """Move all tensors except the document bounds, which the model needs on the CPU."""
+    *others, document_bounds = batch
+    return [*(None if one is None else one.to(device, non_blocking=True) for one in others), document_bounds]
 
-    For each kind of group it has `get_KIND_rank`, `get_KIND_world_size` and `get_KIND_group`.
+
+def deepspeed_mpu(mesh: ProcessMesh) -> SimpleNamespace:
+    """Return the groups of a mesh from `ProcessMesh.build` as DeepSpeed's `mpu` argument.
+
+    For each kind of group it has the functions `get_KIND_rank`, `get_KIND_world_size` and `get_KIND_group`.
     """
-
-    def __init__(self, mesh: ProcessMesh) -> None:
-        """`mesh` must come from `ProcessMesh.build`, so that its groups have process groups."""
-        groups = {
-            "model_parallel": mesh.model,
-            "tensor_model_parallel": mesh.tensor,
-            "pipeline_model_parallel": mesh.pipeline,
-            "data_parallel": mesh.data,
-        }
-        methods = vars(self)
-        for kind, group in groups.items():
-            for suffix, value in (("rank", group.rank), ("world_size", group.size), ("group", group.process_group)):
-                methods[f"get_{kind}_{suffix}"] = _constant(value)
-
-
-def _constant(value: Any) -> Callable[[], Any]:
-    return lambda: value
+    groups = {"model": mesh.model, "tensor_model": mesh.tensor, "pipeline_model": mesh.pipeline, "data": mesh.data}
+    functions = {}
+    for kind, group in groups.items():
+        for suffix, value in (("rank", group.rank), ("world_size", group.size), ("group", group.process_group)):
+            functions[f"get_{kind}_parallel_{suffix}"] = lambda value=value: value
+    return SimpleNamespace(**functions)
 
 
 class Engine(ABC):
@@ -65,12 +61,11 @@ class Engine(ABC):
     @property
     def module(self) -> nn.Module:
         """The module whose forward pass processes a micro-batch."""
-        module: nn.Module = self.wrapped.module
-        return module
+        return self.wrapped.module
 
     @abstractmethod
     def _initialize(self, model: LanguageModel, **arguments: Any) -> Any:
-        """Return DeepSpeed's engine around the model; `arguments` are those of `deepspeed.initialize`."""
+        """Return DeepSpeed's engine around the model; `arguments` are for `deepspeed.initialize`."""
 
     @abstractmethod
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
@@ -113,13 +108,12 @@ class UnpipelinedEngine(Engine):
     def _initialize(self, model: LanguageModel, **arguments: Any) -> Any:
         import deepspeed
 
-        wrapped, *_ = deepspeed.initialize(model=model, mpu=DeepSpeedMpu(self._mesh), **arguments)
-        return wrapped
+        return deepspeed.initialize(model=model, mpu=deepspeed_mpu(self._mesh), **arguments)[0]
 
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
         loss_sum = torch.zeros((), device=self._device)
         for index, batch in enumerate(micro_batches):
-            loss = self.wrapped(*self._on_device(batch)) * scale
+            loss = self.wrapped(*to_device(batch, self._device)) * scale
             loss_sum += loss.detach()
             # DeepSpeed averages gradients over data-parallel ranks.
             self.wrapped.backward(loss * self._mesh.data.size, scale_wrt_gas=False)
@@ -131,14 +125,8 @@ class UnpipelinedEngine(Engine):
     def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for batch in micro_batches:
-            loss_sum += self.module(*self._on_device(batch))
+            loss_sum += self.module(*to_device(batch, self._device))
         return loss_sum
 
     def step(self) -> None:
         self.wrapped.step()
-
-    def _on_device(self, batch: ModelInputs) -> list[Tensor | None]:
-        """Move all tensors except the document bounds, which the model needs on the CPU."""
-        *others, document_bounds = batch
-        moved = (None if tensor is None else tensor.to(self._device, non_blocking=True) for tensor in others)
-        return [*moved, document_bounds]

@@ -43,11 +43,7 @@ def build_adamw(
     Raises:
         UserError: apex was requested, but it is missing, is not NVIDIA's, or there is no CUDA device.
     """
-    settings: dict[str, Any] = {
-        "lr": config.lr,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_eps,
-    }
+    settings: dict[str, Any] = dict(lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
     wanted = config.optimizer_implementation
     fused = offload or device.type == "cuda"
     if offload:
@@ -75,15 +71,12 @@ class LearningRateSchedule:
     decay_iters: int
     """The iteration at which the rate reaches `min_lr` and stays there (except for `constant`)."""
     min_lr: float = 0.0
-    """The lowest rate after the warm-up."""
     decay_style: DecayStyle = "cosine"
-    """Shape of the decay from `lr` to `min_lr`."""
     warmup_iters: int = 0
     """Iterations over which the rate rises linearly from 0 to `lr`."""
     wsd_decay_iters: int = 0
     """WSD: the number of iterations before `decay_iters` in which the rate falls."""
     wsd_decay_style: WsdDecayStyle = "exponential"
-    """WSD: shape of the decay."""
 
     def at(self, iteration: int) -> float:
         """Return the learning rate of an iteration; the first iteration is 1."""
@@ -95,30 +88,21 @@ class LearningRateSchedule:
             return self.min_lr
         if self.decay_style == "inverse-square-root":
             return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_iters, 1) / max(iteration, 1)))
-        return self.min_lr + self._remaining(iteration) * (self.lr - self.min_lr)
-
-    def _remaining(self, iteration: int) -> float:
-        """Return the remaining fraction of `lr - min_lr`: 1 at the start of the decay, 0 at its end."""
-        if self.decay_style != "WSD":
-            done = (iteration - self.warmup_iters) / (self.decay_iters - self.warmup_iters)
-            return 1.0 - done if self.decay_style == "linear" else _cosine(done)
-        stable_iters = self.decay_iters - self.wsd_decay_iters
-        if iteration <= stable_iters:
-            return 1.0
-        done = (iteration - stable_iters) / self.wsd_decay_iters
-        match self.wsd_decay_style:
+        if self.decay_style == "WSD":
+            style: str = self.wsd_decay_style
+            done = max(0, iteration - self.decay_iters + self.wsd_decay_iters) / max(1, self.wsd_decay_iters)
+        else:
+            style, done = self.decay_style, (iteration - self.warmup_iters) / (self.decay_iters - self.warmup_iters)
+        match style:
             case "exponential":
-                return 2.0 * math.pow(0.5, done) - 1.0
+                remaining = 2.0 * math.pow(0.5, done) - 1.0
             case "linear":
-                return 1.0 - done
+                remaining = 1.0 - done
             case "cosine":
-                return _cosine(done)
+                remaining = 0.5 * (1.0 + math.cos(math.pi * done))
             case "minus_sqrt":
-                return 1.0 - math.sqrt(done)
-
-
-def _cosine(done: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * done))
+                remaining = 1.0 - math.sqrt(done)
+        return self.min_lr + remaining * (self.lr - self.min_lr)
 
 
 def complete_schedule(optimizer: OptimizerConfig, train_iters: int) -> OptimizerConfig:
@@ -132,14 +116,9 @@ def complete_schedule(optimizer: OptimizerConfig, train_iters: int) -> Optimizer
 
 def build_schedule(run: RunConfig) -> LearningRateSchedule:
     """Return the learning rate schedule of a run."""
-    optimizer = complete_schedule(run.optimizer, run.training.train_iters)
-    assert optimizer.lr_decay_iters is not None and optimizer.lr_wsd_decay_iters is not None
+    config = complete_schedule(run.optimizer, run.training.train_iters)
+    assert config.lr_decay_iters is not None and config.lr_wsd_decay_iters is not None
     return LearningRateSchedule(
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        decay_style=optimizer.lr_decay_style,
-        decay_iters=optimizer.lr_decay_iters,
-        warmup_iters=optimizer.lr_warmup_iters,
-        wsd_decay_iters=optimizer.lr_wsd_decay_iters,
-        wsd_decay_style=optimizer.lr_wsd_decay_style,
-    )
+        config.lr, config.lr_decay_iters, config.min_lr, config.lr_decay_style, config.lr_warmup_iters,
+        config.lr_wsd_decay_iters, config.lr_wsd_decay_style,
+    )  # fmt: skip

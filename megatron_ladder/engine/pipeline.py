@@ -7,6 +7,7 @@ import contextlib
 import io
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -18,7 +19,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.engine.engine import DeepSpeedMpu, Engine, ModelInputs
+from megatron_ladder.engine.engine import Engine, ModelInputs, deepspeed_mpu, to_device
 from megatron_ladder.model.language_model import LanguageModel
 
 
@@ -46,16 +47,9 @@ class _Stage(nn.Module):
         Returns:
             The state for the next stage; the loss on the last.
         """
-        _, labels, loss_mask, positions, document_bounds = self.coming.popleft()
-        leaving = self.model.stage(entering, _to_device(entering.device, positions), document_bounds)
-        if not self.model.is_last:
-            return leaving
-        loss_mask = _to_device(entering.device, loss_mask)
-        return self.model.loss(leaving[0], labels.to(entering.device), loss_mask) * self.loss_scale
-
-
-def _to_device(device: torch.device, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(device, non_blocking=True)
+        _, labels, loss_mask, positions, document_bounds = to_device(self.coming.popleft(), entering.device)
+        leaving = self.model.stage(entering, positions, document_bounds)
+        return self.model.loss(leaving[0], labels, loss_mask) * self.loss_scale if self.model.is_last else leaving
 
 
 class _StagedModel(PipelineModule):  # type: ignore[misc]
@@ -73,9 +67,9 @@ class _StagedModel(PipelineModule):  # type: ignore[misc]
         self.stage = stage
         self._mesh = mesh
 
-    def mpu(self) -> DeepSpeedMpu:
+    def mpu(self) -> SimpleNamespace:
         """Return the process groups of the mesh, so that gradients are reduced over them."""
-        return DeepSpeedMpu(self._mesh)
+        return deepspeed_mpu(self._mesh)
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup | None]]:
         """Return the weights whose gradients are summed over stages: an embedding that is the output head as well."""
@@ -116,8 +110,7 @@ class PipelinedEngine(Engine):
     def _initialize(self, model: LanguageModel, **arguments: Any) -> Any:
         staged = _StagedModel(model, self._mesh)
         self._stage = staged.stage
-        wrapped, *_ = deepspeed.initialize(model=staged, **arguments)
-        return wrapped
+        return deepspeed.initialize(model=staged, **arguments)[0]
 
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
         count, data_parallel = self.wrapped.micro_batches, self._mesh.data.size
@@ -153,8 +146,7 @@ class _WithoutStep:
 
     def num_pipe_buffers(self) -> int:
         """Return the number of micro-batches in flight."""
-        buffers: int = self._schedule.num_pipe_buffers()
-        return buffers
+        return self._schedule.num_pipe_buffers()
 
     def __iter__(self) -> Iterator[list[Any]]:
         for instructions in self._schedule:

@@ -9,7 +9,8 @@ pinned, an unknown class is an error, and every save checks that each weight is 
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,7 @@ class EngineState(OptimizerState, ABC):
     @property
     def base(self) -> torch.optim.Optimizer:
         """The optimizer that DeepSpeed wraps."""
-        optimizer: torch.optim.Optimizer = self._engine.optimizer.optimizer
-        return optimizer
+        return self._engine.optimizer.optimizer
 
     @abstractmethod
     def gradients(self) -> Iterator[Tensor]:
@@ -58,17 +58,11 @@ class EngineState(OptimizerState, ABC):
             if type(self.base) is torch.optim.AdamW:
                 # AdamW treats any non-empty state as fully initialized.
                 state.setdefault("step", self._step_count(span.flat_master, 0))
-        moment: Tensor = state[which]
-        return moment.view(-1).narrow(0, span.offset, span.length)
+        return state[which].view(-1).narrow(0, span.offset, span.length)
 
     def steps_taken(self) -> int:
-        for group in self.base.param_groups:
-            if "step" in group:
-                return int(group["step"])
-        for flat_master in self._flat_masters():
-            if "step" in self.base.state[flat_master]:
-                return int(self.base.state[flat_master]["step"])
-        return 0
+        counters = [*self.base.param_groups, *(self.base.state[flat_master] for flat_master in self._flat_masters())]
+        return next((int(counter["step"]) for counter in counters if "step" in counter), 0)
 
     def set_steps_taken(self, steps: int) -> None:
         if type(self.base) is not torch.optim.AdamW:
@@ -121,8 +115,7 @@ class _PlainState(EngineState):
 
     @property
     def base(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._engine.optimizer
-        return optimizer
+        return self._engine.optimizer
 
     def spans(self) -> Iterator[Span]:
         owned = dist.get_rank(self._engine.seq_data_parallel_group) == 0
@@ -140,22 +133,16 @@ class _PlainState(EngineState):
         return
 
 
-class _FlatGroup(NamedTuple):
-    """Parameters in one flat vector, of which this rank holds a partition."""
-
-    parameters: Sequence[nn.Parameter]
-    offsets: Sequence[int]
-    """Index of each parameter's first element in the vector."""
-    flat_master: Tensor
-    """This rank's partition, fp32."""
-
-
 class _FlatState(EngineState):
     """ZeRO-1 and 2: the parameters of a group are flattened, and each data-parallel rank updates a partition."""
 
     @abstractmethod
-    def groups(self) -> Iterator[_FlatGroup]:
-        """Iterate over the groups in the optimizer's order."""
+    def groups(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int], Tensor]]:
+        """Iterate over the optimizer's groups, each a flat vector of parameters, of which this rank has a partition.
+
+        Yields:
+            The parameters, the index of each one's first element in the vector, and the partition, fp32.
+        """
 
     def spans(self) -> Iterator[Span]:
         for index, (parameters, offsets, flat_master) in enumerate(self.groups()):
@@ -175,14 +162,11 @@ class _FlatState(EngineState):
 class _Bf16State(_FlatState):
     """ZeRO-1 in bf16 with fp32 gradient accumulation (`BF16_Optimizer`)."""
 
-    def groups(self) -> Iterator[_FlatGroup]:
+    def groups(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int], Tensor]]:
         optimizer = self._engine.optimizer
         for parameters, flat_master in zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True):
-            offsets, position = [], 0
-            for parameter in parameters:
-                offsets.append(position)
-                position += parameter.numel()
-            yield _FlatGroup(parameters, offsets, flat_master)
+            ends = list(accumulate((parameter.numel() for parameter in parameters), initial=0))
+            yield parameters, ends[:-1], flat_master
 
     def gradients(self) -> Iterator[Tensor]:
         optimizer = self._engine.optimizer
@@ -195,15 +179,10 @@ class _Bf16State(_FlatState):
 class _ZeroState(_FlatState):
     """ZeRO-1 in fp32 and fp16, ZeRO-2 (`DeepSpeedZeroOptimizer`), and both with the optimizer offloaded."""
 
-    def groups(self) -> Iterator[_FlatGroup]:
+    def groups(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int], Tensor]]:
         optimizer = self._engine.optimizer
-        for parameters, offsets, flat_master in zip(
-            optimizer.round_robin_bit16_groups,
-            optimizer.round_robin_bit16_offsets,
-            optimizer.single_partition_of_fp32_groups,
-            strict=True,
-        ):
-            yield _FlatGroup(parameters, offsets, flat_master)
+        parameters, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
+        return zip(parameters, offsets, optimizer.single_partition_of_fp32_groups, strict=True)
 
     def gradients(self) -> Iterator[Tensor]:
         optimizer = self._engine.optimizer
@@ -214,10 +193,9 @@ class _ZeroState(_FlatState):
             return
         found: dict[tuple[int, int], Tensor] = {}
         for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
-            position = 0
-            for part in optimizer.averaged_gradients[index]:
-                found[id(master), position] = part
-                position += part.numel()
+            parts = optimizer.averaged_gradients[index]
+            starts = accumulate((part.numel() for part in parts), initial=0)
+            found |= {(id(master), start): part for start, part in zip(starts, parts, strict=False)}
         for span in self.spans():
             gradient = found.get((id(span.flat_master), span.offset))
             if gradient is None or gradient.numel() != span.length:
@@ -233,9 +211,8 @@ class _Zero3State(EngineState):
     def _parts(self) -> Iterator[tuple[int, int, Span]]:
         """Iterate over subgroup, index within it, and this rank's span, leaving out parts that are only padding."""
         optimizer = self._engine.optimizer
-        for subgroup, (parameters, flat_master) in enumerate(
-            zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
-        ):
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+        for subgroup, (parameters, flat_master) in enumerate(groups):
             offset = 0
             for index, parameter in enumerate(parameters):
                 part: Any = parameter
