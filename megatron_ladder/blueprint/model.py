@@ -7,13 +7,10 @@ from typing import Any, Literal
 
 from megatron_ladder.blueprint.wiring import (
     DESYNC_INTERVALS,
-    RESIDUAL_MODES,
     WIRINGS,
     ResidualMode,
     WiredSubBlock,
     Wiring,
-    describe_wirings,
-    modes_taking,
 )
 from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.flags import ValueType, flag, flag_name, to_plain, value_errors
@@ -52,7 +49,9 @@ class ModelTraits:
     """RMSNorm over each query and key head before the rotary embedding."""
     init_method_std: float = flag(0.02, minimum=0)
     """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x layers)."""
-    residual_mode: ResidualMode = flag("standard", details=describe_wirings())
+    residual_mode: ResidualMode = flag(
+        "standard", details=" ".join(f"{wiring.name}: {wiring.description}" for wiring in WIRINGS.values())
+    )
     """Wiring of the layers."""
     residual_staleness: int = flag(1, minimum=1)
     """How many sub-blocks late a ladder layer reads the stream, and so how many all-reduces are in flight."""
@@ -160,7 +159,7 @@ class ModelConfig(ModelTraits):
             UserError: a key is missing or unknown, or a value is invalid.
         """
         known = {field.name: field for field in fields(ModelConfig)}
-        unknown = sorted(set(values) - set(known))
+        unknown = sorted(values.keys() - known.keys())
         absent = sorted(name for name, field in known.items() if field.default is MISSING and name not in values)
         if unknown or absent:
             raise UserError(f"{source}: not a model of this version: unknown keys {unknown}, missing keys {absent}")
@@ -190,11 +189,7 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     Raises:
         ValueError: the text has another form, or names a layer that does not exist.
     """
-    words = text.strip()
-    if words == "all":
-        return tuple(range(num_layers))
-    if words == "none":
-        return ()
+    words = {"all": str(num_layers), "none": "0"}.get(text.strip(), text.strip())
     if words.isdigit():
         if int(words) > num_layers:
             raise ValueError(f"the upper {words} layers of {num_layers} do not exist")
@@ -229,9 +224,10 @@ def resolve_model(
     wiring = WIRINGS[flags.residual_mode]
     for name in ("ladder_layers", "residual_staleness", "desync_interval"):
         if name not in wiring.takes and getattr(flags, name) != getattr(ModelFlags, name):
+            taking = " or ".join(mode for mode, other in WIRINGS.items() if name in other.takes)
             errors.append(
                 f"{flag_name(name)} {getattr(flags, name)} has no meaning with --residual-mode "
-                f"{flags.residual_mode}: give --residual-mode {' or '.join(modes_taking(name))}, or leave it out"
+                f"{flags.residual_mode}: give --residual-mode {taking}, or leave it out"
             )
     try:
         layers = parse_layers("all" if flags.ladder_layers is None else flags.ladder_layers, flags.num_layers)
@@ -282,8 +278,8 @@ def model_errors(config: ModelConfig) -> list[str]:
         )
     if any(not 0 <= layer < config.num_layers for layer in config.ladder_layers):
         errors.append(f"--ladder-layers {list(config.ladder_layers)} has layers outside 0-{config.num_layers - 1}")
-    if config.residual_mode not in RESIDUAL_MODES:
-        errors.append(f"--residual-mode {config.residual_mode} is not one of {', '.join(RESIDUAL_MODES)}")
+    if config.residual_mode not in WIRINGS:
+        errors.append(f"--residual-mode {config.residual_mode} is not one of {', '.join(WIRINGS)}")
     elif config.wiring.stream == "per rank":
         if config.desync_interval not in DESYNC_INTERVALS:
             possible = " or ".join(map(str, DESYNC_INTERVALS))

@@ -12,9 +12,10 @@ size, s sequence length, t tensor-parallel ranks.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import SubBlockKind, WiredSubBlock
@@ -95,7 +96,6 @@ class Matrix:
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """The weight, and the bias if it has one."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
@@ -263,28 +263,21 @@ def model_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
         yield head_tensor(config)
 
 
-@dataclass(frozen=True)
-class ParameterCount:
-    """Numbers of parameters, without the vocabulary's padding."""
+class ParameterCount(NamedTuple):
+    """Numbers of parameters, without the vocabulary's padding.
+
+    Where a desync stream is per rank, the norms of all ranks count. `lm_head` is 0 if the embedding matrix is the head.
+    """
 
     embedding: int
-    """V h"""
     layers: tuple[int, ...]
-    """One number per layer; where a desync stream is per rank, the norms of all ranks count."""
     final_norm: int
-    """h"""
     lm_head: int
-    """V h, or 0 if the embedding matrix is the head."""
 
     @property
     def total(self) -> int:
         """All parameters; a tied matrix counts once."""
-        return self.with_one_embedding + self.lm_head
-
-    @property
-    def with_one_embedding(self) -> int:
-        """All parameters but the head: how the sizes of models are often published, tied or not."""
-        return self.embedding + sum(self.layers) + self.final_norm
+        return self.embedding + sum(self.layers) + self.final_norm + self.lm_head
 
 
 def parameter_count(model: ModelConfig) -> ParameterCount:
@@ -309,25 +302,11 @@ class ModelFlops:
     sequence_length: int
 
     @cached_property
-    def _branches(self) -> list[Branch]:
-        return [branch for sub_block in layer_tensors(self.model)[0] for branch in sub_block.branches]
-
-    def _forward(self, branches: Sequence[Branch]) -> int:
-        s = self.sequence_length
-        return sum(s * (branch.product_flops + branch.score_flops(s)) for branch in branches)
-
-    @property
-    def attention_scores(self) -> int:
-        """Forward, of one layer: 2 s s d Hq for query times key, and as much for scores times values.
-
-        A kernel that skips the masked half does (s + 1) / (2 s) of it.
-        """
-        return sum(self.sequence_length * branch.score_flops(self.sequence_length) for branch in self._branches)
-
-    @property
     def layer(self) -> int:
-        """Forward, of one layer."""
-        return self._forward(self._branches)
+        """Forward, of one layer. A kernel that skips masked scores computes (s + 1) / (2 s) of those counted here."""
+        s = self.sequence_length
+        branches = [branch for sub_block in layer_tensors(self.model)[0] for branch in sub_block.branches]
+        return sum(s * (branch.product_flops + branch.score_flops(s)) for branch in branches)
 
     @property
     def head(self) -> int:

@@ -164,13 +164,3 @@ SUB_BLOCK_TABLE = {
     for name in SHARED_STREAM_MODES
 }
 """Sub-blocks of each of them, and whether each reads late in ladder layers: for the exported Hugging Face module."""
-
-
-def describe_wirings() -> str:
-    """Return one sentence per wiring, for `--help`."""
-    return " ".join(f"{wiring.name}: {wiring.description}" for wiring in WIRINGS.values())
-
-
-def modes_taking(field: str) -> tuple[str, ...]:
-    """Return the wirings that a field of `ModelFlags` has a meaning with."""
-    return tuple(name for name, wiring in WIRINGS.items() if field in wiring.takes)
