@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+# Options of prctl(2), from <linux/prctl.h>.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-"""Options of prctl(2), from <linux/prctl.h>."""
 
 Child = subprocess.Popen[bytes]
 

@@ -5,13 +5,12 @@ On a terminal a bar is redrawn in place. Elsewhere a line is printed every few s
 
 import sys
 import threading
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
-TERMINAL_SECONDS, PLAIN_SECONDS = 0.2, 10.0
-"""Time between two updates on a terminal, and between two lines elsewhere."""
+PLAIN_SECONDS = 10.0
+"""Time between two lines on a stream that is not a terminal."""
 
 
 class _Bar(tqdm):  # type: ignore[misc]
@@ -52,15 +51,13 @@ class ProgressBar:
     ) -> None:
         self._stream = stream or sys.stderr
         self._is_terminal = self._stream.isatty()
-        options = {"desc": description, "total": total, "initial": done, "unit": unit, "unit_scale": unit == "B"}
+        options: dict[str, Any] = {"desc": description, "total": total, "initial": done, "unit": unit}
+        options |= {"unit_scale": unit == "B", "file": self._stream, "miniters": 1}
         if self._is_terminal:
-            self._bar = _Bar(**options, file=self._stream, mininterval=TERMINAL_SECONDS, miniters=1, dynamic_ncols=True)
+            self._bar = _Bar(**options, mininterval=0.2, dynamic_ncols=True)
         else:
-            seconds = PLAIN_SECONDS
             # Without columns there is no room for the drawn bar.
-            self._bar = _PlainBar(
-                **options, file=self._stream, mininterval=seconds, miniters=1, delay=seconds, ncols=0
-            )
+            self._bar = _PlainBar(**options, mininterval=PLAIN_SECONDS, delay=PLAIN_SECONDS, ncols=0)
 
     def advance(self, amount: float, **notes: object) -> None:
         """Count finished work, and update the display if it is due. `notes` are shown after the rate."""
@@ -86,7 +83,5 @@ class ProgressBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

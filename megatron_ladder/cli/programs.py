@@ -28,19 +28,19 @@ PROGRAMS = (
     "train_tokenizer",
     "write_reference",
 )
-_ONLY_FROM_A_CHECKOUT = ("write_reference",)
 
 
 @dataclass(frozen=True)
 class Command:
-    """A program, or one of its subcommands."""
+    """A program, or one of its subcommands.
+
+    `sections` are the dataclasses of its flags, in the order of `--help`. `words` precede the flags, such as `DIR` or a
+    subcommand. The description is one sentence, or empty if the docstring of the program's module describes it.
+    """
 
     sections: tuple[type, ...]
-    """Dataclasses of its flags, in the order of `--help`."""
     words: str = ""
-    """Words before the flags, such as `DIR` or a subcommand."""
     description: str = ""
-    """One sentence; empty if the docstring of the program's module describes it."""
 
 
 def script_of(program: str) -> str:
@@ -58,5 +58,6 @@ def console_scripts() -> list[str]:
     return [
         f"megatron-ladder-{program.replace('_', '-')} = megatron_ladder.cli.{program}:entry_point"
         for program in PROGRAMS
-        if program not in _ONLY_FROM_A_CHECKOUT
+        # It writes to the checkout.
+        if program != "write_reference"
     ]

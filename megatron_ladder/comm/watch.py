@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -196,9 +195,7 @@ class HangWatch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
         self._stop.set()
         if kind is None:
             self._set_limit(self._startup)
@@ -231,15 +228,14 @@ class HangWatch:
                 self._last_beat = time.time()
                 self._peers.beat(self._rank, self._iteration)
             # The recorder is read only if no step has finished for a long time.
-            if time.time() - self._progress < limit * REPORT_AT:
-                self._report_progress()
-                continue
-            collectives = _recorded_collectives()
-            progress = max(self._progress, collectives[-1].started if collectives else 0.0)
-            silent = time.time() - progress
+            collectives = _recorded_collectives() if time.time() - self._progress >= limit * REPORT_AT else []
+            silent = time.time() - max([self._progress, *(one.started for one in collectives[-1:])])
             if silent < limit * REPORT_AT:
-                self._report_progress()
-            elif not self._reported:
+                if self._reported:
+                    self._reported = False
+                    self._peers.say_waiting(self._rank, False)
+                continue
+            if not self._reported:
                 self._reported = True
                 # A rank in no collective is the one that others wait for, so it does not report that it waits.
                 if _awaited_peer(self._worker) is not None or not all(one.finished for one in collectives):
@@ -251,11 +247,6 @@ class HangWatch:
                 error = LostPeerError(f"{describe_lost(lost, self._peers)}: no message for {silent:.0f} s", lost)
                 self._on_loss(error)
                 fail(error)
-
-    def _report_progress(self) -> None:
-        if self._reported:
-            self._reported = False
-            self._peers.say_waiting(self._rank, False)
 
     def _report(self, seconds: float) -> None:
         with tempfile.TemporaryFile("w+") as file:

@@ -122,9 +122,7 @@ def take_megatron_flags(words: Sequence[str], errors: list[str]) -> list[str]:
 
 
 def _matches(value: str, allowed: Sequence[str]) -> bool:
-    if value.lower() in [word.lower() for word in allowed]:
-        return True
     try:
-        return float(value) in [float(word) for word in allowed]
+        return value.lower() in allowed or float(value) in map(float, allowed)
     except ValueError:
         return False
