@@ -97,11 +97,7 @@ class SampleReader:
     def __init__(
         self, source: Samples, shape: BatchShape, data_parallel_rank: int, consumed_samples: int, vocab_size: int
     ) -> None:
-        """
-        Args:
-            consumed_samples: samples that all ranks together have read; 0 for a new run.
-            vocab_size: size of the model's vocabulary without padding.
-        """
+        """`consumed_samples` were read by all ranks together; `vocab_size` is the model's, without padding."""
         self.source, self.vocab_size, self._step = source, vocab_size, shape.global_batch_size
         samples = np.arange(self._step).reshape(-1, shape.data_parallel_size, shape.micro_batch_size)
         self._next = consumed_samples + samples[:, data_parallel_rank].reshape(-1)

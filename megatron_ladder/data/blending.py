@@ -29,11 +29,10 @@ _MAX_TURNS = 1 << 18
 
 
 class Blend(NamedTuple):
-    """Data sets and their proportions."""
+    """Data sets, and their weights above 0, of any sum; None: proportional to their numbers of samples."""
 
     prefixes: tuple[Path, ...]
     weights: tuple[Fraction, ...] | None
-    """Weight of each data set, above 0, of any sum; None: proportional to their numbers of samples."""
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> Blend:

@@ -1,5 +1,6 @@
 """From the data sets that a command line names to samples for training, validation and test."""
 
+import itertools
 import json
 from collections.abc import Collection, Sequence
 from fractions import Fraction
@@ -16,7 +17,7 @@ from megatron_ladder.data.packing import LossOn, PackedSource
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.sidecar import check_index, check_sidecar, missing_loss_mask, read_sidecar
 from megatron_ladder.data.tokenizers import Tokenizer
-from megatron_ladder.errors import ErrorCollector, UserError
+from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 
 _PARTS = ("train", "valid", "test")
 
@@ -24,10 +25,7 @@ DataSource = SampleSource | PackedSource | BlendedSource
 
 
 class DataArguments(NamedTuple):
-    """Arguments of the four flags that name data: `P1 P2 ...` or `W1 P1 W2 P2 ...`, or nothing.
-
-    A path P is given without .bin and .idx; W is its weight.
-    """
+    """Arguments of the four flags that name data: paths without .bin and .idx, each of them possibly after a weight."""
 
     data_path: Sequence[str]
     train: Sequence[str]
@@ -76,16 +74,14 @@ def _read_parts(flag: str, path: Path) -> dict[str, list[str]]:
     unknown = [key for key in values if key not in _PARTS] if isinstance(values, dict) else [values]
     if unknown:
         raise UserError(f"{flag} {path}: expected an object with keys {', '.join(_PARTS)}, found {unknown[0]!r}")
-    errors = ErrorCollector()
-    own: dict[str, list[str]] = {part: [] for part in _PARTS}
-    for part, value in values.items():
-        words = value.split() if isinstance(value, str) else [] if value is None else value
-        if isinstance(words, list) and all(isinstance(word, str | int | float) for word in words):
-            own[part] = [str(word) for word in words]
-        else:
-            errors.add(f"{flag} {path}: {part}: expected a text, or a list of weights and prefixes")
-    errors.raise_if_any()
-    return own
+    given = {part: value for part, value in values.items() if value is not None}
+    own = {part: value.split() if isinstance(value, str) else value for part, value in given.items()}
+    raise_user_errors(
+        f"{flag} {path}: {part}: expected a text, or a list of weights and prefixes"
+        for part, words in own.items()
+        if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words)
+    )
+    return {part: [str(word) for word in own.get(part, ())] for part in _PARTS}
 
 
 class Sources(NamedTuple):
@@ -160,7 +156,7 @@ def _open_part(
     part: str,
     datasets: Sequence[IndexedDataset],
     weights: Sequence[Fraction] | None,
-    shares: tuple[float, float, float] | None,
+    shares: Sequence[float] | None,
     order: OrderOptions,
 ) -> DataSource | None:
     """Return a part's share of some data sets, all of them without `shares`; None if they have no document for it."""
@@ -228,7 +224,7 @@ def _open_source(
     return SampleSource(dataset, documents, order.seq_length, order.seed, shuffle, part, order.cache)
 
 
-def _parse_split(text: str) -> tuple[float, float, float]:
+def _parse_split(text: str) -> list[float]:
     """`969,30,1` -> shares of train, valid and test that add up to 1; missing shares are 0."""
     try:
         shares = [float(share) for share in text.replace("/", ",").split(",")]
@@ -237,11 +233,10 @@ def _parse_split(text: str) -> tuple[float, float, float]:
     total = sum(shares)
     if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < total < float("inf"):
         raise UserError(f"--split {text}: expected shares of train, valid and test such as 969,30,1")
-    train, valid, test = (share / total for share in (*shares, 0.0, 0.0)[:3])
-    return train, valid, test
+    return [share / total for share in (*shares, 0.0, 0.0)[:3]]
 
 
-def _split_documents(shares: tuple[float, float, float], documents: int) -> tuple[range, range, range]:
+def _split_documents(shares: Sequence[float], documents: int) -> list[range]:
     """Split documents 0 .. documents - 1 in order, rounded as in Megatron.
 
     Each share is rounded separately; the sum of the rounding errors is subtracted from all three ends.
@@ -249,13 +244,10 @@ def _split_documents(shares: tuple[float, float, float], documents: int) -> tupl
     ends = np.cumsum([0, *(round(share * documents) for share in shares)])
     ends[1:] -= ends[-1] - documents
     # If the first share is empty, Megatron's correction can be negative.
-    first, second, third, fourth = (int(end) for end in ends.clip(0))
-    return range(first, second), range(second, third), range(third, fourth)
+    return [range(begin, end) for begin, end in itertools.pairwise(ends.clip(0).tolist())]
 
 
-def _documents_of(
-    part: str, dataset: IndexedDataset, shares: tuple[float, float, float] | None, order: OrderOptions
-) -> range:
+def _documents_of(part: str, dataset: IndexedDataset, shares: Sequence[float] | None, order: OrderOptions) -> range:
     if shares is None:
         return range(len(dataset))
     position = _PARTS.index(part)

@@ -128,7 +128,7 @@ class _MegatronBlend(BlendedSource):
 def megatron_source(
     datasets: Sequence[IndexedDataset],
     weights: Sequence[Fraction] | None,
-    shares: tuple[float, float, float] | None,
+    shares: Sequence[float] | None,
     seq_length: int,
     seed: int,
     run_samples: int,
@@ -146,8 +146,7 @@ def megatron_source(
     """
 
     def source(dataset: IndexedDataset, samples: int | None) -> _MegatronSource:
-        every = len(dataset.sequence_bounds) - 1
-        sequences = range(every) if shares is None else split_sequences(shares, every)[0]
+        sequences = split_sequences(shares or (1.0,), len(dataset.sequence_bounds) - 1)[0]
         return _MegatronSource(dataset, sequences, seq_length, seed, samples, cache)
 
     if len(datasets) == 1 and (weights is None or shares is None):

@@ -29,10 +29,7 @@ def permutation(size: int, seed: int, epoch: int, purpose: int) -> NDArray[np.in
 
     It is defined by raw draws because NumPy guarantees bit streams across versions, but not `shuffle`. The draws are
     sorted with their lowest bits replaced by the position, which is twice as fast as an argsort. Afterwards only draws
-    with equal higher bits have to be ordered.
-
-    Raises:
-        UserError: the seed is negative.
+    with equal higher bits have to be ordered. Raises UserError if the seed is negative.
     """
     if seed < 0:
         raise UserError(f"--seed {seed}: expected 0 or more")
@@ -81,11 +78,7 @@ class Samples(ABC):
 
     @abstractmethod
     def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        """Write samples by their numbers [n] >= 0 into the rows `rows` [n] of `out`.
-
-        Args:
-            out: contiguous arrays; the tokens may have any integer type that is large enough.
-        """
+        """Write samples by their numbers [n] >= 0 into the rows `rows` [n] of contiguous arrays of any integer type."""
 
     def samples(self, numbers: NDArray[np.int64]) -> SampleRows:
         """Return samples by their numbers [n] >= 0. Consecutive numbers of one epoch avoid rebuilding its order."""

@@ -98,10 +98,9 @@ class _LinesShard:
 
 @dataclass(frozen=True)
 class _RowGroupShard:
-    """A row group of a Parquet file."""
+    """A row group of a Parquet file; its parts are the blocks."""
 
     parts: tuple[RowGroup, ...]
-    """The blocks, in order."""
     reading: Reading
 
     @property
@@ -130,11 +129,10 @@ def _documents(blocks: Iterator[Block], reading: Reading) -> Iterator[ShardBlock
 
 
 class StreamInput(NamedTuple):
-    """The input of a streamed run."""
+    """The input of a streamed run, and the descriptions of its sources, see `describe_sources`."""
 
     shards: tuple[Shard, ...]
     sources: tuple[dict[str, Any], ...]
-    """Descriptions of the sources, see `describe_sources`."""
 
 
 def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput:
@@ -153,13 +151,12 @@ def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput
         raise UserError(*map(_with_training_flags, error.messages)) from None
     if any(source.name == "-" for source in sources):
         raise UserError("--streaming -: standard input cannot be read again by a resumed run: give files")
+    part = max(_MIN_BYTES, sum(source.total_bytes or 0 for source in sources) // _ENOUGH_SHARDS)
     if len(sources) >= _ENOUGH_SHARDS:
-        shards: tuple[Shard, ...] = tuple(_SourceShard(source, reading) for source in sources)
+        shards: list[Shard] = [_SourceShard(source, reading) for source in sources]
     else:
-        total = sum(source.total_bytes or 0 for source in sources)
-        part = max(_MIN_BYTES, total // _ENOUGH_SHARDS)
-        shards = tuple(shard for source in sources for shard in _cut(source, reading, part))
-    return StreamInput(shards, describe_sources(sources))
+        shards = [shard for source in sources for shard in _cut(source, reading, part)]
+    return StreamInput(tuple(shards), describe_sources(sources))
 
 
 def _with_training_flags(message: str) -> str:

@@ -122,14 +122,10 @@ class SkippedRecords:
         self._known = {(shard, block, record) for shard, block, record in known}
 
     def add(self, shard: int, block: int, bad: Sequence[BadRecord], place: Callable[[int, int], str]) -> None:
-        """Count the bad records of a block.
+        """Count the bad records of a block of a shard; raises UserError if there are more than may be skipped.
 
         Args:
-            shard, block: index of the shard in the plan, and of the block in its shard.
             place: block and record -> its location, for messages.
-
-        Raises:
-            UserError: there are more than may be skipped.
         """
         for record in bad:
             found = (shard, block, record.number)
@@ -167,11 +163,7 @@ class _ShardStream:
         return begins._replace(used=self._used)
 
     def next_row(self) -> NDArray[np.int64]:
-        """Return the next sample [seq_length + 1].
-
-        Raises:
-            UserError: the input has no text, cannot be read, or has more bad records than may be skipped.
-        """
+        """Return the next sample [seq_length + 1]."""
         length = self._plan.seq_length + 1
         while sum(len(tokens) for _, tokens in self._windows) - self._used < length:
             self._windows.append(self._read_window())
@@ -186,11 +178,7 @@ class _ShardStream:
         return row
 
     def _read_window(self) -> tuple[StreamPosition, NDArray[np.int32]]:
-        """Return the next window that contains a token; windows without documents are not counted.
-
-        Raises:
-            UserError: every shard was read completely since the last token.
-        """
+        """Return the next window that contains a token; windows without documents are not counted."""
         plan, entered, without_token = self._plan, self._next, set[int]()
         while True:
             begins, texts = self._next, list[str]()
@@ -261,7 +249,7 @@ class StreamReader:
         self._vocab_size, self._next = vocab_size, consumed_samples
 
     def read(self) -> SampleRows:
-        """Return the next rows [n, s + 1]."""
+        """Return the next rows [n, s + 1]; raises UserError for an input without text or with too many bad records."""
         numbers = np.arange(self._next, self._next + self._shape.global_batch_size)
         own = numbers[numbers % self._shape.data_parallel_size == self._rank]
         rows = np.stack([self._streams[number].next_row() for number in (own % self._plan.streams).tolist()])
