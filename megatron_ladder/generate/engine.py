@@ -33,7 +33,6 @@ class GenerationEngine:
     ) -> None:
         """
         Args:
-            model: this rank's part, with its weights.
             tokenizer: decodes the generated ids; None if only ids are needed.
             new_graph: creates the graph in which a batch captures its decode step; None runs the step eagerly.
         """
@@ -59,12 +58,9 @@ class GenerationEngine:
                 on_token(token)
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Generator[NewToken, None, list[Generation]]:
-        """Continue all prompts in one batch and yield the tokens as they come, in the order of the requests.
+        """Continue all prompts in one batch, yield the tokens as they come, and return the result of each request.
 
         Every rank must pass the same requests and consume all tokens. A result does not depend on the other requests.
-
-        Returns:
-            The result of each request.
 
         Raises:
             BadNumbersError: the model's logits are not finite.

@@ -177,11 +177,7 @@ SECTIONS = (ModelOptions, PromptOptions, SamplingOptions, OutputOptions, BenchOp
 
 
 def parse_options(argv: Sequence[str]) -> GenerateOptions:
-    """Parse the command line.
-
-    Raises:
-        UserError: with one line for each error that can be found without opening a file.
-    """
+    """Parse the command line; raises UserError with one line for each error that needs no file to be found."""
     errors: list[str] = []
     options = GenerateOptions(*parse_command_line(SECTIONS, argv, "generate.py", _DESCRIPTION, found=errors))
     prompts, sampling, output, bench = options.prompts, options.sampling, options.output, options.bench

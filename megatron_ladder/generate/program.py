@@ -50,8 +50,6 @@ _TIMEOUT_MINUTES = 60.0
 """Timeout of collectives; long, because a slow reader of the output can hold up rank 0."""
 _INPUT_TIMEOUT = timedelta(days=30)
 """Time that a user can take to enter a line. The end of a process is noticed immediately in any case."""
-_LARGEST_EXPONENT = 700.0
-"""Limit that keeps exp() within the range of a float."""
 _Mode = Callable[[GenerationEngine], None]
 
 
@@ -132,12 +130,9 @@ def _build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredMode
     if rank_info.rank == 0:
         for warning in stored.warnings:
             print(f"warning: {warning}", file=sys.stderr)
-        print(
-            f"{stored.directory}: {config.residual_mode}, {config.num_layers} layers, {dtype_name} on {device.type}, "
-            f"tensor parallel {ranks}, loaded in {time.monotonic() - begun:.1f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        kind = f"{config.residual_mode}, {config.num_layers} layers, {dtype_name} on {device.type}"
+        loaded = f"tensor parallel {ranks}, loaded in {time.monotonic() - begun:.1f} s"
+        print(f"{stored.directory}: {kind}, {loaded}", file=sys.stderr, flush=True)
     return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if options.cuda_graph else None)
 
 
@@ -350,15 +345,10 @@ class _TextOutput:
 def _generation_line(prompt: Prompt, generation: Generation) -> str:
     """Return a finished prompt as a line of JSON."""
     values = {
-        "prompt": prompt.text,
-        "prompt_ids": generation.prompt_ids,
-        "ids": generation.ids,
-        "text": generation.text,
-        "finish_reason": generation.finish_reason,
-        "prompt_tokens": len(generation.prompt_ids),
-        "generated_tokens": len(generation.ids),
-        **generation.timings._asdict(),
-    }
+        "prompt": prompt.text, "prompt_ids": generation.prompt_ids, "ids": generation.ids, "text": generation.text,
+        "finish_reason": generation.finish_reason, "prompt_tokens": len(generation.prompt_ids),
+        "generated_tokens": len(generation.ids), **generation.timings._asdict(),
+    }  # fmt: skip
     requested = {"logprobs": generation.logprobs, "top_logprobs": generation.alternatives}
     return json.dumps(values | {name: value for name, value in requested.items() if value is not None}) + "\n"
 
@@ -379,7 +369,8 @@ def _summary(generations: Sequence[Generation]) -> str:
 def _score_line(prompt: Prompt, logprobs: Sequence[float], as_json: bool, per_token: bool) -> str:
     """Return the log-likelihood and perplexity of a text, with `per_token` also each token's log-probability."""
     total = sum(logprobs)
-    perplexity = math.exp(min(-total / len(logprobs), _LARGEST_EXPONENT))
+    # exp() of a larger exponent exceeds the range of a float.
+    perplexity = math.exp(min(-total / len(logprobs), 700.0))
     if as_json:
         values = {
             "prompt": prompt.text, "prompt_ids": prompt.ids, "scored_tokens": len(logprobs), "log_likelihood": total,

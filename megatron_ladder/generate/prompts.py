@@ -51,8 +51,7 @@ class PromptEncoder:
     def encode(self, text: str, history: Sequence[Message] = ()) -> tuple[int, ...]:
         """Return the ids of a text, or of the conversation that it continues; empty for an empty text.
 
-        Raises:
-            UserError: the chat template rejects the conversation.
+        Raises UserError if the chat template rejects the conversation.
         """
         if self._template is None:
             encoded = self._tokenizer.encode(text)

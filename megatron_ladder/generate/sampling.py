@@ -105,7 +105,6 @@ class _Candidates(NamedTuple):
     """Summaries of all ranks' logits: float64 on the CPU, [b, ranks], `values` and `ids` [b, ranks, count]."""
 
     highest: Tensor
-    """Largest logit of each rank."""
     mass: Tensor
     """Sum of exp((logit - highest) / temperature)."""
     model_highest: Tensor
@@ -113,20 +112,15 @@ class _Candidates(NamedTuple):
     model_mass: Tensor
     """Like `mass`, before penalties and without temperature; for log-probabilities."""
     values: Tensor
-    """Largest logits in descending order."""
+    """Largest logits in descending order; `ids` are their tokens."""
     ids: Tensor
-    """Tokens of `values`."""
 
 
 class Sampler:
     """Chooses the next token of each slot of a batch, independently of the other slots."""
 
     def __init__(self, slots: int, vocab_size: int, start: int, group: CommGroup, device: torch.device) -> None:
-        """
-        Args:
-            start: first token of this rank's part of the vocabulary.
-            group: the tensor-parallel ranks.
-        """
+        """`start` is the first token of this rank's part of the vocabulary; `group` are the tensor-parallel ranks."""
         self._group, self._device = group, device
         self._start, self._vocab_size = start, vocab_size
         self._parameters = [GREEDY] * slots

@@ -125,15 +125,11 @@ class _ActiveSample:
     def result(self, timings: Timings) -> Generation:
         """Return the finished generation."""
         assert self.finish_reason is not None
-        return Generation(
-            self.request.prompt_ids,
-            tuple(self.ids),
-            text=None if self.decoder is None else "".join(self.pieces),
-            finish_reason=self.finish_reason,
-            timings=timings,
-            logprobs=tuple(self.logprobs) if self.request.sampling.logprobs else None,
-            alternatives=tuple(self.alternatives) or None,
-        )
+        text = None if self.decoder is None else "".join(self.pieces)
+        logprobs = tuple(self.logprobs) if self.request.sampling.logprobs else None
+        alternatives = tuple(self.alternatives) or None
+        ids = tuple(self.ids)
+        return Generation(self.request.prompt_ids, ids, text, self.finish_reason, timings, logprobs, alternatives)
 
 
 class SlotBatch:

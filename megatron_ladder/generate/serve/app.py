@@ -28,7 +28,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.requests import NewToken
 from megatron_ladder.generate.serve.protocol import (
@@ -52,7 +51,6 @@ class ServerSetup:
 
     options: ServeOptions
     model: ServedModel
-    tokenizer: Tokenizer
     api_keys: tuple[bytes, ...]
     """A request must have one of them; if there are none, no key is required."""
     listener: socket.socket | None
@@ -74,15 +72,12 @@ class _Metrics:
 
 
 class Service:
-    """Connects HTTP with the scheduler. All methods are called in the server's thread.
-
-    Attributes:
-        stopping: whether new requests are rejected because the server shuts down; any thread can set it.
-    """
+    """Connects HTTP with the scheduler. All methods are called in the server's thread."""
 
     def __init__(self, scheduler: Scheduler, setup: ServerSetup) -> None:
         self.scheduler, self.setup, self.model = scheduler, setup, setup.model
         self.metrics = _Metrics()
+        # Whether new requests are rejected because the server shuts down; any thread can set it.
         self.stopping = False
         self._outstanding = 0
         # Not in the server's thread, where a long text would delay the streams. One thread only, because tokenizers
@@ -140,11 +135,7 @@ class Service:
 
 
 class _ActiveRequest:
-    """A request in progress; it must be closed.
-
-    Attributes:
-        choices: the tokens of each choice so far.
-    """
+    """A request in progress, with the tokens of each choice so far; it must be closed."""
 
     def __init__(self, service: Service, request: ApiRequest) -> None:
         """Raises ApiError if the server has no room for the samples."""
@@ -163,8 +154,7 @@ class _ActiveRequest:
     async def tokens(self) -> AsyncIterator[list[tuple[int, NewToken]]]:
         """Yield all tokens with the index of their choice, in lists of those that are available together.
 
-        Raises:
-            ApiError: the samples were aborted.
+        Raises ApiError if the samples are aborted.
         """
         unfinished = len(self.choices)
         while unfinished:
@@ -267,7 +257,7 @@ class _GeneratedResponse:
 
     def __init__(self, service: Service, request: ApiRequest) -> None:
         self._service, self._request = service, request
-        self._writer = ResponseWriter(request, service.model.name, service.setup.tokenizer)
+        self._writer = ResponseWriter(request, service.model.name, service.model.tokenizer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def until_disconnected() -> None:

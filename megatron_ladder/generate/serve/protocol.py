@@ -110,8 +110,7 @@ class ServedModel:
     """Required value of `model`."""
     encode: Callable[[str], tuple[int, ...]]
     """Returns the ids of a text, with the tokenizer's prefix; none for an empty text."""
-    encode_chat: Callable[[str], tuple[int, ...]]
-    """Returns the ids of a rendered conversation."""
+    tokenizer: Tokenizer
     template: ChatTemplate | None
     """None if the tokenizer has no chat template."""
     vocab_size: int
@@ -160,9 +159,10 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
     if model.template is None:
         raise ApiError(400, "the model's tokenizer has no chat template; use /v1/completions")
     try:
-        prompt = model.encode_chat(model.template.prompt([_message(message) for message in request.messages]))
+        rendered = model.template.prompt([_message(message) for message in request.messages])
     except ChatTemplateError as error:
         raise ApiError(400, f"the chat template rejects these messages: {error}", "messages") from None
+    prompt = tuple(model.tokenizer.encode(rendered))
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise ApiError(400, "max_tokens and max_completion_tokens differ; use one of them", "max_completion_tokens")

@@ -73,11 +73,7 @@ class Scheduler:
     """Puts tickets into slots, in order of arrival, as slots become free. Exists on rank 0."""
 
     def __init__(self, slots: int, deliver: Deliver, grace_seconds: float) -> None:
-        """
-        Args:
-            deliver: passes events to the server's thread.
-            grace_seconds: time from `stop` until unfinished samples are aborted.
-        """
+        """`deliver` passes events to the server's thread; `stop` aborts samples only after the grace period."""
         self._deliver = deliver
         self._grace_seconds = grace_seconds
         # A signal handler can call `put` while the interrupted thread is within `get`; SimpleQueue allows that.
@@ -117,8 +113,7 @@ class Scheduler:
         self._inbox.put(drop)
 
     def stop(self) -> None:
-        """Abort unfinished samples after the grace period, or at once when called again; from any thread or signal
-        handler."""
+        """Abort samples after the grace period, or at once when called again; from any thread or signal handler."""
 
         def set_deadline() -> None:
             grace = self._grace_seconds if self._deadline is None else 0.0

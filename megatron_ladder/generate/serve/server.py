@@ -31,13 +31,9 @@ _FLUSH_SECONDS = 2.0
 
 
 def prepare_server(rank_info: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path) -> ServerSetup:
-    """Check the flags, read the keys, and listen on rank 0.
+    """Check the flags, read the keys, and listen on rank 0; raises UserError with one line per error.
 
-    Args:
-        directory: value of --model, from which the model's name is derived.
-
-    Raises:
-        UserError: with one line per error.
+    The model's name is derived from `directory`, the value of --model.
     """
     errors = ErrorCollector()
     available = stored.config.max_position_embeddings
@@ -66,14 +62,14 @@ def prepare_server(rank_info: RankInfo, options: ServeOptions, stored: StoredMod
     model = ServedModel(
         name=options.model_name or directory.resolve().name,
         encode=PromptEncoder(tokenizer, stored.prefix, chat=False, system=None).encode,
-        encode_chat=lambda text: tuple(tokenizer.encode(text)),
+        tokenizer=tokenizer,
         template=template,
         vocab_size=stored.config.vocab_size,
         positions=positions,
         max_samples=options.max_concurrent + options.max_queue,
         eos_ids=stored.eos_ids,
     )
-    return ServerSetup(options, model, tokenizer, keys, listener)
+    return ServerSetup(options, model, keys, listener)
 
 
 def _read_keys(path: Path) -> tuple[bytes, ...]:
@@ -99,11 +95,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def serve(engine: GenerationEngine, setup: ServerSetup) -> None:
-    """Serve until a signal stops rank 0; every rank must call it.
-
-    Raises:
-        BadNumbersError: the model's logits are not finite.
-    """
+    """Serve until a signal stops rank 0; every rank must call it. Raises BadNumbersError like `run_plans`."""
     options, listener = setup.options, setup.listener
     batch = engine.new_batch(options.max_concurrent, setup.model.positions)
     group = engine.group.over_gloo(PLAN_TIMEOUT)

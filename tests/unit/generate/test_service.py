@@ -9,7 +9,6 @@ from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.serve.app import ServerSetup, Service, _ActiveRequest
 from megatron_ladder.generate.serve.protocol import ApiError, ApiRequest
 from megatron_ladder.generate.serve.scheduler import Aborted, Scheduler
-from tests.unit.generate.plain_tokenizers import Bytes
 
 NEXT, LAST = NewToken(0, 7, "", None), NewToken(0, 8, "", "length")
 
@@ -18,7 +17,7 @@ def new_service(room: int) -> Service:
     model: Any = None
     scheduler = Scheduler(1, lambda events: None, grace_seconds=0.0)
     options = ServeOptions(max_concurrent=1, max_queue=room - 1)
-    return Service(scheduler, ServerSetup(options, model, Bytes(), (), None))
+    return Service(scheduler, ServerSetup(options, model, (), None))
 
 
 def start_request(service: Service, samples: int) -> _ActiveRequest:
