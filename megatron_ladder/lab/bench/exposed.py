@@ -32,7 +32,6 @@ from megatron_ladder.errors import UserError
 T = TypeVar("T")
 Event = dict[str, Any]
 """A complete event (`"ph": "X"`) of Chrome's trace format."""
-Device = Literal["cpu", "cuda"]
 
 ELSEWHERE = "outside of sub-blocks"
 """The embedding, the head, the loss, and data-parallel reduces."""
@@ -79,9 +78,9 @@ class TracedCollective(NamedTuple):
 class Communication:
     """The communication found in a trace."""
 
-    device: Device
+    device: Literal["cpu", "cuda"]
     step_seconds: dict[int, float]
-    """Iteration -> duration of the step."""
+    """By iteration."""
     collectives: tuple[TracedCollective, ...]
 
 

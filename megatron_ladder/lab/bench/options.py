@@ -1,13 +1,13 @@
 """The command line of `tools/benchmark.py`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from megatron_ladder.blueprint.model import tensor_parallel_errors
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag, parse_command_line
 from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS
 from megatron_ladder.lab.bench.sizes import find_size
@@ -112,10 +112,8 @@ def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
     elif not alpha and not presets:
         alpha = DEFAULT_ALPHA
     options = replace(given, wirings=_words(given.wirings), sizes=sizes, alpha=alpha, link_preset=presets)
-    errors += _size_errors(options)
-    errors += _interconnect_errors(options, given)
-    if errors:
-        raise UserError(*errors)
+    errors += _find_errors(options, given)
+    raise_user_errors(errors)
     return case, options
 
 
@@ -123,41 +121,33 @@ def _words(values: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for value in values for word in value.split(",") if word)
 
 
-def _size_errors(options: BenchmarkOptions) -> list[str]:
+def _find_errors(options: BenchmarkOptions, given: BenchmarkOptions) -> Iterator[str]:
     if options.ranks < 2:
         name = "--tp" if options.emulated_tp is None else "--emulated-tp"
-        return [f"{name} {options.ranks}: expected 2 or more; with fewer there is nothing to reduce"]
-    errors = []
-    for size in options.sizes:
+        yield f"{name} {options.ranks}: expected 2 or more; with fewer there is nothing to reduce"
+    for size in options.sizes if options.ranks > 1 else ():
         try:
-            errors += tensor_parallel_errors(find_size(size), options.ranks)
+            yield from tensor_parallel_errors(find_size(size), options.ranks)
         except ValueError as error:
-            errors.append(f"--sizes {size}: {error}")
+            yield f"--sizes {size}: {error}"
     if options.plot is not None and len(options.sizes) > 1:
-        errors.append(f"--plot {options.plot}: a plot shows one size, but --sizes has {len(options.sizes)}")
-    return errors
-
-
-def _interconnect_errors(options: BenchmarkOptions, given: BenchmarkOptions) -> list[str]:
-    errors = [
-        f"--alpha {text}: expected a time such as 500us or 2ms, or a multiple such as 1c or 0.5a"
-        for text in _words(given.alpha)
-        if parse_alpha(text) is None
-    ]
+        yield f"--plot {options.plot}: a plot shows one size, but --sizes has {len(options.sizes)}"
+    for text in _words(given.alpha):
+        if parse_alpha(text) is None:
+            yield f"--alpha {text}: expected a time such as 500us or 2ms, or a multiple such as 1c or 0.5a"
     for preset in options.link_preset:
         if preset not in PRESETS:
-            errors.append(f"--link-preset {preset}: expected some of {', '.join(PRESETS)}")
+            yield f"--link-preset {preset}: expected some of {', '.join(PRESETS)}"
             continue
         try:
             PRESETS[preset].seconds(1, max(options.ranks, 1))
         except ValueError as error:
-            errors.append(f"--link-preset {error}: change --tp, or with --device cuda --emulated-tp")
+            yield f"--link-preset {error}: change --tp, or with --device cuda --emulated-tp"
     if options.own_interconnect and (given.alpha or given.link_preset):
-        errors.append(
+        yield (
             "--alpha and --link-preset are for emulated wires, but --device cuda times the GPUs' own: remove them, or "
             "give --emulated-tp"
         )
-    return errors
 
 
 def parse_alpha(text: str) -> tuple[float, str] | None:

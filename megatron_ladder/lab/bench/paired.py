@@ -24,23 +24,18 @@ class RatioVerdict(Enum):
     """How far a ratio can be trusted."""
 
     SOUND = "sound"
-    """It can be reported."""
     TOO_NOISY = "too noisy to judge"
-    """The rounds differ too much."""
     ABOVE_BOUND = "above its bound: a measuring error"
     """It exceeds the possible maximum by more than its spread."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A paired ratio over all rounds."""
+    """Median and quartiles of a paired ratio over all rounds."""
 
     median: float
-    """Of the rounds' ratios."""
     low: float
-    """First quartile."""
     high: float
-    """Third quartile."""
 
     @property
     def spread(self) -> float:
@@ -61,7 +56,6 @@ class PairedTimes:
     """Seconds of each way in each round; all ways have the same rounds."""
 
     seconds: Mapping[str, tuple[float, ...]]
-    """Way -> its time in round 0, 1, ..."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if ways differ in their number of rounds, or there are fewer than four."""
@@ -91,13 +85,10 @@ def measure(
 ) -> PairedTimes:
     """Run every way once in each round, always in the same order, and time it.
 
-    With several ranks, each makes the same call, and `before_each` is their barrier.
-
     Args:
         ways: name -> function to time.
-        rounds: rounds that count; at least four.
-        warm_up_rounds: rounds before them, which do not count.
-        before_each: runs before each way, untimed.
+        rounds: rounds that count, after the warm-up rounds.
+        before_each: runs before each way, untimed: the barrier of several ranks, which all make the same call.
         label: of a progress bar on stderr; None shows none.
         clock: returns seconds.
 

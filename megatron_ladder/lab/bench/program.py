@@ -126,10 +126,7 @@ class _Benchmark:
     """The models to compare, and the wire between their ranks."""
 
     def __init__(self, case: Case, options: BenchmarkOptions, size: str, place: RankInfo, device: torch.device) -> None:
-        self.case = case
-        self.options = options
-        self.size = size
-        self.place = place
+        self.case, self.options, self.size, self.place = case, options, size, place
         self.shape = find_size(size)
         self.interconnect = _make_interconnect(options, self.shape, device)
         self.mesh, self.wire = self.interconnect.mesh, self.interconnect.wire

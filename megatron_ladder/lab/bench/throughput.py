@@ -40,7 +40,10 @@ PRODUCTS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class ThroughputWorkload:
-    """The computation that every way performs."""
+    """The computation that every way performs, in samples of `sequence` tokens.
+
+    `matrix` is the side of the square product that measures the rate. Without `backend`, nothing is compiled.
+    """
 
     config: ModelConfig
     sequence: int
@@ -48,9 +51,7 @@ class ThroughputWorkload:
     dtype: torch.dtype
     device: torch.device
     backend: str | None
-    """Of torch.compile; None does not compile."""
     matrix: int
-    """Side of the square product that measures the rate."""
 
     @property
     def flops(self) -> int:
@@ -60,14 +61,13 @@ class ThroughputWorkload:
 
 @dataclass(frozen=True)
 class ThroughputRow:
-    """One way to train, at one length."""
+    """Forward and backward of a micro-batch by one way to train, at one length."""
 
     way: str
     sequence: int
     batch: int
     layers: int
     median_seconds: float
-    """Forward and backward of one micro-batch."""
     tokens_per_second: float
     model_flops_per_second: float
     utilisation: float
@@ -131,23 +131,17 @@ def _ways(
 def _transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Build transformers' Llama of these sizes, with separate weights."""
     transformers = importlib.import_module("transformers")
+    same = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     theirs = transformers.LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
+        **{name: getattr(config, name) for name in (*same, "max_position_embeddings")},
         intermediate_size=config.ffn_hidden_size,
         num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
         rms_norm_eps=config.norm_epsilon,
         tie_word_embeddings=config.tie_embeddings,
         use_cache=False,
     )
     with device:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-            theirs, dtype=dtype, attn_implementation="sdpa"
-        )
+        model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
     return model.to(device)
 
 

@@ -89,9 +89,9 @@ def stage_layers(model: ModelConfig, pipeline: int, stage: int) -> int:
 
 
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
-    """Return the parameters of one rank of a stage: its layers, the embedding on the first stage, the head on the last.
+    """Return the parameters of one rank of a stage.
 
-    The last stage has the head's matrix even if it is tied to the embedding.
+    The first stage has the embedding, and the last one the head, even if its matrix is tied to the embedding.
     """
     matrix = embedding_tensor(model).local_numel(layout.tensor)
     count = stage_layers(model, layout.pipeline, stage) * _layer_parameters(model, layout.tensor)

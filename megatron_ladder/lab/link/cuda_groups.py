@@ -180,13 +180,11 @@ class SymmetricMemoryGroup(CommGroup):
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Start summing `tensor` (contiguous, any shape) in place."""
-        if self.size == 1 or not self._supports(tensor):
-            return super().start_all_reduce(tensor)
-        return self._start(tensor)
+        return self._start(tensor) if self._supports(tensor) else super().start_all_reduce(tensor)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce `tensor` in place and return it."""
-        if op != dist.ReduceOp.SUM or self.size == 1 or not self._supports(tensor):
+        if op != dist.ReduceOp.SUM or not self._supports(tensor):
             return super().all_reduce(tensor, op)
         # Also on the side stream, which may be using the shared memory.
         self._start(tensor).wait()
@@ -205,7 +203,7 @@ class SymmetricMemoryGroup(CommGroup):
 
     def _supports(self, tensor: Tensor) -> bool:
         fits = tensor.dtype == self._shared.dtype and 0 < tensor.numel() <= self._shared.numel()
-        return fits and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
+        return self.size > 1 and fits and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
 
 
 def check_peers(size: int, device: torch.device) -> None:

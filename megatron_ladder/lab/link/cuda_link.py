@@ -115,8 +115,7 @@ class CudaLink(WaitMeter, WireGroup):
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Return `tensor` unchanged; a sum takes the wire's time."""
-        work = self.start_all_reduce(tensor) if op == dist.ReduceOp.SUM else None
-        if work is not None:
+        if op == dist.ReduceOp.SUM and (work := self.start_all_reduce(tensor)):
             work.wait()
         return tensor
 

@@ -67,16 +67,18 @@ class LinkSpec:
 
 @dataclass(slots=True, eq=False)
 class LinkWork:
-    """The handle of a collective on an emulated link."""
+    """The handle of a collective on an emulated link.
+
+    Its parts are the ranks' contributions, flat, in rank order, until the result is computed. Its end, when the wire
+    completes it, is known after all ranks have launched it.
+    """
 
     link: "EmulatedLink"
     number: int
     combine: _Combine
     parts: tuple[Tensor, ...]
-    """Each rank's contribution, flat, in rank order; empty after the result is computed."""
     wire_ns: int
     end_ns: int = 0
-    """When the wire completes it; known after all ranks have launched it."""
 
     def wait(self) -> None:
         """Block until the result is in the tensor and the wire is done.
@@ -145,10 +147,8 @@ class EmulatedLink(WireGroup):
         self._wire_free_ns = 0
         self._without_end: deque[LinkWork] = deque()
         self._without_sum: deque[LinkWork] = deque()
-        self._board = self._arena = None
-        if self.size > 1:
-            self._board = Board(group)
-            self._arena = Arena(group, FIRST_TENSOR_BYTES)
+        self._board = Board(group) if self.size > 1 else None
+        self._arena = Arena(group, FIRST_TENSOR_BYTES) if self.size > 1 else None
 
     def reset_counters(self) -> None:
         """Set `waited_seconds` and `collectives` to zero."""
@@ -311,7 +311,6 @@ class NoCommGroup(CommGroup):
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Return None: there is nothing to wait for."""
-        return None
 
     def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
         """Return this rank's rows of its own part."""

@@ -109,14 +109,14 @@ def verdict(times: Sequence[tuple[str, float]]) -> str:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """All wirings of one layout on one interconnect."""
+    """The step times of all wirings of one layout on one interconnect.
+
+    An all-reduce takes `factor` times as long as on the cluster's; one of a micro-batch's stream, `reduce_seconds`.
+    """
 
     factor: float
-    """Time of an all-reduce relative to the cluster's."""
     reduce_seconds: float
-    """Time of an all-reduce of a micro-batch's stream."""
     seconds: dict[str, float]
-    """Wiring -> step time."""
 
     @property
     def winner(self) -> str:
