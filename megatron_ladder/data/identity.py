@@ -34,10 +34,7 @@ _SOURCE_LABELS = {"files": "number of files", "bytes": "size in bytes", "sample"
 
 
 def describe_training(source: DataSource, tokenizer_sha256: str | None) -> dict[str, Any]:
-    """Return the description of the training data and its order that checkpoints store; JSON-able.
-
-    It includes paths for messages; moved files are not a change.
-    """
+    """Return the description of the training data and its order that checkpoints store; JSON-able."""
     return {
         "train_documents": sum(len(member.documents) for member in source.sources),
         "train_tokens": sum(member.tokens for member in source.sources),

@@ -31,7 +31,6 @@ from megatron_ladder.data.order_cache import load_or_build
 from megatron_ladder.data.samples import Order, SampleSource, joined_starts
 from megatron_ladder.errors import UserError
 
-_MEGATRON_ORDER = "megatron"
 _LAST_EPOCH_SHARE = 0.80
 _SURPLUS = 0.005
 
@@ -45,7 +44,7 @@ def split_sequences(shares: Sequence[float], sequences: int) -> list[range]:
 class _MegatronSource(SampleSource):
     """The samples of one data set in Megatron's order, which is finite."""
 
-    order = _MEGATRON_ORDER
+    order = "megatron"
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class _MegatronBlend(BlendedSource):
     ) -> None:
         """Raises UserError if the rule takes more samples from a source than it has; `shares` have any sum."""
         weights = _normalized(shares)
-        description = {"order": f"{_MEGATRON_ORDER} blend", "weights": weights, "size": size}
+        description = {"order": "megatron blend", "weights": weights, "size": size}
 
         def build() -> list[NDArray[np.int64]]:
             turns = _greedy_turns(weights, size)
@@ -137,7 +136,6 @@ def megatron_source(
     """Return training data in Megatron's order.
 
     Args:
-        weights: weight of each data set, of any sum.
         shares: shares of train, valid and test; None: all data is for training.
         run_samples: number of samples of the whole run.
 

@@ -113,11 +113,7 @@ class SkippedRecords:
     def __init__(
         self, limit: int = 0, report: Callable[[str], None] = print, known: Iterable[Sequence[int]] = ()
     ) -> None:
-        """
-        Args:
-            report: receives a line about each record that was not known.
-            known: the combined `state` of any number of ranks.
-        """
+        """`report` receives a line about each new record; `known` is the combined `state` of any number of ranks."""
         self._limit, self._report = limit, report
         self._known = {(shard, block, record) for shard, block, record in known}
 
@@ -237,8 +233,7 @@ class StreamReader:
         """
         Args:
             consumed_samples: samples that all ranks together have read.
-            positions: positions of the streams that were read before, at least those of this rank.
-            skipped: records that were skipped before; none if not given.
+            positions: positions of this rank's streams, and possibly of others; the beginning for new ones.
         """
         self._skipped = skipped or SkippedRecords(plan.max_bad)
         self._streams = {
