@@ -12,8 +12,14 @@ from megatron_ladder.convert.measures import Measures
 from megatron_ladder.convert.options import ReshapeOptions
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.sizes import find_size
-from megatron_ladder.lab.study.adapt_report import write_adaptation
-from megatron_ladder.lab.study.adaptation import ADAPTATION_NAME, CONTROL, SEED_OFFSET, Adaptation, default_upper
+from megatron_ladder.lab.study.adaptation import (
+    ADAPTATION_NAME,
+    CONTROL,
+    SEED_OFFSET,
+    Adaptation,
+    default_upper,
+    write_adaptation,
+)
 from megatron_ladder.lab.study.commands import flag_words, folder_of, training_command
 from megatron_ladder.lab.study.grid import choose_learning_rates, tuning_trials
 from megatron_ladder.lab.study.options import NONE, Request, RunOptions
@@ -28,12 +34,7 @@ REWIRED_NAME = "rewired"
 
 
 def adapt_study(request: Request) -> None:
-    """Run the missing trials of an adaptation, and write its report.
-
-    Raises:
-        UserError: the folder has another study, or one whose standard models are gone.
-        SystemExit: trials have failed, and were reported.
-    """
+    """Run the missing trials of an adaptation, and write its report; errors are those of `run_study`."""
     run_study(replace(request, options=_with_wirings(request.options)), _AdaptRun)
 
 
@@ -52,12 +53,7 @@ class _AdaptRun(StudyRun):
     """Trials of adapted models -> upper layers, and percent of healing; empty until they can run."""
 
     def run(self) -> None:
-        """Run all missing trials, in order.
-
-        Raises:
-            _StudyStopped: a signal arrived.
-            UserError: a standard model is trained, but its checkpoint is gone.
-        """
+        """Run all missing trials, in order. Raises UserError if the checkpoint of a trained standard model is gone."""
         size = next(iter(self.study.sizes))
         tuning = [trial for trial in tuning_trials(self.study) if (trial.wiring, trial.size) == (STANDARD, size)]
         rates = sorted(self.study.learning_rates)
@@ -84,7 +80,7 @@ class _AdaptRun(StudyRun):
             shutil.rmtree(self.options.output_dir / REWIRED_NAME, ignore_errors=True)
 
     def report(self, output: Path) -> Path | None:
-        """Write the report into a folder, and return its path."""
+        """Write the report into a folder."""
         return write_adaptation(self.options.output_dir, output)
 
     def _make_plan(self, size: str, rate: float, tuning: Sequence[Trial]) -> Adaptation:
@@ -131,14 +127,13 @@ class _AdaptRun(StudyRun):
 
     def _rewire(self, trial: Trial) -> None:
         """Write the model that a trial starts from, if it is needed and missing."""
-        upper, _ = self._cases[trial]
-        standard, save = self._plan.standard(trial.seed), self._source(trial)
-        if upper == CONTROL or self._is_done(trial) or published_checkpoints(save):
-            return
-        load = folder_of(self.options, standard) / CHECKPOINTS
-        options = ReshapeOptions(load=load, save=save, ladder_layers=str(upper))
-        carry_out(plan_reshape(options), options, lambda line: None, Measures())
-        self.progress.say(f"rewired the upper {upper} layers of {standard.name}")
+        (upper, _), save = self._cases[trial], self._source(trial)
+        if upper != CONTROL and not self._is_done(trial) and not published_checkpoints(save):
+            standard = self._plan.standard(trial.seed)
+            load = folder_of(self.options, standard) / CHECKPOINTS
+            options = ReshapeOptions(load=load, save=save, ladder_layers=str(upper))
+            carry_out(plan_reshape(options), options, lambda line: None, Measures())
+            self.progress.say(f"rewired the upper {upper} layers of {standard.name}")
 
     def _job(self, trial: Trial) -> Job:
         if trial in self._cases:

@@ -71,13 +71,9 @@ def tried_rates(study: Study, losses: Mapping[Trial, float], size: str, wiring: 
 
 
 def choose_learning_rates(study: Study, losses: Mapping[Trial, float]) -> dict[str, float]:
-    """Return the best learning rate of each wiring whose tuning is complete, by its final validation loss.
+    """Map `size/wiring` to the learning rate with the lowest loss, for every wiring whose tuning is complete.
 
-    Args:
-        losses: of the finished tuning trials; infinite if a trial diverged.
-
-    Returns:
-        `size/wiring` -> learning rate, without wirings that diverge at every rate.
+    A loss is infinite if its trial diverged. A wiring that diverges at every rate is left out.
     """
     if len(study.learning_rates) == 1:
         return {rate_key(*model): study.learning_rates[0] for model in study.models}

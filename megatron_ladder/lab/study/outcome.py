@@ -170,11 +170,7 @@ def read_step_times(output: Path, study: Study, size: str, command: tuple[str, .
 
 
 def times_of_trials(results: Sequence[Result], study: Study, size: str, ranks: int) -> StepTimes | None:
-    """Return step times from the trials at equal tokens, paired by seed; None without trials of standard.
-
-    Args:
-        ranks: tensor-parallel processes of each trial.
-    """
+    """Return step times from the trials at equal tokens, paired by seed; None without trials of standard."""
     speeds: dict[str, dict[int, float]] = {}
     for result in results:
         trial = result.trial

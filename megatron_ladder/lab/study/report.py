@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 
 from megatron_ladder.files import write_atomically
 from megatron_ladder.lab.study import tables
-from megatron_ladder.lab.study.adapt_report import write_adaptation
+from megatron_ladder.lab.study.adaptation import write_adaptation
 from megatron_ladder.lab.study.figures import draw_curves, draw_differences, drawable, write_png
 from megatron_ladder.lab.study.options import ReportOptions
 from megatron_ladder.lab.study.results import BUDGETS, Budget, Comparison, StudyResults, read_results

@@ -137,11 +137,7 @@ class StudyResults:
 
 
 def read_results(folder: Path) -> StudyResults:
-    """Read a study's folder, finished or not.
-
-    Raises:
-        UserError: the folder contains no study, or an invalid file.
-    """
+    """Read a study's folder, finished or not. Raises UserError if it contains no study, or an invalid file."""
     study = read_study(folder)
     if study is None:
         raise UserError(f"{folder}: no {STUDY_NAME}; expected the folder of a study")

@@ -42,7 +42,7 @@ def run_jobs(
     on_poll: Callable[[Sequence[Job]], None] = lambda running: None,
     grace_seconds: float = GRACE_SECONDS,
 ) -> bool:
-    """Run all jobs to their end, unless a signal arrives.
+    """Run all jobs to their end, unless a signal arrives, and return whether all ran.
 
     Args:
         jobs: taken one after the other when slots are free; a job that needs more than all slots uses all of them.
@@ -50,9 +50,6 @@ def run_jobs(
             the second one kills them at once.
         on_end: called for each job that ended, with its exit code; negative if a signal ended it.
         on_poll: called regularly with the running jobs.
-
-    Returns:
-        Whether all jobs ran.
     """
     running: list[tuple[Job, Child]] = []
 
@@ -86,14 +83,8 @@ def _start(job: Job) -> Child:
     job.output.parent.mkdir(parents=True, exist_ok=True)
     with open(job.output, "ab") as output:
         # In a new session, so that Ctrl-C does not reach the job: `run_jobs` stops it.
-        return start_child(
-            job.command,
-            env=dict(job.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        return start_child(job.command, env=dict(job.environment), start_new_session=True, **streams)
 
 
 class GridProgress:

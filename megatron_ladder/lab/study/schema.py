@@ -28,12 +28,11 @@ Stored = TypeVar("Stored")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of a training step under one interconnect, with the wirings interleaved in every round."""
+    """Times of a step under one interconnect, with `ranks` tensor-parallel processes and the wirings interleaved."""
 
     interconnect: str
     """Description: whose interconnect, or how long an all-reduce takes on the emulated one."""
     ranks: int
-    """Tensor-parallel processes."""
     seconds: Mapping[str, float]
     """Wiring -> median of a step's forward and backward."""
     speedup: Mapping[str, float]
@@ -45,30 +44,25 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Study:
-    """A grid of training runs."""
+    """A grid of training runs, with the settings of `RunOptions` on which results depend."""
 
     wirings: tuple[str, ...]
     timed_wirings: tuple[str, ...]
-    """Wirings that are also trained for the time that standard takes."""
     sizes: Mapping[str, Mapping[str, int]]
     """Name -> the fields of the model's shape."""
     seeds: tuple[int, ...]
     tuning_seed: int
     learning_rates: tuple[float, ...]
-    """Tried for every wiring and size."""
     iterations: int
     """Of standard, and of every wiring at equal tokens."""
     tuning_iterations: int
     tokens_per_step: int
     seq_length: int
     link: str
-    """As on the command line."""
     training_flags: tuple[str, ...]
-    """Passed to every trial."""
     data: str
     """Description of the training data, with its number of tokens."""
     machine: Mapping[str, str]
-    """Processor, cores, and versions of the libraries that compute."""
     command: tuple[str, ...]
     chosen: Mapping[str, float] = field(default_factory=dict)
     """`size/wiring` -> learning rate, after it is chosen."""
@@ -98,9 +92,7 @@ class Trial:
 
     kind: Kind
     wiring: str
-    """One of `wirings.ALL_WIRINGS`."""
     size: str
-    """Name of the model's shape."""
     seed: int
     learning_rate: float
     iterations: int
@@ -120,7 +112,6 @@ class Result:
 
     trial: Trial
     parameters: int
-    """Of the model, including all matrices."""
     tokens_per_step: int
     training: tuple[tuple[int, float], ...]
     """Mean training losses of the steps since the previous point."""
@@ -131,10 +122,9 @@ class Result:
     seconds: float
     """Time in its steps."""
     attempts: int
-    """Number of starts: interruptions plus one."""
+    """Number of starts."""
     command: tuple[str, ...]
     versions: Mapping[str, str]
-    """Of this software, torch and Python."""
 
     def __post_init__(self) -> None:
         if not self.validation:
@@ -149,20 +139,15 @@ class Result:
 def read_json(path: Path, kind: type[Stored], name: str, fix: str, **decoders: Callable[[Any], Any]) -> Stored | None:
     """Read a dataclass that is stored as JSON; None if there is no such file. Lists become tuples.
 
-    Args:
-        name: what is stored, with its article, for the message.
-        fix: what the user can do about an invalid file.
-        decoders: field -> function that decodes its stored value.
-
-    Raises:
-        UserError: the file is invalid, or from another version.
+    `decoders` maps fields to functions of their stored values. An invalid file, or one from another version, is a
+    UserError, which contains `name` (what is stored, with its article) and `fix`.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         read = {one.name: values[one.name] for one in fields(kind)}  # type: ignore[arg-type]
         for field_name, value in read.items():
-            decode = decoders.get(field_name, tuple if isinstance(value, list) else None)
-            read[field_name] = value if decode is None else decode(value)
+            decode = decoders.get(field_name, tuple if isinstance(value, list) else lambda value: value)
+            read[field_name] = decode(value)
         return kind(**read)
     except FileNotFoundError:
         return None
@@ -179,27 +164,17 @@ def write_json(path: Path, stored: Any) -> None:
 
 
 def read_result(folder: Path) -> Result | None:
-    """Read the result in a trial's folder; None if the trial is not done.
-
-    Raises:
-        UserError: the result is invalid.
-    """
+    """Read the result in a trial's folder; None if the trial is not done. Raises UserError if it is invalid."""
 
     def decode_curve(points: Any) -> tuple[tuple[int, float], ...]:
         return tuple((int(iteration), float(loss)) for iteration, loss in points)
 
-    return read_json(
-        folder / RESULT_NAME, Result, "a result", "remove it to run the trial again",
-        trial=lambda values: Trial(**values), training=decode_curve, validation=decode_curve,
-    )  # fmt: skip
+    decoders = {"trial": lambda values: Trial(**values), "training": decode_curve, "validation": decode_curve}
+    return read_json(folder / RESULT_NAME, Result, "a result", "remove it to run the trial again", **decoders)
 
 
 def read_study(folder: Path) -> Study | None:
-    """Read the study of a folder; None if there is none.
-
-    Raises:
-        UserError: the file is invalid, or from another version.
-    """
+    """Read the study of a folder; None if there is none. Raises UserError if it is invalid."""
 
     def decode_times(sizes: Any) -> dict[str, StepTimes]:
         return {size: StepTimes(**{**times, "command": tuple(times["command"])}) for size, times in sizes.items()}
@@ -219,11 +194,7 @@ def changed_fields(before: Study, now: Study) -> list[str]:
 
 
 def load_or_create_study(folder: Path, requested: Study) -> Study:
-    """Return the study of a folder, after checking that it is the requested one; write the requested one if none.
-
-    Raises:
-        UserError: the folder has a study with other settings; one message per difference.
-    """
+    """Return the study of a folder, or write the requested one. Raises UserError if their settings differ."""
     found = read_study(folder)
     if found is None:
         write_study(folder, requested)

@@ -8,7 +8,6 @@ per token.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 CONFIDENCE = 0.95
@@ -37,63 +36,42 @@ def deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values)
 
 
-@dataclass(frozen=True)
 class Paired:
-    """Differences of paired runs, one for each seed that both have. A statistic without enough pairs is NaN."""
+    """Statistics of the differences of paired runs, of which there is one per seed; NaN where they need more pairs.
 
-    differences: tuple[float, ...]
+    Attributes:
+        pairs: number of pairs.
+        mean: mean difference.
+        standard_error: of the mean.
+        half_width: of the interval of the mean, at `CONFIDENCE`.
+        p: two-sided p-value of "the mean is 0".
+        verdict: whether the interval excludes 0, for this comparison alone.
+    """
 
-    @property
-    def pairs(self) -> int:
-        """Number of pairs."""
-        return len(self.differences)
-
-    @property
-    def mean(self) -> float:
-        """Mean difference."""
-        return mean(self.differences)
-
-    @property
-    def standard_error(self) -> float:
-        """Standard error of the mean."""
-        return deviation(self.differences) / math.sqrt(max(self.pairs, 1))
-
-    @property
-    def half_width(self) -> float:
-        """Half the width of the interval of the mean, at `CONFIDENCE`."""
+    def __init__(self, differences: Sequence[float]) -> None:
         # Imported here because scipy comes with the extra [lab] and takes time to import.
         from scipy import stats
 
-        quantile = stats.t.ppf((1 + CONFIDENCE) / 2, self.pairs - 1) if self.pairs > 1 else math.nan
-        return float(quantile) * self.standard_error
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Interval of the mean."""
-        return self.mean - self.half_width, self.mean + self.half_width
-
-    @property
-    def p(self) -> float:
-        """Two-sided p-value of "the mean is 0"."""
-        if not math.isfinite(self.standard_error):
-            return math.nan
-        if self.standard_error == 0:
-            return 1.0 if self.mean == 0 else 0.0
-        from scipy import stats
-
-        return float(2 * stats.t.sf(abs(self.mean / self.standard_error), self.pairs - 1))
-
-    @property
-    def verdict(self) -> LossVerdict:
-        """Whether the interval excludes 0, for this comparison alone."""
-        if not all(map(math.isfinite, self.differences)):
-            return LossVerdict.DIVERGED
-        if self.pairs < 2:
-            return LossVerdict.TOO_FEW
-        low, high = self.interval
-        if low <= 0 <= high:
-            return LossVerdict.NO_DIFFERENCE
-        return LossVerdict.BETTER if high < 0 else LossVerdict.WORSE
+        self.differences = tuple(differences)
+        self.pairs = len(differences)
+        self.mean = mean(differences)
+        self.standard_error = deviation(differences) / math.sqrt(max(self.pairs, 1))
+        self.half_width = self.p = math.nan
+        if math.isfinite(self.standard_error):
+            freedom = self.pairs - 1
+            self.half_width = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * self.standard_error
+            self.p = 1.0 if self.mean == 0 else 0.0
+            if self.standard_error > 0:
+                self.p = float(2 * stats.t.sf(abs(self.mean / self.standard_error), freedom))
+        self.interval = (self.mean - self.half_width, self.mean + self.half_width)
+        if not all(map(math.isfinite, differences)):
+            self.verdict = LossVerdict.DIVERGED
+        elif self.pairs < 2:
+            self.verdict = LossVerdict.TOO_FEW
+        elif self.interval[0] <= 0 <= self.interval[1]:
+            self.verdict = LossVerdict.NO_DIFFERENCE
+        else:
+            self.verdict = LossVerdict.BETTER if self.mean < 0 else LossVerdict.WORSE
 
 
 def paired(losses: Mapping[int, float], baseline: Mapping[int, float]) -> Paired:
@@ -102,10 +80,7 @@ def paired(losses: Mapping[int, float], baseline: Mapping[int, float]) -> Paired
 
 
 def holm(probabilities: Mapping[str, float]) -> dict[str, float]:
-    """Adjust p-values for several comparisons (Holm 1979), which bounds the chance that any of them errs.
-
-    NaN values are no comparisons: they are not counted and stay NaN.
-    """
+    """Adjust p-values for several comparisons (Holm 1979). NaN values are not counted and stay NaN."""
     ordered = sorted((p, name) for name, p in probabilities.items() if not math.isnan(p))
     adjusted = dict(probabilities)
     largest = 0.0
@@ -117,10 +92,10 @@ def holm(probabilities: Mapping[str, float]) -> dict[str, float]:
 
 def first_reaching(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
     """Return where a curve of (position, loss) first reaches a loss, interpolating linearly; None if it never does."""
-    before: tuple[float, float] | None = None
+    before = math.nan, math.nan
     for position, value in curve:
         if value <= loss:
-            if before is None or not math.isfinite(before[1]):
+            if not math.isfinite(before[1]):
                 return position
             share = (before[1] - loss) / (before[1] - value)
             return before[0] + share * (position - before[0])

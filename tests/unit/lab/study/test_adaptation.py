@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.study.adapt_report import _adaptation_report, _draw_adaptation, _findings
 from megatron_ladder.lab.study.adaptation import (
     ADAPTATION_NAME,
     Adaptation,
     AdaptationResults,
+    _adaptation_report,
+    _draw_adaptation,
+    _findings,
+    _read_adaptation,
     default_upper,
-    read_adaptation,
 )
 from megatron_ladder.lab.study.schema import Result, Trial, write_json
 
@@ -76,22 +78,22 @@ def test_quarters_of_the_layers(layers: int, upper: tuple[int, ...]) -> None:
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert read_adaptation(tmp_path) is None
+    assert _read_adaptation(tmp_path) is None
     write_json(tmp_path / ADAPTATION_NAME, PLAN)
-    assert read_adaptation(tmp_path) == PLAN and [path.name for path in tmp_path.iterdir()] == [ADAPTATION_NAME]
+    assert _read_adaptation(tmp_path) == PLAN and [path.name for path in tmp_path.iterdir()] == [ADAPTATION_NAME]
     values = json.loads((tmp_path / ADAPTATION_NAME).read_text())
     del values["percents"]
     (tmp_path / ADAPTATION_NAME).write_text(json.dumps(values))
     with pytest.raises(UserError, match="not an adaptation of this version"):
-        read_adaptation(tmp_path)
+        _read_adaptation(tmp_path)
 
 
 def test_differences_are_those_of_a_seed() -> None:
     adapted = adapted_of(by_hand)
-    assert adapted.to_control(4, 0).differences == pytest.approx((1.0, 1.0))
-    assert adapted.to_control(8, 10).differences == pytest.approx((0.2, 0.2))
-    assert adapted.to_before(4, 1).differences == pytest.approx((-0.07, -0.07))
-    assert adapted.losses(0, 0) == adapted.before == {1: 3.0, 2: 3.02}
+    assert adapted.difference(4, 0, 0).differences == pytest.approx((1.0, 1.0))
+    assert adapted.difference(8, 10, 10).differences == pytest.approx((0.2, 0.2))
+    assert adapted.difference(4, 1, 0).differences == pytest.approx((-0.07, -0.07))
+    assert adapted.losses(0, 0) == {1: 3.0, 2: 3.02}
 
 
 def rows_of(text: str) -> list[list[str]]:

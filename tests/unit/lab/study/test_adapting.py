@@ -11,7 +11,7 @@ import pytest
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.study import adapting
-from megatron_ladder.lab.study.adapt_report import write_adaptation
+from megatron_ladder.lab.study.adaptation import write_adaptation
 from megatron_ladder.lab.study.adapting import _AdaptRun
 from megatron_ladder.lab.study.command_line import parse_options
 from megatron_ladder.lab.study.commands import folder_of
