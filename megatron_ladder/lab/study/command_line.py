@@ -36,11 +36,7 @@ DESCRIPTIONS = {
 
 
 def parse_options(argv: Sequence[str]) -> Request | ReportOptions:
-    """Parse `run|adapt|report` and the flags.
-
-    Raises:
-        UserError: with one message per error.
-    """
+    """Parse `run|adapt|report` and the flags. Raises UserError with one message per error."""
     command = argv[0] if argv else ""
     if command not in DESCRIPTIONS:
         found = f"{command}: " if command and not command.startswith("-") else ""

@@ -73,11 +73,8 @@ def training_flag_errors(words: Sequence[str]) -> list[str]:
 def prepare_data(request: Request) -> tuple[Request, str]:
     """Build the default corpus in the study's folder, unless data is given after --.
 
-    Returns:
-        The request with the flags of the data, and a description of the data.
-
-    Raises:
-        UserError: sizes have different vocabularies, or the folder has a corpus with another one.
+    Returns the request with the flags of the data, and a description of the data. Raises UserError if sizes have
+    different vocabularies, or the folder has a corpus with another one.
     """
     data = read_training_flags(request.training_flags, []).data
     given = [value for value in (getattr(data, name) for name in _DATA_FIELDS) if value]

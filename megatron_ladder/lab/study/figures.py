@@ -53,10 +53,7 @@ def drawable(results: StudyResults, size: str) -> list[Budget]:
 
 
 def draw_curves(results: StudyResults, size: str) -> "Figure":
-    """Draw validation losses above and their paired differences from the baseline below, over tokens and time.
-
-    Lines are means over seeds; bands span minimum to maximum.
-    """
+    """Draw validation losses and below them their paired differences from the baseline, over tokens and time."""
     # Imported here because matplotlib comes with the extra [plot] and takes a second to import.
     from matplotlib.figure import Figure
 

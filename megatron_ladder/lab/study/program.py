@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.config.run import RunConfig
@@ -43,14 +44,9 @@ class _StudyStopped(Exception):
 
 
 def run_study(request: Request, kind: "type[StudyRun] | None" = None) -> None:
-    """Run the missing trials of a study, and write its report.
+    """Run the missing trials of a study, the whole grid unless another `kind` is given, and write its report.
 
-    Args:
-        kind: what to run; the whole grid by default.
-
-    Raises:
-        UserError: the folder has another study, or another process runs it.
-        SystemExit: trials have failed, and were reported.
+    Raises UserError if the folder has another study or another process runs it, and SystemExit if trials have failed.
     """
     options = request.options
     options.output_dir.mkdir(parents=True, exist_ok=True)
@@ -72,10 +68,8 @@ def run_study(request: Request, kind: "type[StudyRun] | None" = None) -> None:
         if any(result.trial.kind == "tokens" for result in run.results.values()):
             print(f"report: {run.report(options.report_dir or options.output_dir)}", flush=True)
     if run.failures:
-        print(f"error: {len(run.failures)} parts of the study failed:", file=sys.stderr)
-        for failure in run.failures:
-            print(f"error: {failure}", file=sys.stderr)
-        print("error: the same command runs them again", file=sys.stderr, flush=True)
+        lines = [f"{len(run.failures)} parts of the study failed:", *run.failures, "the same command runs them again"]
+        print(*(f"error: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
         sys.exit(ExitCode.INTERNAL)
 
 
@@ -84,18 +78,12 @@ def _describe(request: Request, data: str) -> Study:
     options = request.options
     shapes = {size: find_size(size) for size in options.sizes}
     first = Trial("tokens", options.wirings[0], options.sizes[0], 0, options.learning_rates[0], options.iterations)
+    same = "wirings seeds tuning_seed learning_rates iterations tuning_iterations seq_length link".split()
     return Study(
-        wirings=options.wirings,
+        **{name: getattr(options, name) for name in same},
         timed_wirings=timed_wirings(options),
         sizes={size: {name: getattr(shapes[size], name) for name in commands.SHAPE_FIELDS} for size in shapes},
-        seeds=options.seeds,
-        tuning_seed=options.tuning_seed,
-        learning_rates=options.learning_rates,
-        iterations=options.iterations,
-        tuning_iterations=options.tuning_iterations,
         tokens_per_step=commands.resolve_trial(request, first, []).tokens_per_step,
-        seq_length=options.seq_length,
-        link=options.link,
         training_flags=commands.common_flags(request),
         data=data,
         machine=commands.describe_machine(),
@@ -105,31 +93,24 @@ def _describe(request: Request, data: str) -> Study:
 
 
 class StudyRun:
-    """One start of a study.
-
-    Attributes:
-        failures: one message per failed part.
-        results: finished trials by name.
-    """
+    """One start of a study."""
 
     def __init__(self, request: Request, study: Study, received: Sequence[int]) -> None:
         self.request = request
         self.options = request.options
         self.study = study
         self.failures: list[str] = []
+        """One message per failed part."""
         self.results: dict[str, Result] = {}
+        """Finished trials by name."""
         self.progress = GridProgress(self._position)
         self._received = received
         self._resolved: dict[tuple[str, str], RunConfig] = {}
         self._further: list[Trial] = []
 
     def run(self) -> None:
-        """Run all missing trials, in order.
-
-        Raises:
-            _StudyStopped: a signal arrived.
-        """
-        self._update(self.study)
+        """Run all missing trials, in order. Raises `_StudyStopped` when a signal arrives."""
+        self._expect()
         self._tune(grid.tuning_trials(self.study))
         if self.failures:
             # Otherwise some wirings would have tried fewer rates than others.
@@ -143,15 +124,17 @@ class StudyRun:
         self._train(grid.time_trials(self.study))
 
     def report(self, output: Path) -> Path | None:
-        """Write the report into a folder, and return its path."""
+        """Write the report into a folder."""
         return write_report(read_results(self.options.output_dir), output)
 
-    def _update(self, study: Study) -> None:
-        """Save a change of the study."""
-        if study is not self.study:
-            write_study(self.options.output_dir, study)
-        self.study = study
-        self.progress.expected = [*grid.expected_trials(study), *self._further]
+    def _update(self, **changes: Any) -> None:
+        """Save changed fields of the study."""
+        self.study = replace(self.study, **changes)
+        write_study(self.options.output_dir, self.study)
+        self._expect()
+
+    def _expect(self) -> None:
+        self.progress.expected = [*grid.expected_trials(self.study), *self._further]
 
     def _tune(self, trials: Sequence[Trial]) -> None:
         """Run the tuning trials, and further ones while a best learning rate is at the edge."""
@@ -168,7 +151,7 @@ class StudyRun:
         study, losses = self.study, self._losses()
         # Earlier choices stay, because trials were trained with them.
         chosen = {**grid.choose_learning_rates(study, losses), **study.chosen}
-        self._update(replace(study, chosen=chosen))
+        self._update(chosen=chosen)
         if len(study.learning_rates) > 1:
             self.progress.say(f"learning rates: {', '.join(f'{key} {rate:g}' for key, rate in chosen.items())}")
         for model in study.models:
@@ -246,7 +229,7 @@ class StudyRun:
             if size not in self.study.step_times and self.study.timed_wirings:
                 times = self._own_times(size) if self.options.link == OWN_LINK else self._measured_times(size)
                 if times is not None:
-                    self._update(replace(self.study, step_times={**self.study.step_times, size: times}))
+                    self._update(step_times={**self.study.step_times, size: times})
 
     def _measured_times(self, size: str) -> StepTimes | None:
         """Measure the step times of a size, with no other job; None after a failure."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatron_ladder.lab.study.schema import Trial
 from megatron_ladder.processes import Child, end_children, start_child
@@ -81,31 +81,30 @@ def run_jobs(
 
 def _start(job: Job) -> Child:
     job.output.parent.mkdir(parents=True, exist_ok=True)
+    # In a new session, so that Ctrl-C does not reach the job: `run_jobs` stops it.
     with open(job.output, "ab") as output:
-        # In a new session, so that Ctrl-C does not reach the job: `run_jobs` stops it.
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         return start_child(job.command, env=dict(job.environment), start_new_session=True, **streams)
 
 
 class GridProgress:
     """Progress of a study in training steps of this start, and one line per trial that ended.
 
-    Attributes:
-        expected: all trials, as far as they are known.
-        done: names of finished trials.
+    Args:
+        position: reads the iteration and the loss of a trial.
+        stream: stdout if not given.
     """
 
     def __init__(self, position: Callable[[Trial], tuple[int, float | None]], stream: TextIO | None = None) -> None:
-        """`position` reads the iteration and the loss of a trial; the default stream is stdout."""
         self.expected: Sequence[Trial] = ()
+        """All trials, as far as they are known."""
         self.done: set[str] = set()
+        """Names of finished trials."""
         self._position = position
         self._stream = stream or sys.stdout
         self._bar: ProgressBar | None = None
-        self._found: dict[str, int] = {}
-        """Name -> steps before this start."""
+        self._steps_before: dict[str, int] = {}
         self._ended_steps = 0
-        """Steps in this start of trials that ended."""
         self._shown_steps = 0
         self._next_update = 0.0
 
@@ -118,11 +117,11 @@ class GridProgress:
 
     def start(self, trial: Trial) -> None:
         """Record how far a trial is before it starts or resumes."""
-        self._found[trial.name], _ = self._position(trial)
+        self._steps_before[trial.name], _ = self._position(trial)
 
     def end(self, trial: Trial, text: str, is_done: bool = True) -> None:
         """Record and print that a trial has ended."""
-        self._ended_steps += self._position(trial)[0] - self._found.pop(trial.name, 0)
+        self._ended_steps += self._position(trial)[0] - self._steps_before.pop(trial.name, 0)
         if is_done:
             self.done.add(trial.name)
         self.say(f"[{len(self.done)}/{len(self.expected)}] {trial.name}: {text}")
@@ -137,7 +136,7 @@ class GridProgress:
         notes = {}
         for trial in running:
             iteration, loss = self._position(trial)
-            steps += iteration - self._found.get(trial.name, 0)
+            steps += iteration - self._steps_before.get(trial.name, 0)
             left -= iteration
             shown_loss = "" if loss is None else f" (loss {loss:.3f})"
             notes[f"{trial.kind} {trial.wiring} seed {trial.seed}"] = f"{iteration}/{trial.iterations}{shown_loss}"

@@ -17,10 +17,7 @@ NOTHING = "–"
 
 
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a table of rows that map heads to cells, the first column aligned left and the others right.
-
-    Without rows it is empty. A `|` in a cell is escaped.
-    """
+    """Return a table of rows that map heads to cells, the first column aligned left; empty without rows."""
     if not rows:
         return ""
     lines = [[*rows[0]], ["---", *["---:"] * (len(rows[0]) - 1)], *(row.values() for row in rows)]
@@ -52,13 +49,15 @@ def outcomes_table(results: StudyResults, budget: Budget, size: str) -> str:
     rows = []
     for wiring in results.wirings(budget):
         losses = [*results.final_losses(budget, size, wiring).values()]
+        # Larger losses would overflow.
+        perplexity = math.inf if mean(losses) > 700 else math.exp(mean(losses))
         length = f"{results.iterations(budget, size, wiring):,}" if losses else NOTHING
         row = {
             "wiring": wiring,
             **({"iterations": length} if budget == "time" else {}),
             "runs": str(len(losses)),
             "final validation loss": mean_and_deviation(losses),
-            "perplexity": number(_perplexity(mean(losses)), ".2f"),
+            "perplexity": number(perplexity, ".2f"),
         }
         rows.append({**row, **_comparison_cells(comparisons.get(wiring))})
     return markdown_table(rows)
@@ -78,13 +77,6 @@ def _comparison_cells(one: Comparison | None) -> dict[str, str]:
         adjusted_p(one),
     )
     return dict(zip(heads, cells, strict=True))
-
-
-def _perplexity(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 def reaching_table(results: StudyResults, budget: Budget, size: str) -> str:

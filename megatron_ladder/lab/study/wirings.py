@@ -12,11 +12,7 @@ TIMED_WIRINGS = (*SHARED_STREAM_MODES, STALENESS_2)
 
 
 def wiring_flags(name: str, num_layers: int) -> tuple[str, ...]:
-    """Return the flags of pretrain_ladder.py for a wiring.
-
-    Raises:
-        KeyError: there is no wiring with that name.
-    """
+    """Return the flags of pretrain_ladder.py for one of `ALL_WIRINGS`."""
     ladder = ("--residual-mode", "ladder")
     flags: dict[str, tuple[str, ...]] = {mode: ("--residual-mode", mode) for mode in SHARED_STREAM_MODES} | {
         STALENESS_2: (*ladder, "--residual-staleness", "2"),
