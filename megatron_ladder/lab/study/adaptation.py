@@ -80,7 +80,7 @@ def default_upper(num_layers: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class AdaptationResults:
+class _AdaptationResults:
     """An adaptation with its finished trials."""
 
     plan: Adaptation
@@ -108,7 +108,7 @@ def write_adaptation(folder: Path, output: Path) -> Path | None:
     if plan is None or study is None:
         return None
     found = {trial: read_result(folder / TRIALS_NAME / trial.name) for _, _, trial in plan.trials()}
-    adapted = AdaptationResults(plan, {trial: result for trial, result in found.items() if result is not None})
+    adapted = _AdaptationResults(plan, {trial: result for trial, result in found.items() if result is not None})
     output.mkdir(parents=True, exist_ok=True)
     write_png(_draw_adaptation(adapted), output / FIGURE_NAME)
     facts = [
@@ -125,7 +125,7 @@ def _read_adaptation(folder: Path) -> Adaptation | None:
     return read_json(folder / ADAPTATION_NAME, Adaptation, "an adaptation", "remove it")
 
 
-def _adaptation_report(adapted: AdaptationResults) -> str:
+def _adaptation_report(adapted: _AdaptationResults) -> str:
     """Return the page in Markdown, from the finished runs."""
     plan = adapted.plan
     seeds, percents = len(plan.seeds), (0, *plan.percents)
@@ -173,7 +173,7 @@ def _adaptation_report(adapted: AdaptationResults) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _findings(adapted: AdaptationResults) -> list[str]:
+def _findings(adapted: _AdaptationResults) -> list[str]:
     """Return one sentence per reference: the hybrids that are back within the seeds' spread of it."""
     percents = adapted.plan.percents
     control = _finding(adapted, {percent: percent for percent in percents})
@@ -184,7 +184,7 @@ def _findings(adapted: AdaptationResults) -> list[str]:
     ]
 
 
-def _finding(adapted: AdaptationResults, references: Mapping[int, int]) -> str:
+def _finding(adapted: _AdaptationResults, references: Mapping[int, int]) -> str:
     """Compare all hybrids with the control, and return the end of the sentence.
 
     `references` maps each length of healing to that of the control to compare with, both in percent.
@@ -215,7 +215,7 @@ def _numbers(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _draw_adaptation(adapted: AdaptationResults) -> "Figure":
+def _draw_adaptation(adapted: _AdaptationResults) -> "Figure":
     """Draw losses over the number of rewired layers, and next to them the differences from the control."""
     # Imported here because matplotlib comes with the extra [plot] and takes a second to import.
     from matplotlib.figure import Figure

@@ -12,8 +12,8 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.lab.study.adaptation import (
     ADAPTATION_NAME,
     Adaptation,
-    AdaptationResults,
     _adaptation_report,
+    _AdaptationResults,
     _draw_adaptation,
     _findings,
     _read_adaptation,
@@ -34,9 +34,9 @@ def results_of(trials: list[Trial], loss: Loss) -> dict[Trial, Result]:
     }
 
 
-def adapted_of(loss: Loss, plan: Adaptation = PLAN) -> AdaptationResults:
+def adapted_of(loss: Loss, plan: Adaptation = PLAN) -> _AdaptationResults:
     trials = [trial for _, _, trial in plan.trials()]
-    return AdaptationResults(plan, results_of(trials, loss))
+    return _AdaptationResults(plan, results_of(trials, loss))
 
 
 def by_hand(trial: Trial) -> float:
@@ -137,20 +137,20 @@ def test_one_seed_or_missing_runs_give_no_conclusion() -> None:
     one = _findings(adapted_of(by_hand, replace(PLAN, seeds=(1,))))
     assert all("no conclusion, because one seed" in sentence for sentence in one)
     trials = [trial for _, _, trial in PLAN.trials()]
-    half = AdaptationResults(PLAN, results_of(trials[:-1], by_hand))
+    half = _AdaptationResults(PLAN, results_of(trials[:-1], by_hand))
     assert all("no conclusion yet" in sentence for sentence in _findings(half))
     assert rows_of(_adaptation_report(half))[-1][-1] == "+0.2000 (1 of 2)"
     assert rows_of(_adaptation_report(half))[4][-1] == "3.1000 (1 of 2)"
     assert "**This adaptation is not finished**: 1 of 18 runs are missing." in _adaptation_report(half)
     assert "not finished" not in _adaptation_report(adapted_of(by_hand))
-    nothing = rows_of(_adaptation_report(AdaptationResults(PLAN, {})))
+    nothing = rows_of(_adaptation_report(_AdaptationResults(PLAN, {})))
     assert {cell for row in nothing[2:5] for cell in row[1:]} == {"–"}
 
 
 def test_runs_of_another_plan_are_ignored() -> None:
     other = replace(PLAN, learning_rate=1e-3)
     trials = [trial for _, _, trial in other.trials() if trial.iterations]
-    adapted = AdaptationResults(PLAN, results_of(trials, by_hand))
+    adapted = _AdaptationResults(PLAN, results_of(trials, by_hand))
     assert not any(adapted.losses(upper, percent) for upper in PLAN.upper for percent in PLAN.percents)
 
 
@@ -164,4 +164,4 @@ def test_a_png_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     _draw_adaptation(adapted_of(by_hand)).savefig(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
-    _draw_adaptation(AdaptationResults(PLAN, {})).savefig(tmp_path / "b.png")
+    _draw_adaptation(_AdaptationResults(PLAN, {})).savefig(tmp_path / "b.png")
