@@ -60,7 +60,6 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def _sync_file(file: BinaryIO) -> None:
-    """Flush the buffers of an open file and fsync it."""
     file.flush()
     os.fsync(file.fileno())
 

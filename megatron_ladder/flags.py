@@ -262,11 +262,7 @@ def section_flags(config_class: type) -> list[Flag]:
 
 
 def parse_command_line(
-    config_classes: Sequence[type],
-    argv: Sequence[str],
-    program: str,
-    description: str,
-    found: list[str] | None = None,
+    config_classes: Sequence[type], argv: Sequence[str], program: str, description: str, found: list[str] | None = None
 ) -> list[Any]:
     """Read `argv` into one instance of each dataclass, in order.
 

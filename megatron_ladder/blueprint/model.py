@@ -5,13 +5,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
-from megatron_ladder.blueprint.wiring import (
-    DESYNC_INTERVALS,
-    WIRINGS,
-    ResidualMode,
-    WiredSubBlock,
-    Wiring,
-)
+from megatron_ladder.blueprint.wiring import DESYNC_INTERVALS, WIRINGS, ResidualMode, WiredSubBlock, Wiring
 from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.flags import ValueType, flag, flag_name, to_plain, value_errors
 

@@ -52,7 +52,6 @@ class _Attempt:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it ended with exit code 0."""
         return self.end is not None and self.end["code"] == 0
 
 
@@ -115,7 +114,6 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
 
 
 def _describe(events: Sequence[dict[str, Any]], summary: _Summary) -> str:
-    """Format the report."""
     counts = {kind: sum(event["event"] == kind for event in events) for kind in ("skip", "spike", "hang", "restart")}
     saves = [event for event in events if event["event"] == "save end"]
     blocked = sum(event["blocked_seconds"] for event in saves)

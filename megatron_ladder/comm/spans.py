@@ -32,8 +32,6 @@ def name_collectives(group: CommGroup, span: Span) -> CommGroup:
 
 
 class _RecordedWork(NamedTuple):
-    """A handle whose wait is named."""
-
     work: Work
     operation: str
     span: Span
@@ -44,8 +42,6 @@ class _RecordedWork(NamedTuple):
 
 
 class _RecordedGroup(CommGroup):
-    """See `name_collectives`."""
-
     def __init__(self, group: CommGroup, span: Span) -> None:
         super().__init__(group.ranks, group.rank, group.process_group)
         self._group = group
