@@ -76,7 +76,7 @@ while [ $# -gt 0 ]; do
         --tp) tp=$2 layout+=(--tensor-model-parallel-size "$2") ;;
         --lm-eval-tasks) read -ra lm_eval_tasks <<<"$2" ;;
         --python) own_python=$2 ;;
-        *) fail "$1: unknown: --help tells the flags; those of pretrain_ladder.py stand behind --" ;;
+        *) fail "$1: unknown: --help lists the flags; those of pretrain_ladder.py come after --" ;;
     esac
     shift 2
 done

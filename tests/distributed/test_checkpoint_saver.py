@@ -73,10 +73,10 @@ def saves_of_a_run(argv: list[str], final: int) -> Events:
 def test_background_saves_equal_synchronous_saves(
     gloo_pools: GlooPools, tmp_path: Path, layout: str
 ) -> None:
-    at_once, beside = tmp_path / "at_once", tmp_path / "beside"
+    synchronous, background = tmp_path / "synchronous", tmp_path / "background"
     run = gloo_pools(2).run
-    run(saves_of_a_run, [*layout.split(), "--save", str(at_once)], 4)
-    words = ["--save", str(beside), "--async-save", "--keep-last-n-checkpoints", "3"]
+    run(saves_of_a_run, [*layout.split(), "--save", str(synchronous)], 4)
+    words = ["--save", str(background), "--async-save", "--keep-last-n-checkpoints", "3"]
     events, others = run(saves_of_a_run, [*layout.split(), *words], 0)
     assert others == []
     assert [kind for kind, _ in events if kind != "save begin"] == ["save end"] * 4
@@ -85,12 +85,12 @@ def test_background_saves_equal_synchronous_saves(
     assert begun == [fields["iteration"] for fields in ended] == [1, 2, 3, 4]
     assert all(0 < fields["blocked_seconds"] <= fields["seconds"] and fields["bytes"] > 10_000 for fields in ended)
     assert [fields["removed"] for fields in ended] == [[], [], [], ["iter_0000001"]]
-    assert sorted(path.name for path in beside.iterdir()) == [*(f"iter_000000{n}" for n in (2, 3, 4)), "latest"]
+    assert sorted(path.name for path in background.iterdir()) == [*(f"iter_000000{n}" for n in (2, 3, 4)), "latest"]
     for number in (2, 3, 4):
-        one, other = (everything(folder / f"iter_000000{number}") for folder in (at_once, beside))
+        one, other = (everything(folder / f"iter_000000{number}") for folder in (synchronous, background))
         assert one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     places = [{"place": 0}, {"place": 1}] if "zero" in layout else [{"place": 0}]
-    assert Checkpoint.open(beside).manifest["data_streams"] == places
+    assert Checkpoint.open(background).manifest["data_streams"] == places
 
 
 def failing_saves(argv: list[str], failing: int) -> tuple[Events, str, int]:
@@ -115,7 +115,7 @@ def failing_saves(argv: list[str], failing: int) -> tuple[Events, str, int]:
     return events, "", trainer.engine.state.steps_taken()
 
 
-@pytest.mark.parametrize("words", ["", "--async-save"], ids=["at once", "beside"])
+@pytest.mark.parametrize("words", ["", "--async-save"], ids=["synchronous", "background"])
 def test_a_failing_save_does_not_stop_training_unless_it_is_the_last(
     gloo_pools: GlooPools, tmp_path: Path, words: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""The project's Markdown pages: their fences, what is marked above them, and the code among their words."""
+"""Parses the project's Markdown pages: fences, the marks above them, and inline code."""
 
 import re
 from collections.abc import Iterator
@@ -19,34 +19,34 @@ class Fence:
     page: str
     """Path from the root of the repository."""
     line: int
-    """Of the opening fence, from 1."""
+    """Line of the opening fence, from 1."""
     language: str
     text: str
     mark: str = ""
     """`not run`, `run`, `prints`, or empty."""
     about: str = ""
-    """What the mark says after its colon."""
+    """Text of the mark after its colon."""
 
     @property
     def place(self) -> str:
-        """For messages."""
+        """Page and line, for messages."""
         return f"{self.page}:{self.line}"
 
     @property
     def session(self) -> str:
-        """Name of the session that it is run in; empty if it is in none."""
+        """Name of the session that runs the fence; empty if there is none."""
         found = SESSION.match(self.about) if self.mark == "run" else None
         return found[1] if found else ""
 
     @property
     def until(self) -> str | None:
-        """What the command has printed once the next fence may begin, if it goes on beside it."""
+        """For a background command: the text that it prints when the next fence may start."""
         found = SESSION.match(self.about) if self.mark == "run" else None
         return found[2] if found else None
 
 
 def page_paths() -> list[str]:
-    """All pages that people write."""
+    """Return all pages except generated ones."""
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     found += (ROOT / "examples").rglob("*.md")
     written = ROOT / "docs" / "reference"
@@ -58,7 +58,7 @@ def read_page(page: str) -> str:
 
 
 def fences(page: str, text: str) -> list[Fence]:
-    """The fences of a page in their order."""
+    """Return the fences of a page in order."""
     found: list[Fence] = []
     opened: tuple[int, str, str] | None = None
     body: list[str] = []
@@ -81,28 +81,28 @@ def fences(page: str, text: str) -> list[Fence]:
     return found
 
 
-def mark_mistakes(page: str, text: str) -> list[str]:
-    """Marks that nothing follows, that say too little, or that are misspelt, and fences that are not closed."""
-    mistakes = []
+def mark_errors(page: str, text: str) -> list[str]:
+    """Return one line per mark that is incomplete, misspelt or not followed by a fence, and per unclosed fence."""
+    errors = []
     found = fences(page, text)
     for fence in found:
         if fence.mark == "not run" and not fence.about:
-            mistakes.append(f"{fence.place}: say why it is not run: <!-- not run: reason -->")
+            errors.append(f"{fence.place}: a reason is missing: <!-- not run: reason -->")
         if fence.mark == "run" and not fence.session:
-            mistakes.append(f'{fence.place}: expected <!-- run: session --> or <!-- run: session, until "text" -->')
+            errors.append(f'{fence.place}: expected <!-- run: session --> or <!-- run: session, until "text" -->')
         if fence.mark in ("run", "not run") and fence.language not in ("bash", "python"):
-            mistakes.append(f"{fence.place}: what is run is bash or python, found '{fence.language}'")
+            errors.append(f"{fence.place}: expected bash or python, found '{fence.language}'")
     comments = re.findall(r"^ *<!-- *(.*?) *-->$", text, re.MULTILINE)
     marks = [comment for comment in comments if re.match(r"(not.?run|run|prints)\b", comment)]
     if len(marks) != sum(bool(fence.mark) for fence in found):
-        mistakes.append(f"{page}: a mark stands directly above its fence; found {marks}")
+        errors.append(f"{page}: a mark must be directly above its fence; found {marks}")
     if len(re.findall(r"^ *```", text, re.MULTILINE)) != 2 * len(found):
-        mistakes.append(f"{page}: a fence is not closed, or has more than a language behind it")
-    return mistakes
+        errors.append(f"{page}: a fence is not closed, or has more than a language after it")
+    return errors
 
 
 def code_spans(text: str) -> Iterator[str]:
-    """What stands between single backticks, outside of fences."""
+    """Iterate over the text between single backticks, outside of fences."""
     outside = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
     for paragraph in re.split(r"\n\s*\n", outside):
         for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", paragraph):
@@ -110,7 +110,7 @@ def code_spans(text: str) -> Iterator[str]:
 
 
 def indented_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Number and text of lines that are code by their indentation, but for those inside of fences."""
+    """Iterate over number and text of the lines outside of fences that are code by their indentation."""
     inside = False
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip().startswith("```"):

@@ -1,4 +1,4 @@
-"""Commands of the pages, read by the programs' own parsers without being carried out."""
+"""Parses commands of the pages with the parsers of their programs, without running them."""
 
 import argparse
 import contextlib
@@ -18,15 +18,15 @@ from tests.docs.shell import OPEN_END
 PROGRAM_OF = {script_of(program): program for program in PROGRAMS}
 """Script -> the name of its program."""
 VOCABULARY = 32000
-"""Ids of a tokenizer that is not there."""
+"""Vocabulary size that replaces that of a missing tokenizer."""
 LEFT_OUT = (" is required", ": expected one directory")
-"""Ends of what programs say of words that a page leaves out."""
+"""Ends of error messages about arguments that a page omits."""
 NOT_HERE = "is not an executable program"
-"""End of what programs say of another one that this machine has not got."""
+"""End of the error message about a program that is not installed."""
 
 
 def read_command(words: Sequence[str]) -> list[str] | None:
-    """Mistakes of a command, or None if it calls nothing of ours."""
+    """Return the errors of a command, or None if it calls none of this project's programs."""
     program, *rest = words
     if re.fullmatch(r"(\S*/)?python3?", program):
         return _read_python(rest, 1)
@@ -35,7 +35,7 @@ def read_command(words: Sequence[str]) -> list[str] | None:
     if program in ("bash", "sbatch", "source") and rest and (rest[0].startswith(("examples/", "tests/"))):
         return _read_script(rest)
     if program.startswith("megatron-ladder-"):
-        return _read_ours(_script_of(program.removeprefix("megatron-ladder-")), rest, 1)
+        return _read_program(_script_of(program.removeprefix("megatron-ladder-")), rest, 1)
     return None
 
 
@@ -43,7 +43,7 @@ def _read_python(words: Sequence[str], processes: int | None) -> list[str] | Non
     if not words or words[0].startswith("-"):
         return None
     if words[0] in PROGRAM_OF:
-        return _read_ours(words[0], words[1:], processes)
+        return _read_program(words[0], words[1:], processes)
     return _read_script(words)
 
 
@@ -65,7 +65,7 @@ def _read_launch(launcher: str, words: Sequence[str]) -> list[str] | None:
 
 
 def _launch_parts(launcher: str, words: Sequence[str]) -> tuple[str, list[str], int | None]:
-    """The script, its words, and the number of processes, if it is known."""
+    """Return the script, its arguments, and the number of processes, if it is known."""
     if launcher == "deepspeed":
         runner = importlib.import_module("deepspeed.launcher.runner")
         parsed: argparse.Namespace = runner.parse_args(list(words))
@@ -79,41 +79,41 @@ def _launch_parts(launcher: str, words: Sequence[str]) -> tuple[str, list[str], 
 
 
 def _read_script(words: Sequence[str]) -> list[str]:
-    """A script whose parser cannot be called: it is there, and it speaks of the flag."""
+    """Check a script whose parser cannot be called: it must exist and its source must contain the flags."""
     path = ROOT / words[0]
     if not path.is_file():
-        return [f"{words[0]}: there is no such script"]
+        return [f"{words[0]}: no such script"]
     if words[0] == "tests/run.sh":
-        return [f"{word}: there is no such path" for word in words[1:] if "/" in word and not (ROOT / word).exists()]
+        return [f"{word}: no such path" for word in words[1:] if "/" in word and not (ROOT / word).exists()]
     source = path.read_text(encoding="utf-8")
     flags = [word.partition("=")[0] for word in words[1:] if word.startswith("--") and len(word) > 2]
-    return [f"{words[0]} knows no {flag}" for flag in flags if not _speaks_of(source, flag)]
+    return [f"{words[0]} has no flag {flag}" for flag in flags if not _mentions(source, flag)]
 
 
-def _speaks_of(source: str, flag: str) -> bool:
+def _mentions(source: str, flag: str) -> bool:
     name = flag.removeprefix("--").replace("-", "_")
     spelled = re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", source)
     return bool(spelled or re.search(rf"^    {re.escape(name)}: ", source, re.MULTILINE))
 
 
-def _read_ours(script: str, words: Sequence[str], processes: int | None) -> list[str]:
+def _read_program(script: str, words: Sequence[str], processes: int | None) -> list[str]:
     if script not in PROGRAM_OF:
-        return [f"{script}: there is no such program"]
+        return [f"{script}: no such program"]
     given = ["1" if re.fullmatch("[A-Z]", word) else word for word in words if word != OPEN_END]
-    mistakes: list[str] = []
+    errors: list[str] = []
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             if script == "pretrain_ladder.py":
-                _read_training(given, processes, OPEN_END in words, mistakes)
+                _read_training(given, processes, OPEN_END in words, errors)
             else:
-                mistakes += _read_tool(script, given)
+                errors += _read_tool(script, given)
     except UserError as error:
-        mistakes += error.messages
+        errors += error.messages
     except SystemExit as end:
         assert end.code == 0, words
     if OPEN_END in words:
-        mistakes = [mistake for mistake in mistakes if not mistake.endswith(LEFT_OUT)]
-    return [f"{script}: {mistake}" for mistake in mistakes if not mistake.endswith(NOT_HERE)]
+        errors = [line for line in errors if not line.endswith(LEFT_OUT)]
+    return [f"{script}: {line}" for line in errors if not line.endswith(NOT_HERE)]
 
 
 def _read_tool(script: str, words: Sequence[str]) -> list[str]:
@@ -123,12 +123,12 @@ def _read_tool(script: str, words: Sequence[str]) -> list[str]:
     return []
 
 
-def _read_training(words: Sequence[str], processes: int | None, open_end: bool, mistakes: list[str]) -> None:
-    flags = parse_run(words, mistakes)
+def _read_training(words: Sequence[str], processes: int | None, open_end: bool, errors: list[str]) -> None:
+    flags = parse_run(words, errors)
     if open_end:
         return
     if processes is None:
         processes = flags.parallel.tensor_model_parallel_size * flags.parallel.pipeline_model_parallel_size
-    run = resolve_run(flags, flags.model.vocab_size or VOCABULARY, processes, mistakes)
+    run = resolve_run(flags, flags.model.vocab_size or VOCABULARY, processes, errors)
     if run.parallel.deepspeed_config is None:
-        deepspeed_json(run, mistakes)
+        deepspeed_json(run, errors)

@@ -1,4 +1,4 @@
-"""Fences that are run: one after another, as real processes, in a folder where what they start from is prepared."""
+"""Runs the fences of documentation pages, one after another, as real processes in a prepared folder."""
 
 import contextlib
 import json
@@ -18,8 +18,8 @@ from tests.helpers.commands import clean_environment, free_port, kill_tree, run_
 
 CORPUS_BYTES, LARGE_CORPUS_BYTES = 3_000_000, 10_000_000
 TIMEOUT = 900.0
-LATEST_ANSWER = 120.0
-"""Seconds until a command that goes on beside the others has said what it says when it is ready."""
+READY_SECONDS = 120.0
+"""Seconds that a background command may take until it prints that it is ready."""
 MODEL = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 512 --micro-batch-size 2 "
     "--lr 1e-3 --data-path corpus_text_document --split 9,1,0 --eval-iters 1 "
@@ -31,7 +31,7 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 
 
 def write_corpus(folder: Path, most_bytes: int = CORPUS_BYTES) -> None:
-    """`corpus.jsonl`: sources of Python's own standard library."""
+    """Write `corpus.jsonl` with the sources of Python's standard library."""
     texts, size = [], 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         text = path.read_text(encoding="utf-8", errors="ignore")
@@ -44,12 +44,12 @@ def write_corpus(folder: Path, most_bytes: int = CORPUS_BYTES) -> None:
 
 
 def write_large_corpus(folder: Path) -> None:
-    """`corpus.jsonl` that a vocabulary of 32,000 can be learnt from."""
+    """Write a `corpus.jsonl` that is large enough for a vocabulary of 32,000."""
     write_corpus(folder, LARGE_CORPUS_BYTES)
 
 
 def write_chat(folder: Path) -> None:
-    """`chat.jsonl`, and a tokenizer that has a template."""
+    """Write `chat.jsonl`, and a tokenizer with a chat template."""
     _run(folder, "python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 500 --model-type bpe "
          "--model-prefix TOKENIZER_DIRECTORY/tokenizer")  # fmt: skip
     (folder / "TOKENIZER_DIRECTORY" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -58,20 +58,20 @@ def write_chat(folder: Path) -> None:
 
 
 def train_tokenizer(folder: Path) -> None:
-    """`tokenizer.model` and `tokenizer.json`."""
+    """Write `tokenizer.model` and `tokenizer.json`."""
     for kind in ("sentencepiece", "bpe"):
         _run(folder, "python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 1000 --max-megabytes 1 "
              f"--model-prefix tokenizer --model-type {kind}")  # fmt: skip
 
 
 def tokenize(folder: Path) -> None:
-    """`corpus_text_document`."""
+    """Write `corpus_text_document`."""
     _run(folder, "python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --append-eod "
          "--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model")  # fmt: skip
 
 
 def tokenize_more(folder: Path) -> None:
-    """`parts/` and `more_text_document`, as tokenizing would write them."""
+    """Write `parts/` and `more_text_document` as copies of `corpus_text_document`."""
     (folder / "parts").mkdir()
     for path in folder.glob("corpus_text_document.*"):
         shutil.copy(path, folder / "parts")
@@ -79,7 +79,7 @@ def tokenize_more(folder: Path) -> None:
 
 
 def train(folder: Path) -> None:
-    """`checkpoints/`, `tensorboard/` and `traces/` of a run of two processes, and `keys` to serve it with."""
+    """Write `checkpoints/`, `tensorboard/` and `traces/` of a run with two processes, and the `keys` of a server."""
     _run(folder, "torchrun --nproc-per-node 2 pretrain_ladder.py --tensor-model-parallel-size 2 --num-layers 2 "
          "--residual-mode ladder --train-iters 12 --save checkpoints --load checkpoints --tensorboard-dir tensorboard "
          f"--profile --profile-step-start 10 --profile-step-end 12 --profile-dir traces {MODEL}")  # fmt: skip
@@ -87,7 +87,7 @@ def train(folder: Path) -> None:
 
 
 def write_llama(folder: Path) -> None:
-    """`Llama-3.1-8B-Instruct/`: a tiny Llama of more than 16 layers, with a chat template."""
+    """Write `Llama-3.1-8B-Instruct/`, a tiny Llama with more than 16 layers and a chat template."""
     _run(folder, f"python pretrain_ladder.py --num-layers 18 --train-iters 1 --save untrained {MODEL}\n"
          "python tools/convert_checkpoint.py export --load untrained --hf Llama-3.1-8B-Instruct")  # fmt: skip
     (folder / "Llama-3.1-8B-Instruct" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -102,11 +102,11 @@ NEEDS: dict[str, tuple[Callable[[Path], None], ...]] = {
     "llama": (write_corpus, train_tokenizer, tokenize, write_llama),
     "models": (write_corpus, train_tokenizer, tokenize, train, write_llama),
 }
-"""Beginning of a session's name, up to a dot -> what is made in its folder before; of others, nothing."""
+"""Session name up to the first dot -> functions that prepare its folder; other sessions start in an empty one."""
 
 
 def sessions(page: str, text: str) -> dict[str, list[Fence]]:
-    """The fences of each session of a page, and after each the one that shows what it prints."""
+    """Return the fences of each session of a page, each followed by the fence with its output, if there is one."""
     found: dict[str, list[Fence]] = {}
     current: list[Fence] | None = None
     for fence in fences(page, text):
@@ -121,11 +121,11 @@ def sessions(page: str, text: str) -> dict[str, list[Fence]]:
 
 
 def run_session(name: str, steps: Sequence[Fence], shelf: Path, folder: Path) -> None:
-    """Runs the fences of a session.
+    """Run the fences of a session.
 
     Args:
-        shelf: where what sessions need is made once for all of them.
-        folder: to be made, and to work in.
+        shelf: cache of prepared folders, shared by all sessions.
+        folder: the working directory, which must not exist.
 
     Raises:
         AssertionError: a command fails, or does not print what the page shows.
@@ -139,13 +139,13 @@ def run_session(name: str, steps: Sequence[Fence], shelf: Path, folder: Path) ->
                 missing = missing_line(step.text, printed)
                 assert missing is None, f"{step.place}: {missing!r} is not in what was printed:\n{printed}"
             elif step.until is not None:
-                printed = running.enter_context(going_on(step, folder))
+                printed = running.enter_context(_in_background(step, folder))
             else:
                 printed = _run(folder, step.text, step.place, step.language)
 
 
 def prepared(needs: tuple[Callable[[Path], None], ...], shelf: Path) -> Path:
-    """A folder with the repository's scripts in which these were called in their order."""
+    """Return a folder with the repository's scripts in which these functions were called in order."""
     made = shelf / "-".join(["scripts", *(need.__name__ for need in needs)])
     if made.is_dir():
         return made
@@ -162,7 +162,7 @@ def prepared(needs: tuple[Callable[[Path], None], ...], shelf: Path) -> Path:
 
 
 def missing_line(shown: str, printed: str) -> str | None:
-    """The first line that the page shows and that was not printed behind those before it; `...` is anything."""
+    """Return the first shown line that was not printed after its predecessors; `...` matches any text."""
     lines = iter([" ".join(line.split()) for line in printed.splitlines()])
     for line in shown.splitlines():
         words = " ".join(line.split())
@@ -175,7 +175,7 @@ def missing_line(shown: str, printed: str) -> str | None:
 
 
 def _run(folder: Path, text: str, place: str = "preparing", language: str = "bash") -> str:
-    """Output of a text of commands, stderr last; the first that fails ends it."""
+    """Run commands until one fails, and return their output, stderr last."""
     argv = [sys.executable, "-c", text] if language == "python" else _shell(text)
     done = run_command(argv, TIMEOUT, _environment(), folder)
     assert done.returncode == 0, f"{place}: exit code {done.returncode} of\n{text}\n{done.stdout}{done.stderr}"
@@ -183,24 +183,24 @@ def _run(folder: Path, text: str, place: str = "preparing", language: str = "bas
 
 
 @contextlib.contextmanager
-def going_on(step: Fence, folder: Path) -> Iterator[str]:
-    """Starts a fence, waits until it says that it is ready, and asks it to end behind the others."""
-    told = folder / f".output{step.line}"
-    with told.open("w") as output:
+def _in_background(step: Fence, folder: Path) -> Iterator[str]:
+    """Start a fence and wait until it is ready; interrupt it at the end of the block."""
+    output_file = folder / f".output{step.line}"
+    with output_file.open("w") as output:
         process = subprocess.Popen(
             _shell(step.text), stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True, cwd=folder,
             env=clean_environment() | _environment(), start_new_session=True,
         )  # fmt: skip
     try:
-        deadline = time.monotonic() + LATEST_ANSWER
-        while (step.until or "") not in told.read_text(encoding="utf-8"):
-            said = told.read_text(encoding="utf-8")
-            assert process.poll() is None, f"{step.place}: exit code {process.returncode} of\n{step.text}\n{said}"
-            assert time.monotonic() < deadline, f"{step.place}: did not say {step.until!r}:\n{said}"
+        deadline = time.monotonic() + READY_SECONDS
+        while (step.until or "") not in output_file.read_text(encoding="utf-8"):
+            printed = output_file.read_text(encoding="utf-8")
+            assert process.poll() is None, f"{step.place}: exit code {process.returncode} of\n{step.text}\n{printed}"
+            assert time.monotonic() < deadline, f"{step.place}: did not print {step.until!r}:\n{printed}"
             time.sleep(0.2)
-        yield told.read_text(encoding="utf-8")
-        assert process.poll() is None, f"{step.place}: ended before it was asked to"
-        # As Ctrl-C does, it goes to all processes of the terminal's group.
+        yield output_file.read_text(encoding="utf-8")
+        assert process.poll() is None, f"{step.place}: ended before it was interrupted"
+        # Like Ctrl-C, this signals the whole process group.
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(60) in (0, 130, -signal.SIGINT), f"{step.place}: exit code {process.returncode}"
     finally:
@@ -208,9 +208,9 @@ def going_on(step: Fence, folder: Path) -> Iterator[str]:
 
 
 def _shell(text: str) -> list[str]:
-    """A shell that knows what the fences before have exported.
+    """Return a shell command with the variables that earlier fences exported.
 
-    The launchers use a port of their own in it, since other runs of this machine may use the usual one.
+    Its launchers use a free port, because other runs on this machine may use the default port.
     """
     port = free_port()
     before = (

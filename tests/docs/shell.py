@@ -1,11 +1,11 @@
-"""From the text of a bash fence to the words of its commands; enough of the language for a page."""
+"""Splits the text of a bash fence into commands; supports the part of the language that the pages use."""
 
 import re
 import shlex
 from collections.abc import Iterator
 
 OPEN_END = "..."
-"""Stands for further words that a page leaves out."""
+"""Represents further arguments that a page omits."""
 
 _KEYWORDS = {"do", "then", "else", "{", "}", "!", "time", "exec", "if", "while", "done", "fi"}
 _SEPARATORS = set(";&|()")
@@ -13,7 +13,7 @@ _ASSIGNMENT = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*\+?=")
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each simple command, without assignments before it, redirections and comments."""
+    """Return the words of each simple command, without leading assignments, redirections and comments."""
     found = []
     for line in _logical_lines(text):
         for words in _split(_tokens(line)):
@@ -25,7 +25,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Lines with what continues them; the bodies of here-documents are left out."""
+    """Iterate over lines, joined with their continuations; bodies of here-documents are skipped."""
     lines = iter(text.split("\n"))
     for first in lines:
         line = first
@@ -47,7 +47,7 @@ def _is_whole(line: str) -> bool:
 
 
 def _tokens(line: str) -> list[str]:
-    # What a command or a variable would give, nobody knows here.
+    # Values of variables and commands are unknown here.
     opaque = re.sub(r"\$\([^()]*\)|\$\{[^{}]*\}|\$\w+|\$@", "1", line)
     opaque = re.sub(r"(?<=\s)[0-9]?&?>>?\s*(&[0-9]|[^\s;|&]+)|(?<=\s)<<?-?\s*[^\s;|&]+", "", opaque)
     lexer = shlex.shlex(opaque, posix=True, punctuation_chars=True)

@@ -1,4 +1,4 @@
-"""Every command of the pages is read by the parser of its program, and every flag among the words is one."""
+"""The parsers accept every command of the pages, and every flag in their text exists."""
 
 import functools
 import re
@@ -10,7 +10,7 @@ import pytest
 from megatron_ladder.cli.programs import PROGRAMS, load_program
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
 from megatron_ladder.flags import flag_name, section_flags
-from tests.docs.pages import ROOT, code_spans, fences, indented_lines, mark_mistakes, page_paths, read_page
+from tests.docs.pages import ROOT, code_spans, fences, indented_lines, mark_errors, page_paths, read_page
 from tests.docs.reading import read_command
 from tests.docs.shell import OPEN_END, commands
 
@@ -18,17 +18,17 @@ OTHERS = {
     "--help", "--slow", "--nproc-per-node", "--num_gpus", "--node_rank", "--master_addr", "--local-dir", "--logdir",
     "--shm-size", "--flag",
 }  # fmt: skip
-"""Flags of other programs, of which the pages speak, and what stands for any flag."""
+"""Flags of other programs that the pages mention, and a placeholder for any flag."""
 SCRIPTS = (
     "examples/multi_node.sh", "examples/adapt_llama/adapt.sh", "examples/paper/train.sh", "examples/paper/check.py",
     "tests/chaos/run.py",
 )  # fmt: skip
-"""Those whose flags no dataclass tells."""
+"""Scripts whose flags are not declared by a dataclass."""
 CALL = re.compile(r"^(python|deepspeed|torchrun|bash|sbatch|pip|tools/\w+\.py|pretrain_ladder\.py)\s")
 
 
 def flags_of_script(source: str) -> list[str]:
-    """Those that it names, and those that fields of its dataclasses make."""
+    """Return the flags in a script's text, and those derived from fields of its dataclasses."""
     fields = re.findall(r"^    ([a-z_]+): ", source, re.MULTILINE)
     return re.findall(r"(?<![\w-])--[a-z][\w-]*", source) + [flag_name(field) for field in fields]
 
@@ -51,41 +51,41 @@ def known_flags() -> set[str]:
     return ours | scripts | ACCEPTED.keys() | REFUSED.keys() | OTHERS
 
 
-def page_mistakes(page: str, text: str) -> list[str]:
-    """What is wrong with the commands of a page, a line each with its place."""
-    mistakes = mark_mistakes(page, text)
+def page_errors(page: str, text: str) -> list[str]:
+    """Return one line per error in the commands of a page."""
+    errors = mark_errors(page, text)
     for fence in fences(page, text):
         for words in commands(fence.text) if fence.language == "bash" else ():
             found = read_command(words)
             if found is None and not fence.mark:
-                mistakes.append(
-                    f"{fence.place}: {words[0]} is no program of ours: mark the fence <!-- run: session --> or "
+                errors.append(
+                    f"{fence.place}: {words[0]} is not our program: mark the fence <!-- run: session --> or "
                     "<!-- not run: reason -->"
                 )
-            mistakes += [f"{fence.place}: {mistake}" for mistake in found or ()]
+            errors += [f"{fence.place}: {error}" for error in found or ()]
     for line, text_of_line in indented_lines(text):
         if CALL.match(text_of_line):
-            mistakes.append(f"{page}:{line}: commands stand in a bash fence, found indented text")
-    return mistakes + span_mistakes(page, text)
+            errors.append(f"{page}:{line}: commands must be in a bash fence, found indented text")
+    return errors + span_errors(page, text)
 
 
-def span_mistakes(page: str, text: str) -> list[str]:
-    """What is wrong with commands and flags among the words, where commands may be given in part."""
-    mistakes, known = [], known_flags()
+def span_errors(page: str, text: str) -> list[str]:
+    """Return one line per error in inline commands, which may be incomplete, and inline flags."""
+    errors, known = [], known_flags()
     for span in code_spans(text):
         if CALL.match(span):
             whole = span if span.startswith(("python", "deepspeed", "torchrun", "bash", "pip")) else f"python {span}"
             for words in commands(whole):
-                mistakes += [f"{page}: `{span}`: {mistake}" for mistake in read_command([*words, OPEN_END]) or ()]
+                errors += [f"{page}: `{span}`: {error}" for error in read_command([*words, OPEN_END]) or ()]
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
             if flag not in known:
-                mistakes.append(f"{page}: `{span}`: {flag} is not a flag of any program")
-    return mistakes
+                errors.append(f"{page}: `{span}`: {flag} is not a flag of any program")
+    return errors
 
 
 @pytest.mark.parametrize("page", page_paths())
-def test_commands_of_a_page_are_what_the_programs_take(page: str) -> None:
-    assert page_mistakes(page, read_page(page)) == []
+def test_the_programs_accept_the_commands_of_a_page(page: str) -> None:
+    assert page_errors(page, read_page(page)) == []
 
 
 def fenced(command: str, mark: str = "") -> str:
@@ -99,13 +99,13 @@ TRAINING = (
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (fenced("python tools/plan.py --gpu 8"), "--gpu is not a flag of this program: did you mean --gpus?"),
         (fenced("python tools/plan.py \\\n    --cluster h300"), "--cluster h300: expected one of"),
         (fenced("A=1 python tools/generate.py --model m --prompt x --stop"), "--stop: expected at least one"),
         (fenced("python tools/generate.py --model m --json --stream"), "--json and --stream exclude each other"),
-        (fenced("python tools/missing.py --x"), "tools/missing.py: there is no such script"),
+        (fenced("python tools/missing.py --x"), "tools/missing.py: no such script"),
         (fenced("cd x && python tools/inspect_data.py p --verfy", "<!-- not run: why -->"), "--verfy is not a flag"),
         (fenced("for s in 1 2; do\n  python tools/plan.py --seed $s\ndone"), "--seed is not a flag"),
         (fenced("python tools/convert_checkpoint.py export --load c"), "--hf is required"),
@@ -116,24 +116,24 @@ TRAINING = (
         (fenced("deepspeed pretrain_ladder.py ... --zero-stage 4"), "'4' is not one of"),
         (fenced("python tools/run_resilient.py -- deepspeed pretrain_ladder.py ... --save d"), "no --load"),
         (fenced("python tools/run_resilient.py -- deepspeed pretrain_ladder.py ... --sve --save d --load d"), "--sve"),
-        (fenced("bash examples/multi_node.sh --node-ranks N"), "examples/multi_node.sh knows no --node-ranks"),
-        (fenced("python tests/chaos/run.py --kill 3"), "tests/chaos/run.py knows no --kill"),
-        (fenced("bash tests/run.sh tests/units"), "tests/units: there is no such path"),
+        (fenced("bash examples/multi_node.sh --node-ranks N"), "examples/multi_node.sh has no flag --node-ranks"),
+        (fenced("python tests/chaos/run.py --kill 3"), "tests/chaos/run.py has no flag --kill"),
+        (fenced("bash tests/run.sh tests/units"), "tests/units: no such path"),
         (fenced("megatron-ladder-plan --gpu 8"), "--gpu is not a flag"),
-        (fenced("pip install x"), "pip is no program of ours"),
-        (fenced("ls", "<!-- not run -->"), "say why it is not run"),
+        (fenced("pip install x"), "pip is not our program"),
+        (fenced("ls", "<!-- not run -->"), "a reason is missing"),
         (fenced("ls", "<!-- run: a b -->"), "expected <!-- run: session -->"),
-        ("<!-- not run: why -->\n\nwords\n" + fenced("python tools/plan.py"), "a mark stands directly above its fence"),
+        ("<!-- not run: why -->\n\nwords\n" + fenced("python tools/plan.py"), "a mark must be directly above"),
         ("```bash\npython tools/plan.py\n", "a fence is not closed"),
-        ("words\n\n    python tools/plan.py\n", "a.md:3: commands stand in a bash fence"),
+        ("words\n\n    python tools/plan.py\n", "a.md:3: commands must be in a bash fence"),
         ("`tools/plan.py --gpu 8`", "--gpu is not a flag of this program"),
         ("`python tools/generate.py ...\n--stream --json`", "--json and --stream"),
         ("and `--micro-batch-sise`", "--micro-batch-sise is not a flag of any program"),
     ],
 )
-def test_a_mistake_is_found(text: str, told: str) -> None:
-    mistakes = page_mistakes("a.md", text)
-    assert len(mistakes) >= 1 and told in mistakes[0], mistakes
+def test_an_error_is_found(text: str, message: str) -> None:
+    errors = page_errors("a.md", text)
+    assert len(errors) >= 1 and message in errors[0], errors
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_a_mistake_is_found(text: str, told: str) -> None:
         "`--micro-batch-size 4` and `python pretrain_ladder.py --help`",
     ],
 )
-def test_what_is_right_passes(text: str) -> None:
-    assert page_mistakes("a.md", text) == []
+def test_correct_commands_pass(text: str) -> None:
+    assert page_errors("a.md", text) == []
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,10 @@ class Smaller:
     """Prefixes."""
 
 
-def test_a_flag_that_is_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_flag_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     text = fenced("python tools/inspect_data.py p --verify")
-    assert page_mistakes("a.md", text) == []
+    assert page_errors("a.md", text) == []
     monkeypatch.setattr(load_program("inspect_data"), "InspectConfig", Smaller)
-    assert page_mistakes("a.md", text) == [
+    assert page_errors("a.md", text) == [
         "a.md:2: tools/inspect_data.py: --verify is not a flag of this program: see --help"
     ]

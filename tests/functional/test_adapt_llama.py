@@ -66,9 +66,9 @@ def training_command(output: str) -> list[str]:
 
 
 def resolved(words: list[str]) -> RunConfig:
-    mistakes: list[str] = []
-    run = resolve_run(parse_run(words, mistakes), VOCABULARY, 8, mistakes)
-    assert not mistakes
+    errors: list[str] = []
+    run = resolve_run(parse_run(words, errors), VOCABULARY, 8, errors)
+    assert not errors
     return run
 
 
@@ -98,11 +98,11 @@ def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
     [
         (["--source", "nowhere"], "--source nowhere/config.json: there is no such file"),
         (["--tiny", "--dry-run"], "--tiny --dry-run: there is nothing to look at"),
-        (["--lr", "1"], "--lr: unknown: --help tells the flags; those of pretrain_ladder.py stand behind --"),
+        (["--lr", "1"], "--lr: unknown: --help lists the flags; those of pretrain_ladder.py come after --"),
         (["--source"], "--source: a value is missing"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, words: list[str], message: str) -> None:
+def test_invalid_arguments_are_reported(tmp_path: Path, words: list[str], message: str) -> None:
     done = run_command(["bash", SCRIPT, "--run", tmp_path / "run", *words], timeout=60)
     assert done.returncode == 2 and message in done.stderr, done.stdout + done.stderr
     assert not (tmp_path / "run").exists()

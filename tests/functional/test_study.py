@@ -57,9 +57,9 @@ def test_a_stopped_study_resumes(tmp_path: Path) -> None:
     assert study.returncode == 0 and "the same command resumes the study" in printed
     assert running_pretraining(folder) == []
 
-    refused = run_command([*command, "--seeds", "2"], timeout=120)
-    assert refused.returncode == 2 and "seeds: was [1], now [1, 2]" in refused.stderr
-    assert "tuning iterations" not in refused.stderr
+    rejected = run_command([*command, "--seeds", "2"], timeout=120)
+    assert rejected.returncode == 2 and "seeds: was [1], now [1, 2]" in rejected.stderr
+    assert "tuning iterations" not in rejected.stderr
 
     done = run_command(command, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces, each with a name and an address of its own, joined by a cable.
+"""Hosts on one machine: network namespaces, each with a separate name and address, joined by a cable.
 
-A host is a process that sleeps in namespaces of its own; what runs "on" it enters them. They have no names that a
-killed test could leave behind: with their last process they are gone, and the cable with them.
+A host is a sleeping process in its namespaces; commands that run on the host enter them. The namespaces are unnamed, so
+a killed test leaves nothing behind: they and the cable disappear with their last process.
 """
 
 import contextlib
@@ -14,32 +14,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIFETIME = 600
-"""Seconds after which a host ends, should nobody end it."""
+"""Seconds after which a host ends if the test does not end it."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host; it has no way to any but its peer."""
+    """A host that can reach only its peer."""
 
     name: str
     address: str
     pid: int
 
     def enter(self, argv: Sequence[str | Path]) -> list[str]:
-        """The command that runs `argv` on this host."""
+        """Return the command that runs `argv` on this host."""
         namespaces = ["--user", "--preserve-credentials"] if _needs_user_namespace() else []
         return ["nsenter", "--target", str(self.pid), *namespaces, "--net", "--uts", "--", *map(str, argv)]
 
     def run(self, *argv: str) -> None:
-        """Runs a short command on it."""
+        """Run a short command on this host."""
         subprocess.run(self.enter(argv), check=True, capture_output=True, text=True, timeout=10)
 
     def unplug(self) -> None:
-        """Pulls the cable: nothing arrives any more, not even that a connection has ended."""
+        """Disconnect the cable: no packet arrives any more, not even the end of a connection."""
         self.run("ip", "link", "set", "cable", "down")
 
     def kill(self) -> None:
-        """Ends all its processes at once."""
+        """Kill all processes of this host."""
         try:
             here = os.readlink(f"/proc/{self.pid}/ns/net")
         except FileNotFoundError:
@@ -56,7 +56,7 @@ def _needs_user_namespace() -> bool:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """`node-a` at 10.77.0.1 and `node-b` at 10.77.0.2, joined by a cable; whatever runs on them ends with them.
+    """Create `node-a` at 10.77.0.1 and `node-b` at 10.77.0.2, joined by a cable; their processes end with the block.
 
     Raises:
         OSError or subprocess.SubprocessError: this machine does not allow it.
@@ -69,7 +69,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
                 own = ["--user", "--map-root-user"] if _needs_user_namespace() else []
                 command = ["unshare", *own]
             else:
-                # Both lie in the first one's user namespace, so that a cable may join them.
+                # Both are in the first one's user namespace, so that a cable may join them.
                 command = [*hosts[0].enter(()), "unshare"]
             sleep = f"hostname {name} && echo ready && exec sleep {LIFETIME}"
             sleeper = subprocess.Popen(
@@ -99,7 +99,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 @functools.cache
 def why_no_hosts() -> str | None:
-    """Why hosts cannot be made on this machine, or None if they can."""
+    """Return why hosts cannot be created on this machine, or None if they can."""
     try:
         with two_hosts():
             return None

@@ -39,9 +39,9 @@ def deepspeed_is_started() -> bool:
 
 def run_of(argv: Sequence[str], world_size: int) -> RunConfig:
     """Return the run of a valid command line."""
-    mistakes: list[str] = []
-    run = resolve_run(parse_run([*SIZES, *argv], mistakes), 101, world_size, mistakes)
-    assert not mistakes, mistakes
+    errors: list[str] = []
+    run = resolve_run(parse_run([*SIZES, *argv], errors), 101, world_size, errors)
+    assert not errors, errors
     return run
 
 

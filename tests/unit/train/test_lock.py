@@ -48,9 +48,9 @@ def write_lock(folder: Path, **changes: Any) -> None:
 
 def test_a_second_run_is_rejected_with_the_holder_of_the_lock(tmp_path: Path) -> None:
     with held_elsewhere(tmp_path) as process:
-        with pytest.raises(UserError) as refused, SaveLock(tmp_path):
+        with pytest.raises(UserError) as rejected, SaveLock(tmp_path):
             pass
-        (message,) = refused.value.messages
+        (message,) = rejected.value.messages
         who = f"pid {process.pid} on {os.uname().nodename}"
         assert message.startswith(f"--save {tmp_path}: another run writes there: {who}, started 20")
         process.kill()

@@ -24,7 +24,7 @@ from tests.unit.checkpoint import tiny_training
 from tests.unit.convert.hand_made import CONFIG, write_directory
 from tests.unit.convert.saved_models import convert
 
-BESIDE = {
+EXTRA_FILES = {
     "tokenizer_config.json": '{"eos_token": "<eos>"}',
     "chat_template.jinja": "{{ messages }}",
     "generation_config.json": '{"eos_token_id": [0, 2], "temperature": 0.5}',
@@ -41,7 +41,7 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of checkpoints with an imported model, next to its Hugging Face directory `hf`."""
     directory = write_directory(tmp_path / "hf", {**CONFIG, "eos_token_id": 5, "pad_token_id": 3})
     write_words(directory / "tokenizer.json", "a", "b")
-    for name, text in BESIDE.items():
+    for name, text in EXTRA_FILES.items():
         (directory / name).write_text(text)
     convert("import", "--hf", directory, "--save", tmp_path / "imported")
     # The tiny state receives the tensors of that model.
@@ -87,7 +87,7 @@ def test_imported_files_are_exported_after_two_runs(imported: Path, tmp_path: Pa
     }  # fmt: skip
     assert open_model(directory, None, None).eos_ids == {0, 2}
     convert("export", "--load", tmp_path / "again", "--hf", tmp_path / "back")
-    for name in (*BESIDE, "tokenizer.json"):
+    for name in (*EXTRA_FILES, "tokenizer.json"):
         assert (tmp_path / "back" / name).read_bytes() == (hf / name).read_bytes(), name
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["eos_token_id"] == [0, 2] and config["pad_token_id"] == 3
@@ -97,7 +97,7 @@ def test_files_of_another_tokenizer_are_not_taken_over(
     imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = train(imported, tmp_path / "run", ByteTokenizer(), True, 1)
-    assert not {*BESIDE, "tokenizer.json"} & {path.name for path in directory.iterdir()}
+    assert not {*EXTRA_FILES, "tokenizer.json"} & {path.name for path in directory.iterdir()}
     manifest = Checkpoint.open(directory).manifest
     assert "hugging_face" not in manifest and manifest["tokenizer"]["type"] == "ByteTokenizer"
     said = capsys.readouterr().out
@@ -129,4 +129,4 @@ def test_the_runs_files_override_those_of_the_model(imported: Path, tmp_path: Pa
     assert (directory / "tokenizer_config.json").read_text() == config
     # It would override the template in the configuration.
     assert not (directory / "chat_template.jinja").exists()
-    assert (directory / "generation_config.json").read_text() == BESIDE["generation_config.json"]
+    assert (directory / "generation_config.json").read_text() == EXTRA_FILES["generation_config.json"]

@@ -96,7 +96,7 @@ def test_time_steps_and_a_file_end_the_run(tmp_path: Path) -> None:
     switch.touch()
     first._looked -= 1.1
     assert first.reason(first.votes()) == f"--kill-switch-file {switch}"
-    assert second.votes() == [0.0] * 4, "only the first rank looks"
+    assert second.votes() == [0.0] * 4, "only the first rank checks the file"
 
 
 def test_invalid_numbers_are_rejected() -> None:
@@ -104,7 +104,7 @@ def test_invalid_numbers_are_rejected() -> None:
         exit_interval=0, exit_duration_in_mins=-1.0, max_consecutive_bad_steps=0, loss_spike_factor=1.0,
         loss_spike_window=0,
     )  # fmt: skip
-    flags = [mistake.split()[0] for mistake in value_errors([wrong])]
+    flags = [message.split()[0] for message in value_errors([wrong])]
     assert flags == [
         "--exit-interval", "--exit-duration-in-mins", "--max-consecutive-bad-steps", "--loss-spike-factor",
         "--loss-spike-window",
