@@ -226,7 +226,8 @@ def test_hanging_ranks_are_shown_and_all_processes_end(pool: GlooPool) -> None:
 ORPHANING_PROGRAM = """
 import sys
 from pathlib import Path
-from tests.helpers import pool, test_pool
+from tests.distributed import test_pool
+from tests.helpers import pool
 
 pool.GlooPool(1).run(test_pool._show_and_sleep, Path(sys.argv[1]))
 """

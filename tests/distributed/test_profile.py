@@ -104,9 +104,9 @@ def test_a_sharded_stream_is_traced(gloo_pools: GlooPools, tmp_path: Path) -> No
         "layers.0.mlp forward", "all_gather wait", "reduce_scatter wait", "layers.1.attention norm forward",
         "all_gather start",
     ]  # fmt: skip
-    rows = {(row.name, row.direction): row for row in _sub_block_rows(communication(read_events(path)))}
+    rows = {(row["name"], row["direction"]): row for row in _sub_block_rows(communication(read_events(path)))}
     # For each of two micro-batches: the gather for the next sub-block, and the scatter.
-    assert rows["layers.1.attention", "forward"].collectives == 4
+    assert rows["layers.1.attention", "forward"]["collectives"] == 4
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,11 @@ def test_each_collective_of_a_real_trace_has_its_sub_block(
     (path,) = tmp_path.iterdir()
     found = communication(read_events(path))
     assert found.device == "cpu" and set(found.step_seconds) == {3, 4}
-    rows = {(row.name, row.direction): row for row in _sub_block_rows(found)}
+    rows = {(row["name"], row["direction"]): row for row in _sub_block_rows(found)}
     sub_blocks = [f"layers.{layer}.{kind}" for layer in range(3) for kind in ("attention", "mlp")]
     assert list(rows)[:-1] == [(name, direction) for name in sub_blocks for direction in ("forward", "backward")]
     for row in list(rows.values())[:-1]:
-        assert row.collectives == (forward if row.direction == "forward" else backward), row
+        assert row["collectives"] == (forward if row["direction"] == "forward" else backward), row
     assert list(rows)[-1] == (ELSEWHERE, "")
     for step in _step_rows(found):
         assert 0 < step.exposed_seconds < step.seconds
