@@ -63,17 +63,15 @@ def _find_errors(options: DataBenchmarkOptions) -> Iterator[str]:
 def main(argv: Sequence[str]) -> None:
     """Measure the requested rows and print a table."""
     options = parse_options(argv)
-    results = [result for row in options.rows for result in _measure(row, options)]
+    results: list[DataResult] = []
+    for row in options.rows:
+        with tempfile.TemporaryDirectory(prefix="data-benchmark-", dir=options.folder) as folder:
+            print(f"measuring {row}", flush=True)
+            results += DATA_ROWS[row](DataBenchmark(Path(folder), options.rounds, options.megabytes, _report))
     print("\n" + table(results))
     if options.json is not None:
         plain = [dataclasses.asdict(result) | {"met": result.met} for result in results]
         write_atomically(options.json, json.dumps(plain, indent=1) + "\n")
-
-
-def _measure(row: str, options: DataBenchmarkOptions) -> Sequence[DataResult]:
-    with tempfile.TemporaryDirectory(prefix="data-benchmark-", dir=options.folder) as folder:
-        print(f"measuring {row}", flush=True)
-        return DATA_ROWS[row](DataBenchmark(Path(folder), options.rounds, options.megabytes, _report))
 
 
 def _report(line: str) -> None:

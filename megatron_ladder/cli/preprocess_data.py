@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.data.chat import chat_task
-from megatron_ladder.data.encoders import TokenizerLibrary
+from megatron_ladder.data.encoding import TokenizerLibrary
 from megatron_ladder.data.partial import dataset_prefix
 from megatron_ladder.data.preprocess import PreprocessOptions, preprocess, run_task
 from megatron_ladder.data.reading.find import find_sources
@@ -82,10 +82,11 @@ def _find_errors(config: PreprocessConfig) -> Iterator[str]:
         yield f"--chat-keys {' '.join(config.chat_keys)}: expected one to three keys without /"
     if not config.output_prefix.name:
         yield f"--output-prefix {config.output_prefix}: expected the prefix of a file name"
+    keys = " ".join(config.json_keys)
     if any(not key or "/" in key for key in config.json_keys):
-        yield f"--json-keys {' '.join(config.json_keys)}: expected keys without /, because they become file names"
+        yield f"--json-keys {keys}: expected keys without /, because they become file names"
     if len(set(config.json_keys)) < len(config.json_keys):
-        yield f"--json-keys {' '.join(config.json_keys)}: a key is repeated: list each key once"
+        yield f"--json-keys {keys}: a key is repeated: list each key once"
 
 
 def main(argv: Sequence[str]) -> None:

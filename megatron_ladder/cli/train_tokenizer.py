@@ -40,8 +40,7 @@ class TrainTokenizerConfig:
 
 COMMANDS = (Command((TrainTokenizerConfig,)),)
 
-
-PIECE_CHARACTERS = 1 << 14
+_PIECE_CHARACTERS = 1 << 14
 """Approximate size of the pieces of text for the bpe trainer, which also learns line feeds."""
 
 
@@ -62,15 +61,9 @@ class _TextSample:
         self._sources, self._reading, self._in_lines = sources, reading, in_lines
 
     def __iter__(self) -> Iterator[str]:
-        """Yield lines or larger pieces, evenly spaced.
-
-        Raises:
-            UserError: a record cannot be read.
-        """
-        texts = itertools.chain.from_iterable(self._texts())
-        pieces = (piece for text in texts for piece in (text.split("\n") if self._in_lines else _pieces(text)))
+        """Yield lines or larger pieces, evenly spaced; raises UserError if a record cannot be read."""
         taken = 0
-        for number, piece in enumerate(pieces):
+        for number, piece in enumerate(self._pieces()):
             if int((number + 1) * self._share) == int(number * self._share):
                 continue
             # A character has at most four bytes, so only few lines must be encoded to be measured.
@@ -82,26 +75,25 @@ class _TextSample:
                 return
             yield piece
 
-    def _texts(self) -> Iterator[list[str]]:
+    def _pieces(self) -> Iterator[str]:
+        """Yield all text in lines, or in larger pieces that begin at line feeds."""
         records: dict[int, int] = {}
-        for group in group_blocks(self._sources, self._reading):
-            for number, block in group:
-                parsed = block.read(self._reading)
-                before = records.get(number, 0)
-                for bad in parsed.bad:
-                    raise UserError(f"{self._sources[number].place(before + bad.number)}: {bad.reason}")
-                records[number] = before + parsed.records
-                yield from parsed.columns
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Split a text before line feeds."""
-    begin = 0
-    while begin < len(text):
-        end = text.find("\n", begin + PIECE_CHARACTERS)
-        end = len(text) if end < 0 else end
-        yield text[begin:end]
-        begin = end
+        for number, block in itertools.chain.from_iterable(group_blocks(self._sources, self._reading)):
+            parsed = block.read(self._reading)
+            before = records.get(number, 0)
+            for bad in parsed.bad:
+                raise UserError(f"{self._sources[number].place(before + bad.number)}: {bad.reason}")
+            records[number] = before + parsed.records
+            for text in itertools.chain.from_iterable(parsed.columns):
+                if self._in_lines:
+                    yield from text.split("\n")
+                    continue
+                begin = 0
+                while begin < len(text):
+                    end = text.find("\n", begin + _PIECE_CHARACTERS)
+                    end = len(text) if end < 0 else end
+                    yield text[begin:end]
+                    begin = end
 
 
 def parse_options(argv: Sequence[str]) -> TrainTokenizerConfig:
@@ -119,17 +111,13 @@ def main(argv: Sequence[str]) -> None:
     of = f" of {sample.input_bytes / 1e6:.1f}" if sample.input_bytes else ""
     print(f"training {config.vocab_size} pieces on {sample.used_bytes / 1e6:.1f}{of} MB", flush=True)
     begun = time.monotonic()
-    train, suffix, kind = (
-        (train_sentencepiece, ".model", "SentencePieceTokenizer") if is_sentencepiece
-        else (train_bpe, ".json", "HuggingFaceTokenizer")
-    )  # fmt: skip
-    model = train(sample, config.vocab_size)
+    model = (train_sentencepiece if is_sentencepiece else train_bpe)(sample, config.vocab_size)
     if sample.too_long:
         print(f"{sample.too_long:,} lines of more than {MAX_LINE_BYTES >> 10} KiB were left out")
-    path = config.model_prefix.with_name(config.model_prefix.name + suffix)
+    path = config.model_prefix.with_name(config.model_prefix.name + (".model" if is_sentencepiece else ".json"))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, model)
-    tokenizer = load_tokenizer(kind, path)
+    tokenizer = load_tokenizer("SentencePieceTokenizer" if is_sentencepiece else "HuggingFaceTokenizer", path)
     print(f"{path}: {tokenizer.vocab_size} ids, trained in {time.monotonic() - begun:.1f} s")
 
 

@@ -44,17 +44,15 @@ def describe_tokenizer(carried: Mapping[str, bytes]) -> tuple[dict[str, bytes], 
     if file is None:
         return {}, None, 0
     # Imports the tokenizer libraries, which nothing else here needs.
-    from megatron_ladder.data.tokenizers import DESCRIPTION_FILE, copy_tokenizer, load_tokenizer
+    from megatron_ladder.data.tokenizers import DESCRIPTION_FILE, load_tokenizer, tokenizer_files
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         for name, content in carried.items():
             (path / name).write_bytes(content)
         tokenizer = load_tokenizer(kinds[file], path / file)
-        copy_tokenizer(tokenizer, path / "copy")
-        description = (path / "copy" / DESCRIPTION_FILE).read_bytes()
     entry = {"type": tokenizer.kind, "sha256": tokenizer.sha256}
-    return {DESCRIPTION_FILE: description}, entry, tokenizer.vocab_size
+    return {DESCRIPTION_FILE: tokenizer_files(tokenizer)[DESCRIPTION_FILE]}, entry, tokenizer.vocab_size
 
 
 def token_ids(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:

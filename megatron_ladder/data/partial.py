@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -110,12 +110,17 @@ class Partial:
     progress. Any other exception keeps the directory with all progress.
     """
 
-    def __init__(self, output_prefix: Path, task: Task, inputs: list[dict[str, Any]], can_resume: bool = True) -> None:
+    def __init__(
+        self,
+        output_prefix: Path,
+        task: Task,
+        inputs: list[dict[str, Any]],
+        can_resume: bool,
+        report: Callable[[str], None],
+    ) -> None:
         """Lock the directory and look for progress of an earlier run.
 
         Attributes:
-            found: a message about unusable progress of an earlier run, or None.
-            lock_warning: a message that the directory cannot be locked, or None.
             place: the position of the last `commit`; {} if nothing was committed.
             sidecars: the sidecars of a run that only has to publish, else None.
 
@@ -125,7 +130,6 @@ class Partial:
         self.folder = output_prefix.with_name(f".{output_prefix.name}.partial")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._journal = open(self.folder / "journal", "a+b")  # noqa: SIM115 - closed by __exit__
-        self.lock_warning: str | None = None
         try:
             error = lock_file(self._journal.fileno())
         except BlockingIOError:
@@ -135,14 +139,11 @@ class Partial:
                 "give another prefix"
             ) from None
         if error is not None:
-            self.lock_warning = (
-                f"{self.folder}: this file system has no locks ({error.strerror}): make sure that no other process "
-                "writes there"
-            )
+            problem = f"this file system has no locks ({error.strerror})"
+            report(f"{self.folder}: {problem}: make sure that no other process writes there")
         self._prefixes = [dataset_prefix(output_prefix, name) for name in task.outputs]
-        self._task = task
+        self._task, self._report = task, report
         self._header = {"format": _FORMAT, "inputs": inputs, "has_loss_mask": task.conversations} | task.identity()
-        self.found: str | None = None
         self.place: dict[str, Any] = {}
         self.sidecars: list[Sidecar] | None = None
         self._committed_at = time.monotonic()
@@ -159,7 +160,7 @@ class Partial:
         if changed:
             labels = {"inputs": "input", "format": "release"}
             names = ", ".join(labels.get(name, name) for name in changed)
-            self.found = f"an earlier run was started with other {names}: starting from scratch"
+            self._report(f"an earlier run was started with other {names}: starting from scratch")
             return False
         if "sidecars" in last:
             self.sidecars = [Sidecar(**values) for values in last["sidecars"]]
@@ -179,7 +180,7 @@ class Partial:
         self._skipped = HashedFile.reopen(self.folder / _SKIPPED, *last["skipped"])
         if not is_whole or self._skipped is None:
             self._close()
-            self.found = f"{self.folder}: the files of an earlier run are damaged: starting from scratch"
+            self._report(f"{self.folder}: the files of an earlier run are damaged: starting from scratch")
             return False
         self.place = last["place"]
         self._has_progress = True

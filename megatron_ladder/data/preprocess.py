@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ladder.data.encoders import choose_encoder
-from megatron_ladder.data.encoding import KeyTokens, Task, TextTask
+from megatron_ladder.data.encoding import KeyTokens, Task, TextTask, choose_encoder
 from megatron_ladder.data.partial import Partial
-from megatron_ladder.data.reading.find import BufferedSource, PlacedBlock, find_sources, first_texts, group_blocks
-from megatron_ladder.data.reading.protocol import GROUP_BYTES, BadRecord, Reading, Source, WrongInputError
+from megatron_ladder.data.reading.find import BufferedSource, find_sources, first_texts, group_blocks
+from megatron_ladder.data.reading.protocol import GROUP_BYTES, BadRecord, Block, Reading, Source, WrongInputError
 from megatron_ladder.data.sidecar import Sidecar
 from megatron_ladder.data.tokenizers import Tokenizer, source_of
 from megatron_ladder.errors import UserError
@@ -37,18 +36,13 @@ _SAMPLED_SOURCES = 8
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """Options that do not change the tokens."""
+    """Options that do not change the tokens; the flags of preprocess_data.py, and a receiver of messages."""
 
     workers: int = 1
-    """Processes that tokenize; 1 tokenizes in this process."""
     partitions: int = 1
-    """Sources that are read concurrently, if this process reads them."""
     log_interval: int = 1000
-    """Documents between updates of the progress display."""
     library: str = "auto"
-    """--tokenizer-library."""
     report: Callable[[str], None] = print
-    """Receives messages."""
 
 
 class _BlockEnd(NamedTuple):
@@ -159,13 +153,10 @@ def run_task(
     inputs = [source.identity() for source in sources]
     can_resume = all(source.name != "-" for source in sources)
     try:
-        opened = Partial(output_prefix, task, inputs, can_resume)
+        opened = Partial(output_prefix, task, inputs, can_resume, options.report)
     except OSError as error:
         raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error}") from None
     with opened as partial:
-        for line in (partial.lock_warning, partial.found):
-            if line is not None:
-                options.report(line)
         if partial.sidecars is not None:
             options.report("an earlier run finished without publishing its output: publishing it")
             sidecars = partial.sidecars
@@ -237,7 +228,7 @@ def _tokenize_rest(
 
 
 def _tokenize_all(
-    groups: Iterator[tuple[PlacedBlock, ...]], task: Task, workers: int
+    groups: Iterator[tuple[tuple[int, Block], ...]], task: Task, workers: int
 ) -> Generator[_TokenizedGroup, None, None]:
     """Yield tokenized groups in the order of the input; raises a worker's error, or BrokenProcessPool if one dies."""
     if workers <= 1:
@@ -271,7 +262,7 @@ def _initialize_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _tokenize_group(task: Task, group: Sequence[PlacedBlock]) -> _TokenizedGroup:
+def _tokenize_group(task: Task, group: Sequence[tuple[int, Block]]) -> _TokenizedGroup:
     """Read and tokenize the documents of some blocks; runs in a worker process."""
     parsed = [task.prepare(block.read(task.reading)) for _, block in group]
     ends = tuple(

@@ -14,7 +14,6 @@ import sentencepiece
 import tokenizers
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import write_atomically
 
 TokenizerType = Literal[
     "SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "HFTokenizer",
@@ -308,15 +307,8 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     return contents | {DESCRIPTION_FILE: (json.dumps(description, indent=2) + "\n").encode()}
 
 
-def copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the tokenizer to a directory from which `load_tokenizer_from_directory` loads it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, content in tokenizer_files(tokenizer).items():
-        write_atomically(directory / name, content)
-
-
 def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
-    """Load a copy made by `copy_tokenizer`; raises UserError if it is missing or its files have changed."""
+    """Load a copy that consists of `tokenizer_files`; raises UserError if it is missing or its files have changed."""
     path = directory / DESCRIPTION_FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file: {directory} contains no tokenizer")

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader, UnreadBatches
-from megatron_ladder.data.encoders import choose_encoder
+from megatron_ladder.data.encoding import choose_encoder
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.packing import PackedSource

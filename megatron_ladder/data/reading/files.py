@@ -1,11 +1,17 @@
 """Local files and standard input: JSON lines, plain or compressed, and plain text with one document per file.
 
+msgspec decodes whole blocks of JSON lines at once and skips other keys without building objects. A block that it
+rejects is read again line by line with Python's own decoder, which decides what is an error and in which line.
+
 Plain files are cut into spans of whole lines without reading them. Compressed files and standard input can only be
 read from their beginning.
 """
 
+import functools
 import gzip
+import json
 import math
+import operator
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -13,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_ladder.data.reading.json_lines import parse_lines
+import msgspec
+
 from megatron_ladder.data.reading.protocol import (
     BYTE_ORDER_MARK,
     SPAN_BYTES,
@@ -23,10 +30,82 @@ from megatron_ladder.data.reading.protocol import (
     Parsed,
     Reading,
     WrongInputError,
+    parsed_records,
+    reason_against,
     too_large,
 )
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "Zstandard"}
+_CHECKED_BYTES = 1 << 12
+"""Approximate size of the pieces that are decoded to find bytes that are not UTF-8; pure ASCII is not decoded."""
+
+
+def _parse_lines(content: bytes, reading: Reading) -> Parsed:
+    """Return the documents of whole lines (the last one may lack its line feed)."""
+    lines = content.count(b"\n") + (bool(content) and not content.endswith(b"\n"))
+    if len(content) <= reading.max_bytes:
+        columns = _parse_at_once(content, lines, reading)
+        if columns is not None:
+            return Parsed(columns, lines)
+    numbered = enumerate(content.split(b"\n"))
+    rows = ((number, _parse_line(line, reading)) for number, line in numbered if line and not line.isspace())
+    return parsed_records(rows, lines, reading)
+
+
+@functools.cache
+def _decoder(keys: tuple[str, ...], texts_only: bool) -> Any:
+    names = [f"value{place}" for place in range(len(keys))]
+    fields: list[tuple[str, Any]] = [(name, str if texts_only else Any) for name in names]
+    record = msgspec.defstruct("Record", fields, rename=dict(zip(names, keys, strict=True)), gc=not texts_only)
+    return msgspec.json.Decoder(record)
+
+
+def _parse_at_once(content: bytes, lines: int, reading: Reading) -> tuple[list[Any], ...] | None:
+    """Return the columns, or None if the content has anything unusual."""
+    try:
+        _check_utf8(content)  # msgspec checks only the values of the keys.
+        records = _decoder(reading.keys, reading.texts_only).decode_lines(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if len(records) != lines:
+        return None
+    return tuple(list(map(operator.attrgetter(f"value{place}"), records)) for place in range(len(reading.keys)))
+
+
+def _check_utf8(content: bytes) -> None:
+    """Raise UnicodeDecodeError for invalid UTF-8. A piece ends after a space, which is part of no other character."""
+    if content.isascii():
+        return
+    begin = 0
+    while begin < len(content):
+        end = content.find(b" ", begin + _CHECKED_BYTES) + 1 or len(content)
+        piece = content[begin:end]
+        if not piece.isascii():
+            piece.decode()
+        begin = end
+
+
+def _parse_line(line: bytes, reading: Reading) -> list[Any] | str:
+    """Return the values of the keys, or the reason why the line cannot be read."""
+    if len(line) > reading.max_bytes:
+        return too_large(len(line), reading)
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return f"byte 0x{line[error.start]:02x} is not UTF-8 ({error.reason})"
+    except json.JSONDecodeError as error:
+        return f"not JSON: {error.msg} at column {error.colno}"
+    except (ValueError, RecursionError) as error:
+        return f"unreadable JSON: {error}"
+    if not isinstance(record, dict):
+        return f"expected a JSON object, found {type(record).__name__}"
+    missing = [key for key in reading.keys if key not in record]
+    if missing:
+        found = ", ".join(map(repr, record)) or "none"
+        return f"no key {missing[0]!r} (keys found: {found}): name the text's key with --json-keys"
+    values = [record[key] for key in reading.keys]
+    reasons = map(reason_against, reading.keys, values) if reading.texts_only else ()
+    return next((reason for reason in reasons if reason is not None), values)
 
 
 @dataclass(frozen=True)
@@ -47,7 +126,7 @@ class LineSpan:
         with open(self.path, "rb") as file:
             file.seek(self.begin)
             content = file.read(self.end - self.begin)
-        return parse_lines(content.removeprefix(BYTE_ORDER_MARK) if self.begin == 0 else content, reading)
+        return _parse_lines(content.removeprefix(BYTE_ORDER_MARK) if self.begin == 0 else content, reading)
 
 
 @dataclass(frozen=True)
@@ -143,7 +222,7 @@ class _Lines:
         return len(self.content)
 
     def read(self, reading: Reading) -> Parsed:
-        return parse_lines(self.content, reading)
+        return _parse_lines(self.content, reading)
 
 
 def _cut_lines(

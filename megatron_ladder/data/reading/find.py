@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_ladder.data.reading.files import (
     COMPRESSIONS,
@@ -141,24 +140,19 @@ def first_texts(source: Source, reading: Reading) -> list[str]:
     return [value for column in parsed.columns for value in column if isinstance(value, str)]
 
 
-class PlacedBlock(NamedTuple):
-    """A block, and the number of its source."""
-
-    source: int
-    block: Block
-
-
-def group_blocks(sources: Sequence[Source], reading: Reading, partitions: int = 1) -> Iterator[tuple[PlacedBlock, ...]]:
-    """Yield the blocks of all sources in order, in groups with about GROUP_BYTES of text.
+def group_blocks(
+    sources: Sequence[Source], reading: Reading, partitions: int = 1
+) -> Iterator[tuple[tuple[int, Block], ...]]:
+    """Yield the blocks of all sources in order, with the number of their source, in groups of about GROUP_BYTES.
 
     Args:
         partitions: sources that are read concurrently; it does not change the order.
     """
-    group: list[PlacedBlock] = []
+    group: list[tuple[int, Block]] = []
     size = 0
-    for placed in _placed_blocks(sources, reading, partitions):
-        group.append(placed)
-        size += placed.block.text_bytes
+    for number, block in _numbered_blocks(sources, reading, partitions):
+        group.append((number, block))
+        size += block.text_bytes
         if size >= GROUP_BYTES:
             yield tuple(group)
             group, size = [], 0
@@ -166,10 +160,10 @@ def group_blocks(sources: Sequence[Source], reading: Reading, partitions: int = 
         yield tuple(group)
 
 
-def _placed_blocks(sources: Sequence[Source], reading: Reading, partitions: int) -> Iterator[PlacedBlock]:
+def _numbered_blocks(sources: Sequence[Source], reading: Reading, partitions: int) -> Iterator[tuple[int, Block]]:
     if partitions == 1:
         for number, source in enumerate(sources):
-            yield from (PlacedBlock(number, block) for block in source.blocks(reading))
+            yield from ((number, block) for block in source.blocks(reading))
         return
     waiting = deque(enumerate(sources))
     readers: deque[tuple[int, _Reader]] = deque()
@@ -179,7 +173,7 @@ def _placed_blocks(sources: Sequence[Source], reading: Reading, partitions: int)
                 number, source = waiting.popleft()
                 readers.append((number, _Reader(source, reading)))
             number, reader = readers[0]
-            yield from (PlacedBlock(number, block) for block in reader)
+            yield from ((number, block) for block in reader)
             readers.popleft()
     finally:
         for _, reader in readers:

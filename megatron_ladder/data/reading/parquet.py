@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.data.reading.json_lines import reason_against
 from megatron_ladder.data.reading.protocol import (
     GROUP_BYTES,
     Block,
@@ -16,6 +15,7 @@ from megatron_ladder.data.reading.protocol import (
     Reading,
     WrongInputError,
     parsed_records,
+    reason_against,
     too_large,
 )
 from megatron_ladder.errors import UserError

@@ -153,6 +153,17 @@ def too_large(size: int, reading: Reading) -> str:
     )
 
 
+def reason_against(key: str, value: Any) -> str | None:
+    """Return why a value is not a text that can be tokenized; None if it is one."""
+    if not isinstance(value, str):
+        return f"expected a text under {key!r}, found {type(value).__name__}"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(value[error.start]):04x} under {key!r} is half of a surrogate pair"
+    return None
+
+
 def is_json_lines(path: Path) -> bool:
     """Return whether a file contains JSON lines, judged by its suffix; compressed files do not count."""
     return path.suffix.lower() in JSON_SUFFIXES

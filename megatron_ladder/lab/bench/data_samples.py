@@ -11,14 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
 from megatron_ladder.data.inspect import verify
-from megatron_ladder.data.samples import (
-    DOCUMENTS,
-    SAMPLES,
-    SampleRows,
-    SampleSource,
-    joined_starts,
-    permutation,
-)
+from megatron_ladder.data.samples import DOCUMENTS, SAMPLES, SampleRows, SampleSource, joined_starts, permutation
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.data_table import DataBenchmark, DataResult, cpu_seconds
@@ -166,7 +159,6 @@ def detect_damage(benchmark: DataBenchmark) -> Sequence[DataResult]:
 
 
 def _is_rejected(prefix: Path) -> bool:
-    """Return whether a data set is rejected with a message."""
     try:
         verify(prefix)
     except UserError:

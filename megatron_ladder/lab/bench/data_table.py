@@ -8,38 +8,35 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class DataBenchmark:
-    """Settings for a row."""
+    """Settings for a row.
+
+    `folder` is an existing directory for the files of the row, which is deleted afterwards. `rounds` is the number of
+    measured rounds of the compared variants, and `megabytes` the size of the text to tokenize, unless a row has its own
+    size.
+    """
 
     folder: Path
-    """An existing directory for the files of the row, which is deleted afterwards."""
     rounds: int
-    """Measured rounds of the compared variants."""
     megabytes: int
-    """Size of the text to tokenize, unless a row has its own size."""
     report: Callable[[str], None]
-    """Receives progress messages."""
 
 
 @dataclass(frozen=True)
 class DataResult:
-    """A measured value and its target."""
+    """A measured value of a case of a row, and its target, which is a lower bound unless `at_most`.
+
+    The figure is None if it could not be measured, for the reason in `note`. The spread is the interquartile range over
+    the rounds.
+    """
 
     row: str
-    """Name of the row on the command line."""
     case: str
-    """Description of the measured case."""
     figure: float | None
-    """The measured value; None if it could not be measured, for the reason in `note`."""
     unit: str
-    """Unit of the value."""
     target: float | None
-    """The target, or None."""
     at_most: bool = False
-    """Whether the target is an upper bound."""
     spread: float | None = None
-    """Interquartile range over the rounds."""
     note: str = ""
-    """Further information."""
 
     @property
     def met(self) -> bool | None:
@@ -63,9 +60,9 @@ def table(results: Sequence[DataResult]) -> str:
     """Return the results as a table in Markdown."""
     lines = ["| row | what | figure | spread | target | |", "|---|---|---|---|---|---|"]
     for result in results:
-        figure = "-" if result.figure is None else f"{result.figure:,.3g} {result.unit}"
-        if result.figure is not None and result.figure >= 1000:
-            figure = f"{result.figure:,.0f} {result.unit}"
+        figure = "-"
+        if result.figure is not None:
+            figure = f"{result.figure:,.{'0f' if result.figure >= 1000 else '3g'}} {result.unit}"
         spread = "" if result.spread is None else f"{result.spread:.2g}"
         bound = "" if result.target is None else f"{'<=' if result.at_most else '>='} {result.target:,g}"
         verdict = {True: "met", False: "NOT met", None: ""}[result.met]

@@ -1,9 +1,10 @@
-"""Rows of the data benchmark that tokenise: against the bare library, against a loop per line, and memory.
+"""Rows of the data benchmark that tokenize: comparisons with the bare library and with a loop per line, and memory.
 
 The text consists of the source code and documentation of Python's standard library and of the installed packages,
 shuffled with a fixed seed. Tokenizers are trained on parts of it.
 """
 
+import functools
 import itertools
 import json
 import multiprocessing
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_ladder.data.encoders import Encoder, UnsupportedTokenizerError, make_encoder
+from megatron_ladder.data.encoding import UnsupportedTokenizerError, make_encoder
 from megatron_ladder.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
 from megatron_ladder.data.tokenizer_training import train_bpe, train_sentencepiece
@@ -58,9 +59,11 @@ _NEW_WORD_INTERVAL = 20
 _TEXT_SUFFIXES = frozenset({".md", ".py", ".pyi", ".rst", ".txt"})
 _MAX_CHARACTERS = 1_000_000
 """Longer files are generated tables."""
-_BPE_VOCABULARY, _BPE_TEXTS = 32_000, 1000
-_SENTENCEPIECE_VOCABULARY, _SENTENCEPIECE_TEXTS = 8_000, 300
-"""SentencePiece's trainer takes more than a minute with more texts."""
+_TRAINING: dict[str, tuple[Callable[[Sequence[str], int], bytes], int, int, Callable[[Path], Tokenizer]]] = {
+    "tokenizer.json": (train_bpe, 1000, 32_000, HuggingFaceTokenizer),
+    "SentencePiece": (train_sentencepiece, 300, 8_000, SentencePieceTokenizer),
+}
+"""Tokenizer -> training, number of texts and ids, and class. SentencePiece takes more than a minute with more texts."""
 
 
 def tokenizer_shares(benchmark: DataBenchmark) -> Sequence[DataResult]:
@@ -70,8 +73,7 @@ def tokenizer_shares(benchmark: DataBenchmark) -> Sequence[DataResult]:
     representation that Python caches in each text after its first use.
     """
     texts = _take_texts(max(share for *_, share in _CASES) * benchmark.megabytes)
-    tokenizers = {"tokenizer.json": _trained_bpe(benchmark.folder, texts)}
-    tokenizers["SentencePiece"] = _trained_sentencepiece(benchmark.folder, texts)
+    tokenizers = {name: _train(name, benchmark.folder, texts) for name in _TRAINING}
     results = []
     for name, library, target, share in _CASES:
         sizes = itertools.accumulate(map(len, texts))
@@ -89,13 +91,13 @@ class _FreshEncoder:
     """An encoder and texts without caches; they are renewed outside of the measured time before each use."""
 
     def __init__(self, tokenizer: Tokenizer, library: str, texts: Sequence[str]) -> None:
-        self._make: Callable[[], Encoder] = lambda: make_encoder(tokenizer, library)
-        self._encoder = self._make()
+        self._tokenizer, self._library = tokenizer, library
+        self._encoder = make_encoder(tokenizer, library)
         self.texts = list(texts)
 
     def renew(self) -> None:
         """Drop the cache of words and the UTF-8 representation of the texts."""
-        self._encoder = self._make()
+        self._encoder = make_encoder(self._tokenizer, self._library)
         self.texts = [text.encode().decode() for text in self.texts]
 
     def encode(self) -> object:
@@ -110,60 +112,46 @@ def _share(
     size = _write_json_lines(lines, texts)
     fresh = _FreshEncoder(tokenizer, library, texts)
     options = PreprocessOptions(library=library, report=lambda line: None)
-    bare: Callable[[], object] = (
-        (lambda: tokenizer.encode_batch(fresh.texts)) if library in ("tokenizers", "sentencepiece")
-        else fresh.encode
-    )  # fmt: skip
-    times = measure(
-        {
-            "bare": bare,
-            "whole": lambda: preprocess([lines], benchmark.folder / "speed", tokenizer, True, options=options),
-        },
-        benchmark.rounds,
-        before_each=fresh.renew,
-        clock=cpu_seconds,
-    )
+    ways: dict[str, Callable[[], object]] = {
+        "bare": fresh.encode if library == "gigatoken" else lambda: tokenizer.encode_batch(fresh.texts),
+        "whole": lambda: preprocess([lines], benchmark.folder / "speed", tokenizer, True, options=options),
+    }
+    times = measure(ways, benchmark.rounds, before_each=fresh.renew, clock=cpu_seconds)
     share = times.ratio("bare", "whole")
     speeds = [f"{size / 1e6 / times.median(way):.1f}" for way in ("bare", "whole")]
     note = f"{size / 1e6:.0f} MB; bare {speeds[0]}, whole {speeds[1]} MB/s of CPU time"
-    case = f"{name}, {library}"
-    return DataResult("tokenizers", case, share.median, "of bare", target, spread=share.spread, note=note)
+    return DataResult(
+        "tokenizers", f"{name}, {library}", share.median, "of bare", target, spread=share.spread, note=note
+    )
 
 
-class _LineEncoder:
-    """A worker of the loop."""
+@functools.cache
+def _load_in_worker(source: TokenizerSource) -> Tokenizer:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return load_source(source)
 
-    tokenizer: Tokenizer
-    """The tokenizer of this process."""
 
-    @classmethod
-    def initialize(cls, source: TokenizerSource) -> None:
-        """Load the tokenizer once per process, with one thread."""
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        cls.tokenizer = load_source(source)
-
-    @classmethod
-    def encode(cls, line: str) -> list[int]:
-        """Return the ids of the line's text, followed by the end-of-document token."""
-        ids = list(cls.tokenizer.encode(json.loads(line)["text"]))
-        if ids:
-            ids.append(cls.tokenizer.eod_id)
-        return ids
+def _encode_line(source: TokenizerSource, line: str) -> list[int]:
+    """Return the ids of the line's text, followed by the end-of-document token; runs in a worker of the loop."""
+    tokenizer = _load_in_worker(source)
+    ids = tokenizer.encode(json.loads(line)["text"])
+    return [*ids, tokenizer.eod_id] if ids else ids
 
 
 def _preprocess_line_by_line(lines: Path, prefix: Path, tokenizer: Tokenizer) -> None:
-    """Tokenise like Megatron's `tools/preprocess_data.py`, for comparison.
+    """Tokenize like Megatron's `tools/preprocess_data.py`, for comparison.
 
     A worker receives a line, parses it with the standard library, encodes the text in one call, and returns a list of
     ids. The parent converts it to an array, writes it, and records its length. The tokenizer is called directly,
     without transformers around it, so the loop is faster than Megatron's.
     """
-    pool = multiprocessing.get_context("spawn").Pool(_WORKERS, _LineEncoder.initialize, (source_of(tokenizer),))
+    encode = functools.partial(_encode_line, source_of(tokenizer))
     with (
         open(lines, encoding="utf-8") as file,
         IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer,
     ):
-        for ids in pool.imap(_LineEncoder.encode, file, _CHUNK_LINES):
+        pool = multiprocessing.get_context("spawn").Pool(_WORKERS)
+        for ids in pool.imap(encode, file, _CHUNK_LINES):
             writer.add_document(ids)
         writer.publish()
     pool.close()
@@ -176,46 +164,37 @@ def loop_ratios(benchmark: DataBenchmark) -> Sequence[DataResult]:
     whole, part = benchmark.folder / "whole.jsonl", benchmark.folder / "part.jsonl"
     loop_size = _write_json_lines(part, texts[: max(1, int(_LOOP_SHARE * len(texts)))])
     our_size = _write_json_lines(whole, texts)
-    sentencepiece = _trained_sentencepiece(benchmark.folder, texts)
+    sentencepiece = _train("SentencePiece", benchmark.folder, texts)
     results = []
     for name, tokenizer, library, target in (
-        ("tokenizer.json, fastest library", _trained_bpe(benchmark.folder, texts), "auto", 15.0),
+        ("tokenizer.json, fastest library", _train("tokenizer.json", benchmark.folder, texts), "auto", 15.0),
         ("SentencePiece, fastest library", sentencepiece, "auto", 4.0),
         ("SentencePiece, its own library", sentencepiece, "sentencepiece", 1.0),
     ):
         ours, size = (whole, our_size) if library == "auto" else (part, loop_size)
-        ways = _loop_and_ours(benchmark.folder, (part, ours), tokenizer, library)
+        options = PreprocessOptions(workers=_WORKERS, library=library, report=lambda line: None)
+        ways: dict[str, Callable[[], object]] = {
+            "loop": functools.partial(_preprocess_line_by_line, part, benchmark.folder / "loop", tokenizer),
+            "ours": functools.partial(preprocess, [ours], benchmark.folder / "ours", tokenizer, True, options=options),
+        }
         times = measure(ways, benchmark.rounds, clock=cpu_seconds)
         ratio, scale = times.ratio("loop", "ours"), size / loop_size
-        speeds = [
-            f"{of_way / 1e6 / times.median(way):.1f}" for way, of_way in (("loop", loop_size), ("ours", size))
-        ]
+        speeds = [f"{of_way / 1e6 / times.median(way):.1f}" for way, of_way in (("loop", loop_size), ("ours", size))]
         note = f"loop {speeds[0]}, ours {speeds[1]} MB/s of CPU time"
-        results.append(
-            DataResult("loop", name, scale * ratio.median, "x", target, spread=scale * ratio.spread, note=note)
-        )
+        figure, spread = scale * ratio.median, scale * ratio.spread
+        results.append(DataResult("loop", name, figure, "x", target, spread=spread, note=note))
         benchmark.report(name)
     return results
-
-
-def _loop_and_ours(
-    folder: Path, inputs: tuple[Path, Path], tokenizer: Tokenizer, library: str
-) -> dict[str, Callable[[], object]]:
-    options = PreprocessOptions(workers=_WORKERS, library=library, report=lambda line: None)
-    return {
-        "loop": lambda: _preprocess_line_by_line(inputs[0], folder / "loop", tokenizer),
-        "ours": lambda: preprocess([inputs[1]], folder / "ours", tokenizer, True, options=options),
-    }
 
 
 def peak_memory(benchmark: DataBenchmark) -> Sequence[DataResult]:
     """Measure the largest total memory of the command and its two workers, counting shared pages in each process."""
     texts = _take_texts(benchmark.megabytes)
-    tokenizer = _trained_bpe(benchmark.folder, texts)
+    tokenizer = _train("tokenizer.json", benchmark.folder, texts)
     megabytes = _SIZE_FACTOR * benchmark.megabytes
     _write_large_file(benchmark.folder / "large.jsonl", megabytes, texts)
     del texts
-    benchmark.report(f"tokenising {megabytes:,} MB")
+    benchmark.report(f"tokenizing {megabytes:,} MB")
     command = [
         sys.executable, "-c", "from megatron_ladder.cli.preprocess_data import entry_point; entry_point()",
         "--input", str(benchmark.folder / "large.jsonl"), "--output-prefix", str(benchmark.folder / "out"),
@@ -303,13 +282,8 @@ def _write_json_lines(path: Path, texts: Sequence[str]) -> int:
     return path.stat().st_size
 
 
-def _trained_bpe(folder: Path, texts: Sequence[str]) -> Tokenizer:
-    path = folder / "tokenizer.json"
-    path.write_bytes(train_bpe(texts[:_BPE_TEXTS], _BPE_VOCABULARY))
-    return HuggingFaceTokenizer(path)
-
-
-def _trained_sentencepiece(folder: Path, texts: Sequence[str]) -> Tokenizer:
-    path = folder / "tokenizer.model"
-    path.write_bytes(train_sentencepiece(texts[:_SENTENCEPIECE_TEXTS], _SENTENCEPIECE_VOCABULARY))
-    return SentencePieceTokenizer(path)
+def _train(name: str, folder: Path, texts: Sequence[str]) -> Tokenizer:
+    train, text_count, vocab_size, load = _TRAINING[name]
+    path = folder / name
+    path.write_bytes(train(texts[:text_count], vocab_size))
+    return load(path)

@@ -14,10 +14,10 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.data.tokenizers import (
     ByteTokenizer,
     GPT2BPETokenizer,
-    copy_tokenizer,
     load_tokenizer,
     load_tokenizer_from_directory,
 )
+from tests.helpers.tokenizer_copies import copy_tokenizer
 from tests.unit.convert.hand_made import CONFIG, write_directory
 from tests.unit.convert.saved_models import convert
 from tests.unit.generate.tiny_model import train_tokenizer, write_checkpoint_with_tokenizer

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 import requests
 
-from megatron_ladder.data.encoders import EncoderChoice, choose_encoder
+from megatron_ladder.data.encoding import EncoderChoice, choose_encoder
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.partial import Partial
 from megatron_ladder.data.preprocess import PreprocessOptions, _InputPosition, _text_task, preprocess, run_task

@@ -15,10 +15,9 @@ import pytest
 import requests
 from backports import zstd
 
-from megatron_ladder.data.reading.files import HugeLine, _cut_lines
+from megatron_ladder.data.reading.files import HugeLine, _cut_lines, _parse_lines
 from megatron_ladder.data.reading.find import find_sources, first_texts, group_blocks
 from megatron_ladder.data.reading.hub import _is_network_error
-from megatron_ladder.data.reading.json_lines import parse_lines
 from megatron_ladder.data.reading.parquet import ParquetFile, RowGroup
 from megatron_ladder.data.reading.protocol import Block, Reading, WrongInputError
 from megatron_ladder.errors import UserError
@@ -359,7 +358,7 @@ LINES = [
 @pytest.mark.parametrize("line", LINES)
 def test_blocks_are_parsed_like_single_lines(line: bytes) -> None:
     """Compare a block around one line with the result of Python's decoder for each line."""
-    parsed = parse_lines(b'{"text": "before"}\n' + line + b'\n{"text": "after"}', Reading(max_bad=9))
+    parsed = _parse_lines(b'{"text": "before"}\n' + line + b'\n{"text": "after"}', Reading(max_bad=9))
     expected = text_of(line)
     texts = ["before", "after"] if expected is None else ["before", expected, "after"]
     assert parsed.columns == (texts,) and parsed.records == 3
@@ -385,16 +384,16 @@ def test_invalid_utf8_is_found_anywhere(
     notes = b"z" * place + filler * 5_000
     good = b'{"text": "a", "note": "' + notes + b'"}\n'
     bad = b'{"text": "b", "note": "' + notes + wrong + notes + b'"}\n'
-    parsed = parse_lines(good + bad + good, Reading(max_bad=9))
+    parsed = _parse_lines(good + bad + good, Reading(max_bad=9))
     assert parsed.columns == (["a", "a"],)
     assert [(record.number, "is not UTF-8" in record.reason) for record in parsed.bad] == [(1, True)]
     # Valid content is not read again.
-    monkeypatch.delattr("megatron_ladder.data.reading.json_lines._parse_line")
-    assert parse_lines(good * 3, Reading()).columns == (["a"] * 3,)
+    monkeypatch.delattr("megatron_ladder.data.reading.files._parse_line")
+    assert _parse_lines(good * 3, Reading()).columns == (["a"] * 3,)
 
 
 def test_an_object_on_two_lines_is_rejected() -> None:
-    parsed = parse_lines(b'{"text":\n"a"}\n', Reading(max_bad=9))
+    parsed = _parse_lines(b'{"text":\n"a"}\n', Reading(max_bad=9))
     assert parsed.columns == ([],) and [record.number for record in parsed.bad] == [0, 1]
 
 

@@ -15,13 +15,13 @@ from megatron_ladder.data.tokenizers import (
     SentencePieceTokenizer,
     Tokenizer,
     TokenizerSource,
-    copy_tokenizer,
     load_source,
     load_tokenizer,
     load_tokenizer_from_directory,
     source_of,
 )
 from megatron_ladder.errors import UserError
+from tests.helpers.tokenizer_copies import copy_tokenizer
 
 NASTY = [
     "",

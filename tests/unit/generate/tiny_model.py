@@ -13,13 +13,14 @@ from megatron_ladder.checkpoint.publish import create_temporary_directory, publi
 from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizer_training import train_sentencepiece
-from megatron_ladder.data.tokenizers import SentencePieceTokenizer, copy_tokenizer
+from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
+from tests.helpers.tokenizer_copies import copy_tokenizer
 from tests.reference import ReferenceConfig, make_weights
 
 PROMPTS = ((5, 9, 3), (17,), (1, 2, 3, 4, 5, 6, 7, 8, 40), (60, 60, 2, 11, 9))

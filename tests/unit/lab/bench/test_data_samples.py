@@ -18,7 +18,7 @@ def test_rows_about_files_are_met(benchmark_of: DataBenchmark) -> None:
     assert [row.figure for row in rows] == [0, 1, 100, 20] and all(row.met for row in rows)
 
 
-def test_an_undamaged_data_set_is_not_refused(benchmark_of: DataBenchmark) -> None:
+def test_an_undamaged_data_set_is_not_rejected(benchmark_of: DataBenchmark) -> None:
     data_samples.compare_with_megatron(benchmark_of)
     assert not data_samples._is_rejected(benchmark_of.folder / "ours")
 

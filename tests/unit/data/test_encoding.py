@@ -12,15 +12,15 @@ import sentencepiece
 import tokenizers
 from numpy.typing import NDArray
 
-from megatron_ladder.data import encoders, encoding
-from megatron_ladder.data.encoders import (
+from megatron_ladder.data import encoding
+from megatron_ladder.data.encoding import (
     _HARD_TEXTS,
     UnsupportedTokenizerError,
     _GigatokenEncoder,
+    _join,
     choose_encoder,
     make_encoder,
 )
-from megatron_ladder.data.encoding import _join
 from megatron_ladder.data.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -89,7 +89,7 @@ def test_no_merge_makes_a_control_piece(tmp_path: Path) -> None:
     )  # fmt: skip
     (tmp_path / "m.model").write_bytes(model.getvalue())
     tokenizer = SentencePieceTokenizer(tmp_path / "m.model")
-    values = json.loads(encoders._sentencepiece_json(tokenizer))
+    values = json.loads(encoding._sentencepiece_json(tokenizer))
     assert {"<", "s>", "0x41>"} <= set(values["model"]["vocab"])
     made = {left + right for left, right in values["model"]["merges"]}
     assert not made & {"<s>", "</s>", "<unk>", "<0x41>"}
@@ -111,7 +111,7 @@ class Wrong:
 def test_different_ids_fall_back_to_the_reference(
     hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoders, "_GigatokenEncoder", Wrong)
+    monkeypatch.setattr(encoding, "_GigatokenEncoder", Wrong)
     assert choose_encoder(hugging_face_tokenizer, "auto", ["common"]).encoder.library == "gigatoken"
     choice = choose_encoder(hugging_face_tokenizer, "auto", ["common", "rare"])
     assert choice.encoder.library == "tokenizers"
@@ -140,7 +140,7 @@ def test_a_missing_library_falls_back_to_the_reference(
 def test_the_cache_of_words_is_bounded(
     hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoders, "_CHECK_CHARACTERS", 1000)
+    monkeypatch.setattr(encoding, "_CHECK_CHARACTERS", 1000)
     encoder = _GigatokenEncoder(hugging_face_tokenizer)
     loads: list[int] = []
     begin = encoder._load
@@ -155,7 +155,7 @@ def test_the_cache_of_words_is_bounded(
     begin()
     expected = next(encoder.encode(["word " * 300])).tolist()
     assert not loads
-    resident[0] = encoders._CACHE_BYTES + 1
+    resident[0] = encoding._CACHE_BYTES + 1
     assert next(encoder.encode(["word " * 300])).tolist() == expected and len(loads) == 1
     assert next(encoder.encode(["word " * 300])).tolist() == expected and len(loads) == 1
 
