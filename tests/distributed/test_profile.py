@@ -135,5 +135,5 @@ def test_each_collective_of_a_real_trace_has_its_sub_block(
         assert row["collectives"] == (forward if row["direction"] == "forward" else backward), row
     assert list(rows)[-1] == (ELSEWHERE, "")
     for step in _step_rows(found):
-        assert 0 < step.exposed_seconds < step.seconds
-        assert step.exposed_seconds <= step.in_flight_seconds
+        assert 0 < step["exposed_seconds"] < step["seconds"]
+        assert step["exposed_seconds"] <= step["in_flight_seconds"]
