@@ -2,7 +2,9 @@
 
 import itertools
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,9 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# transformers imports the code of exported directories from here. Python keeps the path of an imported package, so all
+# tests of a process share one folder.
+HF_MODULES_CACHE = os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules_")
 # DeepSpeed looks for an accelerator when it is imported.
 os.environ["DS_ACCELERATOR"] = "cpu"
 
@@ -23,6 +28,10 @@ for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.de
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow as well")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(HF_MODULES_CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,10 +39,7 @@ class HostMemory:
 
         Copies from a GPU are queued together on the current stream, behind the work that computes the tensors.
         """
-        offsets, end = [], 0
-        for tensor in tensors:
-            offsets.append(end)
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        *offsets, end = accumulate((-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors), initial=0)
         devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
         if self._buffer is None or self._buffer.numel() < end:
             self.free()
@@ -50,8 +48,7 @@ class HostMemory:
         copied = []
         for tensor, offset in zip(tensors, offsets, strict=True):
             copy = self._buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copy.copy_(tensor.detach(), non_blocking=True)
-            copied.append(copy)
+            copied.append(copy.copy_(tensor.detach(), non_blocking=True))
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copied
@@ -92,43 +89,33 @@ def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-class FileHandover:
-    """Gathers one JSON value per rank on rank 0 through files in a shared directory.
+def gather_through_files(directory: Path, rank: int, size: int, timeout_seconds: float, value: Any) -> list[Any]:
+    """Gather one JSON value per rank on rank 0 through files in a shared directory.
 
     Saves in the background finish at different times on every rank, while the training threads use the process groups,
     which two threads must not share. All ranks write to one directory anyway.
+
+    Args:
+        timeout_seconds: how long rank 0 waits for the other ranks after its own part is done.
+
+    Returns:
+        The values in rank order on rank 0, after removing the files; [] on other ranks, without waiting.
+
+    Raises:
+        TimeoutError: ranks wrote no value; the message lists them.
     """
-
-    def __init__(self, directory: Path, rank: int, size: int, timeout_seconds: float) -> None:
-        """`timeout_seconds`: how long rank 0 waits for the other ranks after its own part is done."""
-        self._directory = directory
-        self._rank = rank
-        self._size = size
-        self._timeout = timeout_seconds
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order, on rank 0; return [] on other ranks without waiting.
-
-        The files are removed before rank 0 returns.
-
-        Raises:
-            TimeoutError: ranks wrote no value; the message lists them.
-        """
-        if self._rank != 0:
-            # If the disk is full even for this file, rank 0 notices by waiting.
-            with contextlib.suppress(OSError):
-                write_atomically(self._file(self._rank), json.dumps(value).encode())
-            return []
-        others = range(1, self._size)
-        deadline = time.monotonic() + self._timeout
-        while missing := [rank for rank in others if not self._file(rank).exists()]:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{name_ranks(missing)} did not finish writing in {self._timeout:g} s")
-            time.sleep(_POLL_SECONDS)
-        values = [value, *(json.loads(self._file(rank).read_bytes()) for rank in others)]
-        for rank in others:
-            self._file(rank).unlink()
-        return values
-
-    def _file(self, rank: int) -> Path:
-        return self._directory / f".written_by_rank_{rank:05d}.json"
+    files = [directory / f".written_by_rank_{number:05d}.json" for number in range(size)]
+    if rank != 0:
+        # If the disk is full even for this file, rank 0 notices by waiting.
+        with contextlib.suppress(OSError):
+            write_atomically(files[rank], json.dumps(value).encode())
+        return []
+    deadline = time.monotonic() + timeout_seconds
+    while missing := [number for number in range(1, size) if not files[number].exists()]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{name_ranks(missing)} did not finish writing in {timeout_seconds:g} s")
+        time.sleep(_POLL_SECONDS)
+    values = [value, *(json.loads(file.read_bytes()) for file in files[1:])]
+    for file in files[1:]:
+        file.unlink()
+    return values

@@ -6,7 +6,7 @@ files on disk do not depend on partitions; a reader cuts its own interval the sa
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -50,8 +50,7 @@ class Box:
         return tuple(slice(a, a + n) for a, n in zip(self.offset, self.extent, strict=True))
 
     def __str__(self) -> str:
-        ends = zip(self.offset, self.extent, strict=True)
-        return f"[{', '.join(f'{offset}:{offset + extent}' for offset, extent in ends)}]"
+        return f"[{', '.join(f'{part.start}:{part.stop}' for part in self.slices())}]"
 
 
 class IntervalPiece(NamedTuple):
@@ -72,36 +71,25 @@ def cut_span(held: Box, start: int, length: int) -> list[IntervalPiece]:
     """
     if start < 0 or length < 1 or start + length > held.numel:
         raise ValueError(f"elements {start}:{start + length} are not inside a box of extent {list(held.extent)}")
-    return [IntervalPiece(piece.box.shifted(held.offset), piece.begin) for piece in _cut(held.extent, start, length)]
+    return [IntervalPiece(box.shifted(held.offset), begin) for box, begin in _cut(held.extent, start, length)]
 
 
-def _cut(extent: Sequence[int], start: int, length: int) -> list[IntervalPiece]:
+def _cut(extent: Sequence[int], start: int, length: int) -> Iterator[IntervalPiece]:
     if len(extent) == 1:
-        return [IntervalPiece(Box((start,), (length,)), 0)]
-    row = math.prod(extent[1:])
-    first, head = divmod(start, row)
-    end, tail = divmod(start + length, row)
-    if first == end:
-        return _cut_row(extent, first, head, length, begin=0)
-    pieces: list[IntervalPiece] = []
-    begin = 0
-    if head:
-        pieces += _cut_row(extent, first, head, row - head, begin)
-        first, begin = first + 1, row - head
-    if first < end:
-        whole_rows = Box((first, *(0 for _ in extent[1:])), (end - first, *extent[1:]))
-        pieces.append(IntervalPiece(whole_rows, begin))
-        begin += whole_rows.numel
-    if tail:
-        pieces += _cut_row(extent, end, 0, tail, begin)
-    return pieces
-
-
-def _cut_row(extent: Sequence[int], row: int, start: int, length: int, begin: int) -> list[IntervalPiece]:
-    return [
-        IntervalPiece(Box((row, *piece.box.offset), (1, *piece.box.extent)), begin + piece.begin)
-        for piece in _cut(extent[1:], start, length)
-    ]
+        yield IntervalPiece(Box((start,), (length,)), 0)
+        return
+    row_size, end, position = math.prod(extent[1:]), start + length, start
+    while position < end:
+        row, column = divmod(position, row_size)
+        whole_rows = 0 if column else (end - position) // row_size
+        if whole_rows:
+            count = whole_rows * row_size
+            yield IntervalPiece(Box((row, *(0 for _ in extent[1:])), (whole_rows, *extent[1:])), position - start)
+        else:
+            count = min(row_size - column, end - position)
+            for box, begin in _cut(extent[1:], column, count):
+                yield IntervalPiece(Box((row, *box.offset), (1, *box.extent)), position - start + begin)
+        position += count
 
 
 def intersection(a: Box, b: Box) -> Box | None:
@@ -140,9 +128,7 @@ def first_untiled(
     there minus one.
 
     Args:
-        shape: shape of the tensor.
-        offsets: [boxes, dimensions]; all boxes are inside the tensor.
-        extents: [boxes, dimensions].
+        offsets, extents: [boxes, dimensions]; all boxes are inside the tensor.
 
     Returns:
         The index of the element, and whether several boxes hold it (otherwise none does).

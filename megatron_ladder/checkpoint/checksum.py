@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import xxhash
 
@@ -17,20 +17,8 @@ CHUNK_BYTES = 1 << 24
 PIECE_BYTES = 1 << 19
 """Bytes read or written, and hashed, at a time: few enough to be hashed from a core's cache."""
 DEFAULT_CHECKSUM = "xxh3_128"
-
-
-class _Digest(Protocol):
-    """The common interface of hashlib's and xxhash's digests."""
-
-    def update(self, data: bytes | memoryview, /) -> None:
-        """Hash more bytes."""
-
-    def hexdigest(self) -> str:
-        """Return the hash of all bytes so far."""
-
-
-CHECKSUMS: Mapping[str, Callable[[], _Digest]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
-"""The algorithms that a manifest may name."""
+CHECKSUMS: Mapping[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+"""The algorithms that a manifest may name, as constructors of hashlib's interface."""
 
 
 def checksum_of(data: bytes, algorithm: str = DEFAULT_CHECKSUM) -> str:
@@ -48,7 +36,9 @@ def algorithm_of(checksum: str) -> str:
     return algorithm
 
 
-def file_checksum(path: Path, report_bytes: Callable[[int], None], algorithm: str = DEFAULT_CHECKSUM) -> str:
+def file_checksum(
+    path: Path, report_bytes: Callable[[int], None] = lambda count: None, algorithm: str = DEFAULT_CHECKSUM
+) -> str:
     """Read a file and return its checksum; `report_bytes` receives the size of each piece."""
     digest = CHECKSUMS[algorithm]()
     with open(path, "rb", buffering=0) as file:

@@ -62,30 +62,19 @@ _VERIFYING_THREADS = 8
 class Checkpoint:
     """A complete checkpoint, open for reading. Opening reads the manifest; data files are opened when needed."""
 
-    directory: Path
-    manifest: dict[str, Any]
-    """The manifest without `tensors`."""
-    warnings: tuple[str, ...]
-    """Problems of newer checkpoints that were passed over."""
-
-    def __init__(
-        self, directory: Path, manifest: dict[str, Any], table: TensorTable, warnings: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, directory: Path, manifest: dict[str, Any], table: TensorTable) -> None:
         self.directory = directory
         self.manifest = manifest
-        self.warnings = warnings
+        """The manifest without `tensors`."""
+        self.warnings: tuple[str, ...] = ()
+        """Problems of newer checkpoints that were passed over."""
         self._table = table
         self._headers: dict[str, dict[str, TensorPosition]] = {}
 
     @staticmethod
     def open(path: Path) -> Checkpoint:
-        """Open a checkpoint, or the current one of a directory of checkpoints.
-
-        Raises:
-            UserError: there is none, or none is complete.
-        """
-        found = find_checkpoint(path)
-        if found is None:
+        """Open a checkpoint, or the current one of a directory; raise UserError if none is complete."""
+        if (found := find_checkpoint(path)) is None:
             raise UserError(f"{path}: no checkpoint found")
         return found
 
@@ -129,28 +118,22 @@ class Checkpoint:
         stored = self._stored(name, kind)
         if not wanted.fits(stored.global_shape):
             raise self._another_model(f"{kind} of {name} has the shape {list(stored.global_shape)}", str(wanted))
-        if element_name(out.dtype) != stored.dtype and kind != "weight":
-            raise UserError(
-                f"{self.directory}: {kind} of {name} is stored as {stored.dtype}, expected {element_name(out.dtype)}"
-            )
+        dtype = element_name(out.dtype)
+        if dtype != stored.dtype and kind != "weight":
+            raise UserError(f"{self.directory}: {kind} of {name} is stored as {stored.dtype}, expected {dtype}")
         target = out.detach()
         for index in stored.overlapping(wanted):
             box = stored.box(index)
             shared = intersection(box, wanted)
-            if shared is not None:
-                begin, path = self.position(stored, index).begin, self.directory / stored.files[index]
-                part = target[shared.within(wanted).slices()]
-                read_part(path, begin, box.extent, shared.within(box), stored.dtype, part)
+            assert shared is not None
+            begin, path = self.position(stored, index).begin, self.directory / stored.files[index]
+            part = target[shared.within(wanted).slices()]
+            read_part(path, begin, box.extent, shared.within(box), stored.dtype, part)
 
     def read_span(
         self, name: str, kind: str, global_shape: Sequence[int], held: Box, start: int, out_flat: torch.Tensor
     ) -> None:
-        """Fill `out_flat` with an interval of a flattened box; the inverse of `saving.CheckpointWriter.add_span`.
-
-        Args:
-            held: the box of the canonical tensor.
-            start: first element of the interval in the flattened box.
-            out_flat: [elements of the interval].
+        """Fill `out_flat` with an interval of a flattened box, as in `saving.CheckpointWriter.add_span`.
 
         Raises:
             UserError: as for `read`, or the shape of the stored tensor is not `global_shape`.
@@ -158,7 +141,7 @@ class Checkpoint:
         stored = self._stored(name, kind)
         if stored.global_shape != tuple(global_shape):
             found = f"{kind} of {name} has the shape {list(stored.global_shape)}"
-            raise self._another_model(found, f"{list(global_shape)}")
+            raise self._another_model(found, str(list(global_shape)))
         for box, begin in cut_span(held, start, out_flat.numel()):
             piece = out_flat[begin : begin + box.numel].view(box.extent)
             self.read(name, kind, box.offset, box.extent, piece)
@@ -175,11 +158,8 @@ class Checkpoint:
             UserError: files are damaged; one line per file.
         """
         records = [record for record in self.manifest["files"] if writer_of(record["name"]) % ranks == rank]
-        lock = threading.Lock()
-        with contextlib.ExitStack() as stack:
-            bar = None
-            if progress is not None:
-                bar = stack.enter_context(ProgressBar(progress, sum(record["size"] for record in records)))
+        size, lock = sum(record["size"] for record in records), threading.Lock()
+        with contextlib.nullcontext() if progress is None else ProgressBar(progress, size) as bar:
 
             def report(count: int) -> None:
                 if bar is not None:
@@ -189,8 +169,8 @@ class Checkpoint:
             def check(record: dict[str, Any]) -> str | None:
                 return file_error(self.directory / record["name"], record["checksum"], report)
 
-            threads = stack.enter_context(ThreadPoolExecutor(_VERIFYING_THREADS))
-            raise_user_errors(limited([error for error in threads.map(check, records) if error is not None]))
+            with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:
+                raise_user_errors(limited([error for error in threads.map(check, records) if error is not None]))
         names = {record["name"] for record in records}
         for tensors in self._table.values():
             for stored in tensors.values():
@@ -199,11 +179,7 @@ class Checkpoint:
                         self.position(stored, index)
 
     def position(self, stored: StoredTensor, index: int) -> TensorPosition:
-        """Return the position of a box in its file.
-
-        Raises:
-            UserError: the header of the file does not agree with the manifest.
-        """
+        """Return the position of a box in its file; raise UserError if its header contradicts the manifest."""
         file, key = stored.files[index], stored.keys[index]
         path = self.directory / file
         if file not in self._headers:
@@ -229,16 +205,10 @@ class Checkpoint:
 
 
 def find_checkpoint(save: Path) -> Checkpoint | None:
-    """Open the current checkpoint of a directory of checkpoints, or one checkpoint.
+    """Open the current checkpoint of a directory of checkpoints, or one checkpoint; return None if there is none.
 
     The current checkpoint is the one that `latest` names. If it is not complete, open the newest complete one before
     it, or else the newest of all, and record why in `Checkpoint.warnings`. Checksums of data files are not compared.
-
-    Args:
-        save: the directory of a run's checkpoints, or one checkpoint in it.
-
-    Returns:
-        None if the directory does not exist or holds no checkpoints.
 
     Raises:
         UserError: there are checkpoints, but none is complete; one line per checkpoint.
@@ -254,7 +224,7 @@ def find_checkpoint(save: Path) -> Checkpoint | None:
         try:
             found = _open_complete(save / name)
         except UserError as error:
-            errors.extend(error.messages)
+            errors += error.messages
             continue
         if errors:
             found.warnings = (*errors, f"{save / name}: is used instead")
@@ -280,25 +250,20 @@ def checkpoint_candidates(save: Path) -> tuple[list[str], list[str]]:
 
 
 def _open_complete(directory: Path) -> Checkpoint:
-    path = directory / MANIFEST_NAME
+    path, errors = directory / MANIFEST_NAME, []
     try:
         manifest, table = decode_manifest(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    errors = [_size_error(directory, record) for record in manifest["files"]]
-    raise_user_errors(limited([error for error in errors if error is not None]))
+    for record in manifest["files"]:
+        path, expected = directory / record["name"], record["size"]
+        if path.resolve().parent != directory.resolve():
+            errors.append(f"{path}: is a link out of the directory of the checkpoint")
+        elif not path.is_file():
+            errors.append(f"{path}: is missing, or not a file")
+        elif (size := path.stat().st_size) != expected:
+            errors.append(f"{path}: truncated or changed: the manifest records {expected} bytes, the file has {size}")
+    raise_user_errors(limited(errors))
     return Checkpoint(directory, manifest, table)
-
-
-def _size_error(directory: Path, record: dict[str, Any]) -> str | None:
-    path = directory / record["name"]
-    if path.resolve().parent != directory.resolve():
-        return f"{path}: is a link out of the directory of the checkpoint"
-    if not path.is_file():
-        return f"{path}: is missing, or not a file"
-    size = path.stat().st_size
-    if size != record["size"]:
-        return f"{path}: truncated or changed: the manifest records {record['size']} bytes, the file has {size}"
-    return None

@@ -71,57 +71,34 @@ def load_newest(
     Raises:
         UserError: no checkpoint can be loaded; one line per error. The engine may be partly overwritten.
     """
-    candidates, errors = _candidates(load) if world.rank == 0 else ([], [])
-    while True:
-        directory = world.broadcast_object(_next_complete(candidates, errors) if world.rank == 0 else None)
-        errors = world.broadcast_object(errors)
-        if directory is None:
-            raise UserError(f"{load}: no checkpoint can be loaded", *errors)
+    candidates, errors = [load], list[str]()
+    if world.rank == 0 and not ((load / MANIFEST_NAME).is_file() or is_published_name(load.name)):
+        names, errors = checkpoint_candidates(load)
+        candidates = [load / name for name in names]
+    candidates, errors = world.broadcast_object((candidates, errors))
+    for directory in candidates:
         try:
-            checkpoint = _open_on_all(Path(directory), world, refuse)
+            checkpoint = _open_on_all(directory, world, refuse)
             _load_state(checkpoint, state, world, optimizer, generators, progress)
         except UserError as error:
             errors = [*errors, *error.messages]
-            continue
-        return checkpoint, errors
-
-
-def _candidates(load: Path) -> tuple[list[Path], list[str]]:
-    if (load / MANIFEST_NAME).is_file() or is_published_name(load.name):
-        return [load], []
-    names, errors = checkpoint_candidates(load)
-    return [load / name for name in names], errors
-
-
-def _next_complete(candidates: list[Path], errors: list[str]) -> str | None:
-    """Remove and return the next candidate that can be opened; append the errors of those before it."""
-    while candidates:
-        directory = candidates.pop(0)
-        try:
-            _open(directory)
-        except UserError as error:
-            errors += error.messages
         else:
-            return str(directory)
-    return None
+            return checkpoint, errors
+    raise UserError(f"{load}: no checkpoint can be loaded", *errors)
 
 
 def _open_on_all(directory: Path, world: CommGroup, refuse: Callable[[Checkpoint], list[str]]) -> Checkpoint:
     """Open a checkpoint; raise UserError on every rank if any rank cannot, for example on a host without the disk."""
     checkpoint, errors = None, ErrorCollector()
     with errors.collect():
-        checkpoint = _open(directory)
+        try:
+            checkpoint = Checkpoint.open(directory)
+        except OSError as error:
+            raise UserError(f"{error.filename or directory}: cannot be read: {error.strerror or error}") from None
         errors.add(*refuse(checkpoint))
     raise_on_all_ranks(world, errors.messages)
     assert checkpoint is not None
     return checkpoint
-
-
-def _open(directory: Path) -> Checkpoint:
-    try:
-        return Checkpoint.open(directory)
-    except OSError as error:
-        raise UserError(f"{error.filename or directory}: cannot be read: {error.strerror or error}") from None
 
 
 def _load_state(
@@ -133,28 +110,29 @@ def _load_state(
     progress: str | None,
 ) -> None:
     """Read masters, moments, weights and generators; raise UserError on every rank if any rank finds an error."""
+    errors = ErrorCollector()
     with ThreadPoolExecutor(1) as thread:
         verified = thread.submit(checkpoint.verify, progress, world.rank, world.size)
-        errors = ErrorCollector()
-        read_generators: dict[str, Tensor] = {}
+        restored: dict[str, Tensor] = {}
         with errors.collect():
             _read_optimizer(checkpoint, state, optimizer)
-            # Restored only when all ranks have succeeded.
-            if generators:
-                read_generators = _read_generators(checkpoint, world.rank)
+            stored = checkpoint.stored("rng") if generators else {}
+            for name, now in generator_states(world.rank).items():
+                # A rank that did not exist at the save, or has another kind of generator, keeps its fresh one.
+                if name in stored and stored[name].global_shape == tuple(now.shape):
+                    checkpoint.read(name, "rng", (0,), tuple(now.shape), out=now)
+                    restored[name] = now
         with errors.collect():
             verified.result()
     raise_on_all_ranks(world, errors.messages)
     if optimizer:
-        stored = checkpoint.manifest["optimizer"]
-        state.set_steps_taken(int(stored["steps_taken"]))
-        state.set_loss_scaler(stored.get("loss_scaler", {}))
+        counters = checkpoint.manifest["optimizer"]
+        state.set_steps_taken(int(counters["steps_taken"]))
+        state.set_loss_scaler(counters.get("loss_scaler", {}))
     state.copy_masters_to_weights()
-    for name, generator_state in read_generators.items():
-        if name.endswith(".cuda"):
-            torch.cuda.set_rng_state(generator_state)
-        else:
-            torch.set_rng_state(generator_state)
+    for name, generator_state in restored.items():
+        restore = torch.cuda.set_rng_state if name.endswith(".cuda") else torch.set_rng_state
+        restore(generator_state)
 
 
 @torch.no_grad()
@@ -169,14 +147,3 @@ def _read_optimizer(checkpoint: Checkpoint, state: OptimizerState, moments: bool
             for kind, target in targets.items():
                 out = target.narrow(0, part.begin, part.length)
                 checkpoint.read_span(section.name, kind, section.global_shape, held, part.start, out)
-
-
-def _read_generators(checkpoint: Checkpoint, rank: int) -> dict[str, Tensor]:
-    """Return this rank's stored states; a rank that did not exist at the save keeps its fresh generators."""
-    stored = checkpoint.stored("rng")
-    found = {}
-    for name, now in generator_states(rank).items():
-        if name in stored and stored[name].global_shape == tuple(now.shape):
-            checkpoint.read(name, "rng", (0,), tuple(now.shape), out=now)
-            found[name] = now
-    return found

@@ -37,14 +37,8 @@ from megatron_ladder.checkpoint.tensor_file import BY_NAME, parse_json
 
 FORMAT_NAME = "megatron_ladder checkpoint"
 SCHEMA_VERSION = 1
-KINDS: dict[str, str] = {
-    "weight": "weights",
-    "exp_avg": "optimizer",
-    "exp_avg_sq": "optimizer",
-    "rng": "rng",
-}
-"""Kind of tensor -> name of the files that hold it. A weight is stored as its fp32 master. Inference reads weights
-only."""
+KINDS = {"weight": "weights", "exp_avg": "optimizer", "exp_avg_sq": "optimizer", "rng": "rng"}
+"""Kind of tensor -> name of the files that hold it. A weight is stored as its fp32 master."""
 _RESERVED_KEYS = ("format", "schema_version", "files", "tensors", "manifest_checksum")
 _CHECKSUM_LINE = re.compile(rb',\n "manifest_checksum": "([0-9a-z_]+:[0-9a-f]+)"\n}\n\Z')
 _CHECKSUM_LINE_BYTES = 128
@@ -89,16 +83,11 @@ def box_key(kind: str, name: str, box: Box) -> str:
 
 def box_record(name: str, kind: str, global_shape: Sequence[int], box: Box, dtype: str, rank: int) -> BoxRecord:
     """Describe a box that a rank writes; `dtype` is the name in torch."""
+    file, key = file_name(kind, rank), box_key(kind, name, box)
     return {
-        "name": name,
-        "kind": kind,
-        "global_shape": list(global_shape),
-        "offset": list(box.offset),
-        "extent": list(box.extent),
-        "dtype": dtype,
-        "file": file_name(kind, rank),
-        "key": box_key(kind, name, box),
-    }
+        "name": name, "kind": kind, "global_shape": list(global_shape), "offset": list(box.offset),
+        "extent": list(box.extent), "dtype": dtype, "file": file, "key": key,
+    }  # fmt: skip
 
 
 class FileIndex(TypedDict):
@@ -110,17 +99,17 @@ class FileIndex(TypedDict):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A canonical tensor on disk: the boxes that tile it, and the file and key of each."""
+    """A canonical tensor on disk: the boxes that tile it, and the file and key of each.
+
+    `dtype` is the name in torch, such as `bfloat16`; `offsets` and `extents` are [boxes, dimensions].
+    """
 
     name: str
     kind: str
     global_shape: tuple[int, ...]
     dtype: str
-    """The name of the element type in torch, such as `bfloat16`."""
     offsets: NDArray[np.int64]
-    """[boxes, dimensions]"""
     extents: NDArray[np.int64]
-    """[boxes, dimensions]"""
     files: list[str]
     keys: list[str]
 
@@ -151,8 +140,7 @@ def merge_manifest(header: Mapping[str, Any], indices: Sequence[FileIndex]) -> d
         ValueError: a bug of the writer: the boxes of a tensor leave a hole, overlap, or disagree about its shape or
             dtype; a file was written twice; the header lacks a key or has a reserved one.
     """
-    reserved = [key for key in _RESERVED_KEYS if key in header]
-    if reserved:
+    if reserved := [key for key in _RESERVED_KEYS if key in header]:
         raise ValueError(f"the header of a manifest must not have the keys {', '.join(reserved)}")
     tensors: dict[tuple[str, str], dict[str, Any]] = {}
     for index in indices:
@@ -176,11 +164,7 @@ def merge_manifest(header: Mapping[str, Any], indices: Sequence[FileIndex]) -> d
 
 
 def encode_manifest(manifest: Mapping[str, Any], algorithm: str = DEFAULT_CHECKSUM) -> bytes:
-    """Return the bytes of `manifest.json`, including its checksum.
-
-    Raises:
-        ValueError, TypeError: a value in the manifest is not JSON-serialisable.
-    """
+    """Return the bytes of `manifest.json`, including its checksum; the values must be JSON-serialisable."""
     lines = []
     for key, value in manifest.items():
         if key == "tensors":
@@ -215,25 +199,28 @@ def decode_manifest(data: bytes) -> tuple[dict[str, Any], TensorTable]:
 
 
 def _check_manifest(manifest: Any) -> TensorTable:
-    """Check everything that can be checked without the data files, and return the tensors.
-
-    Raises:
-        ValueError: a key is missing or has the wrong type, or a tensor is not tiled by its boxes.
-    """
-    _expect(manifest, "the manifest", "format", str)
-    if manifest["format"] != FORMAT_NAME:
-        raise ValueError(f"format is {manifest['format']!r}, expected {FORMAT_NAME!r}")
-    version = _expect(manifest, "the manifest", "schema_version", int)
-    if version != SCHEMA_VERSION:
+    """Check everything that can be checked without the data files, and return the tensors."""
+    where = "the manifest"
+    if (name := _expect(manifest, where, "format", str)) != FORMAT_NAME:
+        raise ValueError(f"format is {name!r}, expected {FORMAT_NAME!r}")
+    if (version := _expect(manifest, where, "schema_version", int)) != SCHEMA_VERSION:
         raise ValueError(f"schema_version is {version}, and this program reads {SCHEMA_VERSION}")
     for key in ("iteration", "consumed_samples"):
-        if _expect(manifest, "the manifest", key, int) < 0:
-            raise ValueError(f"{key} is {manifest[key]}, expected 0 or more")
-    _expect(manifest, "the manifest", "model", dict)
-    sizes = _file_sizes(_expect(manifest, "the manifest", "files", list))
+        if (count := _expect(manifest, where, key, int)) < 0:
+            raise ValueError(f"{key} is {count}, expected 0 or more")
+    _expect(manifest, where, "model", dict)
+    sizes: dict[str, int] = {}
+    for record in _expect(manifest, where, "files", list):
+        name = _expect(record, "an entry of files", "name", str)
+        if not is_plain_name(name):
+            raise ValueError(f"the file name {name!r} is not a plain file name")
+        if name in sizes:
+            raise ValueError(f"the file {name} is listed twice")
+        algorithm_of(_expect(record, name, "checksum", str))
+        sizes[name] = _expect(record, name, "size", int)
     total_bytes = sum(sizes.values())
     table: TensorTable = {kind: {} for kind in KINDS}
-    for record in _expect(manifest, "the manifest", "tensors", list):
+    for record in _expect(manifest, where, "tensors", list):
         tensor = _stored_tensor(record, sizes, total_bytes)
         if tensor.name in table[tensor.kind]:
             raise ValueError(f"{tensor.kind} of {tensor.name} is listed twice")
@@ -252,19 +239,6 @@ def _expect(record: Any, where: str, key: str, kind: type) -> Any:
     if type(record[key]) is not kind:
         raise ValueError(f"{key} of {where} is not of type {kind.__name__}")
     return record[key]
-
-
-def _file_sizes(records: list[Any]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for record in records:
-        name = _expect(record, "an entry of files", "name", str)
-        if not is_plain_name(name):
-            raise ValueError(f"the file name {name!r} is not a plain file name")
-        if name in sizes:
-            raise ValueError(f"the file {name} is listed twice")
-        algorithm_of(_expect(record, name, "checksum", str))
-        sizes[name] = _expect(record, name, "size", int)
-    return sizes
 
 
 def _stored_tensor(record: Any, files: Collection[str], total_bytes: int) -> StoredTensor:
@@ -286,8 +260,7 @@ def _stored_tensor(record: Any, files: Collection[str], total_bytes: int) -> Sto
     limits = np.array(shape, np.int64)
     if np.any((offsets < 0) | (extents < 1) | (extents > limits) | (offsets > limits - extents)):
         raise ValueError(f"{what}: a box is not inside the tensor of shape {shape}")
-    untiled = first_untiled(shape, offsets, extents)
-    if untiled is not None:
+    if (untiled := first_untiled(shape, offsets, extents)) is not None:
         index, repeated = untiled
         held = "more than one box holds" if repeated else "no box holds"
         raise ValueError(f"{what} of shape {shape}: {held} the element {list(index)}")

@@ -29,12 +29,7 @@ _TEMPORARY = re.compile(r"iter_\d{7,15}\.tmp-[0-9A-Za-z]+")
 def temporary_directory(save: Path, iteration: int, token: str) -> Path:
     """Return the directory in which a save is written before it is published; create nothing.
 
-    Args:
-        save: the directory of all checkpoints of a run.
-        token: letters and digits, the same on all ranks and different for each save.
-
-    Raises:
-        ValueError: the token is empty or has other characters.
+    `token` has letters and digits, and is the same on all ranks and different for each save.
     """
     path = save / f"iter_{iteration:07d}.tmp-{token}"
     if _TEMPORARY.fullmatch(path.name) is None:
@@ -68,7 +63,10 @@ def create_temporary_directory(
         return path
     for other in others:
         try:
-            _remove_if_dead(other, began)
+            if other.is_symlink() or not other.is_dir():
+                continue
+            if max(entry.lstat().st_mtime_ns for entry in (other, *other.iterdir())) < began:
+                shutil.rmtree(other)
         except FileNotFoundError:
             pass  # another save, still running, renamed a file
         except OSError as error:
@@ -76,19 +74,8 @@ def create_temporary_directory(
     return path
 
 
-def _remove_if_dead(directory: Path, began: int) -> None:
-    if directory.is_symlink() or not directory.is_dir():
-        return
-    if max(entry.lstat().st_mtime_ns for entry in (directory, *directory.iterdir())) < began:
-        shutil.rmtree(directory)
-
-
 def write_manifest(directory: Path, manifest: Mapping[str, Any], algorithm: str = DEFAULT_CHECKSUM) -> None:
-    """Write `manifest.json` atomically into the directory and fsync it.
-
-    Raises:
-        ValueError, TypeError: a value in the manifest is not JSON-serialisable.
-    """
+    """Write `manifest.json` atomically into the directory and fsync it."""
     write_atomically(directory / MANIFEST_NAME, encode_manifest(manifest, algorithm))
 
 
@@ -106,7 +93,9 @@ def publish(temporary: Path, save: Path, iteration: int) -> Path:
     if not (temporary / MANIFEST_NAME).is_file():
         raise ValueError(f"{temporary} has no {MANIFEST_NAME}")
     sync_directory(temporary)
-    published = _free_name(save, iteration)
+    taken = [publishing_order(name) for name in published_checkpoints(save)]
+    again = [repetition for saved, repetition in taken if saved == iteration]
+    published = save / (f"iter_{iteration:07d}.{max(again) + 1}" if again else f"iter_{iteration:07d}")
     # Before the rename: if the disk is full, no checkpoint is left that `latest` does not name.
     latest = save / (LATEST_NAME + TEMPORARY_SUFFIX)
     write_synced(latest, f"{published.name}\n".encode())
@@ -131,11 +120,7 @@ def is_published_name(name: str) -> bool:
 
 
 def publishing_order(name: str) -> tuple[int, int]:
-    """Return the iteration in a published checkpoint's name, and the number of earlier saves of that iteration.
-
-    Raises:
-        ValueError: the name is not that of a published checkpoint.
-    """
+    """Return the iteration in a published checkpoint's name, and the number of earlier saves of that iteration."""
     match = _PUBLISHED.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is not the name of a published checkpoint")
@@ -152,9 +137,3 @@ def read_latest(save: Path) -> str | None:
     except OSError:
         return ""
     return name if is_published_name(name) else ""
-
-
-def _free_name(save: Path, iteration: int) -> Path:
-    taken = [publishing_order(name) for name in published_checkpoints(save)]
-    again = [repetition for saved, repetition in taken if saved == iteration]
-    return save / (f"iter_{iteration:07d}.{max(again) + 1}" if again else f"iter_{iteration:07d}")

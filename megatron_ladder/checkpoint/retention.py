@@ -9,14 +9,8 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from megatron_ladder.checkpoint.publish import (
-    published_checkpoints,
-    publishing_order,
-    read_latest,
-    temporary_directory,
-)
+from megatron_ladder.checkpoint.publish import published_checkpoints, publishing_order, read_latest, temporary_directory
 
 
 @dataclass(frozen=True)
@@ -44,29 +38,19 @@ class Retention:
         # In publishing order, so the last of an iteration is its highest repetition.
         newest = list({publishing_order(name)[0]: name for name in candidates}.values())
         superseded = [name for name in candidates if name not in newest]
-        old = [
-            name
-            for name in newest[: -(self.keep_last or 1)]
-            if self.interval is None or publishing_order(name)[0] % self.interval != 0
-        ]
-        return [
-            name
-            for name in superseded + old
-            if self.protected is None or not _same_directory(save / name, self.protected)
-        ]
+        old = newest[: -(self.keep_last or 1)]
+        if self.interval is not None:
+            old = [name for name in old if publishing_order(name)[0] % self.interval != 0]
+        protected = self.protected if self.protected is not None and self.protected.exists() else None
+        return [name for name in superseded + old if protected is None or not protected.samefile(save / name)]
 
 
-class Removal(NamedTuple):
-    """The result of removing old checkpoints."""
+def remove_old_checkpoints(save: Path, retention: Retention) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Remove old checkpoints; one rank calls it after publishing. A failure does not prevent other removals.
 
-    names: tuple[str, ...]
-    """Checkpoints that were removed."""
-    notes: tuple[str, ...]
-    """One line for each checkpoint that could not be removed, or not completely."""
-
-
-def remove_old_checkpoints(save: Path, retention: Retention) -> Removal:
-    """Remove old checkpoints; one rank calls it after publishing. A failure does not prevent other removals."""
+    Returns:
+        Names of the removed checkpoints, and one line for each that could not be removed, or not completely.
+    """
     names, notes = [], []
     for name in retention.to_remove(save):
         doomed = temporary_directory(save, publishing_order(name)[0], secrets.token_hex(8))
@@ -80,8 +64,4 @@ def remove_old_checkpoints(save: Path, retention: Retention) -> Removal:
             shutil.rmtree(doomed)
         except OSError as error:
             notes.append(f"{doomed}: formerly {name}, cannot be removed: {error.strerror or error}")
-    return Removal(tuple(names), tuple(notes))
-
-
-def _same_directory(one: Path, other: Path) -> bool:
-    return other.exists() and one.samefile(other)
+    return tuple(names), tuple(notes)

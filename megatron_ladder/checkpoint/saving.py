@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +24,7 @@ from megatron_ladder.checkpoint.boxes import Box, cut_span
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, file_checksum
 from megatron_ladder.checkpoint.manifest import KINDS, BoxRecord, FileIndex, FileRecord, box_record, merge_manifest
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
-from megatron_ladder.checkpoint.publish import (
-    create_temporary_directory,
-    publish,
-    temporary_directory,
-    write_manifest,
-)
+from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, temporary_directory, write_manifest
 from megatron_ladder.checkpoint.retention import Retention, remove_old_checkpoints
 from megatron_ladder.checkpoint.tensor_file import BY_NAME, element_name, write_tensor_file
 from megatron_ladder.comm.group import CommGroup
@@ -40,6 +35,8 @@ _OTHER_BYTES = 1 << 20
 
 Gather = Callable[[Any], list[Any]]
 """Receives the JSON value of a rank, and returns those of all ranks on rank 0."""
+_MasterPair = tuple[str, Tensor, Tensor]
+"""The name of a weight, its master, and the weight that the model computes with, to which the master must round."""
 
 
 class SaveError(Exception):
@@ -54,12 +51,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, directory: Path, rank: int, algorithm: str = DEFAULT_CHECKSUM) -> None:
-        """
-        Args:
-            directory: exists, and is not yet published.
-            rank: part of the file names.
-            algorithm: algorithm of the checksums.
-        """
+        """`directory` exists, and is not yet published; `algorithm` is that of the checksums."""
         self._directory = directory
         self._rank = rank
         self._algorithm = algorithm
@@ -70,51 +62,42 @@ class CheckpointWriter:
         """Record one box of a canonical tensor.
 
         Args:
-            name: name of the canonical tensor.
             kind: one of `KINDS`.
             global_shape: shape of the canonical tensor; one to eight dimensions.
             offset: offset of the box in the canonical tensor.
-            tensor: the elements of the box; its shape is the extent. Contiguous, on any device; one of the element
-                types of `tensor_file`.
+            tensor: the elements of the box; its shape is the extent. Contiguous, on any device.
 
         Raises:
             ValueError: the box is not inside the tensor, or its kind, dtype or memory layout is not supported.
         """
-        box = Box(tuple(offset), tuple(tensor.shape))
-        if kind not in KINDS or element_name(tensor.dtype) not in BY_NAME:
+        box, dtype = Box(tuple(offset), tuple(tensor.shape)), element_name(tensor.dtype)
+        if kind not in KINDS or dtype not in BY_NAME:
             raise ValueError(f"{name}: kind {kind!r} or dtype {tensor.dtype} cannot be stored in a checkpoint")
         if not box.fits(global_shape) or not tensor.is_contiguous():
             raise ValueError(
                 f"{name}: {list(tensor.shape)} elements at {list(offset)} are not contiguous, or not a box of a tensor "
                 f"of shape {list(global_shape)}"
             )
-        record = box_record(name, kind, global_shape, box, element_name(tensor.dtype), self._rank)
+        record = box_record(name, kind, global_shape, box, dtype, self._rank)
         self._tensors.setdefault(record["file"], []).append((record["key"], tensor))
         self._boxes.append(record)
 
     def add_span(
         self, name: str, kind: str, global_shape: Sequence[int], held: Box, start: int, flat_tensor: Tensor
     ) -> None:
-        """Record an interval of a flattened box.
+        """Record an interval of a flattened box; raise ValueError as `add`, or if it is not inside the box.
 
         Args:
             held: the box of the canonical tensor (a rank's slice).
             start: first element of the interval in the flattened box.
             flat_tensor: [elements of the interval], contiguous.
-
-        Raises:
-            ValueError: as for `add`, or the interval is not inside the box.
         """
         for box, begin in cut_span(held, start, flat_tensor.numel()):
             piece = flat_tensor[begin : begin + box.numel].view(box.extent)
             self.add(name, kind, global_shape, box.offset, piece)
 
     def finish(self) -> FileIndex:
-        """Write and fsync the files, and return their index for `merge_manifest`.
-
-        Raises:
-            FileExistsError: this rank has written here before.
-        """
+        """Write and fsync the files, and return their index; raise FileExistsError if this rank wrote here before."""
         index: FileIndex = {"files": [], "boxes": self._boxes}
         for name, tensors in self._tensors.items():
             size, checksum = write_tensor_file(self._directory / name, tensors, self._algorithm)
@@ -129,42 +112,43 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Options of a save."""
+    """Options of a save.
+
+    The state is copied to `host`, so that training may continue while it is written; None writes it in place.
+    """
 
     checksum: str = DEFAULT_CHECKSUM
-    """Algorithm of the checksums."""
-    retention: Retention = field(default_factory=Retention)
-    """Which older checkpoints stay after it is published."""
+    retention: Retention = Retention()
     host: HostMemory | None = None
-    """Where the state is copied, so that training may continue while it is written; None writes it in place."""
 
 
 class SaveOutcome(NamedTuple):
-    """The result of a save, on rank 0."""
+    """The result of a save, on rank 0: the published directory (empty if it failed), and why it failed.
+
+    `removed` are the older checkpoints that were removed. `notes` has one line for each thing that could not be
+    removed, which is harmless except for the disk space.
+    """
 
     directory: str
-    """The published checkpoint; empty if the save failed."""
     error: str | None
-    """Why the save failed."""
     removed: tuple[str, ...] = ()
-    """Older checkpoints that were removed."""
     notes: tuple[str, ...] = ()
-    """One line for each thing that could not be removed; harmless except for the disk space."""
 
 
 @dataclass(frozen=True)
 class TrainingSave:
-    """A save that has begun; `write` ends it."""
+    """A save that has begun; `write` ends it.
+
+    `directory` is the temporary one; `total_bytes` is the size of the state of all ranks.
+    """
 
     directory: Path
-    """The temporary directory."""
     iteration: int
     total_bytes: int
-    """Bytes of the state of all ranks."""
     _save: Path
     _header: Mapping[str, Any]
     _writer: CheckpointWriter
-    _pairs: Sequence["_MasterPair"]
+    _pairs: Sequence[_MasterPair]
     _add_files: Callable[[Path], None]
     _options: SaveOptions
     _notes: tuple[str, ...]
@@ -196,17 +180,16 @@ class TrainingSave:
         iteration = int(header["iteration"])
         sizes = world.gather_objects(own_bytes)
         room = world.broadcast_object(_make_room(save, iteration, sum(sizes)) if world.rank == 0 else None)
-        if room.error is not None:
-            raise SaveError(room.error)
-        directory = temporary_directory(save, iteration, room.token)
+        if isinstance(room, str):
+            raise SaveError(room)
+        token, total_bytes, notes = room
+        directory = temporary_directory(save, iteration, token)
         writer = CheckpointWriter(directory, world.rank, options.checksum)
         pairs = _record_state(writer, spans, values, options.host)
         for name, generator_state in generator_states(world.rank).items():
             writer.add(name, "rng", tuple(generator_state.shape), (0,), generator_state)
         whole = {**header, "optimizer": {"steps_taken": state.steps_taken(), "loss_scaler": state.loss_scaler()}}
-        return TrainingSave(
-            directory, iteration, room.total_bytes, save, whole, writer, pairs, add_files, options, room.notes
-        )
+        return TrainingSave(directory, iteration, total_bytes, save, whole, writer, pairs, add_files, options, notes)
 
     def write(self, gather: Gather) -> SaveOutcome | None:
         """Write this rank's files; on rank 0 wait for the other ranks and publish. Returns None on other ranks.
@@ -220,23 +203,26 @@ class TrainingSave:
             return self._give_up(str(error))
         if not parts:
             return None
-        faults = [part["fault"] for part in parts if "fault" in part]
-        if faults:
+        if faults := [part["fault"] for part in parts if "fault" in part]:
             self._give_up("")
             raise RuntimeError(faults[0])
-        errors = list(dict.fromkeys(part["error"] for part in parts if "error" in part))
-        if errors:
+        if errors := dict.fromkeys(part["error"] for part in parts if "error" in part):
             return self._give_up("; ".join(errors))
+        indices, algorithm = [part["index"] for part in parts], self._options.checksum
         try:
-            published = self._publish([part["index"] for part in parts])
+            self._add_files(self.directory)
+            written = {record["name"] for index in indices for record in index["files"]}
+            indices.append({"files": _other_files(self.directory, written, algorithm), "boxes": []})
+            write_manifest(self.directory, merge_manifest(self._header, indices), algorithm)
+            published = publish(self.directory, self._save, self.iteration)
         except OSError as error:
             return self._give_up(_reason(error, self.directory))
+        removed: tuple[str, ...] = ()
         try:
-            removed = remove_old_checkpoints(self._save, self._options.retention)
+            removed, notes = remove_old_checkpoints(self._save, self._options.retention)
         except OSError as error:
-            notes = (*self._notes, f"old checkpoints are not removed: {_reason(error, self._save)}")
-            return SaveOutcome(str(published), None, (), notes)
-        return SaveOutcome(str(published), None, removed.names, self._notes + removed.notes)
+            notes = (f"old checkpoints are not removed: {_reason(error, self._save)}",)
+        return SaveOutcome(str(published), None, removed, self._notes + notes)
 
     def _write_own(self) -> dict[str, Any]:
         """Write this rank's files, and return their index or why there is none."""
@@ -250,35 +236,17 @@ class TrainingSave:
             self._writer.discard()
             return {"error": _reason(error, self.directory)}
 
-    def _publish(self, indices: list[FileIndex]) -> Path:
-        self._add_files(self.directory)
-        written = {record["name"] for index in indices for record in index["files"]}
-        indices.append({"files": _other_files(self.directory, written, self._options.checksum), "boxes": []})
-        write_manifest(self.directory, merge_manifest(self._header, indices), self._options.checksum)
-        return publish(self.directory, self._save, self.iteration)
-
     def _give_up(self, why: str) -> SaveOutcome:
         shutil.rmtree(self.directory, ignore_errors=True)
         return SaveOutcome("", why, (), self._notes)
 
 
-class _MasterPair(NamedTuple):
-    """A weight that the model computes with, and the master that must round to it."""
+def _make_room(save: Path, iteration: int, total_bytes: int) -> tuple[str, int, tuple[str, ...]] | str:
+    """Create the directory of a save if the file system has room for the files of all ranks.
 
-    name: str
-    master: Tensor
-    weight: Tensor
-
-
-class _Room(NamedTuple):
-    token: str
-    total_bytes: int
-    error: str | None = None
-    notes: tuple[str, ...] = ()
-
-
-def _make_room(save: Path, iteration: int, total_bytes: int) -> _Room:
-    """Create the directory of a save if the file system has room for the files of all ranks."""
+    Returns:
+        The token of the directory, `total_bytes`, and notes for the user; or why there is no directory.
+    """
     token = secrets.token_hex(8)
     needed = total_bytes + _OTHER_BYTES
     notes: list[str] = []
@@ -289,10 +257,10 @@ def _make_room(save: Path, iteration: int, total_bytes: int) -> _Room:
         # Some network file systems do not report their size.
         if found.f_blocks and free < needed:
             directory.rmdir()
-            return _Room("", total_bytes, f"a checkpoint needs {_size(needed)}, and {_size(free)} are free in {save}")
+            return f"a checkpoint needs {_size(needed)}, and {_size(free)} are free in {save}"
     except OSError as error:
-        return _Room("", total_bytes, _reason(error, save))
-    return _Room(token, total_bytes, None, tuple(notes))
+        return _reason(error, save)
+    return token, total_bytes, tuple(notes)
 
 
 def _record_state(
@@ -314,14 +282,15 @@ def _record_state(
         row = {kind: next(remaining) for kind in kinds}
         if id(span) in weight_of:
             name = span.sections[0].name if span.sections else "a parameter that is not saved"
-            pairs.append(_MasterPair(name, row["weight"], weight_of[id(span)]))
+            pairs.append((name, row["weight"], weight_of[id(span)]))
         for part in split_interval(span.sections, span.shape, span.start, span.length):
             section = part.section
-            if section.counted:
-                held = Box(section.offset, section.extent)
-                for kind, value in row.items():
-                    piece = value.narrow(0, part.begin, part.length)
-                    writer.add_span(section.name, kind, section.global_shape, held, part.start, piece)
+            if not section.counted:
+                continue
+            held = Box(section.offset, section.extent)
+            for kind, value in row.items():
+                piece = value.narrow(0, part.begin, part.length)
+                writer.add_span(section.name, kind, section.global_shape, held, part.start, piece)
     return pairs
 
 
@@ -338,12 +307,9 @@ def _other_files(directory: Path, written: set[str], algorithm: str) -> list[Fil
     records: list[FileRecord] = []
     for path in sorted(directory.iterdir()):
         if path.name not in written:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            checksum = file_checksum(path, lambda count: None, algorithm)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            checksum = file_checksum(path, algorithm=algorithm)
             records.append({"name": path.name, "size": path.stat().st_size, "checksum": checksum})
     return records
 

@@ -15,9 +15,9 @@ import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ladder.checkpoint.boxes import Box, flat_range, row_major_strides
 from megatron_ladder.checkpoint.checksum import CHECKSUMS, CHUNK_BYTES, DEFAULT_CHECKSUM, PIECE_BYTES
@@ -28,14 +28,11 @@ if TYPE_CHECKING:
 
 
 class ElementType(NamedTuple):
-    """An element type that a checkpoint may hold."""
+    """An element type: its name in torch and in manifests, its name in safetensors, and its bytes."""
 
     name: str
-    """The name in torch and in manifests."""
     stored_name: str
-    """The name in safetensors."""
     size: int
-    """Bytes."""
 
 
 _ELEMENT_TYPES = (
@@ -54,21 +51,18 @@ _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
 
-def element_name(dtype: object) -> str:
-    """Return the name of a torch.dtype in manifests."""
+def element_name(dtype: torch.dtype) -> str:
+    """Return the name of an element type in manifests."""
     return str(dtype).removeprefix("torch.")
 
 
 class TensorPosition(NamedTuple):
-    """A tensor in a file: its type, shape and bytes."""
+    """A tensor in a file: its safetensors dtype, its shape, its first byte, and one past its last."""
 
     dtype: str
-    """The name in safetensors."""
     shape: tuple[int, ...]
     begin: int
-    """First byte, counted from the beginning of the file."""
     end: int
-    """One past the last byte."""
 
 
 class FileLayout:
@@ -87,11 +81,7 @@ class FileLayout:
         self.entries[key] = {"dtype": stored_name, "shape": list(shape), "data_offsets": [begin, self.data_bytes]}
 
     def header(self) -> bytes:
-        """Return the bytes before the data.
-
-        Raises:
-            ValueError: the header is longer than readers accept.
-        """
+        """Return the bytes before the data; raise ValueError if they are more than readers accept."""
         text = json.dumps({"__metadata__": {"format": "pt"}, **self.entries}, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         if len(text) > _MAX_HEADER_BYTES:
@@ -107,7 +97,6 @@ def write_tensor_file(
     Args:
         tensors: keys and contiguous tensors, on any device. Wider element types are written first, so that every
             tensor is aligned.
-        algorithm: algorithm of the checksum.
 
     Returns:
         The size of the file in bytes, and the checksum of the bytes on their way to the file.
@@ -126,7 +115,10 @@ def write_tensor_file(
         digest.update(header)
         file.write(header)
         for _, tensor in ordered:
-            for chunk in _chunks(tensor):
+            flat = tensor.detach().view(-1)
+            elements = CHUNK_BYTES // tensor.element_size()
+            for first in range(0, flat.numel(), elements):
+                chunk = _memory(flat[first : first + elements].cpu())
                 for begin in range(0, len(chunk), PIECE_BYTES):
                     piece = chunk[begin : begin + PIECE_BYTES]
                     digest.update(piece)
@@ -136,16 +128,7 @@ def write_tensor_file(
     return len(header) + layout.data_bytes, f"{algorithm}:{digest.hexdigest()}"
 
 
-def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in host memory, without copying all of them at once."""
-    flat = tensor.detach().view(-1)
-    elements = CHUNK_BYTES // tensor.element_size()
-    for begin in range(0, flat.numel(), elements):
-        yield _memory(flat[begin : begin + elements].cpu())
-
-
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
     import torch
 
     return tensor.view(-1).view(torch.uint8).numpy().data
@@ -157,22 +140,21 @@ def parse_json(text: str) -> Any:
     Raises:
         ValueError: the text is not JSON, is nested too deeply, or has duplicate keys, NaN or Infinity.
     """
+
+    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+            raise ValueError(f"the key {key!r} occurs more than once")
+        return found
+
+    def reject_constant(name: str) -> None:
+        raise ValueError(f"{name} is not a number")
+
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
+        return json.loads(text, object_pairs_hook=unique_keys, parse_constant=reject_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {key!r} occurs more than once")
-    return found
-
-
-def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number")
 
 
 def read_header(path: Path) -> dict[str, TensorPosition]:
@@ -183,27 +165,27 @@ def read_header(path: Path) -> dict[str, TensorPosition]:
     """
     try:
         with open(path, "rb") as file:
-            return _parse_header(file)
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+                raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
+            return _parse_header(file.read(length), size)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a complete safetensors file: {error}") from None
 
 
-def _parse_header(file: BinaryIO) -> dict[str, TensorPosition]:
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    if length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-        raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
-    header = parse_json(file.read(length).decode())
+def _parse_header(text: bytes, file_size: int) -> dict[str, TensorPosition]:
+    header = parse_json(text.decode())
     if not isinstance(header, dict):
         raise ValueError("the header is not an object")
-    expected = data_begin = _LENGTH_BYTES + length
+    expected = data_begin = _LENGTH_BYTES + len(text)
     found = {key: _position(key, value, data_begin) for key, value in header.items() if key != "__metadata__"}
     for key, position in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
         if position.begin != expected:
             raise ValueError(f"{key!r} begins at byte {position.begin}, expected {expected}")
         expected = position.end
-    if expected != size:
-        raise ValueError(f"its tensors end at byte {expected}, and the file has {size} bytes")
+    if expected != file_size:
+        raise ValueError(f"its tensors end at byte {expected}, and the file has {file_size} bytes")
     return found
 
 
@@ -246,7 +228,13 @@ def read_part(
     plain = out.is_contiguous() and out.dtype == stored_dtype and out.device.type == "cpu"
     try:
         if mapped is None and plain and count == part.numel:
-            _read_into(path, begin, _memory(out))
+            remaining = _memory(out)
+            with open(path, "rb", buffering=0) as file:
+                file.seek(begin)
+                while remaining and (read := file.readinto(remaining)):
+                    remaining = remaining[read:]
+            if remaining:
+                raise ValueError(f"ends {len(remaining)} bytes before the end of a tensor")
             return
         page = 0
         source: Any = mapped
@@ -260,12 +248,3 @@ def read_part(
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     out.copy_(flat.as_strided(part.extent, row_major_strides(extent)))
-
-
-def _read_into(path: Path, begin: int, remaining: memoryview) -> None:
-    with open(path, "rb", buffering=0) as file:
-        file.seek(begin)
-        while remaining and (count := file.readinto(remaining)):
-            remaining = remaining[count:]
-    if remaining:
-        raise ValueError(f"ends {len(remaining)} bytes before the end of a tensor")

@@ -8,9 +8,10 @@ from megatron_ladder.checkpoint.checksum import file_error
 from megatron_ladder.convert.copying import copy_tensors, verify_files
 from megatron_ladder.convert.measures import Measures, Report, size_text
 from megatron_ladder.convert.options import ConversionOptions
-from megatron_ladder.convert.outputs import check_space, work_directory, write_small_files
+from megatron_ladder.convert.outputs import check_space, work_directory
 from megatron_ladder.convert.plan import CopyPlan
 from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.files import write_atomically
 from megatron_ladder.progress import ProgressBar
 
 _FILES_LISTED = 8
@@ -18,11 +19,13 @@ _FILES_LISTED = 8
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion whose input and target were checked."""
+    """A conversion whose input and target were checked.
+
+    `work` is the temporary directory next to the target; `facts` and `notes` are lines and warnings for the user.
+    """
 
     plan: CopyPlan
     work: Path
-    """The temporary directory next to the target."""
     target: Path
     checksums: bool
     """Whether checksums of the planned files are needed."""
@@ -31,11 +34,9 @@ class Conversion:
     publish: Callable[[Path], Path]
     """The complete temporary directory -> the published directory."""
     facts: Sequence[str]
-    """Lines about source and target for the user."""
     check_logits: Callable[[Path], str] | None = None
     """The complete temporary directory -> a line about logits; for --verify."""
-    notes: Sequence[str] = field(default=())
-    """Warnings for the user."""
+    notes: Sequence[str] = ()
     source_checksums: Mapping[Path, str] = field(default_factory=dict)
     """Source file -> the checksum in its manifest; empty if the source has none."""
 
@@ -63,40 +64,30 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Report
     continued = work.exists()
     if not continued:
         check_space(conversion.target, plan.total_bytes)
-    _check_sources(conversion.source_checksums, measures)
+    # Tensors are copied in the order of the model, which rarely is that of their files, while a checksum needs a file
+    # from beginning to end. So the files are read twice.
+    recorded = conversion.source_checksums
+    total = sum(path.stat().st_size for path in recorded)
+    with measures.checksum(), ProgressBar("verifying the source", total) as progress:
+        damaged = [file_error(path, expected, progress.advance) for path, expected in recorded.items()]
+    raise_user_errors(f"{error}; choose another checkpoint with --load" for error in damaged if error is not None)
     try:
         with work_directory(work, report):
             if continued:
                 report(f"continues an interrupted conversion in {work}")
             with ProgressBar("copying", plan.total_bytes) as progress:
                 checksums = copy_tensors(plan, work, measures, progress, conversion.checksums)
-            write_small_files(work, conversion.small_files(checksums))
+            for name, content in conversion.small_files(checksums).items():
+                write_atomically(work / name, content)
             if options.verify:
-                _verify(conversion, report, measures)
+                with measures.verifying():
+                    with ProgressBar("verifying", plan.total_bytes) as progress:
+                        verify_files(plan, work, measures, progress)
+                    report(f"verified: all {len(plan.tensors)} tensors are bitwise equal to their sources")
+                    if conversion.check_logits is not None:
+                        report(conversion.check_logits(work))
             published = conversion.publish(work)
     except OSError as error:
         raise UserError(f"{work}: {error.strerror or error}; run the same command again to continue") from error
     report(measures.summary(plan.total_bytes))
     report(f"wrote {published}")
-
-
-def _check_sources(checksums: Mapping[Path, str], measures: Measures) -> None:
-    """Compare files with the checksums in their manifest; raise one UserError with a line per damaged file.
-
-    Tensors are copied in the order of the model, which rarely is that of their files, while a checksum needs a file
-    from beginning to end. So the files are read twice.
-    """
-    total = sum(path.stat().st_size for path in checksums)
-    with measures.checksum(), ProgressBar("verifying the source", total) as progress:
-        found = [file_error(path, expected, progress.advance) for path, expected in checksums.items()]
-    raise_user_errors(f"{error}; choose another checkpoint with --load" for error in found if error is not None)
-
-
-def _verify(conversion: Conversion, report: Report, measures: Measures) -> None:
-    plan = conversion.plan
-    with measures.verifying():
-        with ProgressBar("verifying", plan.total_bytes) as progress:
-            verify_files(plan, conversion.work, measures, progress)
-        report(f"verified: all {len(plan.tensors)} tensors are bitwise equal to their sources")
-        if conversion.check_logits is not None:
-            report(conversion.check_logits(conversion.work))

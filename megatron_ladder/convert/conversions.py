@@ -3,14 +3,13 @@
 Each function reads headers and manifests only, and returns a checked `Conversion`.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ladder import __version__
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG
-from megatron_ladder.checkpoint.publish import MANIFEST_NAME
+from megatron_ladder.checkpoint.publish import MANIFEST_NAME, temporary_directory
 from megatron_ladder.checkpoint.tensor_file import BY_NAME
 from megatron_ladder.convert.carry_out import Conversion
 from megatron_ladder.convert.copying import differ
@@ -19,39 +18,23 @@ from megatron_ladder.convert.hf_directory import (
     FLOAT_DTYPES,
     INDEX_NAME,
     WEIGHTS_NAME,
-    HFDirectory,
+    hf_name,
     open_hf_directory,
 )
 from megatron_ladder.convert.logits import compare_logits
-from megatron_ladder.convert.names import hf_name
-from megatron_ladder.convert.options import ExportOptions, ImportOptions, ReshapeOptions, shard_bytes
-from megatron_ladder.convert.outputs import (
-    check_hf_target,
-    check_save_target,
-    hf_work,
-    publish_hf,
-    publish_save,
-    save_work,
-)
-from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, TargetBox, make_plan
+from megatron_ladder.convert.options import CheckpointOptions, ExportOptions, ImportOptions, ReshapeOptions, shard_bytes
+from megatron_ladder.convert.outputs import check_hf_target, check_save_target, hf_work, publish_hf, publish_save
+from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, SourceTensor, TargetBox, make_plan
 from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
-from megatron_ladder.convert.sources import SourceTensor
 from megatron_ladder.convert.tokenizer_files import (
     TOKEN_KEYS,
     describe_tokenizer,
     exported_tokenizer,
-    generation_config,
+    json_file,
     read_carried,
     token_ids,
 )
-from megatron_ladder.convert.training_checkpoint import (
-    TrainingCheckpoint,
-    check_layout,
-    checksums_of_sources,
-    manifest_bytes,
-    open_training_checkpoint,
-    plan_checkpoint,
-)
+from megatron_ladder.convert.training_checkpoint import manifest_bytes, open_training_checkpoint, plan_checkpoint
 from megatron_ladder.convert.wiring import rewired, wiring_text
 from megatron_ladder.errors import UserError, raise_user_errors
 
@@ -73,14 +56,18 @@ def plan_import(options: ImportOptions) -> Conversion:
     model_type = directory.config["model_type"]
     model, notes = rewired(directory.model, options)
     tensor_parallel, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    check_layout(model, tensor_parallel, stages)
-    _check_tied_head(directory)
     plan = plan_checkpoint({"weight": directory.tensors}, model, tensor_parallel, stages)
+    head = directory.tied_head
+    if head is not None and differ(head, directory.tensors["embedding.weight"]):
+        raise UserError(
+            f"{options.hf}: {head.name} differs from model.embed_tokens.weight although tie_word_embeddings is true: "
+            "it is unknown which of them is the head"
+        )
     carried = read_carried(options.hf)
     description, tokenizer, token_count = describe_tokenizer(carried)
     if token_count > model.vocab_size:
         notes.append(f"the tokenizer has {token_count} ids, the model {model.vocab_size}: larger ids must not occur")
-    header: dict[str, Any] = {
+    header = {
         "iteration": iteration,
         "consumed_samples": 0,
         "model": model.to_dict(),
@@ -88,10 +75,9 @@ def plan_import(options: ImportOptions) -> Conversion:
         "hugging_face": {"model_type": model_type, **token_ids(directory.config, options.hf)},
         "versions": {"megatron_ladder": __version__},
     }
-    other_files = {**carried, **description}
-    parameters = sum(box.box.numel for tensor in directory.tensors.values() for box in tensor.boxes)
+    parameters = sum(tensor.whole.numel for tensor in directory.tensors.values())
     return _checkpoint_conversion(
-        options, plan, header, other_files, replaced,
+        options, plan, header, {**carried, **description}, replaced,
         facts=(
             f"{options.hf}: {model_type}, {parameters:,} parameters, {directory.dtype}",
             f"wiring: {wiring_text(model)}; {_layout_text(tensor_parallel, stages)}",
@@ -114,27 +100,25 @@ def plan_reshape(options: ReshapeOptions) -> Conversion:
     replaced = check_save_target(options.save, iteration, options.overwrite)
     tensor_parallel, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     model, notes = rewired(source.model, options)
-    check_layout(model, tensor_parallel, stages)
     plan = plan_checkpoint(source.tensors, model, tensor_parallel, stages)
     header = {key: value for key, value in checkpoint.manifest.items() if key not in _DERIVED_KEYS}
     header["model"] = model.to_dict()
     if "model" in header.get("run", {}):
         header["run"] = {**header["run"], "model": header["model"]}
-    other_files = source.other_files
     kinds = [kind for kind, tensors in source.tensors.items() if tensors]
     return _checkpoint_conversion(
-        options, plan, header, other_files, replaced,
+        options, plan, header, source.other_files, replaced,
         facts=(
             f"{checkpoint.directory}: iteration {iteration}, {', '.join(kinds)}, wiring: {wiring_text(model)}",
             _layout_text(tensor_parallel, stages),
         ),
         notes=[*notes, *checkpoint.warnings],
-        source_checksums=checksums_of_sources(checkpoint, plan),
+        source_checksums=source.recorded_checksums(plan),
     )  # fmt: skip
 
 
 def _checkpoint_conversion(
-    options: ImportOptions | ReshapeOptions,
+    options: CheckpointOptions,
     plan: CopyPlan,
     header: Mapping[str, Any],
     other_files: Mapping[str, bytes],
@@ -145,7 +129,7 @@ def _checkpoint_conversion(
     iteration = header["iteration"]
     return Conversion(
         plan=plan,
-        work=save_work(options.save, iteration, plan.fingerprint(header, sorted(other_files.items()))),
+        work=temporary_directory(options.save, iteration, plan.fingerprint(header, sorted(other_files.items()))),
         target=options.save,
         checksums=True,
         small_files=lambda checksums: {
@@ -177,10 +161,17 @@ def plan_export(options: ExportOptions) -> Conversion:
     )
     new_dtype = dtype if options.dtype or len({tensor.dtype for tensor in weights.values()}) == 1 else None
     plan = _plan_shards(weights, new_dtype, shard_bytes(options.max_shard_size))
-    other_files, ids = _exported_files(source)
+    other_files, ids = exported_tokenizer(checkpoint.directory, source.other_files)
+    if isinstance(imported := checkpoint.manifest.get("hugging_face"), dict):
+        ids |= {key: imported[key] for key in TOKEN_KEYS if key in imported}
+    other_files.setdefault(GENERATION_CONFIG, json_file({**ids, "_from_model_config": True}))
     code = module_files(source.model)
-    config = hf_config(source.model, dtype=dtype, **ids)
-    other_files |= {**code, CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode()}
+    other_files |= {**code, CONFIG_NAME: json_file(hf_config(source.model, dtype=dtype, **ids))}
+    index: dict[str, bytes] = {}
+    if len(plan.files) > 1:
+        weight_map = {key: file.name for file in plan.files for key in file.entries}
+        metadata = {"total_size": plan.total_bytes}
+        index = {INDEX_NAME: json_file({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})}
 
     def publish(work: Path) -> Path:
         publish_hf(work, options.hf, options.overwrite)
@@ -191,7 +182,7 @@ def plan_export(options: ExportOptions) -> Conversion:
         work=hf_work(options.hf, plan.fingerprint(sorted(other_files.items()))),
         target=options.hf,
         checksums=False,
-        small_files=lambda checksums: {**other_files, **_index(plan)},
+        small_files=lambda checksums: {**other_files, **index},
         publish=publish,
         facts=(
             f"{checkpoint.directory}: iteration {checkpoint.iteration}, wiring: {wiring_text(source.model)}",
@@ -199,7 +190,7 @@ def plan_export(options: ExportOptions) -> Conversion:
             + (f", with {', '.join(code)}: load it with trust_remote_code=True" if code else ""),
         ),
         notes=checkpoint.warnings,
-        source_checksums=checksums_of_sources(checkpoint, plan),
+        source_checksums=source.recorded_checksums(plan),
         check_logits=lambda work: compare_logits(
             work, source.model, checkpoint.directory, model_type, dtype, own_code=True
         ),
@@ -210,65 +201,27 @@ def _layout_text(tensor_parallel: int, stages: int) -> str:
     return f"files for {tensor_parallel} tensor-parallel x {stages} pipeline ranks"
 
 
-def _check_tied_head(directory: HFDirectory) -> None:
-    head = directory.tied_head
-    if head is not None and differ(head, directory.tensors["embedding.weight"]):
-        raise UserError(
-            f"{directory.path}: {head.name} differs from model.embed_tokens.weight although tie_word_embeddings is "
-            "true: it is unknown which of them is the head"
-        )
-
-
 def _plan_shards(weights: Mapping[str, SourceTensor], dtype: str | None, most_bytes: int) -> CopyPlan:
     """Divide the weights into files in their order; a tensor larger than `most_bytes` has a separate file.
 
     Args:
         dtype: element type of all weights; None leaves each unchanged.
     """
-    shards = list(_shards(weights, dtype, most_bytes))
-    count = len(shards)
-    files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    groups = []
-    for file, names in zip(files if count > 1 else [WEIGHTS_NAME], shards, strict=True):
-        group = []
-        for name in names:
-            tensor = weights[name]
-            whole = TargetBox(file, hf_name(name), tensor.whole)
-            group.append(CopiedTensor(name, "weight", tensor, dtype or tensor.dtype, (whole,)))
-        groups.append(group)
-    return make_plan(groups)
-
-
-def _shards(weights: Mapping[str, SourceTensor], dtype: str | None, most_bytes: int) -> Iterator[Sequence[str]]:
-    shard: list[str] = []
+    shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in weights.items():
         size = tensor.whole.numel * BY_NAME[dtype or tensor.dtype].size
-        if shard and filled + size > most_bytes:
-            yield shard
-            shard, filled = [], 0
-        shard.append(name)
+        if shards[-1] and filled + size > most_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
         filled += size
-    yield shard
-
-
-def _index(plan: CopyPlan) -> dict[str, bytes]:
-    """Return the index of several files; nothing for a single file."""
-    if len(plan.files) == 1:
-        return {}
-    weight_map = {key: file.name for file in plan.files for key in file.entries}
-    index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    return {INDEX_NAME: (json.dumps(index, indent=2) + "\n").encode()}
-
-
-def _exported_files(source: TrainingCheckpoint) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Return the tokenizer and generation_config.json, and the ids of special tokens.
-
-    The ids are those of the directory from which the model was imported, or else the tokenizer's.
-    """
-    files, ids = exported_tokenizer(source.checkpoint.directory, source.other_files)
-    imported = source.checkpoint.manifest.get("hugging_face")
-    if isinstance(imported, dict):
-        ids |= {key: imported[key] for key in TOKEN_KEYS if key in imported}
-    files.setdefault(GENERATION_CONFIG, generation_config(ids))
-    return files, ids
+    groups = []
+    for number, names in enumerate(shards, 1):
+        file = WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        targets = {name: (TargetBox(file, hf_name(name), weights[name].whole),) for name in names}
+        groups.append([
+            CopiedTensor(name, "weight", weights[name], dtype or weights[name].dtype, boxes)
+            for name, boxes in targets.items()
+        ])
+    return make_plan(groups)

@@ -9,7 +9,10 @@ A file is written under a temporary name, fsynced, and renamed after its last by
 skips the files that were renamed.
 """
 
+import contextlib
+import math
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,7 @@ from megatron_ladder.checkpoint.boxes import Box, intersection
 from megatron_ladder.checkpoint.checksum import CHECKSUMS, DEFAULT_CHECKSUM, file_checksum
 from megatron_ladder.checkpoint.tensor_file import BY_NAME
 from megatron_ladder.convert.measures import Measures
-from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, PlannedFile
-from megatron_ladder.convert.sources import Reader, SourceTensor
+from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, PlannedFile, SourceTensor, StoredBox, TargetBox
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import TEMPORARY_SUFFIX
 from megatron_ladder.progress import ProgressBar
@@ -33,7 +35,44 @@ _RAW: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 
 """Element size in bytes -> the integers that represent the elements here."""
 _NATIVE: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
 
+_FILES_OPEN = 64
+
 RawArray = NDArray[np.unsignedinteger]
+
+
+class _Reader:
+    """Reads bytes of many files, and keeps only a few of them open."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, int] = OrderedDict()
+
+    def read_box(self, stored: StoredBox, begin: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a box from `begin` on, relative to the box; raise as `read_into`."""
+        if stored.mapped is None:
+            self.read_into(stored.path, stored.begin + begin, out)
+        else:
+            out[:] = stored.mapped[stored.begin + begin : stored.begin + begin + len(out)]
+
+    def read_into(self, path: Path, begin: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a file from `begin` on; raise UserError if it is too short or unreadable."""
+        try:
+            if path not in self._open:
+                if len(self._open) >= _FILES_OPEN:
+                    os.close(self._open.popitem(last=False)[1])
+                self._open[path] = os.open(path, os.O_RDONLY)
+            self._open.move_to_end(path)
+            while out:
+                count = os.preadv(self._open[path], [out], begin)
+                if count == 0:
+                    raise UserError(f"{path}: ends {len(out)} bytes before the end of a tensor")
+                begin, out = begin + count, out[count:]
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
 
 
 class _FileInProgress:
@@ -45,13 +84,18 @@ class _FileInProgress:
         self._measures = measures
         self._descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._digest = CHECKSUMS[DEFAULT_CHECKSUM]() if checksum else None
-        self._missing = planned.data_bytes
-        self._put(memoryview(planned.header()))
+        header = planned.header()
+        self._missing = len(header) + planned.data_bytes
+        self.append(memoryview(header))
 
     def append(self, data: memoryview) -> None:
         """Write the next bytes."""
         self._missing -= len(data)
-        self._put(data)
+        if self._digest is not None:
+            with self._measures.checksum():
+                self._digest.update(data)
+        while data:
+            data = data[os.write(self._descriptor, data) :]
 
     def finish(self) -> str | None:
         """Rename the file and return its checksum if all bytes are written; else return None."""
@@ -68,87 +112,71 @@ class _FileInProgress:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _put(self, data: memoryview) -> None:
-        if self._digest is not None:
-            with self._measures.checksum():
-                self._digest.update(data)
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-
 
 def copy_tensors(
     plan: CopyPlan, directory: Path, measures: Measures, progress: ProgressBar, checksums: bool
 ) -> dict[str, str]:
-    """Write the files of a plan that do not exist yet.
+    """Write the files of a plan that an earlier, interrupted conversion has not completed.
 
-    Args:
-        directory: target directory; a file with the planned name and size counts as complete.
-        checksums: whether to compute checksums.
+    A file with the planned name and size is complete.
 
     Returns:
-        File name -> checksum; "" without checksums.
+        File name -> checksum; "" without `checksums`.
 
     Raises:
         UserError: a source cannot be read, or a number does not fit the new element type.
         OSError: writing fails.
     """
-    done = _complete_files(plan, directory, measures, progress, checksums)
-    planned = {file.name: file for file in plan.files if file.name not in done}
+    done: dict[str, str] = {}
+    planned = {file.name: file for file in plan.files}
+    for name, expected in planned.items():
+        path = directory / name
+        if path.is_file() and path.stat().st_size == expected.size:
+            with measures.checksum():
+                done[name] = file_checksum(path) if checksums else ""
+            progress.advance(expected.data_bytes)
     written: dict[str, _FileInProgress] = {}
-    reader = Reader()
-    try:
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(contextlib.closing(_Reader()))
         for tensor in plan.tensors:
             targets = [target for target in tensor.boxes if target.file not in done]
             for target in targets:
                 if target.file not in written:
-                    written[target.file] = _FileInProgress(directory, planned[target.file], measures, checksums)
-            for rows, array in _tensor_rows(tensor, reader, [target.box for target in targets]):
-                for target in targets:
-                    shared = intersection(target.box, rows)
-                    if shared is not None:
-                        data = _as_bytes(array[shared.within(rows).slices()])
-                        written[target.file].append(data)
-                        progress.advance(len(data))
+                    file = written[target.file] = _FileInProgress(directory, planned[target.file], measures, checksums)
+                    stack.callback(file.close)
+            for target, data in _target_bytes(tensor, reader, targets):
+                written[target.file].append(data)
+                progress.advance(len(data))
             measures.sample_memory()
             for target in targets:
                 checksum = written[target.file].finish()
                 if checksum is not None:
                     done[target.file] = checksum
-    finally:
-        reader.close()
-        for file in written.values():
-            file.close()
     return done
 
 
-def _complete_files(
-    plan: CopyPlan, directory: Path, measures: Measures, progress: ProgressBar, checksums: bool
-) -> dict[str, str]:
-    """Return the checksums of the files that an earlier, interrupted conversion completed."""
-    found = {}
-    for file in plan.files:
-        path = directory / file.name
-        if path.is_file() and path.stat().st_size == len(file.header()) + file.data_bytes:
-            with measures.checksum():
-                found[file.name] = file_checksum(path, lambda count: None) if checksums else ""
-            progress.advance(file.data_bytes)
-    return found
+def _target_bytes(
+    tensor: CopiedTensor, reader: _Reader, targets: Sequence[TargetBox]
+) -> Iterator[tuple[TargetBox, memoryview]]:
+    """Yield the bytes of a tensor for each of the targets, block by block; the memory is reused for the next block."""
+    for rows, array in _tensor_rows(tensor, reader, [target.box for target in targets]):
+        for target in targets:
+            if (shared := intersection(target.box, rows)) is not None:
+                yield target, _as_bytes(array[shared.within(rows).slices()])
 
 
-def _tensor_rows(
-    tensor: CopiedTensor, reader: Reader, wanted: Sequence[Box]
-) -> Iterator[tuple[Box, RawArray]]:
+def _tensor_rows(tensor: CopiedTensor, reader: _Reader, wanted: Sequence[Box]) -> Iterator[tuple[Box, RawArray]]:
     """Yield blocks of rows in the new element type as unsigned integers; the array is reused for the next block.
 
-    Args:
-        wanted: blocks that share no elements with these boxes are skipped.
+    Blocks that share no elements with the boxes `wanted` are skipped.
 
     Raises:
         UserError: a source cannot be read, or a number does not fit in the new element type.
     """
     source = tensor.source
-    at_once = max(1, _ROWS_BYTES // tensor.row_bytes)
     raw = _RAW[BY_NAME[source.dtype].size]
+    wider = max(BY_NAME[tensor.dtype].size, raw.itemsize)
+    at_once = max(1, _ROWS_BYTES // (math.prod(source.shape[1:]) * wider))
     buffer = np.empty((min(at_once, source.shape[0]), *source.shape[1:]), raw)
     for first in range(0, source.shape[0], at_once):
         count = min(at_once, source.shape[0] - first)
@@ -156,29 +184,18 @@ def _tensor_rows(
         if not any(intersection(box, rows) for box in wanted):
             continue
         array = buffer[:count]
-        _read_rows(source, rows, array, reader)
+        for stored, shared in source.overlapping(rows):
+            row_bytes = raw.itemsize * math.prod(stored.box.extent[1:])
+            begin = (shared.offset[0] - stored.box.offset[0]) * row_bytes
+            part = array[shared.within(rows).slices()]
+            read = part if part.flags.c_contiguous else np.empty(part.shape, raw)
+            reader.read_box(stored, begin, _as_bytes(read))
+            if read is not part:
+                part[...] = read
         try:
             yield rows, _cast(array, source.dtype, tensor.dtype)
         except OverflowError as error:
-            raise UserError(
-                f"{source.name}: {error} does not fit in {tensor.dtype}; choose another --dtype"
-            ) from None
-
-
-def _read_rows(source: SourceTensor, rows: Box, out: RawArray, reader: Reader) -> None:
-    """Fill `out` [*rows.extent] from the boxes that hold the rows."""
-    for stored, shared in source.overlapping(rows):
-        row_bytes = out.itemsize
-        for size in stored.box.extent[1:]:
-            row_bytes *= size
-        begin = (shared.offset[0] - stored.box.offset[0]) * row_bytes
-        part = out[shared.within(rows).slices()]
-        if part.flags.c_contiguous:
-            reader.read_box(stored, begin, _as_bytes(part))
-        else:
-            separate = np.empty(part.shape, part.dtype)
-            reader.read_box(stored, begin, _as_bytes(separate))
-            part[...] = separate
+            raise UserError(f"{source.name}: {error} does not fit in {tensor.dtype}; choose another --dtype") from None
 
 
 def _as_bytes(array: RawArray) -> memoryview:
@@ -195,53 +212,35 @@ def verify_files(plan: CopyPlan, directory: Path, measures: Measures, progress: 
         UserError: a source cannot be read.
         RuntimeError: files are wrong; the message has the first wrong tensor of each.
     """
-    reader = Reader()
     wrong: dict[str, str] = {}
-    begins = {file.name: len(file.header()) for file in plan.files}
-    offsets = {file.name: {key: entry["data_offsets"][0] for key, entry in file.entries.items()} for file in plan.files}
+    position = {file.name: len(file.header()) for file in plan.files}
     try:
-        for tensor in plan.tensors:
-            done = dict.fromkeys((target.file for target in tensor.boxes), 0)
-            for rows, array in _tensor_rows(tensor, reader, [target.box for target in tensor.boxes]):
-                for target in tensor.boxes:
-                    shared = intersection(target.box, rows)
-                    if shared is None or target.file in wrong:
-                        continue
-                    expected = _as_bytes(array[shared.within(rows).slices()])
-                    begin = begins[target.file] + offsets[target.file][target.key] + done[target.file]
-                    path = directory / target.file
-                    if not _holds(reader, path, begin, expected):
-                        wrong[target.file] = f"{path}: {target.key} differs from its source"
-                    done[target.file] += len(expected)
+        with contextlib.closing(_Reader()) as reader:
+            for tensor in plan.tensors:
+                for target, expected in _target_bytes(tensor, reader, tensor.boxes):
+                    path, found = directory / target.file, memoryview(bytearray(len(expected)))
+                    try:
+                        reader.read_into(path, position[target.file], found)
+                    except UserError:
+                        found = memoryview(b"")
+                    if found != expected:
+                        wrong.setdefault(target.file, f"{path}: {target.key} differs from its source")
+                    position[target.file] += len(expected)
                     progress.advance(len(expected))
-            measures.sample_memory()
+                measures.sample_memory()
     finally:
-        reader.close()
         for file in wrong:
             (directory / file).unlink()
     if wrong:
         raise RuntimeError("; ".join([*wrong.values(), "removed; the same command writes these files again"]))
 
 
-def _holds(reader: Reader, path: Path, begin: int, expected: memoryview) -> bool:
-    """Return whether a file can be read from `begin` on and has these bytes there."""
-    found = memoryview(bytearray(len(expected)))
-    try:
-        reader.read_into(path, begin, found)
-    except UserError:
-        return False
-    return found == expected
-
-
 def differ(one: SourceTensor, other: SourceTensor) -> bool:
     """Return whether two tensors of one shape and type differ; raise UserError if one cannot be read."""
-    reader = Reader()
     copied = (CopiedTensor(tensor.name, "weight", tensor, tensor.dtype, ()) for tensor in (one, other))
-    try:
+    with contextlib.closing(_Reader()) as reader:
         pairs = zip(*(_tensor_rows(tensor, reader, [one.whole]) for tensor in copied), strict=True)
         return not all(np.array_equal(left, right) for (_, left), (_, right) in pairs)
-    finally:
-        reader.close()
 
 
 def _cast(raw: RawArray, source: str, target: str) -> RawArray:
@@ -257,22 +256,16 @@ def _cast(raw: RawArray, source: str, target: str) -> RawArray:
     if source == target:
         return raw
     wide = (raw.astype(np.uint32) << 16).view(np.float32) if source == "bfloat16" else raw.view(_NATIVE[source])
-    if target != "bfloat16":
+    if target == "bfloat16":
+        wide = wide.astype(np.float32, copy=False)
+        bits = wide.view(np.uint32)
+        narrow = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+        narrow[np.isnan(wide)] = 0x7FC0
+        infinite = (narrow & 0x7FFF) == 0x7F80
+    else:
         with np.errstate(over="ignore"):
-            narrow = wide.astype(_NATIVE[target])
-        _check_range(wide, np.isinf(narrow))
-        return narrow.view(_RAW[narrow.itemsize])
-    return _float32_to_bfloat16(wide.astype(np.float32, copy=False))
-
-
-def _float32_to_bfloat16(wide: NDArray[np.floating]) -> RawArray:
-    bits = wide.view(np.uint32)
-    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
-    rounded[np.isnan(wide)] = 0x7FC0
-    _check_range(wide, (rounded & 0x7FFF) == 0x7F80)
-    return rounded
-
-
-def _check_range(wide: NDArray[np.floating], infinite: NDArray[np.bool_]) -> None:
+            converted = wide.astype(_NATIVE[target])
+        narrow, infinite = converted.view(_RAW[converted.itemsize]), np.isinf(converted)
     if infinite.any() and np.isfinite(wide[infinite]).any():
         raise OverflowError(f"the value {np.abs(wide[np.isfinite(wide)]).max():.3g}")
+    return narrow

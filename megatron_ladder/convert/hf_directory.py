@@ -11,6 +11,7 @@ Names in an index must stay in the directory. Links are followed only in the for
 """
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,12 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.manifest import is_plain_name
-from megatron_ladder.checkpoint.tensor_file import BY_STORED_NAME, parse_json, read_header, read_part
-from megatron_ladder.convert.names import hf_name, tensor_shapes
+from megatron_ladder.checkpoint.tensor_file import BY_STORED_NAME, element_name, parse_json, read_header, read_part
+from megatron_ladder.convert.plan import SourceTensor, StoredBox, whole_box
 from megatron_ladder.convert.remote_code import AUTHORS_TYPE, OWN_TYPE, model_config_from_hf
-from megatron_ladder.convert.sources import SourceTensor, StoredBox, whole_box
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 
 if TYPE_CHECKING:
@@ -41,35 +42,48 @@ _MAX_JSON_BYTES = 100_000_000
 _DERIVED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
 """Frequencies that old versions of transformers stored; they are computed from config.json instead."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_PARTS = (
+    ("embedding.", "model.embed_tokens."),
+    ("final_norm.", "model.norm."),
+    ("layers.", "model.layers."),
+    (".attention_norm.", ".input_layernorm."),
+    (".mlp_norm.", ".post_attention_layernorm."),
+    (".attention.", ".self_attn."),
+)
+"""Canonical part of a name, and the part in transformers' Llama, Mistral, Qwen2 and Qwen3; the rest is the same."""
+
+
+def hf_name(name: str) -> str:
+    """Return the name of a canonical tensor in a Hugging Face directory."""
+    for ours, theirs in _PARTS:
+        name = name.replace(ours, theirs)
+    return name
 
 
 @dataclass(frozen=True)
 class HFDirectory:
-    """A directory whose files agree with its config.json."""
+    """A directory whose files agree with its config.json.
+
+    `tensors` has the weights by canonical name, in the model's order. `tied_head` is the stored head of a model with
+    tied embeddings; it must equal the embedding.
+    """
 
     path: Path
     config: Mapping[str, Any]
-    """config.json."""
     model: ModelConfig
     tensors: dict[str, SourceTensor]
-    """Canonical name -> weight, in the model's order."""
     tied_head: SourceTensor | None
-    """The stored head of a model with tied embeddings; it must equal the embedding."""
 
     @property
     def dtype(self) -> str:
         """Return the element type of most weights."""
-        sizes: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for tensor in self.tensors.values():
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + max(tensor.shape)
-        return max(sizes, key=lambda name: sizes[name])
+            sizes[tensor.dtype] += max(tensor.shape)
+        return sizes.most_common(1)[0][0]
 
     def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: "torch.Tensor") -> None:
-        """Fill `out` [*extent], of any dtype and on any device, with a box of a weight.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """Fill `out` [*extent], of any dtype and on any device, with a box of a weight; raise UserError on failure."""
         source, wanted = self.tensors[name], Box(tuple(offset), tuple(extent))
         for stored, shared in source.overlapping(wanted):
             part = out[shared.within(wanted).slices()]
@@ -81,8 +95,8 @@ def safe_path(directory: Path, name: str) -> Path:
     """Return the path of a file in a directory, with its links followed.
 
     Raises:
-        UserError: the name is not a plain name, the file does not exist, or it is a link that the Hugging Face cache
-            would not create.
+        UserError: the name is not plain, there is no such file, or it is a link that the Hugging Face cache would not
+            create.
     """
     if not is_plain_name(name):
         raise UserError(f"{directory}: {name!r} is not a plain file name")
@@ -142,11 +156,11 @@ def open_hf_directory(path: Path) -> HFDirectory:
     tensors = _expected_tensors(path, model, found, errors)
     tied_head = found.pop(_HEAD, None) if model.tie_embeddings else None
     embedding = tensors.get("embedding.weight")
-    if tied_head is not None and embedding is not None and _described(tied_head) != _described(embedding):
-        errors.append(
-            f"{path}: {_HEAD}: found {_described(tied_head)}, expected {_described(embedding)} "
-            f"as in {_EMBEDDING}, since tie_word_embeddings is true"
-        )
+    if tied_head is not None and embedding is not None:
+        head, expected = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (tied_head, embedding))
+        if head != expected:
+            reason = f"as in {_EMBEDDING}, since tie_word_embeddings is true"
+            errors.append(f"{path}: {_HEAD}: found {head}, expected {expected} {reason}")
     errors += [
         f"{path}: {name}: unexpected tensor in this {model_type} model"
         for name in sorted(found)
@@ -162,34 +176,24 @@ def _read_tensors(path: Path) -> dict[str, SourceTensor]:
     Raises:
         UserError: there are none, or two sets of them, or the index and the headers disagree.
     """
-    single, indexed = path / WEIGHTS_NAME, path / INDEX_NAME
-    if _exists(single) and _exists(indexed):
+    names = (WEIGHTS_NAME, INDEX_NAME, PICKLED_NAME, PICKLED_INDEX_NAME)
+    # A dangling link counts, so that reading it is reported as an error.
+    first, *others = [name for name in names if os.path.lexists(path / name)] or [""]
+    if not first:
+        raise UserError(f"{path}: has neither {WEIGHTS_NAME} nor {INDEX_NAME} (nor {PICKLED_NAME}): no weights found")
+    if INDEX_NAME in others:
         raise UserError(f"{path}: has both {WEIGHTS_NAME} and {INDEX_NAME}: remove one")
-    if _exists(single):
-        return _read_file(path, WEIGHTS_NAME)
-    if _exists(indexed):
-        return _read_indexed(path, INDEX_NAME, ".safetensors")
-    if _exists(path / PICKLED_NAME):
-        return _read_file(path, PICKLED_NAME)
-    if _exists(path / PICKLED_INDEX_NAME):
-        return _read_indexed(path, PICKLED_INDEX_NAME, ".bin")
-    raise UserError(f"{path}: has neither {WEIGHTS_NAME} nor {INDEX_NAME} (nor {PICKLED_NAME}): no weights found")
+    return _read_indexed(path, first) if first.endswith(".json") else _read_file(path, first)
 
 
-def _exists(path: Path) -> bool:
-    """Return whether the name exists, even as a dangling link."""
-    return os.path.lexists(path)
-
-
-def _read_indexed(path: Path, index_name: str, suffix: str) -> dict[str, SourceTensor]:
+def _read_indexed(path: Path, index_name: str) -> dict[str, SourceTensor]:
+    suffix = ".bin" if index_name == PICKLED_INDEX_NAME else ".safetensors"
     weight_map = read_json_file(path, index_name).get("weight_map")
     where = path / index_name
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{where}: weight_map is not an object of file names")
     files = sorted(set(weight_map.values()))
-    errors = [
-        f"{where}: {file!r} is not the name of a {suffix} file" for file in files if not file.endswith(suffix)
-    ]
+    errors = [f"{where}: {file!r} is not the name of a {suffix} file" for file in files if not file.endswith(suffix)]
     raise_user_errors(limited(errors))
     found: dict[str, SourceTensor] = {}
     for file in files:
@@ -239,18 +243,15 @@ def _read_pickled(path: Path) -> dict[str, SourceTensor]:
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in held.items()
     ):
         raise UserError(f"{path}: is not a dictionary of tensors")
-    return {name: _mapped(path, name, tensor) for name, tensor in held.items()}
-
-
-def _mapped(path: Path, name: str, tensor: "torch.Tensor") -> SourceTensor:
-    import torch
-
-    if not tensor.is_contiguous() or tensor.is_sparse or tensor.is_quantized:
-        raise UserError(f"{path}: {name}: is not contiguous; save the model as safetensors")
-    shape = tuple(tensor.shape)
-    data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-    box = StoredBox(path, 0, whole_box(shape), mapped=data)
-    return SourceTensor(name, shape, str(tensor.dtype).removeprefix("torch."), (box,))
+    found = {}
+    for name, tensor in held.items():
+        if not tensor.is_contiguous() or tensor.is_sparse or tensor.is_quantized:
+            raise UserError(f"{path}: {name}: is not contiguous; save the model as safetensors")
+        shape = tuple(tensor.shape)
+        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+        box = StoredBox(path, 0, whole_box(shape), mapped=data)
+        found[name] = SourceTensor(name, shape, element_name(tensor.dtype), (box,))
+    return found
 
 
 def _expected_tensors(
@@ -258,8 +259,8 @@ def _expected_tensors(
 ) -> dict[str, SourceTensor]:
     """Remove the tensors of the model from `found` and return them; append an error for each missing or wrong one."""
     tensors = {}
-    for name, shape in tensor_shapes(model).items():
-        stored_name = hf_name(name)
+    for spec in model_tensors(model):
+        stored_name, shape = hf_name(spec.name), spec.shape
         tensor = found.pop(stored_name, None)
         if tensor is None:
             errors.append(f"{path}: {stored_name}: is missing; expected shape {list(shape)}")
@@ -270,9 +271,5 @@ def _expected_tensors(
                 f"{path}: {stored_name}: found {tensor.dtype}, expected {', '.join(FLOAT_DTYPES)}: is it quantised?"
             )
         else:
-            tensors[name] = tensor
+            tensors[spec.name] = tensor
     return tensors
-
-
-def _described(tensor: SourceTensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"

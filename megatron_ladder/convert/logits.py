@@ -4,16 +4,15 @@ It holds whole models in memory and needs torch and transformers; without them i
 """
 
 import importlib.util
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.convert.measures import size_text
-from megatron_ladder.convert.names import tensor_shapes
 from megatron_ladder.convert.remote_code import CLASSES, OWN_TYPE
 
 if TYPE_CHECKING:
@@ -30,9 +29,7 @@ def compare_logits(hf: Path, model: ModelConfig, checkpoint: Path, model_type: s
     """Compare transformers' model of a Hugging Face directory with ours of a training checkpoint, both in fp32.
 
     Args:
-        hf: a directory that agrees with its config.json.
         model: sizes and wiring of the directory; the weights of the checkpoint are used in that wiring.
-        checkpoint: a directory with a manifest.
         model_type: model type of the directory.
         dtype: element type to which the weights of the directory were rounded; those of the checkpoint are too.
         own_code: whether this process wrote the code in the directory, so that it may run.
@@ -50,9 +47,15 @@ def compare_logits(hf: Path, model: ModelConfig, checkpoint: Path, model_type: s
     if reason is not None:
         return f"logits were not compared: {reason}"
     import torch
+    from transformers import AutoModelForCausalLM
 
     tokens = torch.randint(0, model.vocab_size, (1, min(_TOKENS, model.max_position_embeddings)))
-    expected = _logits_of_transformers(hf, tokens, own_code=not plain)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        hf, dtype=torch.float32, trust_remote_code=not plain, local_files_only=True
+    ).eval()
+    with torch.no_grad():
+        expected: torch.Tensor = theirs(tokens).logits[0]
+    del theirs
     ours = _logits_of_ours(model, Checkpoint.open(checkpoint), getattr(torch, dtype), tokens)
     # The largest logit of a model of zeros is zero.
     largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
@@ -67,24 +70,11 @@ def _obstacle(model: ModelConfig) -> str | None:
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} are not installed"
-    needed = 2 * _FP32_BYTES * sum(math.prod(shape) for shape in tensor_shapes(model).values())
+    needed = 2 * _FP32_BYTES * sum(tensor.numel for tensor in model_tensors(model))
     available = psutil.virtual_memory().available
     if needed > available:
         return f"two models in fp32 need {size_text(needed)}, and {size_text(available)} of memory are free"
     return None
-
-
-def _logits_of_transformers(hf: Path, tokens: "torch.Tensor", own_code: bool) -> "torch.Tensor":
-    """Map tokens [1, s] to logits [s, V] in fp32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        hf, dtype=torch.float32, trust_remote_code=own_code, local_files_only=True
-    ).eval()
-    with torch.no_grad():
-        logits: torch.Tensor = model(tokens).logits[0]
-    return logits
 
 
 def _logits_of_ours(

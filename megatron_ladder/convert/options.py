@@ -23,9 +23,15 @@ class ConversionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewiring(ConversionOptions):
-    """Options that set the wiring of the training checkpoint to write."""
+class CheckpointOptions(ConversionOptions):
+    """Options of the training checkpoint to write: its directory, the cut of its files, its wiring."""
 
+    save: Path
+    """Directory of checkpoints to write to, as for pretrain_ladder.py."""
+    tensor_model_parallel_size: int = flag(1, minimum=1)
+    """Cut the files for this many tensor-parallel ranks; any other number can read them too."""
+    pipeline_model_parallel_size: int = flag(1, minimum=1)
+    """Cut the files for this many pipeline stages; any other number can read them too."""
     residual_mode: ResidualMode | None = None
     """Wiring of the model. Default: the wiring of the source."""
     ladder_layers: str | None = None
@@ -36,18 +42,12 @@ class Rewiring(ConversionOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportOptions(Rewiring):
+class ImportOptions(CheckpointOptions):
     """Import. From a Hugging Face directory to a training checkpoint."""
 
     hf: Path
     """Directory with config.json and safetensors: Llama, Mistral, Qwen2, Qwen3, the paper's llamaLadder, or a directory
     that `export` wrote."""
-    save: Path
-    """Directory of checkpoints to write to, as for pretrain_ladder.py."""
-    tensor_model_parallel_size: int = flag(1, minimum=1)
-    """Cut the files for this many tensor-parallel ranks; any other number can read them too."""
-    pipeline_model_parallel_size: int = flag(1, minimum=1)
-    """Cut the files for this many pipeline stages; any other number can read them too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +65,11 @@ class ExportOptions(ConversionOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReshapeOptions(Rewiring):
+class ReshapeOptions(CheckpointOptions):
     """Reshape. A training checkpoint with other files or another wiring, optimizer state included."""
 
     load: Path
     """A directory of checkpoints, whose current one is read, or one checkpoint."""
-    save: Path
-    """Directory of checkpoints to write to."""
-    tensor_model_parallel_size: int = flag(1, minimum=1)
-    """Cut the files for this many tensor-parallel ranks; any other number can read them too."""
-    pipeline_model_parallel_size: int = flag(1, minimum=1)
-    """Cut the files for this many pipeline stages; any other number can read them too."""
 
 
 Options = ImportOptions | ExportOptions | ReshapeOptions

@@ -10,7 +10,7 @@ scratch. Nothing has the target's name before everything is written and fsynced.
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from megatron_ladder.checkpoint.publish import (
 )
 from megatron_ladder.convert.measures import Report, size_text
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import TEMPORARY_SUFFIX, lock_file, sync_directory, write_atomically
+from megatron_ladder.files import TEMPORARY_SUFFIX, lock_file, sync_directory
 
 
 @contextmanager
@@ -61,12 +61,6 @@ def check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(f"{target}: needs {size_text(needed)}, and {size_text(free)} are free")
-
-
-def write_small_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write and fsync files in their order, each atomically."""
-    for name, content in files.items():
-        write_atomically(directory / name, content)
 
 
 def hf_work(target: Path, fingerprint: str) -> Path:
@@ -133,11 +127,6 @@ def check_save_target(save: Path, iteration: int, overwrite: bool) -> list[str]:
     if published and not overwrite:
         raise UserError(f"--save {save}: holds {published[-1]}; choose another directory, or add --overwrite")
     return published
-
-
-def save_work(save: Path, iteration: int, fingerprint: str) -> Path:
-    """Return the temporary directory of a checkpoint."""
-    return temporary_directory(save, iteration, fingerprint)
 
 
 def publish_save(work: Path, save: Path, iteration: int, replaced: Collection[str]) -> Path:

@@ -1,19 +1,57 @@
-"""The plan of a copy: the content and position of every tensor in every file, before the first byte is written.
+"""The plan of a copy: where every tensor comes from and goes to, before the first byte is read or written.
 
-A plan lists tensors in the order in which they are copied. The tensors of each file have the same order, so every file
-is written from beginning to end and its checksum is taken on the way.
+A source tensor is in one piece or in many boxes, in files or in memory that maps a file. A plan lists tensors in the
+order in which they are copied. The tensors of each file have the same order, so every file is written from beginning to
+end and its checksum is taken on the way. Element types have torch's names.
 """
 
 import hashlib
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ladder.checkpoint.boxes import Box
+from megatron_ladder.checkpoint.boxes import Box, intersection
 from megatron_ladder.checkpoint.tensor_file import BY_NAME, FileLayout
-from megatron_ladder.convert.sources import SourceTensor
 from megatron_ladder.errors import UserError
+
+
+class StoredBox(NamedTuple):
+    """A rectangular part of a tensor, stored contiguously in row-major order from byte `begin` on.
+
+    `mapped` has the bytes of the file if they are mapped already; then `begin` counts from its start.
+    """
+
+    path: Path
+    begin: int
+    box: Box
+    mapped: memoryview | None = None
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A whole tensor, its name in its directory, and the boxes that tile it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[StoredBox, ...]
+
+    @property
+    def whole(self) -> Box:
+        """Return the box of all elements."""
+        return whole_box(self.shape)
+
+    def overlapping(self, wanted: Box) -> Iterator[tuple[StoredBox, Box]]:
+        """Yield the boxes that share elements with `wanted`, and the shared elements."""
+        for stored in self.boxes:
+            if (shared := intersection(stored.box, wanted)) is not None:
+                yield stored, shared
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box of all elements of a tensor of that shape."""
+    return Box(tuple(0 for _ in shape), tuple(shape))
 
 
 class TargetBox(NamedTuple):
@@ -26,23 +64,13 @@ class TargetBox(NamedTuple):
 
 @dataclass(frozen=True)
 class CopiedTensor:
-    """A tensor and the files that its parts are written to."""
+    """A tensor by canonical name and kind in a manifest, its new dtype, and its boxes, at most one per file."""
 
     name: str
-    """Canonical name."""
     kind: str
-    """Kind in a manifest."""
     source: SourceTensor
     dtype: str
-    """Element type in the target."""
     boxes: tuple[TargetBox, ...]
-    """At most one per file."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes of one row in the wider of the two element types."""
-        size = max(BY_NAME[self.dtype].size, BY_NAME[self.source.dtype].size)
-        return math.prod(self.source.shape[1:]) * size
 
 
 class PlannedFile(FileLayout):
@@ -59,6 +87,11 @@ class PlannedFile(FileLayout):
         except ValueError as error:
             raise UserError(f"{self.name}: {error}") from None
 
+    @property
+    def size(self) -> int:
+        """Return the bytes of the whole file."""
+        return len(self.header()) + self.data_bytes
+
 
 @dataclass(frozen=True)
 class CopyPlan:
@@ -72,16 +105,17 @@ class CopyPlan:
         """Return the bytes of all data, without headers."""
         return sum(file.data_bytes for file in self.files)
 
-    def fingerprint(self, *more: object) -> str:
-        """Return sixteen hexadecimal digits that identify the plan and its sources.
+    @property
+    def source_files(self) -> list[Path]:
+        """Return the files that hold the source tensors."""
+        return sorted({stored.path for tensor in self.tensors for stored in tensor.source.boxes})
 
-        Args:
-            more: other values that the result depends on; compared by their `repr`.
-        """
+    def fingerprint(self, *more: object) -> str:
+        """Return sixteen hexadecimal digits that identify the plan, its sources, and other values by their `repr`."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(f"{file.name}\0".encode() + file.header())
-        for path in sorted({stored.path for tensor in self.tensors for stored in tensor.source.boxes}):
+        for path in self.source_files:
             state = path.stat()
             digest.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
         digest.update(repr(more).encode())

@@ -30,8 +30,6 @@ AUTHORS_TYPE = "llamaLadder"
 READABLE_TYPES = (*CLASSES, AUTHORS_TYPE)
 _TABLE_IMPORT = b"from megatron_ladder.blueprint.wiring import SUB_BLOCK_TABLE\n"
 """Line of the configuration module that an exported directory replaces with the table."""
-
-
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 """`rope_type` -> `--rope-scaling`."""
 
@@ -52,14 +50,25 @@ class _Keys:
         """Return a size, or `default` if the key is missing or null, which is an error without a default."""
         value = self._config.get(key)
         value = default if value is None else value
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if type(value) is int and value > 0:
             return value
         self.error(key, self._found(key), "an integer above zero")
         return 1
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a number, or `default` if the key is missing or null, which is an error without a default."""
-        return self._number(self._config, key, key, default)
+    def number(self, key: str, default: float | None = None, holder: str | None = None) -> float:
+        """Return a number, or `default` if the key is missing or null, which is an error without a default.
+
+        Args:
+            holder: key of the object that has the key; None if it is the whole file.
+        """
+        values = self._config if holder is None else self._config[holder]
+        value = values.get(key)
+        value = default if value is None else value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        found = repr(value) if key in values else "no such key"
+        self.error(key if holder is None else f"{holder}.{key}", found, "a number")
+        return 1.0
 
     def truth(self, key: str, default: bool) -> bool:
         """Return true or false, or `default` if the key is missing or null."""
@@ -119,7 +128,7 @@ class _Keys:
                 continue
             rope = value or {}
             if rope.get("rope_theta") is not None:
-                thetas[f"{key}.rope_theta"] = self._number(rope, "rope_theta", f"{key}.rope_theta")
+                thetas[f"{key}.rope_theta"] = self.number("rope_theta", holder=key)
             scaling = self._scaling(key, rope)
             if scaling is not None:
                 read[key] = scaling
@@ -145,36 +154,24 @@ class _Keys:
         fields: dict[str, Any] = {"rope_scaling": ROPE_TYPES[kind]}
         if kind == "default":
             return fields
-        fields["rope_scaling_factor"] = self._number(rope, "factor", f"{key}.factor")
+        fields["rope_scaling_factor"] = self.number("factor", holder=key)
         if kind == "llama3":
             for name in ("low_freq_factor", "high_freq_factor"):
-                fields[f"rope_{name}"] = self._number(rope, name, f"{key}.{name}")
+                fields[f"rope_{name}"] = self.number(name, holder=key)
             name = "original_max_position_embeddings"
             outer = self._config.get(name)
-            original = self._number(rope, name, f"{key}.{name}", outer or self._config.get("max_position_embeddings"))
+            original = self.number(name, outer or self._config.get("max_position_embeddings"), holder=key)
             if outer is not None and outer != original:
                 self.error(f"{name} and {key}.{name}", f"{outer} and {original}", "one number")
             fields[f"rope_{name}"] = int(original)
         return fields
-
-    def _number(self, holder: Mapping[str, Any], key: str, name: str, default: float | None = None) -> float:
-        value = holder.get(key)
-        value = default if value is None else value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        self.error(name, repr(value) if key in holder else "no such key", "a number")
-        return 1.0
 
     def _found(self, key: str) -> str:
         return repr(self._config[key]) if key in self._config else "no such key"
 
 
 def module_files(model: ModelConfig) -> dict[str, bytes]:
-    """Return file name -> content of the code that an exported directory needs; empty for a plain type.
-
-    Raises:
-        UserError: see `hf_type`.
-    """
+    """Return file name -> content of the code that an exported directory needs; raise UserError as `hf_type`."""
     if hf_type(model) != OWN_TYPE:
         return {}
     folder = Path(__file__).with_name("hf_module")
@@ -220,14 +217,7 @@ def hf_config(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
 ) -> dict[str, Any]:
-    """Return the content of `config.json`.
-
-    Args:
-        dtype: element type of the weights in torch's spelling: `bfloat16`.
-
-    Raises:
-        UserError: see `hf_type`.
-    """
+    """Return the content of `config.json` for weights of a dtype in torch's spelling; raise UserError as `hf_type`."""
     model_type = hf_type(model)
     config: dict[str, Any] = {
         "architectures": [CLASSES[model_type]],
@@ -267,7 +257,6 @@ def hf_config(
 
 
 def _own_keys(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys that only the project's own type has."""
     return {
         "auto_map": {
             "AutoConfig": f"{CONFIGURATION}.MegatronLadderConfig",

@@ -69,11 +69,15 @@ def token_ids(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     return ids
 
 
+def json_file(values: Mapping[str, Any]) -> bytes:
+    """Return the content of a JSON file."""
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
 def exported_tokenizer(directory: Path, other_files: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return the tokenizer's files of a training checkpoint in the form that transformers expects.
 
-    Args:
-        other_files: the files of the checkpoint besides manifest and tensors.
+    `other_files` are the files of the checkpoint besides manifest and tensors.
 
     Returns:
         Files by name, and the id of the end-of-text token as `eos_token_id` if there is a tokenizer.
@@ -94,13 +98,22 @@ def exported_tokenizer(directory: Path, other_files: Mapping[str, bytes]) -> tup
         return files, {}
     tokenizer = load_tokenizer_from_directory(directory)
     end = {"eos_token_id": tokenizer.eod_id}
-    if not tokenizer.files:  # Bytes or numbers: transformers has no such tokenizer.
+    if not tokenizer.files:
+        # Bytes or numbers: transformers has no such tokenizer.
         return files, end
     contents = [other_files[file.name] for file in tokenizer.files]
     config: dict[str, Any]
     if tokenizer.kind == SentencePieceTokenizer.kind:
         files.setdefault("tokenizer.model", contents[0])
-        config = _sentencepiece_config(contents[0])
+        import sentencepiece
+
+        pieces = sentencepiece.SentencePieceProcessor(model_proto=contents[0])
+        # Some models encode the first word of a text as if a blank preceded it.
+        prefix = pieces.encode("a", out_type=str)[0].startswith("\u2581")
+        config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "legacy": False}
+        config["add_prefix_space"] = prefix
+        numbers = {f"{token}_token": getattr(pieces, f"{token}_id")() for token in ("bos", "eos", "unk")}
+        config |= {token: pieces.id_to_piece(number) for token, number in numbers.items() if number >= 0}
     elif tokenizer.kind == GPT2BPETokenizer.kind:
         files |= {"vocab.json": contents[0], "merges.txt": contents[1]}
         config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": GPT2BPETokenizer.END}
@@ -111,24 +124,5 @@ def exported_tokenizer(directory: Path, other_files: Mapping[str, bytes]) -> tup
         token = tokenizers.Tokenizer.from_buffer(contents[0]).id_to_token(tokenizer.eod_id)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
     config["clean_up_tokenization_spaces"] = False
-    files.setdefault("tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
+    files.setdefault("tokenizer_config.json", json_file(config))
     return files, end
-
-
-def _sentencepiece_config(content: bytes) -> dict[str, Any]:
-    """Return a tokenizer_config.json with which transformers encodes as the SentencePiece model, without a prefix."""
-    import sentencepiece
-
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=content)
-    config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "legacy": False}
-    # Some models encode the first word of a text as if a blank preceded it.
-    config["add_prefix_space"] = pieces.encode("a", out_type=str)[0].startswith("\u2581")
-    for token in ("bos", "eos", "unk"):
-        number = getattr(pieces, f"{token}_id")()
-        config |= {f"{token}_token": pieces.id_to_piece(number)} if number >= 0 else {}
-    return config
-
-
-def generation_config(ids: Mapping[str, Any]) -> bytes:
-    """Return a generation_config.json that only names special tokens."""
-    return (json.dumps({**ids, "_from_model_config": True}, indent=2) + "\n").encode()

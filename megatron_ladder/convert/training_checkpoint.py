@@ -1,17 +1,25 @@
-"""Training checkpoints as source and target of a conversion."""
+"""Training checkpoints as source and target of a conversion.
 
-from collections.abc import Mapping
+A checkpoint has no layout, so its files may be cut in any way. The cut here is that of training: a rank that resumes in
+the same layout opens only its own file.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
-from megatron_ladder.blueprint.tensors import model_tensors
+from megatron_ladder.blueprint.partition import uniform_partition
+from megatron_ladder.blueprint.tensors import TensorSpec, model_tensors
+from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.checksum import algorithm_of, checksum_of, mismatch
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.manifest import (
     KINDS,
     FileIndex,
+    StoredTensor,
     box_key,
     box_record,
     encode_manifest,
@@ -20,11 +28,10 @@ from megatron_ladder.checkpoint.manifest import (
     writer_of,
 )
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
-from megatron_ladder.convert.names import rank_slices, stage_of, tensor_shapes
-from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, TargetBox, make_plan
-from megatron_ladder.convert.sources import SourceTensor, stored_tensor
+from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, SourceTensor, StoredBox, TargetBox, make_plan
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 
+_LAYER = re.compile(r"layers\.(\d+)\.")
 _MAX_OTHER_BYTES = 100_000_000
 """Larger files in the directory are not copied: no tokenizer has as many bytes."""
 
@@ -49,6 +56,12 @@ class TrainingCheckpoint:
             return "bfloat16"
         return "float16" if stored == "float32" and training.get("fp16") else stored
 
+    def recorded_checksums(self, plan: CopyPlan) -> dict[Path, str]:
+        """Return the checksums in the manifest of the files that a plan reads."""
+        directory, records = self.checkpoint.directory, self.checkpoint.manifest["files"]
+        recorded = {directory / record["name"]: record["checksum"] for record in records}
+        return {path: recorded[path] for path in plan.source_files}
+
 
 def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
     """Open the current checkpoint of a directory, and check that its tensors are those of its model.
@@ -64,29 +77,35 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
         raise UserError(f"--load {first}", *more) from None
     path = checkpoint.directory / MANIFEST_NAME
     model = checkpoint.model()
-    expected = tensor_shapes(model)
+    expected = {tensor.name: tensor.shape for tensor in model_tensors(model)}
     errors = []
-    for kind in (kind for kind in KINDS if kind != "rng"):
+    for kind in KINDS:
         stored = checkpoint.stored(kind)
-        if not stored and kind != "weight":
+        if kind == "rng" or (not stored and kind != "weight"):
             continue
         for name, shape in expected.items():
             if name not in stored:
                 errors.append(f"{path}: {kind} of {name} is missing; expected shape {list(shape)}")
-            elif stored[name].global_shape != shape:
-                found = list(stored[name].global_shape)
-                errors.append(f"{path}: {kind} of {name}: found shape {found}, expected {list(shape)}")
-        errors += [
-            f"{path}: {kind} of {name}: this model has no such tensor" for name in stored if name not in expected
-        ]
+            elif (found := stored[name].global_shape) != shape:
+                errors.append(f"{path}: {kind} of {name}: found shape {list(found)}, expected {list(shape)}")
+        unexpected = [name for name in stored if name not in expected]
+        errors += [f"{path}: {kind} of {name}: this model has no such tensor" for name in unexpected]
     raise_user_errors(limited(errors))
     order = {name: index for index, name in enumerate(expected)}
     tensors: dict[str, dict[str, SourceTensor]] = {}
     for kind in KINDS:
-        stored = checkpoint.stored(kind)
-        names = sorted(stored, key=lambda name: order.get(name, 0))
-        tensors[kind] = {name: stored_tensor(checkpoint, stored[name]) for name in names}
+        named = sorted(checkpoint.stored(kind).items(), key=lambda item: order.get(item[0], 0))
+        tensors[kind] = {name: _source_tensor(checkpoint, stored) for name, stored in named}
     return TrainingCheckpoint(checkpoint, model, tensors, _other_files(checkpoint))
+
+
+def _source_tensor(checkpoint: Checkpoint, stored: StoredTensor) -> SourceTensor:
+    boxes = []
+    for index, file in enumerate(stored.files):
+        begin = checkpoint.position(stored, index).begin
+        boxes.append(StoredBox(checkpoint.directory / file, begin, stored.box(index)))
+    boxes.sort(key=lambda stored_box: stored_box.box.offset)
+    return SourceTensor(stored.name, stored.global_shape, stored.dtype, tuple(boxes))
 
 
 def _other_files(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -95,31 +114,16 @@ def _other_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     of_tensors = {file for kind in KINDS for stored in checkpoint.stored(kind).values() for file in stored.files}
     found = {}
     for path in sorted(checkpoint.directory.iterdir()):
-        if path.name not in {MANIFEST_NAME, *of_tensors} and path.is_file() and not path.is_symlink():
-            if path.suffix == ".py" or path.stat().st_size > _MAX_OTHER_BYTES:
-                continue
-            content = found[path.name] = path.read_bytes()
-            expected = checksums.get(path.name)
-            if expected is not None:
-                error = mismatch(path, expected, checksum_of(content, algorithm_of(expected)))
-                errors += [f"{error}; choose another checkpoint with --load"] if error is not None else []
+        if path.name in {MANIFEST_NAME, *of_tensors} or path.is_symlink() or not path.is_file():
+            continue
+        if path.suffix == ".py" or path.stat().st_size > _MAX_OTHER_BYTES:
+            continue
+        content = found[path.name] = path.read_bytes()
+        if (expected := checksums.get(path.name)) is not None:
+            error = mismatch(path, expected, checksum_of(content, algorithm_of(expected)))
+            errors += [f"{error}; choose another checkpoint with --load"] if error is not None else []
     raise_user_errors(limited(errors))
     return found
-
-
-def checksums_of_sources(checkpoint: Checkpoint, plan: CopyPlan) -> dict[Path, str]:
-    """Return the recorded checksums of the files that a plan reads."""
-    read = {stored.path for tensor in plan.tensors for stored in tensor.source.boxes}
-    recorded = {checkpoint.directory / record["name"]: record["checksum"] for record in checkpoint.manifest["files"]}
-    return {path: recorded[path] for path in sorted(read)}
-
-
-def check_layout(model: ModelConfig, tensor_parallel: int, stages: int) -> None:
-    """Raise UserError if a model cannot be cut for a layout."""
-    errors = tensor_parallel_errors(model, tensor_parallel)
-    if stages > model.num_layers:
-        errors.append(f"--pipeline-model-parallel-size {stages}: the model has only {model.num_layers} layers")
-    raise_user_errors(limited(errors))
 
 
 def plan_checkpoint(
@@ -129,13 +133,27 @@ def plan_checkpoint(
 
     Args:
         tensors: kind -> canonical name -> tensor.
+
+    Raises:
+        UserError: the model cannot be cut for this layout.
     """
+    errors = tensor_parallel_errors(model, tensor_parallel)
+    if stages > model.num_layers:
+        errors.append(f"--pipeline-model-parallel-size {stages}: the model has only {model.num_layers} layers")
+    raise_user_errors(limited(errors))
+    layer_ranges = uniform_partition(model.num_layers, stages)
     described = {tensor.name: tensor for tensor in model_tensors(model)}
     groups: dict[tuple[int, str], list[CopiedTensor]] = {}
     for kind, named in tensors.items():
         for name, source in named.items():
-            stage = 0 if kind == "rng" else stage_of(name, model, stages)
-            slices = [(0, source.whole)] if kind == "rng" else rank_slices(described[name], tensor_parallel)
+            if kind == "rng":
+                stage, slices = 0, iter([(0, source.whole)])
+            else:
+                slices = _rank_slices(described[name], tensor_parallel)
+                if match := _LAYER.match(name):
+                    stage = next(stage for stage, layers in enumerate(layer_ranges) if int(match[1]) in layers)
+                else:
+                    stage = 0 if name.startswith("embedding.") else stages - 1
             boxes = []
             for rank, box in slices:
                 file = file_name(kind, stage * tensor_parallel + rank)
@@ -143,6 +161,20 @@ def plan_checkpoint(
             copied = CopiedTensor(name, kind, source, source.dtype, tuple(boxes))
             groups.setdefault((stage, KINDS[kind]), []).append(copied)
     return make_plan(groups[key] for key in sorted(groups))
+
+
+def _rank_slices(tensor: TensorSpec, tensor_parallel: int) -> Iterator[tuple[int, Box]]:
+    """Yield each tensor-parallel rank that writes a slice of a canonical tensor, with the slice.
+
+    If several ranks hold the same slice, the first writes it.
+    """
+    for rank in range(0, tensor_parallel, tensor.replicas(tensor_parallel)):
+        start, length = tensor.slice_of(rank, tensor_parallel)
+        if length > 0:
+            cut = tensor.sharded_dim or 0
+            offset = tuple(start if dim == cut else 0 for dim in range(len(tensor.shape)))
+            extent = tuple(length if dim == cut else size for dim, size in enumerate(tensor.shape))
+            yield rank, Box(offset, extent)
 
 
 def manifest_bytes(
@@ -161,8 +193,7 @@ def manifest_bytes(
     ]
     index: FileIndex = {"files": [], "boxes": boxes}
     for file in plan.files:
-        size = len(file.header()) + file.data_bytes
-        index["files"].append({"name": file.name, "size": size, "checksum": checksums[file.name]})
+        index["files"].append({"name": file.name, "size": file.size, "checksum": checksums[file.name]})
     for name, content in other_files.items():
         index["files"].append({"name": name, "size": len(content), "checksum": checksum_of(content)})
     return encode_manifest(merge_manifest(header, [index]))

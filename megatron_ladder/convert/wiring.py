@@ -1,10 +1,11 @@
 """The wiring of a converted model: its own, or the one of the command line."""
 
 from dataclasses import replace
+from itertools import groupby
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, parse_layers
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, WIRINGS
-from megatron_ladder.convert.options import Rewiring
+from megatron_ladder.convert.options import CheckpointOptions
 from megatron_ladder.errors import raise_user_errors
 
 
@@ -12,8 +13,12 @@ def wiring_text(model: ModelConfig) -> str:
     """Describe a model's wiring in a few words."""
     text = model.residual_mode
     if model.wiring.late:
-        some = f"in layers {_ranges(model.ladder_layers)} of {model.num_layers}"
-        text += {0: " in no layer", model.num_layers: " in all layers"}.get(len(model.ladder_layers), f" {some}")
+        # Layers minus their position in the list is constant over a run of neighbours.
+        runs = groupby(enumerate(model.ladder_layers), lambda item: item[1] - item[0])
+        ranges = ((layers[0][1], layers[-1][1]) for layers in (list(run) for _, run in runs))
+        listed = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+        some = f" in layers {listed} of {model.num_layers}"
+        text += {0: " in no layer", model.num_layers: " in all layers"}.get(len(model.ladder_layers), some)
         if model.residual_staleness != 1:
             text += f", {model.residual_staleness} sub-blocks late"
     if model.wiring.stream == "per rank":
@@ -21,17 +26,7 @@ def wiring_text(model: ModelConfig) -> str:
     return text
 
 
-def _ranges(layers: tuple[int, ...]) -> str:
-    parts: list[list[int]] = []
-    for layer in layers:
-        if parts and parts[-1][1] == layer - 1:
-            parts[-1][1] = layer
-        else:
-            parts.append([layer, layer])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
-def rewired(model: ModelConfig, options: Rewiring) -> tuple[ModelConfig, list[str]]:
+def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig, list[str]]:
     """Return the model with the requested wiring, and a line if that overrides its own.
 
     Raises:

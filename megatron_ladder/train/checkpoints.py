@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from megatron_ladder import __version__
-from megatron_ladder.checkpoint.async_save import FileHandover, HostMemory, run_in_thread
+from megatron_ladder.checkpoint.async_save import HostMemory, gather_through_files, run_in_thread
 from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZERS, Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import published_checkpoints
@@ -183,9 +183,9 @@ class CheckpointSaver:
             saving = TrainingSave.begin(config.save, header, state, world, write_files, options)
             if asynchronous:
                 seconds = 60 * self._trainer.run.parallel.distributed_timeout_minutes
-                handover = FileHandover(saving.directory, world.rank, world.size, seconds)
+                gather = partial(gather_through_files, saving.directory, world.rank, world.size, seconds)
                 report = partial(self._report, saving, reason, start, time.perf_counter() - start)
-                work = run_in_thread(lambda: saving.write(handover.gather), "checkpoint writer")
+                work = run_in_thread(lambda: saving.write(gather), "checkpoint writer")
                 self._in_flight = _SaveInFlight(iteration, work, report)
                 return
             outcome = world.broadcast_object(saving.write(world.gather_objects))

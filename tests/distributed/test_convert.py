@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
-from megatron_ladder.convert.names import hf_name
+from megatron_ladder.convert.hf_directory import hf_name
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import mesh_of

@@ -19,7 +19,7 @@ import torch
 from megatron_ladder.checkpoint import async_save as async_save_module
 from megatron_ladder.checkpoint import format as format_module
 from megatron_ladder.checkpoint import loading, saving
-from megatron_ladder.checkpoint.async_save import FileHandover, HostMemory
+from megatron_ladder.checkpoint.async_save import HostMemory, gather_through_files
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, published_checkpoints
@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_finish_is_reported(tmp_path: Path) -> None:
 
 def test_a_rank_that_cannot_hand_over_does_not_fail(tmp_path: Path) -> None:
     """Rank 0 notices by waiting."""
-    assert FileHandover(tmp_path / "absent", 1, 2, 1.0).gather({}) == []
+    assert gather_through_files(tmp_path / "absent", 1, 2, 1.0, {}) == []
 
 
 @pytest.mark.parametrize("copy", ["not owned", "not counted"])
@@ -206,7 +206,7 @@ def test_iterations_saved_again_do_not_count(tmp_path: Path) -> None:
     assert retention.to_remove(tmp_path) == ["iter_0000200"]
     retention = Retention(keep_last=2)
     assert retention.to_remove(tmp_path) == ["iter_0000150", "iter_0000200", "iter_0000050", "iter_0000100"]
-    assert remove_old_checkpoints(tmp_path, retention).notes == ()
+    assert remove_old_checkpoints(tmp_path, retention)[1] == ()
     assert names(tmp_path) == ["iter_0000150.1", "iter_0000200.1", "latest"]
 
 

@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ladder.checkpoint.async_save import FileHandover, run_in_thread
+from megatron_ladder.checkpoint.async_save import gather_through_files, run_in_thread
 from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, Span
 from megatron_ladder.checkpoint.saving import SaveOptions, SaveOutcome, TrainingSave
@@ -136,7 +137,7 @@ def save_at_once(
 
 def hand_over(saving: TrainingSave, world: CommGroup, timeout_seconds: float = 10) -> SaveOutcome | None:
     """Run the second part of a save as in the background."""
-    return saving.write(FileHandover(saving.directory, world.rank, world.size, timeout_seconds).gather)
+    return saving.write(partial(gather_through_files, saving.directory, world.rank, world.size, timeout_seconds))
 
 
 def holds(save: Path, whole: dict[tuple[str, str], Tensor]) -> bool:

@@ -25,7 +25,7 @@ from megatron_ladder.checkpoint.publish import create_temporary_directory, publi
 from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.cli.convert_checkpoint import main
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.convert.sources import whole_box
+from megatron_ladder.convert.plan import whole_box
 from megatron_ladder.model.language_model import LanguageModel
 from tests.reference import ReferenceConfig, make_weights
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.convert.names import hf_name, tensor_shapes
+from megatron_ladder.blueprint.tensors import model_tensors
+from megatron_ladder.convert.hf_directory import hf_name
 from megatron_ladder.convert.remote_code import hf_config
 from tests.unit.convert.hand_made import entries
 
@@ -31,7 +32,7 @@ def write_large(path: Path, layers: int) -> int:
     )  # fmt: skip
     path.mkdir()
     (path / "config.json").write_text(json.dumps(hf_config(config, dtype="bfloat16")))
-    header = entries({hf_name(name): list(shape) for name, shape in tensor_shapes(config).items()})
+    header = entries({hf_name(tensor.name): list(tensor.shape) for tensor in model_tensors(config)})
     text = json.dumps(header).encode()
     size = max(entry["data_offsets"][1] for entry in header.values())
     block = np.random.default_rng(0).bytes(1 << 24)

@@ -28,8 +28,6 @@ from megatron_ladder.convert.remote_code import hf_config, hf_type
 from megatron_ladder.model.language_model import LanguageModel
 from tests.unit.convert.hf_models import VOCAB, hf_tensors, our_logits, random_model, tiny_config, write_hf
 
-pytestmark = pytest.mark.usefixtures("hf_modules_cache")
-
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1, 2, 4)}
 MASKS = [mask for length in range(7) for mask in combinations(range(6), length)]
 

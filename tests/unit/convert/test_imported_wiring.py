@@ -99,7 +99,6 @@ def test_code_in_a_directory_is_neither_run_nor_copied(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("ours/*/*.py")) and not (tmp_path / "back" / "evil.py").exists()
 
 
-@pytest.mark.usefixtures("hf_modules_cache")
 def test_an_exported_hybrid_can_be_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(tmp_path / "hf", dtype=torch.bfloat16)
     convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", "--ladder-layers", "2", "--verify")
@@ -115,7 +114,6 @@ def test_an_exported_hybrid_can_be_imported(tmp_path: Path, capsys: pytest.Captu
     assert models[0] == models[1] and models[0].ladder_layers == (2, 3)
 
 
-@pytest.mark.usefixtures("hf_modules_cache")
 def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory with intact tensors whose config.json has another wiring."""
     from megatron_ladder.convert import conversions

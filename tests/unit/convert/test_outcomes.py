@@ -15,8 +15,9 @@ from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.convert import copying
-from megatron_ladder.convert.names import hf_name, rank_slices
+from megatron_ladder.convert.hf_directory import hf_name
 from megatron_ladder.convert.options import shard_bytes
+from megatron_ladder.convert.training_checkpoint import _rank_slices
 from megatron_ladder.errors import UserError
 from tests.reference import ReferenceConfig, weight_shapes
 from tests.unit.convert.hand_made import CONFIG, SHAPES, entries, safetensors, write_directory, write_sharded
@@ -50,7 +51,7 @@ def test_tensors_of_a_model_match_the_reference(changes: dict[str, Any]) -> None
 def test_slices_tile_every_tensor(changes: dict[str, Any]) -> None:
     for tensor in model_tensors(small_config(**changes)):
         held = np.zeros(tensor.shape, int)
-        ranks = [rank for rank, box in rank_slices(tensor, 4) if np.add.at(held, box.slices(), 1) is None]
+        ranks = [rank for rank, box in _rank_slices(tensor, 4) if np.add.at(held, box.slices(), 1) is None]
         assert np.all(held == 1) and ranks == sorted(set(ranks)) and max(ranks) < 4, tensor.name
 
 

@@ -5,15 +5,16 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.publish import published_checkpoints
-from megatron_ladder.convert import carry_out
-from megatron_ladder.convert.sources import Reader
+from megatron_ladder.convert import conversions
+from megatron_ladder.convert.copying import _Reader
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
@@ -23,14 +24,14 @@ from tests.unit.convert.saved_models import convert, small_config, write_cut_che
 def meanwhile(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
     """Actions of another program between the last byte of a conversion and its publication."""
     actions: list[Callable[[], object]] = []
-    real = carry_out.write_small_files
 
-    def and_then(directory: Path, files: Mapping[str, bytes]) -> None:
-        real(directory, files)
+    def after_actions(publish: Callable[..., object], *args: object) -> object:
         for action in actions:
             action()
+        return publish(*args)
 
-    monkeypatch.setattr(carry_out, "write_small_files", and_then)
+    for name in ("publish_save", "publish_hf"):
+        monkeypatch.setattr(conversions, name, partial(after_actions, getattr(conversions, name)))
     return actions
 
 
@@ -120,21 +121,21 @@ def test_files_that_fail_verification_are_written_again(
     layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     words = ["import", "--hf", directory, "--save", ours, *layout]
     names = [f"weights_rank_0000{rank}.safetensors" for rank in range(4)]
-    fsync, read_into = os.fsync, Reader.read_into
+    fsync, read_into = os.fsync, _Reader.read_into
 
     def flipping(descriptor: int) -> None:
         if os.readlink(f"/proc/self/fd/{descriptor}").endswith((f"{names[1]}.partial", f"{names[3]}.partial")):
             os.pwrite(descriptor, b"\1", os.fstat(descriptor).st_size - 1)
         fsync(descriptor)
 
-    def failing(reader: Reader, path: Path, begin: int, out: memoryview) -> None:
+    def failing(reader: _Reader, path: Path, begin: int, out: memoryview) -> None:
         if path.name in (names[1], names[3]):
             raise UserError(f"{path}: cannot be read: {os.strerror(errno.EIO)}")
         read_into(reader, path, begin, out)
 
     with monkeypatch.context() as patch:
         if unreadable:
-            patch.setattr(Reader, "read_into", failing)
+            patch.setattr(_Reader, "read_into", failing)
         else:
             patch.setattr(os, "fsync", flipping)
         with pytest.raises(RuntimeError, match=f"{names[1]}: weight:.*{names[3]}: weight:.*writes these files again"):

@@ -11,11 +11,11 @@ import pytest
 import tokenizers
 from tokenizers.models import WordLevel
 
+from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.data import CheckpointConfig
 from megatron_ladder.config.training import OptimizerConfig
-from megatron_ladder.convert.names import tensor_shapes
 from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.train import checkpoints
@@ -45,7 +45,8 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (directory / name).write_text(text)
     convert("import", "--hf", directory, "--save", tmp_path / "imported")
     # The tiny state receives the tensors of that model.
-    shapes = tensor_shapes(open_model(tmp_path / "imported", None, None).config)
+    config = open_model(tmp_path / "imported", None, None).config
+    shapes = {tensor.name: tensor.shape for tensor in model_tensors(config)}
     monkeypatch.setattr(tiny_training, "SHAPES", shapes)
     monkeypatch.setattr(checkpoints, "describe_data", lambda *of_the_data: {})
     return tmp_path / "imported"
