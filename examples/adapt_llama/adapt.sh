@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# The paper's adaptation: the upper half of a Llama becomes ladder, a short training heals it, and what comes out is a
-# Hugging Face directory. Edit the two places below, or give flags:
+# The paper's adaptation: converts the upper half of a Llama to ladder layers, heals the model with a short training run,
+# and exports a Hugging Face directory. Edit the two places below, or pass flags:
 #
-#     bash examples/adapt_llama/adapt.sh --tiny                a tiny Llama made here: minutes on two CPU cores
+#     bash examples/adapt_llama/adapt.sh --tiny                a generated tiny Llama: minutes on two CPU cores
 #     bash examples/adapt_llama/adapt.sh --source DIR --conversations FILE --held-out FILE
-#     bash examples/adapt_llama/adapt.sh ... --dry-run         says what would be run, and checks the source's headers
-#     bash examples/adapt_llama/adapt.sh ... -- FLAGS          further flags go to pretrain_ladder.py and win
+#     bash examples/adapt_llama/adapt.sh ... --dry-run         prints the commands, and checks the headers of the source
+#     bash examples/adapt_llama/adapt.sh ... -- FLAGS          further flags override those for pretrain_ladder.py
 #
-# Further flags: --run FOLDER, --tokens N, --chat-keys "KEYS", --gpus N, --tp N, --lm-eval-tasks "TASKS", and --python
-# PATH, an interpreter that has what is needed, instead of this script's own environment (.venv). --conversations may be
-# given several times. Run again, it does only what is not done yet: training goes on from its last checkpoint.
-# examples/adapt_llama/README.md says what to expect.
+# Other flags: --run FOLDER, --tokens N, --chat-keys "KEYS", --gpus N, --tp N, --lm-eval-tasks "TASKS", and --python
+# PATH to use an interpreter with the required packages instead of this script's environment (.venv). --conversations
+# may be repeated. Run again, the script skips finished stages, and training resumes from its last checkpoint.
+# examples/adapt_llama/README.md describes the results.
 set -euo pipefail
 
 # EDIT 1: the model, as downloaded from Hugging Face, and conversations: any input of tools/preprocess_data.py --chat.
-# The held-out ones are JSON lines, and must not be among the others.
+# The held-out conversations are JSON lines, and must not occur in the training data.
 source_model=/models/Llama-3.1-8B-Instruct
 conversations=(/data/conversations.jsonl)
 held_out=/data/held_out.jsonl
@@ -32,10 +32,10 @@ ladder_layers=16
 tokens=3000000000
 lr=5e-6
 warmup=200
-# The name of a published checkpoint, which seems to be the authors', says a batch of 32 and 4k tokens.
+# From the name of a published checkpoint, apparently the authors': a batch of 32 and 4k tokens.
 global_batch=32
 seq_length=4096
-# Ours: the rest of the recipe, and how often to save and to evaluate.
+# Chosen by us: the rest of the recipe, and the intervals of saving and evaluation.
 recipe=(--min-lr 0 --lr-decay-style cosine --weight-decay 0 --clip-grad 1 --adam-beta1 0.9 --adam-beta2 0.95
     --reset-position-ids --reset-attention-mask)
 intervals=(--save-interval 500 --keep-last-n-checkpoints 2 --eval-interval 500 --eval-iters 20 --log-interval 10)
@@ -76,7 +76,7 @@ while [ $# -gt 0 ]; do
         --tp) tp=$2 layout+=(--tensor-model-parallel-size "$2") ;;
         --lm-eval-tasks) read -ra lm_eval_tasks <<<"$2" ;;
         --python) own_python=$2 ;;
-        *) fail "$1: unknown: --help lists the flags; those of pretrain_ladder.py come after --" ;;
+        *) fail "$1: unknown flag; see --help, and put flags of pretrain_ladder.py after --" ;;
     esac
     shift 2
 done
@@ -96,21 +96,22 @@ fi
 read -ra keys <<<"$chat_keys"
 tokens=${given_tokens:-$tokens}
 
-mistakes=()
-need() {
-    [ -e "$2" ] || mistakes+=("$1 $2: there is no such $3: $4")
+errors=()
+# require FLAG FILE FIX: records an error if the file does not exist.
+require() {
+    [ -e "$2" ] || errors+=("$1 $2: file not found; $3")
 }
 if ! "$tiny"; then
-    need --source "$source_model/config.json" file "give the folder of a Hugging Face model, or --tiny"
-    "$dry_run" || need --held-out "$held_out" file "give JSON lines of conversations, as $(basename "$0") --help says"
+    require --source "$source_model/config.json" "pass the directory of a Hugging Face model, or --tiny"
+    "$dry_run" || require --held-out "$held_out" "pass conversations as JSON lines, see $(basename "$0") --help"
     if ! "$dry_run" && [ "$gpus" -lt "$processes" ]; then
-        mistakes+=("--gpus $processes: this machine has $gpus that may be used: give another number, or --tiny")
+        errors+=("--gpus $processes: this machine has $gpus usable GPUs; pass another number, or --tiny")
     fi
 fi
 if "$tiny" && "$dry_run"; then
-    mistakes+=("--tiny --dry-run: there is nothing to look at before the tiny model is made: leave one of them out")
+    errors+=("--tiny --dry-run: a dry run needs an existing model, and --tiny creates one; remove one of these flags")
 fi
-[ ${#mistakes[@]} -eq 0 ] || fail "${mistakes[@]}"
+[ ${#errors[@]} -eq 0 ] || fail "${errors[@]}"
 
 "$dry_run" || mkdir -p "$run/done"
 absolute() { (cd "$(dirname "$1")" && printf '%s/%s\n' "$(pwd -P)" "$(basename "$1")"); }
@@ -134,12 +135,13 @@ if "$dry_run"; then
     run_once() { printf '%s:\n    ' "$3" && printf '%q ' "${@:4}" && echo; }
 fi
 
-# with_python SCRIPT FLAGS...: in a stage's record, so that it holds in another environment too.
+# with_python SCRIPT FLAGS...: keeps the interpreter's path out of a stage's record, so that the record remains valid in
+# another environment.
 with_python() {
     "$python" "$@"
 }
 
-# has MODULE: whether the environment can import it.
+# has MODULE: succeeds if the environment can import the module.
 has() {
     "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1"
 }
@@ -157,20 +159,20 @@ tokenize() {
     preprocess train "$@"
 }
 
-# heal FLAGS...: begins with the imported weights, or goes on from the newest checkpoint of those.
+# heal FLAGS...: starts from the imported weights, or resumes from the newest checkpoint of a run that did.
 heal() {
     local begin=(--load "$run/imported" --finetune) newest
     if [ -e "$run/checkpoints/latest" ]; then
         cmp -s "$run/done/import" "$run/done/began_with" || fail \
-            "$run/checkpoints: began with another import than $run/imported: move them away, or give another --run"
+            "$run/checkpoints: this run started from another import than $run/imported; move it, or choose another --run"
         begin=(--load "$run/checkpoints")
     fi
     cp "$run/done/import" "$run/done/began_with"
     launch "$@" "${begin[@]}"
-    # A training that is asked to stop saves and ends well, before its last step.
+    # A graceful shutdown saves and exits successfully before the last step.
     newest=$(cat "$run/checkpoints/latest")
     if [ "${newest%.*}" != "$(printf 'iter_%07d' "$steps")" ]; then
-        echo "healing was stopped at $newest of $steps steps" >&2
+        echo "healing stopped at $newest of $steps steps" >&2
         return 1
     fi
 }
@@ -182,7 +184,7 @@ export_hf() {
 evaluate() {
     local unhealed=$run/imported
     if has lm_eval; then
-        # lm-eval opens Hugging Face directories alone.
+        # lm-eval opens only Hugging Face directories.
         export_hf "$run/imported" "$run/unhealed"
         unhealed=$run/unhealed
     fi
@@ -193,9 +195,9 @@ evaluate() {
 
 if [ -n "$own_python" ]; then
     announce "Python environment: $own_python"
-    python=$(command -v "$own_python") || fail "--python $own_python: there is no such program"
+    python=$(command -v "$own_python") || fail "--python $own_python: program not found; pass the path of a Python interpreter"
     if ! has deepspeed || ! has transformers; then
-        fail "--python $own_python: lacks deepspeed or transformers: install '.[data,hf]', or leave --python out"
+        fail "--python $own_python: cannot import deepspeed or transformers; install '.[data,hf]', or omit --python"
     fi
 else
     announce "Python environment"
@@ -219,7 +221,7 @@ if "$dry_run"; then
     "$python" tools/convert_checkpoint.py import "${importing[@]}" --dry-run
 fi
 
-run_once tokens "$run/data/train_${keys[0]}_document.idx" "Conversations: tokens, and which the assistant says" \
+run_once tokens "$run/data/train_${keys[0]}_document.idx" "Conversations: tokens, and a mask of the assistant's tokens" \
     tokenize "${conversations[@]}"
 
 model_flags=$("$python" examples/adapt_llama/model_flags.py --hf "$source_model")
@@ -240,9 +242,9 @@ run_once export "$run/healed/config.json" "Export: a Hugging Face directory" \
 
 evaluation=()
 [ ${#lm_eval_tasks[@]} -eq 0 ] || evaluation=(--lm-eval-tasks "${lm_eval_tasks[@]}")
-# Whether lm-eval is there belongs to the command: when it has been installed since, it is run.
+# The recorded command depends on whether lm-eval is installed, so the stage runs again after its installation.
 has lm_eval || evaluation+=(--no-lm-eval)
-run_once evaluation "$run/evaluation/table.md" "Evaluation: before, right after the import, and healed" \
+run_once evaluation "$run/evaluation/table.md" "Evaluation: the source, the imported and the healed model" \
     evaluate ${evaluation[@]+"${evaluation[@]}"}
 "$dry_run" && exit 0
 

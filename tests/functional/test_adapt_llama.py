@@ -66,9 +66,9 @@ def training_command(output: str) -> list[str]:
 
 
 def resolved(words: list[str]) -> RunConfig:
-    errors: list[str] = []
-    run = resolve_run(parse_run(words, errors), VOCABULARY, 8, errors)
-    assert not errors
+    mistakes: list[str] = []
+    run = resolve_run(parse_run(words, mistakes), VOCABULARY, 8, mistakes)
+    assert not mistakes
     return run
 
 
@@ -96,9 +96,9 @@ def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--source", "nowhere"], "--source nowhere/config.json: there is no such file"),
-        (["--tiny", "--dry-run"], "--tiny --dry-run: there is nothing to look at"),
-        (["--lr", "1"], "--lr: unknown: --help lists the flags; those of pretrain_ladder.py come after --"),
+        (["--source", "nowhere"], "--source nowhere/config.json: file not found"),
+        (["--tiny", "--dry-run"], "--tiny --dry-run: a dry run needs an existing model"),
+        (["--lr", "1"], "--lr: unknown flag; see --help, and put flags of pretrain_ladder.py after --"),
         (["--source"], "--source: a value is missing"),
     ],
 )
@@ -109,7 +109,7 @@ def test_invalid_arguments_are_reported(tmp_path: Path, words: list[str], messag
 
 
 def held_out(answers: Sequence[str]) -> list[HeldOut]:
-    """Conversations of four tokens, of which the assistant says the last two."""
+    """Return conversations of four tokens, the last two of which are the assistant's."""
     tokens = Conversation(np.array([1, 2, 3, 4]), np.array([0, 0, 1, 1], np.uint8))
     return [
         HeldOut([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}], "", tokens)
@@ -117,7 +117,7 @@ def held_out(answers: Sequence[str]) -> list[HeldOut]:
     ]
 
 
-def test_perplexity_counts_what_the_assistant_says() -> None:
+def test_perplexity_counts_only_tokens_of_the_assistant() -> None:
     """By hand: probabilities 1/2, 1/4, 1/8 and 1/2 of four tokens have a geometric mean of 2 ** (-7 / 4)."""
     logs = [[-9.0, math.log(1 / 2), math.log(1 / 4)], [-9.0, math.log(1 / 8), math.log(1 / 2)]]
     scores = [{"prompt_ids": [1, 2, 3, 4], "logprobs": some} for some in logs]
@@ -138,7 +138,7 @@ def test_the_local_task_has_one_right_answer(tmp_path: Path) -> None:
     assert all(line["context"] == 1 for line in lines) and len({line["answer"] for line in lines}) > 1
 
 
-def test_a_table_has_a_dash_for_what_is_missing() -> None:
+def test_a_table_has_a_dash_for_missing_values() -> None:
     found = first_metrics({"a": {"alias": "a", "acc_stderr,none": 0.1, "acc,none": 0.5}}, ["a", "b"])
     assert found == {"a acc": 0.5}
     assert table({"x": {"perplexity": 2.0}, "y": {"perplexity": 1.25, **found}}).splitlines() == [
@@ -152,12 +152,15 @@ def perplexities(text: str) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_a_tiny_llama_is_adapted(tmp_path: Path) -> None:
-    """Stopped amid the healing and run again. Right after the import the hybrid is worse than its source; healed, it
-    is better than that. What is done is skipped, and checkpoints do not go on from another import."""
+    """Healing is interrupted and resumed.
+
+    The imported hybrid is worse than its source, and the healed model is better than the hybrid. Finished stages are
+    skipped, and a run does not resume from another import.
+    """
     command = ["bash", SCRIPT, "--tiny", "--run", tmp_path / "run", "--python", sys.executable]
     cache = {"HF_HOME": str(tmp_path / "hf")}
     stopped = run_command([*command, "--", "--exit-interval", "40"], timeout=1200, env=cache)
-    assert stopped.returncode == 1 and "healing was stopped at iter_0000040 of 120 steps" in stopped.stderr
+    assert stopped.returncode == 1 and "healing stopped at iter_0000040 of 120 steps" in stopped.stderr
     done = run_command(command, timeout=1200, env=cache)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "40 steps done" in done.stdout and "are bitwise equal to their sources" in done.stdout
@@ -170,4 +173,4 @@ def test_a_tiny_llama_is_adapted(tmp_path: Path) -> None:
     (tmp_path / "run" / "done" / "began_with").write_text("another import")
     (tmp_path / "run" / "done" / "heal").unlink()
     other = run_command(command, timeout=120, env=cache)
-    assert other.returncode == 2 and "began with another import" in other.stderr
+    assert other.returncode == 2 and "started from another import" in other.stderr
