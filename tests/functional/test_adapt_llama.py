@@ -66,9 +66,9 @@ def training_command(output: str) -> list[str]:
 
 
 def resolved(words: list[str]) -> RunConfig:
-    mistakes: list[str] = []
-    run = resolve_run(parse_run(words, mistakes), VOCABULARY, 8, mistakes)
-    assert not mistakes
+    errors: list[str] = []
+    run = resolve_run(parse_run(words, errors), VOCABULARY, 8, errors)
+    assert not errors
     return run
 
 

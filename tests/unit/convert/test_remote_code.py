@@ -143,7 +143,7 @@ def test_unsupported_values_are_rejected(changes: dict[str, Any], words: str) ->
 def test_all_errors_are_reported_together() -> None:
     with pytest.raises(UserError) as refusal:
         model_config_from_hf({"model_type": "llama", "hidden_act": "gelu", "rms_norm_eps": 1e-5})
-    found = {mistake.split(": ")[1] for mistake in refusal.value.messages}
+    found = {error.split(": ")[1] for error in refusal.value.messages}
     sizes = {"hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"}
     assert found == {"hidden_act", "max_position_embeddings"} | sizes
 
