@@ -122,9 +122,8 @@ class SampleReader:
 class GlobalBatchLoader(Iterator[list[MicroBatch]]):
     """An infinite iterator; each item is the list of this rank's micro-batches in one optimizer step.
 
-    Attributes:
-        consumed_samples: samples that all data-parallel ranks together have received.
-        reader_state: state of the reader after the received samples, on the rank that reads.
+    `consumed_samples` counts what all data-parallel ranks together have received; `reader_state` is the reader's state
+    after these samples, on the rank that reads.
     """
 
     def __init__(
@@ -136,12 +135,7 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         group: CommGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """
-        Args:
-            reader: on rank 0 of the group; None on the others.
-            group: ranks that need the same batches; only this rank if not given.
-            device: device of the tensors that the group exchanges; the CPU if not given.
-        """
+        """`reader` is None except on rank 0 of `group`: the ranks that exchange the batches, on `device`."""
         self.shape, self.rules, self.consumed_samples = shape, rules, consumed_samples
         self.reader_state = {} if reader is None else reader.state()
         self._group, self._device = group or CommGroup.alone(), device or torch.device("cpu")
@@ -159,7 +153,6 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         self._thread.shutdown(cancel_futures=True)
 
     def _receive(self) -> SampleRows:
-        """Return the rows that rank 0 of the group reads."""
         packed = torch.empty(self.shape.rows * (self.shape.seq_length + 1) + 1, dtype=torch.int64)
         messages: tuple[str, ...] = ()
         if self._reader is not None:
@@ -201,7 +194,6 @@ class UnreadBatches(Iterator[list[MicroBatch]]):
 
 
 def _make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size: int) -> list[MicroBatch]:
-    """Cut the rows of a step into micro-batches, in order."""
     both = torch.from_numpy(rows.tokens.astype(np.int64))
     tokens, labels = both[:, :-1].contiguous(), both[:, 1:].contiguous()
     mask = None if rows.loss_mask is None else torch.from_numpy((rows.loss_mask[:, 1:] != 0).astype(np.float32))
@@ -239,7 +231,6 @@ def _pack_rows(rows: SampleRows) -> NDArray[np.int64]:
 
 
 def _unpack_rows(packed: NDArray[np.int64], count: int) -> SampleRows:
-    """Reverse `_pack_rows` for `count` rows."""
     flags, words = int(packed[0]), packed[1:].reshape(count, -1)
     mask = ((words & _COUNTS) != 0).astype(np.uint8) if flags & _HAS_MASK else None
     begins = (words & _BEGINS) != 0 if flags & _HAS_BEGINS else None

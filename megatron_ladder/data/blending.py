@@ -36,11 +36,7 @@ class Blend(NamedTuple):
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> Blend:
-    """Parse `W1 P1 W2 P2 ...`, or paths only.
-
-    Raises:
-        UserError: only some paths have a weight, a weight is not above 0, or a path is given twice.
-    """
+    """Parse `W1 P1 W2 P2 ...` or paths only; raises UserError for missing or invalid weights, or a repeated path."""
     are_weights = [_is_weight(word) for word in words[::2]]
     is_weighted = any(are_weights)
     if is_weighted and (len(words) % 2 or not all(are_weights)):

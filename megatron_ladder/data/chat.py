@@ -31,16 +31,11 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def read_messages(keys: Sequence[str], values: Sequence[Any]) -> list[Message]:
-    """Return the messages of a record.
+    """Return the messages of a record; raises ChatTemplateError if it is not a conversation.
 
-    Args:
-        keys: one key of a list of objects with `role` and `content`, or `from` and `value`; or the keys of an
-            instruction and an output; or of an instruction, an input that is appended to it after an empty line, and
-            an output.
-        values: the record's values for these keys.
-
-    Raises:
-        ChatTemplateError: the record is not a conversation.
+    `keys` names one list of objects with `role` and `content`, or `from` and `value`; or an instruction and an output;
+    or an instruction, an input that is appended to it after an empty line, and an output. `values` are the record's
+    values.
     """
     if len(keys) > 1:
         for key, value in zip(keys, values, strict=True):
@@ -67,10 +62,7 @@ def read_messages(keys: Sequence[str], values: Sequence[Any]) -> list[Message]:
 
 
 class Conversation(NamedTuple):
-    """The tokens of one conversation [tokens], and a mask [tokens].
-
-    The mask is 1 for the tokens of the assistant's answers, including the token that ends an answer.
-    """
+    """The tokens of a conversation [tokens]; the mask [tokens] is 1 for answers, including the token that ends each."""
 
     token_ids: NDArray[np.int64]
     loss_mask: NDArray[np.uint8]
@@ -80,13 +72,7 @@ class ConversationEncoder:
     """Converts conversations to tokens with a template and a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, template: Path | None = None) -> None:
-        """
-        Args:
-            template: file of a template that replaces the tokenizer's own.
-
-        Raises:
-            UserError: the tokenizer is not a HuggingFaceTokenizer, or there is no template.
-        """
+        """`template` replaces the tokenizer's own; raises UserError without a template or a tokenizer.json."""
         path = tokenizer.files[0] if tokenizer.files else Path()
         if path.suffix != ".json" or tokenizer.kind != HuggingFaceTokenizer.kind:
             raise UserError(

@@ -61,14 +61,7 @@ class ChatTemplate:
     """A template, and the special tokens that it may refer to."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], name: str) -> None:
-        """
-        Args:
-            tokens: names such as `bos_token` -> the token's text.
-            name: file name, for messages.
-
-        Raises:
-            UserError: the template is not valid Jinja.
-        """
+        """`tokens` maps names such as `bos_token` to texts, `name` is for messages; raises UserError if invalid."""
         self.source, self.name = source, name
         # Random, so that no conversation can contain them.
         key = secrets.token_hex(16)
@@ -92,14 +85,9 @@ class ChatTemplate:
             raise UserError(f"{name}: not a chat template: {error}") from None
 
     def render(self, messages: Sequence[Message], turn_ends: tuple[str, ...] = ()) -> RenderedConversation:
-        """Return the text of a conversation and the positions of the assistant's answers.
+        """Return the text of a conversation and the positions of the assistant's answers; raises ChatTemplateError.
 
-        Args:
-            turn_ends: tokens that may end an answer. White space that a template without generation blocks writes
-                after such a token does not belong to the answer.
-
-        Raises:
-            ChatTemplateError: the template rejects these messages, or the answers cannot be located.
+        `turn_ends` may end an answer; without generation blocks, white space after them does not belong to the answer.
         """
         text = self._render(messages)
         if self._has_generation_blocks:
@@ -121,11 +109,7 @@ class ChatTemplate:
         return RenderedConversation(text, tuple(answers))
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text of a conversation up to the point where the assistant answers.
-
-        Raises:
-            ChatTemplateError: the template rejects these messages.
-        """
+        """Return the text up to the assistant's answer; raises ChatTemplateError if the messages are rejected."""
         text = self._render(messages, add_generation_prompt=True)
         return _without_marks(text, self._begin, self._end).text if self._has_generation_blocks else text
 
@@ -148,11 +132,7 @@ def _without_marks(text: str, begin: str, end: str) -> RenderedConversation:
 
 
 def load_chat_template(tokenizer_file: Path, given: Path | None) -> ChatTemplate:
-    """Load the template from the directory of a tokenizer.json, or from the file `given`.
-
-    Raises:
-        UserError: there is no template, or it cannot be read.
-    """
+    """Load the template next to a tokenizer.json, or `given`; raises UserError if it is missing or unreadable."""
     folder = tokenizer_file.parent
     config, mapped = (
         parse_json_object(file, file.read_bytes()) if file.is_file() else {}

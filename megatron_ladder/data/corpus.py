@@ -45,10 +45,7 @@ def _library_sources(library: Path) -> list[Path]:
 
 
 def _limit_bytes(paths: list[Path], library: Path, limit: float) -> list[Path]:
-    """Return as many files as fit into `limit` bytes (at least one), in order.
-
-    They are selected by the hash of their names, so that they come from all over the library.
-    """
+    """Return files of up to `limit` bytes (at least one), selected by the hash of their names, in the given order."""
 
     def draw(path: Path) -> bytes:
         return hashlib.sha256(path.relative_to(library).as_posix().encode()).digest()
@@ -66,12 +63,9 @@ def _limit_bytes(paths: list[Path], library: Path, limit: float) -> list[Path]:
 def prepare_corpus(
     output_dir: Path, vocab_size: int, max_megabytes: float | None, report: Callable[[str], None]
 ) -> None:
-    """Create `tokenizer.model`, `train_text_document.*` and `valid_text_document.*` in `output_dir`.
+    """Create `tokenizer.model`, `train_text_document.*` and `valid_text_document.*` in `output_dir` unless they exist.
 
-    Existing files are kept: everything is published by renaming, so existing files are complete.
-
-    Raises:
-        UserError: the directory was made with other settings, or this Python has no source files.
+    Raises UserError if the directory was made with other settings, or if this Python has no source files.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     validation = library / _VALIDATION_FILE

@@ -120,7 +120,6 @@ class _GigatokenEncoder:
             raise UnsupportedTokenizerError(f"rejects the tokenizer ({error})") from None
 
     def _load(self) -> None:
-        """Load the tokenizer with an empty cache."""
         self._backend = None  # Frees the old cache first.
         self._backend = self._from_json(self._json).backend
         self._loaded_bytes = self._process.memory_info().rss
@@ -136,10 +135,8 @@ class _GigatokenEncoder:
 
 
 def _sentencepiece_json(tokenizer: SentencePieceTokenizer) -> str:
-    """Return gigatoken's conversion of the model, without anything that lets a text spell a control token or a byte.
-
-    SentencePiece never reads `<s>` or `<0x0A>` in a text as the piece of that name.
-    """
+    """Return gigatoken's conversion of the model, changed so that, as in SentencePiece, a text such as `<s>` or
+    `<0x0A>` is never read as the control token or byte of that name."""
     try:
         from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
     except ImportError as error:
@@ -174,12 +171,8 @@ def make_encoder(tokenizer: Tokenizer, library: str) -> Encoder:
 def choose_encoder(tokenizer: Tokenizer, library: str, texts: Sequence[str]) -> EncoderChoice:
     """Return the fastest library that gives the tokenizer's ids; the reference library if no faster one does.
 
-    Args:
-        library: a value of --tokenizer-library.
-        texts: a sample of the input, compared in addition to _HARD_TEXTS.
-
-    Raises:
-        UserError: the requested library does not support the tokenizer, or gives different ids.
+    The ids of `texts`, a sample of the input, and of _HARD_TEXTS are compared. Raises UserError if `library`, a value
+    of --tokenizer-library, does not support the tokenizer or gives different ids.
     """
     reference = _REFERENCES.get(tokenizer.kind, tokenizer.kind)
     reason = ""
@@ -207,7 +200,6 @@ def choose_encoder(tokenizer: Tokenizer, library: str, texts: Sequence[str]) -> 
 
 
 def _find_difference(tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str]) -> str | None:
-    """Return the beginning of the first text for which the encoder's ids differ from the tokenizer's, or None."""
     for text, expected, found in zip(texts, tokenizer.encode_batch(texts), encoder.encode(texts), strict=True):
         if not np.array_equal(np.array(expected, dtype=np.int64), found):
             return ascii(text[:40])
@@ -276,8 +268,7 @@ class Task(ABC):
 class TextTask(Task):
     """Makes each text of a key a document.
 
-    `library` encodes; it does not change the ids. `encoder` is the encoder that was compared, for the process that
-    compared it; it is not sent to others.
+    `library` encodes. `encoder` is the encoder that was compared; it is not sent to other processes.
     """
 
     library: str
@@ -313,11 +304,7 @@ def load_unchanged(source: TokenizerSource, sha256: str) -> Tokenizer:
 
 
 def _join(documents: Iterable[NDArray[Any]], end: int | None, dtype: "np.dtype[Any]") -> KeyTokens:
-    """Concatenate documents without empty ones, each followed by `end` if given.
-
-    Raises:
-        ValueError: an id does not fit the type.
-    """
+    """Concatenate the documents that are not empty, each followed by `end`; raises ValueError for too large ids."""
     lengths, parts, largest = list[int](), list[NDArray[Any]](), -1
     for block in _blocks(documents, end, lengths):
         largest = max(largest, int(block.max()))

@@ -44,12 +44,7 @@ def describe_training(source: DataSource, tokenizer_sha256: str | None) -> dict[
 
 
 def data_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return one line per difference of the data or its order, which names the data set or the flag.
-
-    Args:
-        stored: the description in the checkpoint; the oldest checkpoints have fewer entries.
-        found: the description of the current run.
-    """
+    """Return one line per difference of a checkpoint's description, which may lack entries, and this run's."""
     if "stream" in stored or "stream" in found:
         return _stream_changes(stored, found)
     if "train" not in stored:
@@ -84,7 +79,6 @@ def _stream_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def _source_changes(stored: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[str]:
-    """Return one line per changed source."""
     if len(stored) != len(found):
         return [f"--streaming: the number of sources is {len(found)}, was {len(stored)}"]
     lines = []
@@ -99,7 +93,6 @@ def _source_changes(stored: Sequence[dict[str, Any]], found: Sequence[dict[str, 
 
 
 def _order_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return one line per difference of two descriptions of token files and their order."""
     if stored["order"] != found["order"]:
         return [f"--megatron-order: the order of samples is {found['order']!r}, was {stored['order']!r}"]
     if stored.get("run_samples") != found.get("run_samples"):

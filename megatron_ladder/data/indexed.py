@@ -122,9 +122,8 @@ def write_index(
 ) -> str:
     """Write a durable .idx file in blocks and return its checksum.
 
-    Args:
-        lengths: tokens of each sequence [S]; may be mapped from a file.
-        document_ends: for each document, the number of sequences up to its end; None: each document is one sequence.
+    `lengths` are the tokens of each sequence [S]; `document_ends` the numbers of sequences up to the end of each
+    document, by default one sequence per document.
     """
     code = next(code for code, name in _TOKEN_DTYPES.items() if np.dtype(name) == dtype)
     documents = len(lengths) if document_ends is None else len(document_ends)
@@ -155,10 +154,7 @@ class Checksums(NamedTuple):
 
 
 class IndexedDatasetWriter:
-    """Writes a data set under temporary names and publishes it by renaming, .bin first and .idx last.
-
-    A context manager: leaving it without `publish()` removes the temporary file.
-    """
+    """Writes a data set under temporary names, which `publish` replaces: .bin first, .idx last."""
 
     def __init__(self, prefix: Path, dtype: "np.dtype[Any]") -> None:
         self.prefix, self.dtype = prefix, dtype
@@ -179,11 +175,7 @@ class IndexedDatasetWriter:
         self.add_documents(np.asarray(token_ids, dtype=np.int64), np.array([len(token_ids)], dtype=np.int32))
 
     def add_documents(self, token_ids: NDArray[Any], lengths: NDArray[np.int32]) -> None:
-        """Append consecutive documents of `token_ids` [sum(lengths)].
-
-        Raises:
-            ValueError: the lengths do not add up, or an id does not fit the type of the file.
-        """
+        """Append documents of `token_ids` [sum(lengths)]; raises ValueError for wrong lengths or too large ids."""
         if int(lengths.sum(dtype=np.int64)) != len(token_ids) or (len(lengths) and int(lengths.min()) < 0):
             raise ValueError(f"document lengths add up to {lengths.sum()}, not to {len(token_ids)} tokens")
         if len(token_ids) and token_ids.dtype != self.dtype:
@@ -194,13 +186,9 @@ class IndexedDatasetWriter:
         self._add_index(lengths, np.arange(1, len(lengths) + 1))
 
     def append(self, dataset: "IndexedDataset", report_bytes: Callable[[int], None]) -> str:
-        """Append a data set of the same type, including documents of several sequences, block by block.
+        """Append a data set of the same type block by block, and return the checksum of its tokens.
 
-        Args:
-            report_bytes: is called with the number of bytes after each block.
-
-        Returns:
-            The checksum of the copied tokens.
+        `report_bytes` is called with the size of each block.
         """
         hasher = xxhash.xxh3_128()
         for begin in range(0, len(dataset.tokens), COPIED_TOKENS):
@@ -212,7 +200,6 @@ class IndexedDatasetWriter:
         return format_checksum(hasher)
 
     def _add_index(self, lengths: NDArray[Any], document_ends: NDArray[np.int64]) -> None:
-        """Record the lengths of written sequences, and the number of sequences up to the end of each document."""
         self._lengths.append(lengths.astype("<i4"))
         self._document_ends.append(document_ends + self._sequences)
         self._sequences += len(lengths)

@@ -43,7 +43,6 @@ def summary(dataset: IndexedDataset) -> Iterator[str]:
 
 
 def _histogram(lengths: NDArray[np.int64]) -> Iterator[str]:
-    """Yield lines about lengths [n]: quantiles, and counts between powers of 2."""
     quantiles = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1]).round().astype(int).tolist()
     yield "  tokens per document: minimum {:,}, median {:,}, 90% {:,}, 99% {:,}, maximum {:,}".format(*quantiles)
     # Bucket 0: no token; bucket k: 2^(k-1) to 2^k - 1.
@@ -55,11 +54,7 @@ def _histogram(lengths: NDArray[np.int64]) -> Iterator[str]:
 
 
 def parse_documents(words: Sequence[str], documents: int) -> list[int]:
-    """`0 5-7` -> [0, 5, 6, 7].
-
-    Raises:
-        UserError: a word is not a number or range, or the data set has no such document.
-    """
+    """`0 5-7` -> [0, 5, 6, 7]; raises UserError for other words, or numbers that the data set does not have."""
     chosen: list[int] = []
     for word in words:
         first, dash, last = word.partition("-")
@@ -84,11 +79,9 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
 
 
 def verify(prefix: Path) -> list[str]:
-    """Read all files and return one line per passed check.
+    """Read all files and return one line per passed check; raises UserError with one line per contradiction.
 
-    Raises:
-        UserError: one line per contradiction: between the two files (see IndexedDataset), between them and the counts
-            and checksums of the sidecar, or in a loss mask that is missing or has values other than 0 and 1.
+    Compared are the two files (see IndexedDataset), the sidecar's counts and checksums, and the loss mask.
     """
     dataset = IndexedDataset(prefix)
     sidecar = check_index(dataset)

@@ -36,8 +36,7 @@ class DataArguments(NamedTuple):
 def find_data(data: DataConfig) -> DataArguments:
     """Return the arguments of the four flags, from the command line or from the files that replace them.
 
-    Raises:
-        UserError: a file cannot be read or is malformed, or both a flag and the file that replaces it are given.
+    Raises UserError if a file is malformed, or given together with the flag that it replaces.
     """
     errors = ErrorCollector()
     words = list(map(str, data.data_path))
@@ -114,12 +113,8 @@ class OrderOptions(NamedTuple):
 def open_sources(arguments: DataArguments, split: str, order: OrderOptions, parts: Collection[str] = _PARTS) -> Sources:
     """Open either one blend of data sets, each of which is divided by `split`, or one blend for each part.
 
-    Args:
-        parts: the parts that the run reads; others are None and may be too short.
-
-    Raises:
-        UserError: missing or damaged files, both kinds of paths or none, invalid weights, no documents for training,
-            or a part that is too short for one sample.
+    Only `parts` are read; others are None and may be too short. Raises UserError for missing or damaged files, both
+    kinds of paths or none, invalid weights, no documents for training, or a part without a sample.
     """
     data_path = arguments.data_path
     errors = ErrorCollector()

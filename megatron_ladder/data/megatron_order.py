@@ -133,14 +133,9 @@ def megatron_source(
     run_samples: int,
     cache: Path | None,
 ) -> _MegatronSource | _MegatronBlend:
-    """Return training data in Megatron's order.
+    """Return training data in Megatron's order; `shares` are those of train, valid and test; None: all is for training.
 
-    Args:
-        shares: shares of train, valid and test; None: all data is for training.
-        run_samples: number of samples of the whole run.
-
-    Raises:
-        UserError: a part is too short, or data sets without weights have fewer samples than the run.
+    Raises UserError if a part is too short, or data sets without weights have fewer samples than `run_samples`.
     """
 
     def source(dataset: IndexedDataset, samples: int | None) -> _MegatronSource:

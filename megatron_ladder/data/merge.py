@@ -38,11 +38,7 @@ _COMBINED: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def find_inputs(paths: Sequence[Path]) -> list[Path]:
-    """Return the prefixes of data sets: those in a directory, sorted by name, or the path itself.
-
-    Raises:
-        UserError: a directory without data sets or with an incomplete one, or a data set that is given twice.
-    """
+    """Return each path, or the sorted prefixes in a directory; raises UserError for incomplete or repeated ones."""
     prefixes: list[Path] = []
     errors = ErrorCollector()
     for path in paths:
@@ -63,13 +59,9 @@ def find_inputs(paths: Sequence[Path]) -> list[Path]:
 
 
 def merge_datasets(prefixes: Sequence[Path], output_prefix: Path, report: Callable[[str], None]) -> tuple[int, int]:
-    """Write `<output_prefix>.bin` and `.idx`, a loss mask if a part has one, and a sidecar if all parts have one.
+    """Write the data set and its sidecar and loss mask, as far as the parts have them; return its documents and tokens.
 
-    Returns:
-        Numbers of documents and tokens.
-
-    Raises:
-        UserError: parts that are damaged or incompatible, or an output that exists. No file is left then.
+    Raises UserError, and leaves no file, for parts that are damaged or incompatible, or an output that exists.
     """
     datasets, sidecars = _open_all(prefixes, output_prefix)
     dtype = datasets[0].tokens.dtype
@@ -134,11 +126,7 @@ def _open_all(prefixes: Sequence[Path], output_prefix: Path) -> tuple[list[Index
 def _merge_loss_masks(
     datasets: Sequence[IndexedDataset], sidecars: Sequence[Sidecar | None], output_prefix: Path
 ) -> str | None:
-    """Publish the merged masks before the index; all tokens of a part without a mask count.
-
-    Returns:
-        The checksum of the mask; None if no part has one.
-    """
+    """Publish the merged masks before the index, and return their checksum; None if no part has a mask."""
     if all(dataset.loss_mask is None for dataset in datasets):
         return None
     whole = xxhash.xxh3_128()

@@ -23,12 +23,7 @@ LossOn = Literal["all", "assistant"]
 
 
 def _pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Return the row of each conversation [conversations]; rows are numbered from 0 without gaps.
-
-    Args:
-        lengths: tokens of each conversation, 1 to `room`.
-        room: tokens of a row.
-    """
+    """Return the row of each conversation; `lengths` are at most `room`, the tokens of a row. All rows are used."""
     by_length = np.argsort(-lengths, kind="stable")
     present, counts = np.unique(-lengths, return_counts=True)
     row_of = np.empty(len(lengths), np.int64)
@@ -63,11 +58,7 @@ def _pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
 class PackedSource(DatasetSamples):
     """Rows of whole conversations.
 
-    Attributes:
-        tokens: number of tokens, including those that are cut off.
-        conversations: number of conversations.
-        cut: number of conversations that are longer than a row.
-        filled: share of the rows that is not padding.
+    `tokens` includes those cut off, `cut` counts conversations longer than a row, `filled` is the share of non-padding.
     """
 
     order = "packed conversations"
@@ -85,15 +76,10 @@ class PackedSource(DatasetSamples):
         loss_on: LossOn = "assistant",
         pad_id: int = 0,
     ) -> None:
-        """
-        Args:
-            part: train, valid or test, for messages.
-            loss_on: the tokens that count as labels: those of the data set's loss mask, which must exist for
-                `assistant`, or all. The first token of a conversation and padding never count.
-            pad_id: the token used for padding.
+        """Raises UserError if there is no conversation; `part` is for messages.
 
-        Raises:
-            UserError: there is no conversation.
+        `loss_on` selects the tokens that count as labels: all, or those of the data set's loss mask. The first token of
+        a conversation and padding never count.
         """
         super().__init__(dataset, documents, seq_length, seed, shuffle)
         self.loss_on, self.pad_id = loss_on, pad_id

@@ -47,7 +47,6 @@ class _PartialDataset:
     largest_id: int = -1
 
     def add(self, part: KeyTokens) -> None:
-        """Append documents."""
         self.files[_BIN].append(np.ascontiguousarray(part.token_ids, dtype=self.dtype))
         self.files[_LENGTHS].append(np.ascontiguousarray(part.lengths, dtype="<i4"))
         if part.loss_mask is not None:
@@ -77,7 +76,6 @@ class _PartialDataset:
         }
 
     def close(self) -> None:
-        """Close the files."""
         for file in self.files.values():
             file.close()
 
@@ -106,8 +104,7 @@ def _publish_dataset(folder: Path, name: str, prefix: Path, sidecar: Sidecar) ->
 class Partial:
     """The directory of an unfinished run; a context manager.
 
-    A WrongInputError that leaves the block deletes the directory, and so does another UserError before the first
-    progress. Any other exception keeps the directory with all progress.
+    It is deleted after a WrongInputError, and after another UserError before the first progress, otherwise kept.
     """
 
     def __init__(
@@ -118,14 +115,9 @@ class Partial:
         can_resume: bool,
         report: Callable[[str], None],
     ) -> None:
-        """Lock the directory and look for progress of an earlier run.
+        """Lock the directory, or raise UserError if another process uses it, and look for progress of an earlier run.
 
-        Attributes:
-            place: the position of the last `commit`; {} if nothing was committed.
-            sidecars: the sidecars of a run that only has to publish, else None.
-
-        Raises:
-            UserError: another process uses the directory.
+        `place` is the position of the last `commit`, or {}; `sidecars` is None unless the run only has to publish them.
         """
         self.folder = output_prefix.with_name(f".{output_prefix.name}.partial")
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -64,11 +64,8 @@ class _TokenizedGroup(NamedTuple):
 
 @dataclass
 class _InputPosition:
-    """The position in the input that the journal stores.
-
-    It consists of the number of completed groups of `group_blocks`, the source that was read last, the number of
-    records read of that source, and the bytes read and records skipped of all sources.
-    """
+    """The position in the input for the journal: completed groups of `group_blocks`, the last source and the records
+    read of it, and the bytes read and records skipped of all sources."""
 
     groups: int = 0
     source: int = 0
@@ -77,11 +74,7 @@ class _InputPosition:
     skipped: int = 0
 
     def advance(self, group: _TokenizedGroup, sources: Sequence[Source], max_bad: int) -> list[str]:
-        """Count a group, and return one line per skipped record in it.
-
-        Raises:
-            WrongInputError: more than `max_bad` records are unreadable.
-        """
+        """Count a group and return one line per skipped record; raises WrongInputError for more than `max_bad`."""
         lines = list[str]()
         for block in group.blocks:
             if block.source != self.source:
@@ -107,17 +100,10 @@ def preprocess(
     reading: Reading | None = None,
     options: PreprocessOptions | None = None,
 ) -> dict[str, Sidecar]:
-    """Write `<output_prefix>_<key>_document.{bin,idx,json}` for each key, replacing existing files.
-
-    Args:
-        inputs: paths, patterns, `-` or `hf://` names, as for --input.
-
-    Returns:
-        The sidecar of each key.
+    """Write or replace `<output_prefix>_<key>_document.{bin,idx,json}` for each key, and return the sidecars.
 
     Raises:
-        UserError: an input is missing or malformed (`file:line`) or has no text, and no file is left; or the output
-            cannot be written at all.
+        UserError: an input is missing, malformed (`file:line`) or without text, or the output cannot be written.
         RuntimeError, OSError: a file or the network failed during the run; all progress is kept.
     """
     reading, options = reading or Reading(), options or PreprocessOptions()
@@ -130,10 +116,7 @@ def preprocess(
 def _text_task(
     tokenizer: Tokenizer, sources: Sequence[Source], reading: Reading, append_eod: bool, options: PreprocessOptions
 ) -> TextTask:
-    """Return a task whose library was compared with the reference library on a sample of the input.
-
-    Each source can be read again or is a BufferedSource.
-    """
+    """Return a task with a compared library; a source that can be read only once must be a BufferedSource."""
     step = max(1, len(sources) // _SAMPLED_SOURCES)
     texts = [first_texts(source, reading) for source in sources[::step][:_SAMPLED_SOURCES]]
     # One text of each source alternately, so that no source fills the sample alone.
@@ -263,7 +246,6 @@ def _initialize_worker() -> None:
 
 
 def _tokenize_group(task: Task, group: Sequence[tuple[int, Block]]) -> _TokenizedGroup:
-    """Read and tokenize the documents of some blocks; runs in a worker process."""
     parsed = [task.prepare(block.read(task.reading)) for _, block in group]
     ends = tuple(
         _BlockEnd(number, result.records, result.bad) for (number, _), result in zip(group, parsed, strict=True)

@@ -27,9 +27,8 @@ DOCUMENTS, SAMPLES = 0, 1
 def permutation(size: int, seed: int, epoch: int, purpose: int) -> NDArray[np.int64]:
     """Return the stable argsort of `size` raw 64-bit draws of PCG64(SeedSequence([seed, epoch, purpose])).
 
-    It is defined by raw draws because NumPy guarantees bit streams across versions, but not `shuffle`. The draws are
-    sorted with their lowest bits replaced by the position, which is twice as fast as an argsort. Afterwards only draws
-    with equal higher bits have to be ordered. Raises UserError if the seed is negative.
+    NumPy guarantees raw draws across versions, but not `shuffle`. Sorting the draws with the position in their lowest
+    bits is twice as fast as an argsort; only draws with equal higher bits are ordered afterwards.
     """
     if seed < 0:
         raise UserError(f"--seed {seed}: expected 0 or more")
@@ -63,11 +62,7 @@ class SampleRows(NamedTuple):
 class Samples(ABC):
     """An infinite sequence of samples with random access.
 
-    Attributes:
-        name: name of the data, for messages.
-        token_dtype: a type that fits all tokens.
-        has_loss_mask: whether the samples have a loss mask.
-        has_begins: whether the samples mark where documents begin.
+    `name` is for messages, `token_dtype` fits all tokens, and `has_begins` is set if documents' beginnings are marked.
     """
 
     name: str
@@ -91,12 +86,10 @@ class Samples(ABC):
 
 
 class DatasetSamples(Samples):
-    """Samples of a range of documents of one data set; without `shuffle`, documents and samples keep their order.
+    """Samples of `tokens` tokens of a range of documents; without `shuffle`, documents and samples keep their order.
 
-    Attributes:
-        order: name of the order in checkpoints and in the cache.
-        order_options: everything else that determines the order, except the seed and the sequence length; JSON-able.
-        tokens: number of tokens of the documents.
+    `order` is its name in checkpoints and in the cache, `order_options` everything else that determines it, except the
+    seed and the sequence length; JSON-able.
     """
 
     order: str
@@ -151,10 +144,7 @@ class Order(NamedTuple):
 
 
 class SampleSource(DatasetSamples):
-    """Samples cut from the concatenated documents, as described at the top of this file.
-
-    Keeps the order of one epoch in memory: 16 bytes per document and 8 per sample.
-    """
+    """Samples of concatenated documents; keeps the order of an epoch: 16 bytes per document and 8 per sample."""
 
     order = "ladder-1"
 
@@ -169,14 +159,9 @@ class SampleSource(DatasetSamples):
         cache: Path | None = None,
         bounds: NDArray[np.int64] | None = None,
     ) -> None:
-        """
-        Args:
-            part: train, valid or test, for messages.
-            cache: directory for shuffled orders, see order_cache.py; None: each process builds its own.
-            bounds: first token of each document in the file, and the number of tokens; those of the data set if None.
+        """Raises UserError if the documents have fewer than seq_length + 1 tokens.
 
-        Raises:
-            UserError: the documents have fewer than seq_length + 1 tokens.
+        `part` is for messages, `cache` a directory for order_cache.py; `bounds` replace the data set's document bounds.
         """
         super().__init__(dataset, documents, seq_length, seed, shuffle)
         self.cache = cache

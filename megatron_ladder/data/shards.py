@@ -32,8 +32,6 @@ _LINES_COUNTED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class _SourceShard:
-    """A whole source."""
-
     source: Source
     reading: Reading
 
@@ -138,11 +136,7 @@ class StreamInput(NamedTuple):
 def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput:
     """Return the input of arguments such as those of preprocess_data.py's --input.
 
-    Args:
-        max_bad: number of unreadable records that may be skipped.
-
-    Raises:
-        UserError: an argument cannot be read, or can be read only once.
+    Up to `max_bad` unreadable records are skipped. Raises UserError for an argument that cannot be read repeatedly.
     """
     reading = Reading((key,), max_bad=max_bad)
     try:

@@ -86,11 +86,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
 
 
 def check_index(dataset: IndexedDataset) -> Sidecar | None:
-    """Return the sidecar of a data set, or None if there is none.
-
-    Raises:
-        UserError: the sidecar belongs to other files: its counts or its checksum of the index differ.
-    """
+    """Return the sidecar of a data set or None; raises UserError if its counts or its checksum of the index differ."""
     sidecar = read_sidecar(dataset.prefix)
     if sidecar is None:
         return None
@@ -142,10 +138,9 @@ def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
 
 
 def content_of(dataset: IndexedDataset) -> dict[str, Any]:
-    """Return a short description of the content of a data set, independent of its location; JSON-able.
+    """Return a short JSON-able description of the content of a data set, independent of its location.
 
-    The sidecar's checksum covers every token, but the sidecar may be missing or belong to another file. Therefore
-    blocks from all over the token file are read as well.
+    It includes blocks from all over the token file, because the sidecar may be missing or belong to another file.
     """
     sidecar = read_sidecar(dataset.prefix)
     return {

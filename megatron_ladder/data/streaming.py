@@ -118,11 +118,7 @@ class SkippedRecords:
         self._known = {(shard, block, record) for shard, block, record in known}
 
     def add(self, shard: int, block: int, bad: Sequence[BadRecord], place: Callable[[int, int], str]) -> None:
-        """Count the bad records of a block of a shard; raises UserError if there are more than may be skipped.
-
-        Args:
-            place: block and record -> its location, for messages.
-        """
+        """Count the bad records of a block, located by `place(block, record)`; raises UserError for too many."""
         for record in bad:
             found = (shard, block, record.number)
             # A block with too many bad records was not read to its end.
@@ -141,8 +137,6 @@ class SkippedRecords:
 
 
 class _ShardStream:
-    """One of the streams."""
-
     def __init__(
         self, plan: StreamPlan, number: int, encode: Encode, position: StreamPosition, skipped: SkippedRecords
     ) -> None:
@@ -275,8 +269,7 @@ def skipped_of(states: Sequence[Mapping[str, Any]]) -> list[Sequence[int]]:
 def choose_streams(requested: int | None, shards: int, data_parallel_size: int) -> int:
     """Return the number of streams: as requested, or the most that shards and ranks allow, up to _MAX_STREAMS.
 
-    Raises:
-        UserError: there are fewer shards than streams, or the ranks do not divide the streams evenly.
+    Raises UserError if there are fewer shards than streams, or the ranks do not divide the streams evenly.
     """
     streams = requested
     if streams is None:

@@ -16,14 +16,11 @@ _END_OF_TEXT = "<|endoftext|>"
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Train a byte-pair SentencePiece model and return the content of its .model file.
+    """Train a byte-pair SentencePiece model and return its .model file; raises UserError if `vocab_size` does not fit.
 
     Decoding restores every text exactly: there is no normalization, whitespace is kept, and characters outside of the
     vocabulary (newlines and tabs always are) are encoded as bytes. Ids: 0 unk, 1 bos, 2 eos, 3 to 258 the bytes. Equal
     texts give equal files.
-
-    Raises:
-        UserError: `vocab_size` does not fit the texts.
     """
     model = io.BytesIO()
     try:
@@ -55,12 +52,9 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Train a byte-level byte-pair tokenizer like GPT-2's and return the content of its tokenizer.json.
+    """Return a tokenizer.json, trained like GPT-2's byte-pair encoding; raises UserError if `vocab_size` does not fit.
 
     Decoding restores every text exactly. Id 0 is <|endoftext|>, followed by the 256 bytes.
-
-    Raises:
-        UserError: `vocab_size` does not fit the texts.
     """
     if vocab_size < 257:
         raise UserError(f"--vocab-size {vocab_size}: expected 257 or more: 256 bytes and {_END_OF_TEXT}")

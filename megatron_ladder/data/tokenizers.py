@@ -96,10 +96,7 @@ class NullTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece .model file.
-
-    SentencePiece represents spaces as U+2581, so this character itself is decoded as a space.
-    """
+    """A SentencePiece .model file. It represents spaces as U+2581, so this character itself is decoded as a space."""
 
     kind = "SentencePieceTokenizer"
 

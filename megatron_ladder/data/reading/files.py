@@ -170,11 +170,7 @@ def start_of_last_line(file: BinaryIO, begin: int) -> int:
 
 
 def end_of_line(file: BinaryIO, start: int, limit: float = math.inf) -> int:
-    """Return the end of the line that contains byte `start`, including its line feed; needs little memory.
-
-    Args:
-        limit: stop the search here, and return a position from `limit` on if the line does not end before it.
-    """
+    """Return the end of the line that contains byte `start`, with its line feed, or a position from `limit` on."""
     file.seek(start)
     while (piece := file.readline(SPAN_BYTES)) and not piece.endswith(b"\n") and file.tell() < limit:
         pass
@@ -230,8 +226,7 @@ def _cut_lines(
 ) -> Iterator[_Lines | HugeLine]:
     """Yield whole lines of a stream, about SPAN_BYTES at a time; lines larger than `max_bytes` are not kept in memory.
 
-    Args:
-        position: returns the position in the file from which the stream is decompressed.
+    `position` returns the position in the file from which the stream is decompressed.
     """
     before = 0
 
@@ -272,12 +267,7 @@ class CompressedLines(FileSource):
     """A file of JSON lines, compressed as its suffix says."""
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
-        """Yield decompressed lines.
-
-        Raises:
-            UserError: the file is damaged or truncated.
-            OSError: reading fails.
-        """
+        """Yield decompressed lines; raises UserError if the file is damaged or truncated, OSError if reading fails."""
         suffix = self.path.suffix.lower()
         errors = (EOFError, OSError, zlib.error) if suffix == ".gz" else (EOFError, OSError, zstd_module().ZstdError)
         with (

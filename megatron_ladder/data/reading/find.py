@@ -39,11 +39,7 @@ _WAIT_SECONDS = 0.1
 
 
 def find_sources(inputs: Sequence[str | Path], reading: Reading) -> list[Source]:
-    """Return the sources of command-line arguments in order; the matches of a pattern are sorted.
-
-    Raises:
-        UserError: one line per argument that cannot be read.
-    """
+    """Return the sources in order, matches of a pattern sorted; raises UserError with one line per problem."""
     sources: list[Source] = []
     problems: list[str] = []
     for word in map(str, inputs):
@@ -143,11 +139,7 @@ def first_texts(source: Source, reading: Reading) -> list[str]:
 def group_blocks(
     sources: Sequence[Source], reading: Reading, partitions: int = 1
 ) -> Iterator[tuple[tuple[int, Block], ...]]:
-    """Yield the blocks of all sources in order, with the number of their source, in groups of about GROUP_BYTES.
-
-    Args:
-        partitions: sources that are read concurrently; it does not change the order.
-    """
+    """Yield groups of ~GROUP_BYTES in order, reading `partitions` sources at a time; blocks have source numbers."""
     group: list[tuple[int, Block]] = []
     size = 0
     for number, block in _numbered_blocks(sources, reading, partitions):

@@ -42,7 +42,6 @@ class _Rows:
 
     @functools.cached_property
     def text_bytes(self) -> int:
-        """Approximate number of characters of the values as JSON."""
         return sum(_json_characters(value) for column in self.columns for value in column)
 
     def read(self, reading: Reading) -> Parsed:
@@ -61,10 +60,7 @@ def _json_characters(value: object) -> int:
 
 
 def _is_network_error(error: BaseException) -> bool:
-    """Return whether an error of the `datasets` library was caused by the network, the hub or this machine.
-
-    The library wraps errors, so the causes are inspected too.
-    """
+    """Return whether an error or one of its causes is due to the network, the hub or this machine."""
     cause: BaseException | None = error
     while cause is not None:
         if _is_direct_network_error(cause):
@@ -114,12 +110,7 @@ class HubSource:
         return f"{self.name}: row {number}"
 
     def blocks(self, reading: Reading) -> Iterator[Block]:
-        """Stream rows.
-
-        Raises:
-            UserError: the library finds no such data set, split or column, or cannot read the content.
-            ConnectionError: the hub is unreachable.
-        """
+        """Stream rows; raises UserError for missing or unreadable data, ConnectionError for an unreachable hub."""
         yield from self.blocks_of(self._open(), reading)
 
     def blocks_of(self, dataset: Any, reading: Reading) -> Iterator[Block]:
@@ -221,11 +212,8 @@ class HubShard:
 def _skip_rows(dataset: Any, rows: int, file: str | None) -> Any:
     """Return the rest of a data set that is streamed from one file, without its first `rows`.
 
-    The library has no index of rows: for `skip` and `load_state_dict` it decodes a file from its beginning. Only
-    Parquet records where rows are, so a Parquet file is entered at a row group.
-
-    Args:
-        file: path or address of the file; None if unknown.
+    The library decodes a file from its beginning to skip rows. Only Parquet records where rows are, so such a file is
+    entered at a row group. `file` is its path or address, or None.
     """
     # Earlier releases of the library cannot separate row groups.
     if file is None or not file.endswith(".parquet") or not hasattr(dataset, "reshard"):

@@ -107,17 +107,13 @@ class RowGroup:
 
 
 class _RowIterator:
-    """Reads the rows of one row group in order.
+    """Reads the rows of one row group in order, which can only be decoded from its beginning, and continues after them.
 
-    A row group can only be decoded from its beginning, so the iterator continues after the rows that it returned last.
-    If several workers read parts of a row group, each decodes all of it; tokenizing takes much longer than that.
+    Each worker that reads a part of a row group decodes all of it; tokenizing takes much longer than that.
     """
 
     def __init__(self, path: Path, version: tuple[int, ...], number: int, keys: tuple[str, ...]) -> None:
-        """
-        Args:
-            version: identifies the content, so that a file that was rewritten gets another iterator from the cache.
-        """
+        """`version` changes with the content, so that a rewritten file gets another iterator from the cache."""
         self._path, self._number, self._keys = path, number, keys
         self._lock = threading.Lock()
         self._batches: Generator[Any, None, None] | None = None

@@ -124,12 +124,7 @@ class FileSource:
 
 
 def parsed_records(rows: Iterable[tuple[int, Sequence[Any] | str]], records: int, reading: Reading) -> Parsed:
-    """Return the readable records of a block.
-
-    Args:
-        rows: number of each record, and its values or the reason why it cannot be read.
-        records: number of records of the block.
-    """
+    """Return the readable ones of `records` records; `rows` are numbers, and values or a reason against them."""
     columns: tuple[list[Any], ...] = tuple([] for _ in reading.keys)
     bad: list[BadRecord] = []
     numbers: list[int] = []
