@@ -69,10 +69,7 @@ def partition(run: RunConfig) -> list[range]:
 def build_model(
     run: RunConfig, mesh: ProcessMesh, device: torch.device, span: Span = no_span
 ) -> tuple[LanguageModel, str]:
-    """Return this rank's part of the model with its initial weights, and a description of its norm.
-
-    The weights are fp32. With ZeRO-3 they are already partitioned and have the precision of the run.
-    """
+    """Return this rank's initial model, fp32 (ZeRO-3: partitioned, in the run's precision), and its kind of norm."""
     training = run.training
     operations, description = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     layers = partition(run)[mesh.pipeline.rank]
@@ -100,14 +97,7 @@ def build_model(
 def build_engine(
     run: RunConfig, model: LanguageModel, config: dict[str, Any], mesh: ProcessMesh, device: torch.device
 ) -> tuple[Engine, str]:
-    """Return the engine around the model, and a description of its optimizer.
-
-    Args:
-        config: DeepSpeed's configuration, from `deepspeed_json`.
-
-    Raises:
-        UserError: DeepSpeed rejects a setting of --deepspeed_config; or apex is required and missing.
-    """
+    """Return the engine and its optimizer's description; raises UserError if a setting is rejected, or apex missing."""
     # Imported late, because DeepSpeed must not be imported before the process group exists.
     import pydantic
     from deepspeed.runtime.config import DeepSpeedConfigError

@@ -59,12 +59,9 @@ FLAGS = {
 
 
 def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
-    """Return DeepSpeed's configuration.
+    """Return DeepSpeed's configuration; `errors` receives one line per key that contradicts the command line.
 
-    DeepSpeed's clipping is always off, because this package clips by the norm that it computes in every layout.
-
-    Args:
-        errors: receives one line per key of --deepspeed_config that contradicts the command line.
+    Its clipping is always off, because this package clips by the norm that it computes in every layout.
     """
     stage, offload = int(run.parallel.zero_stage), run.parallel.offload_optimizer
     derived: dict[str, Any] = {
@@ -113,7 +110,6 @@ def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
 
 
 def _loss_scaling(training: TrainingConfig) -> dict[str, Any]:
-    """Return the section `fp16`."""
     if not training.fp16:
         return {"enabled": False}
     return {

@@ -24,10 +24,7 @@ def to_device(batch: ModelInputs, device: torch.device) -> list[Any]:
 
 
 def deepspeed_mpu(mesh: ProcessMesh) -> SimpleNamespace:
-    """Return the groups of a mesh from `ProcessMesh.build` as DeepSpeed's `mpu` argument.
-
-    For each kind of group it has the functions `get_KIND_rank`, `get_KIND_world_size` and `get_KIND_group`.
-    """
+    """Return a mesh's groups as DeepSpeed's `mpu`, with `get_KIND_rank`, `get_KIND_world_size` and `get_KIND_group`."""
     groups = {"model": mesh.model, "tensor_model": mesh.tensor, "pipeline_model": mesh.pipeline, "data": mesh.data}
     functions = {}
     for kind, group in groups.items():
@@ -69,15 +66,10 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
-        """Run forward and backward of all micro-batches; on return, gradients are reduced over data-parallel ranks.
+        """Run forward and backward of this rank's micro-batches, and reduce gradients over data-parallel ranks.
 
         The gradients are those of `scale` times the loss, summed over all target tokens of all data-parallel ranks.
-
-        Args:
-            micro_batches: those of this data-parallel rank, on any device.
-
-        Returns:
-            This rank's scaled loss, summed over micro-batches; zero on pipeline stages other than the last.
+        Returns this rank's scaled loss, summed over micro-batches; zero on pipeline stages other than the last.
         """
 
     @abstractmethod

@@ -19,7 +19,6 @@ class GradientPiece(NamedTuple):
     """A contiguous part of one local parameter's gradient."""
 
     sections: Sequence[Section]
-    """The sections of the parameter."""
     shape: Sequence[int]
     """Shape of the local parameter."""
     start: int
@@ -38,16 +37,11 @@ class GradientPiece(NamedTuple):
 def gradient_norm(
     pieces: Iterable[GradientPiece], world: CommGroup, device: torch.device, extra_sums: Tensor
 ) -> tuple[float, list[float]]:
-    """Return the Euclidean norm of the whole model's gradient, equal on every rank; every rank must call this.
+    """Return the norm of the whole model's gradient, and `extra_sums` [n] (fp64, on `device`) summed over ranks.
 
-    Squares are added in fp64, because millions of squares of very different size would lose digits in fp32. The norm
-    is not finite if any rank's copy of any element is not, counted or not, so a single corrupt copy is detected too.
-
-    Args:
-        extra_sums: numbers [n] of this rank in fp64 on `device`, to be summed in the same collective.
-
-    Returns:
-        The norm, and the extra numbers summed over all ranks.
+    Every rank must call it, and gets the same result. Squares are added in fp64, because millions of squares of very
+    different size would lose digits in fp32. The norm is not finite if any rank's copy of any element is not, counted
+    or not, so a single corrupt copy is detected too.
     """
     norms, counts = [], []
     for piece in pieces:
@@ -65,10 +59,7 @@ def gradient_norm(
 
 
 def locate_bad_gradient(pieces: Iterable[GradientPiece], model: nn.Module, world: CommGroup) -> dict[str, Any]:
-    """Return the lowest rank with a gradient that is not finite, and its first such parameter in the model's order.
-
-    Every rank must call it and gets the same result; `{}` if all gradients are finite.
-    """
+    """Return on all ranks the lowest one with a gradient that is not finite, and the parameter; `{}` if none."""
     bad = {section.name for piece in pieces for section, elements in piece.parts() if not elements.isfinite().all()}
     order = (section.name for _, sections in parameter_sections(model) for section in sections)
     names = world.gather_objects(next((name for name in order if name in bad), None))

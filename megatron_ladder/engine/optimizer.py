@@ -33,15 +33,11 @@ def build_adamw(
     offload: bool = False,
     apex_counts_steps: bool = True,
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Return the optimizer and a description of its implementation.
+    """Return the optimizer and its description; raises UserError if apex was requested, but cannot be used.
 
-    Args:
-        offload: whether it runs on the host; then torch's fused kernel is used, which needs one pass over the memory.
-        apex_counts_steps: False if the engine updates the parts of a group one after another (ZeRO-3). Apex has one
-            step count per group, which would grow with every part.
-
-    Raises:
-        UserError: apex was requested, but it is missing, is not NVIDIA's, or there is no CUDA device.
+    With `offload` torch's fused kernel runs on the host, in one pass over the memory. `apex_counts_steps` is False if
+    the engine updates the parts of a group one after another (ZeRO-3): apex has one step count per group, which would
+    grow with every part.
     """
     settings: dict[str, Any] = dict(lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
     wanted = config.optimizer_implementation

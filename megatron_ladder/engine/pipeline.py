@@ -36,17 +36,9 @@ class _Stage(nn.Module):
         self.coming: deque[ModelInputs] = deque()
         """The micro-batches that are still to be processed, in order."""
         self.loss_scale = 1.0
-        """Factor of the loss of a micro-batch."""
 
     def forward(self, entering: Tensor) -> Tensor:
-        """Process one micro-batch.
-
-        Args:
-            entering: the state that the previous stage sent, [1 + pending, s, b, h]; token ids [b, s] on the first.
-
-        Returns:
-            The state for the next stage; the loss on the last.
-        """
+        """Map the previous stage's state [1 + pending, s, b, h], or ids [b, s], to this one's, or to the loss."""
         _, labels, loss_mask, positions, document_bounds = to_device(self.coming.popleft(), entering.device)
         leaving = self.model.stage(entering, positions, document_bounds)
         return self.model.loss(leaving[0], labels, loss_mask) * self.loss_scale if self.model.is_last else leaving
@@ -81,10 +73,7 @@ class _StagedModel(PipelineModule):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _groups_of(mesh: ProcessMesh) -> Iterator[None]:
-    """Give DeepSpeed the groups of the mesh instead of letting it create the same ones again.
-
-    Its grid creates six per rank; on GPUs each is a communicator, and on CPUs each has polling threads.
-    """
+    """Give DeepSpeed the mesh's groups; it would create six more per rank, with communicators or polling threads."""
     groups = (mesh.world, mesh.model, mesh.data, mesh.pipeline, mesh.tensor)
     process_groups = {tuple(sorted(group.ranks)): group.process_group for group in groups}
 

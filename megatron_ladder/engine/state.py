@@ -39,10 +39,7 @@ class EngineState(OptimizerState, ABC):
 
     @abstractmethod
     def gradients(self) -> Iterator[Tensor]:
-        """Iterate over the gradients of `spans`, in the storage that the next step reads.
-
-        They exist from the last backward pass of a step until the optimizer step.
-        """
+        """Iterate over the gradients of `spans` in the storage that the next step reads, before that step."""
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """Return the gradient that this rank holds, reduced over data-parallel ranks, times `loss_scale`."""
@@ -138,11 +135,7 @@ class _FlatState(EngineState):
 
     @abstractmethod
     def groups(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int], Tensor]]:
-        """Iterate over the optimizer's groups, each a flat vector of parameters, of which this rank has a partition.
-
-        Yields:
-            The parameters, the index of each one's first element in the vector, and the partition, fp32.
-        """
+        """Yield each group's parameters, their starts in its flat vector, and this rank's partition of it, fp32."""
 
     def spans(self) -> Iterator[Span]:
         for index, (parameters, offsets, flat_master) in enumerate(self.groups()):

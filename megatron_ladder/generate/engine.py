@@ -31,11 +31,7 @@ class GenerationEngine:
         tokenizer: Tokenizer | None = None,
         new_graph: Callable[[], StepGraph] | None = None,
     ) -> None:
-        """
-        Args:
-            tokenizer: decodes the generated ids; None if only ids are needed.
-            new_graph: creates the graph in which a batch captures its decode step; None runs the step eagerly.
-        """
+        """`tokenizer` decodes ids, if text is needed; `new_graph`, if given, captures a batch's decode step."""
         self.model, self.group, self.tokenizer, self.new_graph = model.eval(), mesh.tensor, tokenizer, new_graph
 
     def new_batch(self, slots: int, positions: int) -> SlotBatch:
@@ -61,9 +57,7 @@ class GenerationEngine:
         """Continue all prompts in one batch, yield the tokens as they come, and return the result of each request.
 
         Every rank must pass the same requests and consume all tokens. A result does not depend on the other requests.
-
-        Raises:
-            BadNumbersError: the model's logits are not finite.
+        Raises BadNumbersError if the model's logits are not finite.
         """
         positions = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         batch = self.new_batch(len(requests), positions)
@@ -86,11 +80,7 @@ class GenerationEngine:
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token of a text given the tokens before it; every rank must call it.
-
-        Args:
-            ids: at least two, and at most as many as the model has positions. The first token has no score.
-        """
+        """Return the log-probability of each of `ids` (at least two) but the first; every rank must call it."""
         model = self.model
         tokens = torch.tensor([ids], device=model.embedding.weight.device)
         hidden_states = model.hidden_states(tokens[:, :-1], model.training_context(tokens[:, :-1]))

@@ -51,12 +51,10 @@ class CudaStepGraph:
 def captured_decode(
     step: Callable[[Tensor, Tensor], Tensor], samples: int, device: torch.device, graph: StepGraph
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a decode step on fixed buffers, which its first call captures. Its result is valid until the next call.
+    """Return `step`, (ids [b, 1], columns [b]) -> logits [b, V], on fixed buffers, captured at its first call.
 
-    A step may run more than once on the same ids and columns: it writes the same values to these columns of the cache.
-
-    Args:
-        step: (ids [b, 1], columns [b]) -> logits [b, V], the same kernels for all values.
+    A result is valid until the next call. A step may run more than once on the same ids and columns: it writes the
+    same values to these columns of the cache.
     """
     tokens = torch.zeros(samples, 1, dtype=torch.int64, device=device)
     columns = torch.zeros(samples, dtype=torch.int64, device=device)

@@ -41,14 +41,11 @@ products."""
 
 
 def load_for_cpu(model: LanguageModel, fill: Callable[[nn.Module], None]) -> None:
-    """Load the weights of a model that was built on the meta device with `LEAN_OPERATIONS`.
+    """Load a model that was built on the meta device with `LEAN_OPERATIONS`; `fill` reads the weights of a part of it.
 
     The model can only generate afterwards: its parameters no longer correspond to their sections. Each matrix is laid
     out in panels as soon as it is read, and the next one is read into the same buffer, because fresh memory costs more
     time than reading a cached file.
-
-    Args:
-        fill: reads the weights of a part of the model.
     """
     modules = [module for module in model.modules() if isinstance(module, ParallelModule)]
     table_only = None if model.lm_head is None else model.embedding

@@ -29,7 +29,6 @@ from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.stack import StackOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Values of --dtype."""
 _TOKENIZER_FILES = {"tokenizer.json": "HuggingFaceTokenizer", "tokenizer.model": "SentencePieceTokenizer"}
 """Tokenizer files of a Hugging Face directory and the --tokenizer-type that reads each; the first one found is used."""
 
@@ -55,9 +54,7 @@ class StoredModel:
 def open_model(directory: Path, tokenizer_type: str | None, tokenizer_model: Path | None) -> StoredModel:
     """Open a training checkpoint, the latest one in a directory of checkpoints, or a Hugging Face directory.
 
-    Raises:
-        UserError: the directory is none of these, is incomplete or inconsistent, or its tokenizer cannot be read or
-            has more ids than the model.
+    Raises UserError if the directory is incomplete, or its tokenizer cannot be read or has more ids than the model.
     """
     given = None
     if tokenizer_type is not None and tokenizer_model is not None:
@@ -126,12 +123,8 @@ def load_model(
 ) -> LanguageModel:  # fmt: skip
     """Build this rank's part of the model and read its weights; every rank must call it.
 
-    Args:
-        overlap: leave reduces in flight under the next sub-block.
-        compiled: compile the operations between the matrix products with torch.compile.
-
-    Raises:
-        UserError: on every rank, if any rank cannot read its weights.
+    `overlap` leaves reduces in flight under the next sub-block; `compiled` applies torch.compile between matrix
+    products. Raises UserError on every rank if any rank cannot read its weights.
     """
     on_cpu = device.type == "cpu"
     operations = LEAN_OPERATIONS if on_cpu else Operations()

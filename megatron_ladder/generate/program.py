@@ -56,9 +56,7 @@ _Mode = Callable[[GenerationEngine], None]
 def generate(options: GenerateOptions) -> None:
     """Run one rank, or everything if there is only one process.
 
-    Raises:
-        UserError: the input is invalid. It is raised before any process group exists, except for errors in standard
-            input, which only rank 0 reads, and for damaged weight files.
+    Raises UserError before any process group exists, except for standard input (read by rank 0) and damaged weights.
     """
     rank_info = read_rank_info()
     stored = open_model(options.model.model, options.model.tokenizer_type, options.model.tokenizer_model)
@@ -212,11 +210,7 @@ def _new_request(options: GenerateOptions, stored: StoredModel, prompt: Prompt, 
 
 
 def _converse(engine: GenerationEngine, encoder: PromptEncoder, options: GenerateOptions, stored: StoredModel) -> None:
-    """Continue each line that rank 0 reads from standard input, and write the text as it comes.
-
-    With a chat template, every line also continues the conversation so far. A line that cannot be continued is
-    reported on stderr and ignored.
-    """
+    """Continue each line of standard input, with a chat template as one conversation; report invalid ones on stderr."""
     history: list[Message] = []
     group = engine.group.over_gloo(_INPUT_TIMEOUT)
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -343,7 +337,6 @@ class _TextOutput:
 
 
 def _generation_line(prompt: Prompt, generation: Generation) -> str:
-    """Return a finished prompt as a line of JSON."""
     values = {
         "prompt": prompt.text, "prompt_ids": generation.prompt_ids, "ids": generation.ids, "text": generation.text,
         "finish_reason": generation.finish_reason, "prompt_tokens": len(generation.prompt_ids),
@@ -354,7 +347,6 @@ def _generation_line(prompt: Prompt, generation: Generation) -> str:
 
 
 def _summary(generations: Sequence[Generation]) -> str:
-    """Return token counts and speeds of a batch in one line."""
     prompt_tokens = sum(len(generation.prompt_ids) for generation in generations)
     new_tokens = sum(len(generation.ids) for generation in generations)
     timings = generations[0].timings
@@ -382,7 +374,6 @@ def _score_line(prompt: Prompt, logprobs: Sequence[float], as_json: bool, per_to
 
 
 def _benchmark_report(rounds: Sequence[Timings], options: BenchOptions, new_tokens: int, as_json: bool) -> str:
-    """Return the median, minimum and maximum speed over the rounds of a benchmark."""
     prefill = [timings.prefill_tokens_per_second for timings in rounds]
     decode = [timings.decode_tokens_per_second for timings in rounds if timings.decode_tokens_per_second is not None]
     rates = {"prefill": prefill, "decode": decode} if decode else {"prefill": prefill}

@@ -29,13 +29,9 @@ class PromptEncoder:
     """Encodes texts, with the chat template if requested."""
 
     def __init__(self, tokenizer: Tokenizer, prefix: Sequence[int], chat: bool, system: str | None) -> None:
-        """
-        Args:
-            prefix: ids that precede a text. They are not added to a conversation, whose template writes its own.
-            chat: apply the tokenizer's chat template, with the message `system` if there is one.
+        """`prefix` precedes texts, but not conversations, whose template writes its own; `system` starts those.
 
-        Raises:
-            UserError: the tokenizer has no chat template, or it cannot be read.
+        Raises UserError if `chat` is set, and the tokenizer has no chat template, or it cannot be read.
         """
         self._tokenizer, self._prefix = tokenizer, tuple(prefix)
         if chat and not tokenizer.files:
@@ -49,10 +45,7 @@ class PromptEncoder:
         return self._template is not None
 
     def encode(self, text: str, history: Sequence[Message] = ()) -> tuple[int, ...]:
-        """Return the ids of a text, or of the conversation that it continues; empty for an empty text.
-
-        Raises UserError if the chat template rejects the conversation.
-        """
+        """Return the ids of a text, or of the conversation it continues, unless the template rejects it (UserError)."""
         if self._template is None:
             encoded = self._tokenizer.encode(text)
             return (*self._prefix, *encoded) if encoded else ()
@@ -74,14 +67,9 @@ def check_characters(source: str, text: str) -> None:
 
 
 def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard_input: str | None) -> list[Prompt]:
-    """Return the prompts of --prompt, --prompt-file, --tokens and standard input, in this order.
+    """Return the prompts of --prompt, --prompt-file, --tokens, and `standard_input`, if it is one, in this order.
 
-    Args:
-        encoder: None without a tokenizer.
-        standard_input: its content, if it is a prompt.
-
-    Raises:
-        UserError: a file cannot be read, a text is not valid, or there are texts but no tokenizer.
+    Raises UserError if a file cannot be read, a text is not valid, or there are texts but no tokenizer (`encoder`).
     """
     texts = []
     for text in options.prompt:
@@ -132,7 +120,6 @@ def _without_last_line_end(text: str) -> str:
 
 
 def _read_file(path: Path) -> list[tuple[str, str]]:
-    """Return the source and text of each prompt of a file."""
     source = f"--prompt-file {path}"
     try:
         content = path.read_bytes().removeprefix(BYTE_ORDER_MARK).decode()

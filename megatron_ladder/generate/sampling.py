@@ -145,11 +145,7 @@ class Sampler:
             self._seen[slot, list(prompt_ids)] = True
 
     def choose(self, logits_shard_v: Tensor, slots: Sequence[int]) -> Chosen:
-        """Choose the next tokens of some slots; every rank must pass the same slots.
-
-        Args:
-            logits_shard_v: [b, padded V / t], one row for each of `slots`; padding beyond the vocabulary is ignored.
-        """
+        """Choose the next tokens of `slots`, equal on every rank, from logits [b, padded V / t]; padding is ignored."""
         parameters = [self._parameters[slot] for slot in slots]
         model_logits = logits_shard_v.to(torch.promote_types(logits_shard_v.dtype, torch.float32))
         valid = max(0, min(model_logits.shape[1], self._vocab_size - self._start))
@@ -279,9 +275,7 @@ def _decide(
 ) -> Tensor:
     """Return rank 0's decision [b, 2]: a token or a code for each row, and for an owner its position of the draw.
 
-    Args:
-        uniform: [b, 1] in [0, 1).
-        complete: whether the candidates are the whole vocabulary.
+    `uniform` is [b, 1] in [0, 1); `complete`: the candidates are the whole vocabulary.
     """
     highest, leader = candidates.highest.max(1)
     codes = candidates.ids[:, :, 0].gather(1, leader.unsqueeze(1)).squeeze(1)
@@ -327,12 +321,7 @@ def _draw_filtered(
 
 
 def _keep_most_likely(weights: Tensor, total: Tensor, parameters: Sequence[SamplingParameters]) -> Tensor:
-    """Return a mask [b, n] of the tokens that can be drawn.
-
-    Args:
-        weights: [b, n] in descending order, relative to the most likely token.
-        total: [b, 1], weight of the whole vocabulary.
-    """
+    """Return a mask of the tokens to draw from, by descending weights [b, n] and the vocabulary's total [b, 1]."""
     # top_k may exceed 64 bits.
     top_k = torch.tensor([[min(one.top_k or weights.shape[1], weights.shape[1])] for one in parameters])
     kept = torch.arange(weights.shape[1]) < top_k
@@ -345,12 +334,7 @@ def _keep_most_likely(weights: Tensor, total: Tensor, parameters: Sequence[Sampl
 
 
 def _draw_at(weights: Tensor, at: Tensor) -> Tensor:
-    """Return the first index [b] at which the cumulative weight exceeds `at`, or the last one with a weight.
-
-    Args:
-        weights: [b, n] float64, with any sum.
-        at: [b, 1] float64, at least 0 and usually less than that sum.
-    """
+    """Return the first index [b] whose cumulative weight, of [b, n], exceeds `at` [b, 1], or the last with a weight."""
     cumulative = weights.cumsum(-1)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp_(max=weights.shape[-1] - 1)
     return torch.searchsorted(cumulative, at, right=True).minimum(last).squeeze(-1)

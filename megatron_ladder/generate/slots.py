@@ -91,8 +91,6 @@ class _TokenColumns(NamedTuple):
 
 @dataclass
 class _ActiveSample:
-    """A request that is being decoded."""
-
     request: GenerationRequest
     decoder: IncrementalDecoder | None
     stop_finder: StopFinder
@@ -133,20 +131,13 @@ class _ActiveSample:
 
 
 class SlotBatch:
-    """Samples in slots 0 .. slots - 1 over one static cache.
-
-    `admit` and `step` raise BadNumbersError if logits are not finite.
-    """
+    """Samples in slots 0 .. slots - 1 over one static cache; raises BadNumbersError if logits are not finite."""
 
     def __init__(
         self, model: LanguageModel, group: CommGroup, tokenizer: Tokenizer | None, graph: StepGraph | None,
         slots: int, positions: int,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            graph: captures the decode step; None launches its kernels for every token.
-            positions: maximum length of prompt and continuation together, per slot.
-        """
+        """`graph` captures the decode step, if given; `positions` limits prompt and continuation together, per slot."""
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self.samples: list[_ActiveSample | None] = [None] * slots
         self._cache = _StaticCache(model.config, group.size, slots, positions, model.compute_dtype, self._device)
@@ -187,10 +178,7 @@ class SlotBatch:
 
     @torch.inference_mode()
     def step(self) -> list[NewToken]:
-        """Return the next token of every unfinished sample, in the order of the slots.
-
-        Free and finished slots stay in the batch; their results are dropped.
-        """
+        """Return the next token of every unfinished sample, by slot; results of other slots are dropped."""
         newest = [
             (sample.ids[-1], len(sample.request.prompt_ids) + len(sample.ids) - 1) if sample else (_PADDING, 0)
             for sample in self.samples

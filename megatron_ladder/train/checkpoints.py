@@ -47,10 +47,7 @@ class _SaveInFlight(NamedTuple):
 
 
 class CheckpointSaver:
-    """The checkpoints of one run: `resume` before the first step, `save` after steps, `poll` after every step.
-
-    As a context manager it waits at the end for a save in flight. All ranks must call every method except `poll`.
-    """
+    """The checkpoints of a run. The end of its block waits for a save in flight. All ranks call all but `poll`."""
 
     def __init__(
         self,
@@ -94,11 +91,7 @@ class CheckpointSaver:
             self.poll()
 
     def resume(self) -> tuple[int, int]:
-        """Load the checkpoint, if there is one, and return the numbers of steps done and of samples consumed.
-
-        Raises:
-            UserError: there are checkpoints, but none is complete and undamaged.
-        """
+        """Load the checkpoint, if any; return steps done and samples consumed. UserError: none is undamaged."""
         load, save = self._config.load, self._config.save
         if load is None or self._inputs.checkpoint is None:
             if load is not None:
@@ -155,16 +148,9 @@ class CheckpointSaver:
         return checkpoint
 
     def save(self, iteration: int, consumed_samples: int, reason: str = "interval", final: bool = False) -> None:
-        """Publish a checkpoint in --save, or start to; does nothing without --save.
+        """Publish a checkpoint in --save, or start to; does nothing without --save, or if the run has saved it already.
 
-        Waits for a save in flight first. An iteration that this run has saved already is not saved again.
-
-        Args:
-            reason: reason of the save, for the record.
-            final: whether the run ends after this save, which is then synchronous.
-
-        Raises:
-            UserError: a `final` save failed.
+        Waits for a save in flight first. The `final` save of a run is synchronous, and raises UserError if it fails.
         """
         config, world = self._config, self._world
         in_flight = None if self._in_flight is None else self._in_flight.iteration
@@ -259,11 +245,7 @@ class CheckpointSaver:
 
 
 class _SmallFiles:
-    """The files next to the tensors in a run's checkpoints: its tokenizer, and files of an imported model.
-
-    All are read when the run starts and written with every save, so later changes to the originals have no effect.
-    Only used on rank 0, which publishes.
-    """
+    """Tokenizer and files of an imported model, read once and written with every save; only used on rank 0."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -271,13 +253,10 @@ class _SmallFiles:
         self._imported: Any = None
 
     def inherit(self, checkpoint: Checkpoint) -> list[str]:
-        """Take over the files that a loaded checkpoint has of the directory from which its model was imported.
+        """Take over the imported model's files of a checkpoint; return one line for each that is not taken over.
 
         The run's own tokenizer wins if both have a file. Nothing is taken over from a model with another tokenizer,
         whose ids and chat template have another meaning.
-
-        Returns:
-            One line per file that is not taken over, with the reason.
         """
         notes, found = [], dict[str, bytes]()
         stored = {record["name"] for record in checkpoint.manifest["files"]}

@@ -19,7 +19,6 @@ class Finding(NamedTuple):
 
     kind: Literal["bad numbers", "loss spike", "overflow"]
     skipped: bool
-    """Whether the update was skipped."""
     text: str
     details: Mapping[str, Any] = {}
     """JSON-able fields for the record."""

@@ -28,11 +28,9 @@ class RunInputs:
 
     run: RunConfig
     deepspeed: dict[str, Any]
-    """DeepSpeed's configuration."""
     tokenizer: Tokenizer | None
     sources: Sources
     checkpoint: Checkpoint | None
-    """The checkpoint that --load names, if there is one."""
     eod_id: int | None = None
     """The data's end-of-document token, if a tokenizer or a data set's sidecar defines it."""
     stream: StreamPlan | None = None
@@ -40,11 +38,7 @@ class RunInputs:
 
 
 def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
-    """Read the command line and open the files that it names.
-
-    Raises:
-        UserError: one line per error, those of the command line first.
-    """
+    """Read the command line and open the files that it names; raises UserError with one line per error."""
     errors = ErrorCollector()
     flags = parse_run(argv, errors.messages)
     tokenizer_errors: list[str] = []
@@ -83,10 +77,7 @@ def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
 
 
 def describe_data(sources: Sources, tokenizer: Tokenizer | None, stream: StreamPlan | None = None) -> dict[str, Any]:
-    """Return the description of the training data that checkpoints store, so that a resumed run can compare it.
-
-    For a run that does not train, it contains only the tokenizer.
-    """
+    """Return the description of data that a resumed run compares; only the tokenizer if the run does not train."""
     sha256 = None if tokenizer is None else tokenizer.sha256
     if stream is None and sources.train is not None:
         return describe_training(sources.train, sha256)
@@ -167,12 +158,9 @@ def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
 
 
 def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -> int | None:
-    """Return the end-of-document token; None if it is unknown.
+    """Return the end-of-document token, if known; raises UserError if a flag needs it, or documents end with another.
 
     Data sets of conversations mark the start of conversations otherwise, and do not need the token.
-
-    Raises:
-        UserError: a flag needs the token and it is unknown; a data set's documents end with another token, or none.
     """
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     flags = " ".join(flag_name(name) for name in names if getattr(data, name))
@@ -204,10 +192,7 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
 
 
 def _open_stream(run: RunConfig, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None) -> StreamPlan:
-    """Return the input of --streaming.
-
-    A resumed run has as many streams as the checkpoint's, unless the command line sets another number.
-    """
+    """Return the input of --streaming, with the checkpoint's number of streams unless a flag sets another."""
     data, training = run.data, run.training
     assert tokenizer is not None
     max_bad = data.streaming_skip_bad_lines

@@ -34,12 +34,7 @@ class SaveLock:
     def __init__(
         self, folder: Path, stale_seconds: float = 45.0, beat_seconds: float = 10.0, flag: str = "--save"
     ) -> None:
-        """
-        Args:
-            stale_seconds: a lock of another machine that was not updated for this time belongs to a dead run.
-            beat_seconds: time between two updates by the holder.
-            flag: the flag that names the folder, for error messages.
-        """
+        """A lock of another machine counts as dead after `stale_seconds` without an update; `flag` names the folder."""
         self._folder = folder
         self._flag = flag
         self._path = folder / _LOCK_NAME
@@ -50,11 +45,7 @@ class SaveLock:
         self._thread = threading.Thread(target=self._beat, name="save lock", daemon=True)
 
     def __enter__(self) -> Self:
-        """Acquire the lock, taking over that of a dead run.
-
-        Raises:
-            UserError: another run holds the lock; the message has its host, pid and start time.
-        """
+        """Acquire the lock, or take over that of a dead run; raises UserError with the holder if another run has it."""
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             try:
@@ -120,7 +111,6 @@ class SaveLock:
 
 
 def _this_process() -> dict[str, Any]:
-    """Return what identifies this process among all machines: host, boot, pid, and start time."""
     seconds = psutil.Process().create_time()
     return {
         "host": socket.gethostname(),

@@ -102,11 +102,7 @@ class RunLog:
     """Console, TensorBoard and record of rank 0. The other ranks call it too, without effect."""
 
     def __init__(self, trainer: Trainer, first_iteration: int, record: RunRecord, trains: bool = True) -> None:
-        """
-        Args:
-            first_iteration: the first step of this process.
-            trains: False if this process takes no step.
-        """
+        """`first_iteration` is the first step of this process; `trains` is False if it takes no step."""
         run = trainer.run
         self._record = record
         self._run = run
@@ -194,12 +190,9 @@ class _Curves:
     """TensorBoard curves. The first write that fails is reported and ends the curves, but not the run."""
 
     def __init__(self, folder: Path | None, iteration: int, configuration: str, hide_later: bool = True) -> None:
-        """
-        Args:
-            folder: receives a new event file; None writes nothing.
-            iteration: number of steps done before.
-            configuration: Markdown, shown next to the curves.
-            hide_later: hide existing points after `iteration`, which an interrupted run wrote.
+        """Write to a new file in `folder`; None writes nothing. `configuration` is Markdown, shown next to the curves.
+
+        `iteration` steps were done before; `hide_later` hides points after them, which an interrupted run wrote.
         """
         self._folder = folder
         self._writer: Any = None

@@ -39,8 +39,6 @@ from megatron_ladder.train.stop import Stopper, StopSignals
 
 
 class _Session(NamedTuple):
-    """The parts of a run other than the trainer."""
-
     inputs: RunInputs
     streams: TextStreams | None
     checkpoints: CheckpointSaver
@@ -49,15 +47,10 @@ class _Session(NamedTuple):
 
 
 def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
-    """Run the training that a command line describes.
+    """Run the training that a command line describes; `signals` request a graceful shutdown, if they are handled.
 
-    Args:
-        signals: signals that request a graceful shutdown, if they are handled.
-
-    Raises:
-        UserError: the command line or a file is invalid; nothing was started.
-        BadNumbersError: loss or gradient were not finite in too many consecutive steps.
-        LostPeerError: another rank ended, or a collective timed out.
+    Raises UserError before anything starts; BadNumbersError after too many consecutive steps whose numbers were not
+    finite; LostPeerError if another rank ended, or a collective timed out.
     """
     start, place, peers = time.monotonic(), read_rank_info(), Peers()
     with ExitStack() as whole_run:
@@ -162,11 +155,7 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
 def _save_checkpoint(
     trainer: Trainer, session: _Session, iteration: int, consumed_samples: int, reason: str | None
 ) -> str | None:
-    """Save after a step, and return why the run ends now, if it does; all ranks must call it.
-
-    Args:
-        reason: why the run ends, if that is known already.
-    """
+    """Save after a step; return why the run ends now (`reason` if known before), or None. All ranks must call it."""
     final = reason is not None or iteration == trainer.run.training.train_iters
     session.checkpoints.save(iteration, consumed_samples, reason or "interval", final)
     if final:

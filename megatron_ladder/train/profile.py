@@ -40,11 +40,9 @@ def step_contexts(
     first_iteration: int,
     pause: Callable[[], AbstractContextManager[object]],
 ) -> Callable[[int], AbstractContextManager[object]]:
-    """Return a function from a step's number to the context for the step; every rank must enter it.
+    """Return a function from a step's number to its context, which every rank must enter.
 
-    Args:
-        first_iteration: the first step of this process; a resumed run may start after the profiled steps.
-        pause: context for work that is not training.
+    `first_iteration` is the first step of this process; `pause` is the context for work that is not training.
     """
     config = run.profile
     first, last = max(config.profile_step_start + 1, first_iteration), config.profile_step_end
@@ -116,10 +114,7 @@ class _NewStorages(TorchDispatchMode):
 
 
 class ActivationMeter:
-    """Measures the first forward pass with gradients of a model; costs nothing afterwards.
-
-    On CUDA it asks the allocator; elsewhere it tracks the tensors that operators create.
-    """
+    """Measures a model's first forward pass with gradients, by CUDA's allocator or by the tensors created."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.kept_bytes: int | None = None

@@ -35,11 +35,7 @@ class RunRecord:
             self.write(event, **fields)
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Append an event. On a full disk the line is lost, but the run continues.
-
-        Args:
-            fields: JSON-able values; numbers that are not finite are stored as strings.
-        """
+        """Append an event, which is lost if the disk is full. Numbers that are not finite become strings."""
         if self._path is None:
             return
         values = {name: _plain(value) for name, value in fields.items()}
@@ -55,11 +51,7 @@ class RunRecord:
 
 
 def read_record(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of a directory's record in order, without incomplete lines.
-
-    Raises:
-        OSError: there is no record, or it cannot be read.
-    """
+    """Return a directory's events in order, without incomplete lines; raises OSError if the record cannot be read."""
     events = []
     for line in (folder / RECORD_NAME).read_bytes().splitlines():
         with contextlib.suppress(ValueError):

@@ -31,11 +31,9 @@ _WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
 
 
 def open_checkpoint(run: RunConfig, vocabulary_is_known: bool, errors: ErrorCollector) -> Checkpoint | None:
-    """Return the checkpoint that --load names, or None if the directory has none.
+    """Return the checkpoint that --load names, if any; `errors` receives its differences from the command line.
 
-    Args:
-        vocabulary_is_known: False if the vocabulary's size is only a placeholder.
-        errors: receives one line per difference between checkpoint and command line.
+    `vocabulary_is_known` is False if the vocabulary's size is only a placeholder.
     """
     load = run.checkpoint.load
     if load is None:
@@ -58,7 +56,6 @@ def open_checkpoint(run: RunConfig, vocabulary_is_known: bool, errors: ErrorColl
 
 
 def _model_differences(run: RunConfig, checkpoint: Checkpoint, vocabulary_is_known: bool) -> list[str]:
-    """Return one line per value of the command line that contradicts the checkpoint."""
     model = checkpoint.model()
     stored, given = model.to_dict(), run.model.to_dict()
     ignored = _FREE_TO_CHANGE if vocabulary_is_known else (*_FREE_TO_CHANGE, "vocab_size")
@@ -125,14 +122,7 @@ def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:
 
 
 def check_same_data(checkpoint: Checkpoint, data: dict[str, Any], allowed: bool, rank: int) -> None:
-    """Compare the description of the run's data with the checkpoint's.
-
-    Args:
-        allowed: whether changes are allowed, and only reported on rank 0.
-
-    Raises:
-        UserError: one line per change, if changes are not allowed.
-    """
+    """Compare the data with the checkpoint's; raises UserError if it changed, or reports that if `allowed`."""
     changes = [
         f"{change} in {checkpoint.directory}" for change in data_changes(checkpoint.manifest.get("data", {}), data)
     ]

@@ -40,28 +40,19 @@ class Trainer:
     mesh: ProcessMesh
     device: torch.device
     model: LanguageModel
-    """This rank's part of the model."""
     engine: Engine
     schedule: LearningRateSchedule
     implementations: dict[str, str]
     """Which implementations of the norm and the optimizer are used."""
     peers: Peers = field(default_factory=Peers)
-    """The hosts of all ranks."""
     eod_id: int | None = None
-    """The data's end-of-document token, if known."""
     guard: Guard = field(default_factory=Guard)
-    """Detects bad steps from the history of losses."""
 
 
 def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
-    """Join the other processes and build this rank's part; every rank must call it.
+    """Join the other processes and build this rank's part; every rank must call it. `peers` receives all ranks' hosts.
 
-    Args:
-        peers: receives the hosts of all ranks as soon as they are known.
-
-    Raises:
-        UserError: ranks were started with different settings; another rank found an error; the ranks do not share the
-            directory --save; DeepSpeed rejects its configuration.
+    Raises UserError if another rank has other settings, another --save or an error, or DeepSpeed rejects its settings.
     """
     run = inputs.run
     if run.training.deterministic_mode:
@@ -130,7 +121,6 @@ def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
 
 
 def _flattened(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the leaves of nested mappings by their dotted names."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         leaves |= _flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}

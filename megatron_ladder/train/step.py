@@ -30,9 +30,7 @@ class StepResult(NamedTuple):
     loss: float
     """The loss of the global batch, the same on every rank."""
     finding: Finding | None = None
-    """What was wrong with the step, if anything."""
     extra_sums: Sequence[float] = ()
-    """The extra numbers of all ranks, summed."""
 
     @property
     def skipped(self) -> bool:
@@ -46,17 +44,11 @@ def train_step(
     iteration: int,
     extra_numbers: Callable[[], Sequence[float]] = tuple,
 ) -> StepResult:
-    """Run forward and backward of every micro-batch, reduce and clip the gradient, and update the weights.
+    """Run forward and backward of this rank's micro-batches, reduce and clip the gradient, and update the weights.
 
-    Args:
-        micro_batches: those of this rank, on any device.
-        iteration: number of this step; the first step of the run is 1.
-        extra_numbers: returns this rank's extra numbers, to be summed with the gradient norm's collective; equally many
-            on every rank.
-
-    Raises:
-        BadNumbersError: an fp16 gradient is not finite, and the loss scale cannot be lowered; the weights are those
-            from before the step.
+    `iteration` counts from 1. `extra_numbers` returns equally many numbers on every rank, which are summed with the
+    gradient norm's collective. Raises BadNumbersError, with the weights from before the step, if an fp16 gradient is
+    not finite and the loss scale cannot be lowered.
     """
     engine, state, mesh = trainer.engine, trainer.engine.state, trainer.mesh
     learning_rate = trainer.schedule.at(iteration)

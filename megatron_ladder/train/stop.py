@@ -95,12 +95,7 @@ class Stopper:
         return [float(vote) for vote in (*(number in received for number in _SIGNALS), late, self._killed)]
 
     def reason(self, sums: Sequence[float], iteration: int = 0) -> str | None:
-        """Return why all ranks end after this step, or None.
-
-        Args:
-            sums: the votes of all ranks, summed.
-            iteration: the step; 0 before the first step.
-        """
+        """Return why all ranks end after a step (0: before the first), or None; `sums` are all ranks' votes."""
         texts = [
             *(signal.Signals(number).name for number in _SIGNALS),
             f"--exit-duration-in-mins {self._config.exit_duration_in_mins}",

@@ -54,13 +54,10 @@ class ServerSetup:
     api_keys: tuple[bytes, ...]
     """A request must have one of them; if there are none, no key is required."""
     listener: socket.socket | None
-    """The listening socket, on rank 0."""
 
 
 @dataclass
 class _Metrics:
-    """Counters of the server; only its thread uses them."""
-
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)
     """By path and status."""
     prompt_tokens: int = 0
@@ -152,10 +149,7 @@ class _ActiveRequest:
             service.scheduler.submit(ticket)
 
     async def tokens(self) -> AsyncIterator[list[tuple[int, NewToken]]]:
-        """Yield all tokens with the index of their choice, in lists of those that are available together.
-
-        Raises ApiError if the samples are aborted.
-        """
+        """Yield lists of available tokens with their choices' indices; raises ApiError if the samples are aborted."""
         unfinished = len(self.choices)
         while unfinished:
             found: list[tuple[int, NewToken]] = []

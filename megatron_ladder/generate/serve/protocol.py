@@ -199,7 +199,6 @@ def _parse(body: bytes, kind: type[B], model: ServedModel) -> B:
 
 
 def _message(given: Mapping[str, Any]) -> Message:
-    """Return a message with its content as one text."""
     # Clients send the message of a response back unchanged, with "refusal": null.
     given = {name: value for name, value in given.items() if value is not None}
     unknown = given.keys() - {"role", "content", "name"}

@@ -47,7 +47,6 @@ class StepPlan:
     admit: dict[int, GenerationRequest] = field(default_factory=dict)
     """New requests by slot."""
     stop: bool = False
-    """Whether this is the last plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,15 +199,10 @@ def run_plans(
     next_plan: Callable[[], StepPlan] | None = None,
     on_tokens: Callable[[Sequence[NewToken]], None] | None = None,
 ) -> None:
-    """Run steps until a plan stops; every rank must call it.
+    """Run the steps of rank 0's plans until one stops; every rank must call it, with the gloo group of all.
 
-    Args:
-        group: the tensor-parallel ranks, over gloo.
-        next_plan: returns rank 0's next plan, and may wait for it; None on the other ranks.
-        on_tokens: receives the tokens of each step before the slots of finished samples are released; on rank 0.
-
-    Raises:
-        BadNumbersError: the model's logits are not finite; on every rank.
+    `next_plan` may wait for a plan; it is None on other ranks. `on_tokens` receives each step's tokens on rank 0,
+    before slots are released. Raises BadNumbersError on every rank if the model's logits are not finite.
     """
 
     def take(tokens: Sequence[NewToken]) -> None:

@@ -31,10 +31,7 @@ _FLUSH_SECONDS = 2.0
 
 
 def prepare_server(rank_info: RankInfo, options: ServeOptions, stored: StoredModel, directory: Path) -> ServerSetup:
-    """Check the flags, read the keys, and listen on rank 0; raises UserError with one line per error.
-
-    The model's name is derived from `directory`, the value of --model.
-    """
+    """Check the flags, read the keys, and listen on rank 0; raises UserError. The model is named after `directory`."""
     errors = ErrorCollector()
     available = stored.config.max_position_embeddings
     positions = options.max_request_tokens or min(available, _DEFAULT_POSITIONS)
@@ -73,7 +70,6 @@ def prepare_server(rank_info: RankInfo, options: ServeOptions, stored: StoredMod
 
 
 def _read_keys(path: Path) -> tuple[bytes, ...]:
-    """Return the keys of a file with one key per line; raises UserError if it has none, or an invalid one."""
     try:
         lines = [line.strip() for line in path.read_bytes().splitlines()]
     except OSError as error:
@@ -129,8 +125,6 @@ def serve(engine: GenerationEngine, setup: ServerSetup) -> None:
 
 
 class _ServerThread(threading.Thread):
-    """Runs uvicorn next to the engine's thread."""
-
     def __init__(self, setup: ServerSetup, listener: socket.socket) -> None:
         super().__init__(name="server", daemon=True)
         options = setup.options
@@ -174,10 +168,7 @@ class _ServerThread(threading.Thread):
 
 @contextlib.contextmanager
 def _handled_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """Install a handler of SIGINT and SIGTERM inside the block.
-
-    An ignored signal stays ignored: the process that started the ranks handles Ctrl-C and sends them SIGTERM instead.
-    """
+    """Handle SIGINT and SIGTERM inside the block, unless ignored: the parent then handles Ctrl-C and sends SIGTERM."""
     handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in handled}
     try:
