@@ -5,6 +5,7 @@ rewiring, and after healing runs of several lengths, each with a separate schedu
 itself, trained for as long: it shows the effect of the additional training alone.
 """
 
+import itertools
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,22 +35,21 @@ validation samples, so all compared losses use it."""
 
 @dataclass(frozen=True)
 class Adaptation:
-    """The models to adapt, and how they are healed."""
+    """The models to adapt, and how they are healed.
+
+    `upper` has the numbers of rewired upper layers and `percents` the lengths of healing in percent of the original
+    training, both ascending. `learning_rate` is that of healing. `command` is that of the last start.
+    """
 
     size: str
     num_layers: int
     upper: tuple[int, ...]
-    """Numbers of rewired upper layers, ascending; the first is 0, the control."""
     percents: tuple[int, ...]
-    """Lengths of healing in percent of the original training, ascending."""
     seeds: tuple[int, ...]
     standard_learning_rate: float
-    """Of the training of the standard models."""
     standard_iterations: int
     learning_rate: float
-    """Highest learning rate of every healing run, including the control's."""
     command: tuple[str, ...] = ()
-    """Of the last start."""
 
     def standard(self, seed: int) -> Trial:
         """Return the trial that trains the standard model: the one at equal tokens."""
@@ -68,10 +68,8 @@ class Adaptation:
 
     def trials(self) -> Iterator[tuple[int, int, Trial]]:
         """Yield upper layers, percent and trial of all; short trials first, so that results come early."""
-        for percent in (0, *self.percents):
-            for seed in self.seeds:
-                for upper in self.upper:
-                    yield upper, percent, self.trial(upper, percent, seed)
+        for percent, seed, upper in itertools.product((0, *self.percents), self.seeds, self.upper):
+            yield upper, percent, self.trial(upper, percent, seed)
 
 
 def default_upper(num_layers: int) -> tuple[int, ...]:
@@ -81,29 +79,20 @@ def default_upper(num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _AdaptationResults:
-    """An adaptation with its finished trials."""
-
     plan: Adaptation
     finished: Mapping[Trial, Result]
 
     def losses(self, upper: int, percent: int) -> dict[int, float]:
-        """Map each seed to the validation loss of an adapted model, in nats per token.
-
-        Without rewiring and healing, it is that of the standard model on the validation samples of the adapted ones.
-        """
+        """Map each seed to the validation loss of an adapted model, on the same samples for all."""
         trials = {seed: self.plan.trial(upper, percent, seed) for seed in self.plan.seeds}
         return {seed: self.finished[trial].final_loss for seed, trial in trials.items() if trial in self.finished}
 
     def difference(self, upper: int, percent: int, control_percent: int) -> Paired:
-        """Return the losses less those of the same seed's control that was trained further by `control_percent`."""
         return paired(self.losses(upper, percent), self.losses(CONTROL, control_percent))
 
 
 def write_adaptation(folder: Path, output: Path) -> Path | None:
-    """Write `adaptation.md` and its picture about a study's folder into `output`, and return the report's path.
-
-    Returns None if the study has no adaptation, and raises UserError if a file of it is invalid.
-    """
+    """Write `adaptation.md` and its picture into `output`, and return its path; None if the study has no adaptation."""
     plan, study = _read_adaptation(folder), read_study(folder)
     if plan is None or study is None:
         return None
@@ -126,7 +115,6 @@ def _read_adaptation(folder: Path) -> Adaptation | None:
 
 
 def _adaptation_report(adapted: _AdaptationResults) -> str:
-    """Return the page in Markdown, from the finished runs."""
     plan = adapted.plan
     seeds, percents = len(plan.seeds), (0, *plan.percents)
     lengths = ", ".join(f"{plan.iterations(percent)} ({percent} %)" for percent in plan.percents)
@@ -155,18 +143,15 @@ def _adaptation_report(adapted: _AdaptationResults) -> str:
         f"{_numbers(plan.seeds)}) are rewired: their upper layers become ladder, the tensors stay. Zero-shot is the "
         f"validation loss right after rewiring. Healing takes {lengths} steps with a new AdamW, learning rate "
         f"{plan.learning_rate:g} ({plan.learning_rate / plan.standard_learning_rate:g} of the standard training's) and "
-        "a schedule of the length of the run. It uses the training data again, in the order of another seed (the "
-        f"model's + {SEED_OFFSET}), which also draws the validation samples. The row of 0 layers is the control: the "
-        "standard model, trained further in the same way.",
+        "a schedule of the length of the run. Another seed (the model's + "
+        f"{SEED_OFFSET}) orders the same data and draws the validation samples. The row of 0 layers is the control: "
+        "the standard model, trained further in the same way.",
         f"**This adaptation is not finished**: {missing} of {expected} runs are missing." if missing else "",
-        f"Validation loss in nats per token: mean and standard deviation over {seeds} seeds; with their number if runs "
-        "are missing.",
+        f"Validation loss in nats per token: mean and standard deviation over {seeds} seeds.",
         markdown_table(losses),
-        "Difference from the control of the same seed and length: mean and standard deviation over seeds. Above zero "
-        "is worse than the standard model.",
+        "Difference from the control of the same seed and length; above zero is worse than the standard model.",
         markdown_table(differences),
-        "*Back* means that the mean difference is at most the standard deviation of the standard model's loss over "
-        "seeds.",
+        "*Back* means that the mean difference is at most the deviation of the standard model's loss over seeds.",
         "\n".join(f"* {sentence}" for sentence in _findings(adapted)),
         f"![Loss over the number of rewired layers]({FIGURE_NAME})",
     ]
@@ -176,19 +161,15 @@ def _adaptation_report(adapted: _AdaptationResults) -> str:
 def _findings(adapted: _AdaptationResults) -> list[str]:
     """Return one sentence per reference: the hybrids that are back within the seeds' spread of it."""
     percents = adapted.plan.percents
-    control = _finding(adapted, {percent: percent for percent in percents})
-    before = _finding(adapted, dict.fromkeys(percents, 0))
-    return [
-        f"Compared with the standard model trained for as long{control}",
-        f"Compared with the original standard model{before}",
-    ]
+    references = {
+        "the standard model trained for as long": {percent: percent for percent in percents},
+        "the original standard model": dict.fromkeys(percents, 0),
+    }
+    return [f"Compared with {name}{_finding(adapted, one)}" for name, one in references.items()]
 
 
 def _finding(adapted: _AdaptationResults, references: Mapping[int, int]) -> str:
-    """Compare all hybrids with the control, and return the end of the sentence.
-
-    `references` maps each length of healing to that of the control to compare with, both in percent.
-    """
+    """Compare all hybrids with the control, whose length of healing `references` maps from theirs."""
     plan, seeds = adapted.plan, len(adapted.plan.seeds)
     if seeds < 2:
         return ": no conclusion, because one seed has no spread."

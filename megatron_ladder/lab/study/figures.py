@@ -1,7 +1,4 @@
-"""The pictures of a study's report: loss curves with the spread over seeds, and paired differences with intervals.
-
-A wiring has the same colour in all of them, from the colour-blind safe palette of Okabe and Ito.
-"""
+"""The pictures of a study's report: loss curves with the spread over seeds, and paired differences with intervals."""
 
 import io
 import itertools
@@ -20,17 +17,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""The first one is the baseline's. Without the palette's yellow, which is invisible on white."""
+"""The colour-blind safe palette of Okabe and Ito without yellow; the first one is the baseline's."""
 STYLES = ("-", "--", ":", "-.")
 """After all colours are used, they repeat in the next style."""
 SHOWN_FROM = 0.3
 """Share of the run that is not drawn, because its losses fall too fast to show differences."""
 DOTS_PER_INCH = 130
+Summary = tuple[float, float, float, float]
+"""Position, and mean, minimum and maximum over seeds."""
 AXIS: Mapping[Budget, str] = {"tokens": "tokens (millions)", "time": f"time (steps of {STANDARD} under the link)"}
 
 
 def _styles(results: StudyResults) -> dict[str, tuple[str, str]]:
-    """Map each wiring to its colour and line style in all pictures of the study."""
     pairs = ((colour, style) for style in itertools.cycle(STYLES) for colour in COLOURS)
     return dict(zip(dict.fromkeys([*results.wirings("tokens"), *results.wirings("time")]), pairs, strict=False))
 
@@ -44,12 +42,9 @@ def write_png(figure: "Figure", path: Path) -> None:
 
 def drawable(results: StudyResults, size: str) -> list[Budget]:
     """Return the budgets for which there are a baseline and curves to draw."""
-    return [
-        budget
-        for budget in BUDGETS
-        if results.curves(budget, size, STANDARD)
-        and (budget == "tokens" or any(results.runs(budget, size, one) for one in results.wirings(budget)[1:]))
-    ]
+    found: list[Budget] = [budget for budget in BUDGETS if results.curves(budget, size, STANDARD)]
+    is_timed = any(results.runs("time", size, one) for one in results.wirings("time")[1:])
+    return [budget for budget in found if budget == "tokens" or is_timed]
 
 
 def draw_curves(results: StudyResults, size: str) -> "Figure":
@@ -94,8 +89,7 @@ def draw_curves(results: StudyResults, size: str) -> "Figure":
         if limits := _shown_range(shown[name], most):
             axes.set_ylim(*limits)
     figure.suptitle(f"{size}: mean over seeds\nband from minimum to maximum; the first {SHOWN_FROM:.0%} not shown")
-    columns_of_legend = min(len(lines), 4)
-    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns_of_legend, frameon=False)
+    figure.legend([*lines.values()], [*lines], loc="outside lower center", ncols=min(len(lines), 4), frameon=False)
     return figure
 
 
@@ -128,13 +122,9 @@ def draw_differences(results: StudyResults, size: str) -> "Figure":
     return figure
 
 
-Summary = tuple[float, float, float, float]
-"""Position, and mean, minimum and maximum over seeds."""
-
-
 def _shown_range(points: Sequence[Summary], most: float) -> tuple[float, float] | None:
     """Return an axis range with a margin, without points above `most` (diverging runs); None without points."""
-    kept = [(low, high) for _, _, low, high in points if math.isfinite(high) and high <= most]
+    kept = [(low, high) for *_, low, high in points if math.isfinite(high) and high <= most]
     if not kept:
         return None
     low, high = min(low for low, _ in kept), max(high for _, high in kept)
@@ -152,20 +142,13 @@ def _summarised(curves: Mapping[int, Curve], start: float) -> list[Summary]:
 
 
 def _difference_curves(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> dict[int, Curve]:
-    """Subtract the baseline's curve of the same seed, at the baseline's positions that both reach.
-
-    Runs of equal time can differ in length by a fraction of a step, because they have whole steps.
-    """
+    """Subtract the baseline's curve of the same seed, at its positions that both reach, give or take a step."""
     import numpy as np
 
     found: dict[int, Curve] = {}
     for seed in curves.keys() & baseline.keys():
         positions, losses = zip(*curves[seed], strict=True)
-        first, last = positions[0], positions[-1]
-        points = []
-        for position, loss in baseline[seed]:
-            at = last if last < position < last + 1 else position
-            if first <= at <= last:
-                points.append((position, float(np.interp(at, positions, losses)) - loss))
-        found[seed] = tuple(points)
+        # Runs of equal time have whole steps, and so can differ in length by a fraction of one.
+        points = [point for point in baseline[seed] if positions[0] <= point[0] < positions[-1] + 1]
+        found[seed] = tuple((at, float(np.interp(at, positions, losses)) - loss) for at, loss in points)
     return found

@@ -5,7 +5,7 @@
 2. tokens: every wiring with every seed, for the same number of steps.
 3. time: some wirings again, for as many steps as they can do in the time of standard.
 
-Seeds are the outermost loop, so that a study that is cut short has whole pairs.
+Seeds are the outermost loop, so that an interrupted study has whole pairs.
 """
 
 import math
@@ -21,9 +21,8 @@ MOST_FURTHER = 3
 
 def tuning_trials(study: Study) -> list[Trial]:
     """Return the trials that choose the learning rates; none if there is only one rate."""
-    if len(study.learning_rates) == 1:
-        return []
-    return [_tuning_trial(study, *model, rate) for model in study.models for rate in study.learning_rates]
+    rates = study.learning_rates if len(study.learning_rates) > 1 else ()
+    return [_tuning_trial(study, *model, rate) for model in study.models for rate in rates]
 
 
 def _tuning_trial(study: Study, size: str, wiring: str, rate: float) -> Trial:
@@ -62,12 +61,8 @@ def timed_iterations(study: Study, speedup: float) -> int:
 
 def tried_rates(study: Study, losses: Mapping[Trial, float], size: str, wiring: str) -> dict[float, float]:
     """Map each learning rate to the final loss of a wiring's finished tuning trial, ascending."""
-    found = {
-        trial.learning_rate: loss
-        for trial, loss in losses.items()
-        if trial == _tuning_trial(study, size, wiring, trial.learning_rate)
-    }
-    return dict(sorted(found.items()))
+    trials = {rate: _tuning_trial(study, size, wiring, rate) for rate in sorted(one.learning_rate for one in losses)}
+    return {rate: losses[trial] for rate, trial in trials.items() if trial in losses}
 
 
 def choose_learning_rates(study: Study, losses: Mapping[Trial, float]) -> dict[str, float]:

@@ -30,16 +30,13 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TrialHistory:
-    """The record of a trial, without repeated steps."""
+    """The record of a trial, without repeated steps. Versions and exit code are those of the last start."""
 
     progress: Sequence[Event] = ()
-    """Training events, in the order of their iterations."""
     evaluations: Sequence[Event] = ()
     starts: int = 0
     versions: Mapping[str, str] | None = None
-    """Versions at the last start."""
     code: int | None = None
-    """Exit code of the last start, if it has ended."""
 
     @property
     def iteration(self) -> int:
@@ -56,7 +53,6 @@ def read_history(folder: Path) -> TrialHistory:
 
 
 def _merge_starts(events: Sequence[Event]) -> TrialHistory:
-    """Merge the starts of a record, without steps that were lost."""
     progress: list[Event] = []
     evaluations: list[Event] = []
     starts, versions, code = 0, None, None
@@ -64,7 +60,7 @@ def _merge_starts(events: Sequence[Event]) -> TrialHistory:
         kind = event["event"]
         if kind == "start":
             starts, versions, code = starts + 1, event.get("versions"), None
-            progress = _until(progress, event["iteration"])
+            progress = _cut_progress(progress, event["iteration"])
             evaluations = [one for one in evaluations if one["iteration"] <= event["iteration"]]
         elif kind == "progress":
             progress.append(event)
@@ -75,7 +71,7 @@ def _merge_starts(events: Sequence[Event]) -> TrialHistory:
     return TrialHistory(progress, evaluations, starts, versions, code)
 
 
-def _until(progress: Sequence[Event], iteration: int) -> list[Event]:
+def _cut_progress(progress: Sequence[Event], iteration: int) -> list[Event]:
     """Return the events up to an iteration; an event that ends later is cut, with its share of the time."""
     kept = [event for event in progress if event["iteration"] <= iteration]
     beyond = [event for event in progress if event["iteration"] - event["steps"] < iteration < event["iteration"]]
@@ -129,14 +125,12 @@ def remove_unevaluated_end(folder: Path, iterations: int) -> list[str]:
     save = folder / CHECKPOINTS
     names = published_checkpoints(save)
     ended = [name for name in names if publishing_order(name)[0] >= iterations]
-    if ended:
-        before = [name for name in names if name not in ended]
-        if before:
-            write_atomically(save / LATEST_NAME, f"{before[-1]}\n")
-        else:
-            (save / LATEST_NAME).unlink(missing_ok=True)
-        for name in ended:
-            shutil.rmtree(save / name)
+    if before := [name for name in names if ended and name not in ended]:
+        write_atomically(save / LATEST_NAME, f"{before[-1]}\n")
+    elif ended:
+        (save / LATEST_NAME).unlink(missing_ok=True)
+    for name in ended:
+        shutil.rmtree(save / name)
     return ended
 
 
@@ -180,12 +174,10 @@ def times_of_trials(results: Sequence[Result], study: Study, size: str, ranks: i
         return None
     seconds, speedup, spread = {}, {}, {}
     for name in study.timed_wirings:
-        seeds = speeds.get(name, {}).keys() & speeds[STANDARD].keys()
-        if not seeds:
-            continue
-        ratios = [speeds[name][seed] / speeds[STANDARD][seed] for seed in seeds]
-        seconds[name] = study.tokens_per_step / statistics.median(speeds[name][seed] for seed in seeds)
-        speedup[name] = statistics.median(ratios)
-        quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [0.0, 0.0, 0.0]
-        spread[name] = quartiles[2] - quartiles[0]
+        if seeds := speeds.get(name, {}).keys() & speeds[STANDARD].keys():
+            ratios = [speeds[name][seed] / speeds[STANDARD][seed] for seed in seeds]
+            seconds[name] = study.tokens_per_step / statistics.median(speeds[name][seed] for seed in seeds)
+            speedup[name] = statistics.median(ratios)
+            first, _, third = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else (0.0, 0.0, 0.0)
+            spread[name] = third - first
     return StepTimes("that of the trials, from their tokens per second", ranks, seconds, speedup, spread, ())

@@ -31,22 +31,17 @@ def report_study(options: ReportOptions) -> None:
 
 
 def write_report(results: StudyResults, output: Path) -> Path:
-    """Write `report.md` and its pictures into a folder, each of them atomically, and return the report's path.
-
-    The report lists trials that are still missing.
-    """
+    """Write `report.md` and its pictures into a folder, each of them atomically, and return the report's path."""
     output.mkdir(parents=True, exist_ok=True)
-    drawn = {"curves": draw_curves}
-    if len(results.wirings("tokens")) > 1:
-        drawn["differences"] = draw_differences
+    has_differences = len(results.wirings("tokens")) > 1
+    drawn = {"curves": draw_curves, **({"differences": draw_differences} if has_differences else {})}
     pictures: dict[str, list[str]] = {}
     for size in results.study.sizes:
         pictures[size] = [f"{name}-{size}.png" for name in drawn] if drawable(results, size) else []
         for file, draw in zip(pictures[size], drawn.values(), strict=False):
             write_png(draw(results, size), output / file)
-    path = output / "report.md"
-    write_atomically(path, _report_text(results, pictures))
-    return path
+    write_atomically(output / "report.md", _report_text(results, pictures))
+    return output / "report.md"
 
 
 def _report_text(results: StudyResults, pictures: Mapping[str, list[str]]) -> str:
@@ -73,25 +68,20 @@ def _report_text(results: StudyResults, pictures: Mapping[str, list[str]]) -> st
 
 
 def _finding(wiring: str, one: Comparison, judged: int) -> str:
-    """Return one sentence on a comparison, which is one of `judged` comparisons of its table."""
-    paired = one.difference
+    """Return one sentence on one of the `judged` comparisons of a table."""
+    paired, (low, high) = one.difference, one.difference.interval
     if paired.pairs == 0:
         return f"**{wiring}** has no pair of runs with {STANDARD} yet."
     if paired.verdict is LossVerdict.DIVERGED:
         return f"**{wiring}** has no verdict, because a run of its {paired.pairs} pairs diverged."
     if paired.verdict is LossVerdict.TOO_FEW:
         return f"**{wiring}** has no verdict from a single pair (difference {number(paired.mean, '+.4f')} nats)."
-    low, high = paired.interval
     if paired.verdict is LossVerdict.NO_DIFFERENCE:
-        return (
-            f"**{wiring}** shows no significant difference from {STANDARD}: {number(max(0.0, -low))} nats better to "
-            f"{number(max(0.0, high))} nats worse."
-        )
+        span = f"{number(max(0.0, -low))} nats better to {number(max(0.0, high))} nats worse"
+        return f"**{wiring}** shows no significant difference from {STANDARD}: {span}."
     least, most = sorted((abs(low), abs(high)))
-    note = ""
-    if judged > 1:
-        significance = "also" if one.holds_among_all else "but not"
-        note = f", {significance} significant among {judged} comparisons (Holm's p {tables.adjusted_p(one)})"
+    significance = f", {'also' if one.holds_among_all else 'but not'} significant among {judged} comparisons"
+    note = f"{significance} (Holm's p {tables.adjusted_p(one)})" if judged > 1 else ""
     return f"**{wiring}** ends {number(least)} to {number(most)} nats {paired.verdict.value} than {STANDARD}{note}."
 
 
@@ -106,15 +96,10 @@ def _setup(results: StudyResults) -> list[str]:
         f"sequences of {study.seq_length:,}; flags of every run: `{shlex.join(study.training_flags)}`",
     ]
     if study.schedule:
-        rows.append(
-            f"Schedule: warm-up over {study.schedule['warm_up']:.0%} of a run's iterations, then decay to "
-            f"{study.schedule['last']:.0%} of the highest learning rate at the end of the run"
-        )
-    rows += [
-        f"Seeds: {', '.join(map(str, study.seeds))}; runs with the same seed share initial weights and order of "
-        "samples, and are compared in pairs",
-        f"Wirings: {', '.join(study.wirings)}",
-    ]
+        warm_up, last = study.schedule["warm_up"], study.schedule["last"]
+        rows.append(f"Schedule: warm-up over {warm_up:.0%} of a run, then decay to {last:.0%} of the highest rate")
+    rows.append(f"Seeds: {', '.join(map(str, study.seeds))}; runs with the same seed are compared in pairs")
+    rows.append(f"Wirings: {', '.join(study.wirings)}")
     versions: dict[str, dict[str, None]] = {}
     for name, version in (item for one in finished for item in one.versions.items()):
         versions.setdefault(name, {})[version] = None
@@ -128,7 +113,6 @@ def _setup(results: StudyResults) -> list[str]:
 
 
 def _portable(word: str) -> str:
-    """Shorten paths of the interpreter and the checkout in a command."""
     path = PurePath(word)
     if path.is_absolute() and path.name.startswith("python"):
         return "python"
@@ -141,22 +125,19 @@ def _learning_rates(results: StudyResults, size: str) -> list[str]:
         return [f"{study.learning_rates[0]:g} for every wiring, without tuning."]
     caption = (
         f"Final validation loss of one run of {study.tuning_iterations:,} iterations (seed {study.tuning_seed}) per "
-        "rate. The best rate is used for all other runs of the wiring; (edge) marks a best rate that is the lowest or "
-        "highest one tried."
+        "rate. (edge) marks a chosen rate that is the lowest or highest one tried."
     )
     return [caption, tables.learning_rates_table(results, size)]
 
 
 def _equal_tokens(results: StudyResults, size: str) -> list[str]:
     outcome = (
-        "Losses are in nats per token, mean over seeds ± sample standard deviation. Intervals are those of the mean "
-        "paired difference (Student's t). A verdict is bold if it also holds among all comparisons of the table "
-        "(Holm's p at most 0.05)."
+        "Losses are in nats per token, mean over seeds ± sample standard deviation, and intervals those of the mean "
+        "paired difference. A verdict is bold if it also holds among all comparisons (Holm's p at most 0.05)."
     )
     reached = (
-        f"Tokens until a run reaches the final loss of {STANDARD} with the same seed, interpolated on the validation "
-        "curve; in brackets the share of the whole run. Tokens/s are those of the runs on this machine, without the "
-        "stated interconnect."
+        f"Tokens until a run reaches the final loss of {STANDARD} with the same seed (share of the whole run), "
+        "interpolated on the validation curve. Tokens/s are those on this machine, without the stated interconnect."
     )
     return _outcomes(results, "tokens", size, outcome, reached)
 
@@ -169,28 +150,22 @@ def _equal_time(results: StudyResults, size: str) -> list[str]:
         return ["The step times are not measured yet."]
     times = study.step_times[size]
     interconnect = (
-        f"Interconnect: {times.interconnect} (`--link {study.link}`), {times.ranks} tensor-parallel processes. Time is "
-        "the number of iterations times the measured step time under that interconnect. Every wiring was trained for "
-        f"the time that {STANDARD} takes for {study.iterations:,} iterations, with a schedule of that length."
+        f"Interconnect: {times.interconnect} (`--link {study.link}`), {times.ranks} tensor-parallel processes. Every "
+        f"wiring was trained for the time of {STANDARD}'s {study.iterations:,} iterations, by these step times."
     )
-    ratios = (
-        "Forward and backward of a step in fp32 on CPUs, without the optimizer, wirings interleaved: the median, the "
-        "median of the paired ratios, and their interquartile range."
+    steps = (
+        "Forward and backward of a step in fp32 on CPUs, without the optimizer, wirings interleaved"
         if times.command
-        else "Steps of the runs at equal tokens: the median, the median of the ratios of runs with the same seed, and "
-        "their interquartile range."
+        else "Steps of the runs at equal tokens"
     )
+    ratios = f"{steps}: the median, the median of the paired ratios, and their interquartile range."
     outcome = f"{STANDARD}'s runs are those at equal tokens. The intervals take the measured ratios as exact."
-    reached = (
-        f"Time until a run reaches the final loss of {STANDARD} with the same seed, in steps of {STANDARD}; in "
-        "brackets the share of the whole time:"
-    )
+    reached = f"Steps of {STANDARD} until a run reaches {STANDARD}'s final loss (share of the whole time):"
     measured = [interconnect, ratios, tables.step_times_table(results, size)]
     return [*measured, *_outcomes(results, "time", size, outcome, reached)]
 
 
 def _outcomes(results: StudyResults, budget: Budget, size: str, outcome: str, reached: str) -> list[str]:
-    """Return the two tables of a budget below their captions."""
     if not any(results.runs(budget, size, one) for one in results.wirings(budget)):
         return ["No run is done yet."]
     outcomes, reaching = (table(results, budget, size) for table in (tables.outcomes_table, tables.reaching_table))
@@ -202,21 +177,17 @@ def _bullets(rows: Sequence[str]) -> str:
 
 
 def _compare_studies(before: StudyResults, after: StudyResults) -> str:
-    """Return a Markdown table of each wiring's mean final loss in two runs of the same study.
+    """Return a Markdown table of each wiring's mean final loss in two runs of the same study, over common seeds.
 
-    Means are over the seeds that both have. The spread is the sample standard deviation over all seeds of the first
-    study. Runs at equal time differ in length if the step times differ.
+    The spread is the deviation over all seeds of the first one. Lengths at equal time differ if the step times do.
     """
     warnings = []
     if changed := changed_fields(before.study, after.study):
         warnings.append(f"The two folders are not runs of the same study: {', '.join(changed)} differ.")
     rates, new_rates = before.study.chosen, after.study.chosen
     if rates != new_rates:
-        different = [
-            f"{key} ({rate:g}, then {new_rates[key]:g})"
-            for key, rate in rates.items()
-            if rate != new_rates.get(key, rate)
-        ]
+        changes = {key: (rate, new_rates.get(key, rate)) for key, rate in rates.items()}
+        different = [f"{key} ({rate:g}, then {now:g})" for key, (rate, now) in changes.items() if rate != now]
         warnings.append(f"The chosen learning rates differ: {', '.join(different) or 'one study is incomplete'}.")
     rows = []
     for size in before.study.sizes:

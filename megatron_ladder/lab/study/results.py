@@ -1,7 +1,6 @@
 """The results of a study, grouped by their purpose; any of them can still be missing.
 
-A curve is a tuple of (position, validation loss in nats per token), ascending. Positions are iterations, tokens, or
-time. Time is counted in steps of the baseline under the interconnect: an iteration of a wiring takes 1 / speedup.
+Time is counted in steps of the baseline under the interconnect: an iteration of a wiring takes 1 / speedup.
 """
 
 import math
@@ -20,15 +19,15 @@ Budget = Literal["tokens", "time"]
 """The quantity that compared runs have in common."""
 BUDGETS: tuple[Budget, Budget] = ("tokens", "time")
 Curve = tuple[tuple[float, float], ...]
+"""Tokens or time, ascending, and the validation loss in nats per token."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A wiring compared with the baseline."""
+    """A wiring compared with the baseline; p is adjusted for all comparisons of its table, NaN without an interval."""
 
     difference: Paired
     adjusted_p: float
-    """By Holm's correction, among all comparisons of its table; NaN without an interval."""
 
     @property
     def holds_among_all(self) -> bool:
@@ -38,11 +37,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class StudyResults:
-    """A study with its finished trials."""
+    """A study with its finished trials in the order of their folders' names, without those of an adaptation."""
 
     study: Study
     finished: Mapping[Trial, Result]
-    """In the order of their folders' names, without those of an adaptation."""
 
     def tuning(self, size: str, wiring: str) -> dict[float, float]:
         """Map each learning rate to the final validation loss of its tuning run, ascending."""

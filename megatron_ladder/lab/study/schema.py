@@ -1,8 +1,7 @@
-"""What a study stores as JSON in its folder: `study.json`, which describes it, and the result of each run (trial).
+"""The JSON files of a study: `study.json`, which describes it, and the `result.json` of each run (trial).
 
-The description is written before the first trial, and again when learning rates are chosen and steps are timed.
-Resuming a study with different settings is rejected. A trial's folder contains `checkpoints/` (with `run.jsonl`) while
-it runs, `output.txt`, and `result.json`, which is written last and atomically, so a trial that has it is done.
+A trial's folder also contains `output.txt`, and `checkpoints/` (with `run.jsonl`) while it runs. Its result is written
+last and atomically, so a trial that has it is done.
 """
 
 import json
@@ -28,48 +27,42 @@ Stored = TypeVar("Stored")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of a step under one interconnect, with `ranks` tensor-parallel processes and the wirings interleaved."""
+    """Medians of a step's seconds, and of its paired speedup over standard with the interquartile range, by wiring."""
 
     interconnect: str
-    """Description: whose interconnect, or how long an all-reduce takes on the emulated one."""
     ranks: int
     seconds: Mapping[str, float]
-    """Wiring -> median of a step's forward and backward."""
     speedup: Mapping[str, float]
-    """Wiring -> median of the rounds' paired ratios, standard over this wiring; 1 for standard."""
     spread: Mapping[str, float]
-    """Wiring -> interquartile range of the ratio."""
     command: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Study:
-    """A grid of training runs, with the settings of `RunOptions` on which results depend."""
+    """A grid of training runs, with the settings of `RunOptions` on which results depend.
+
+    `sizes` maps names to the fields of the model's shape, `chosen` maps `size/wiring` to the chosen learning rate, and
+    `step_times` maps the timed sizes. `schedule` has the shares `warm_up` (of iterations) and `last` (of the rate).
+    """
 
     wirings: tuple[str, ...]
     timed_wirings: tuple[str, ...]
     sizes: Mapping[str, Mapping[str, int]]
-    """Name -> the fields of the model's shape."""
     seeds: tuple[int, ...]
     tuning_seed: int
     learning_rates: tuple[float, ...]
     iterations: int
-    """Of standard, and of every wiring at equal tokens."""
     tuning_iterations: int
     tokens_per_step: int
     seq_length: int
     link: str
     training_flags: tuple[str, ...]
     data: str
-    """Description of the training data, with its number of tokens."""
     machine: Mapping[str, str]
     command: tuple[str, ...]
     chosen: Mapping[str, float] = field(default_factory=dict)
-    """`size/wiring` -> learning rate, after it is chosen."""
     step_times: Mapping[str, StepTimes] = field(default_factory=dict)
-    """Size -> times, after they are measured."""
     schedule: Mapping[str, float] = field(default_factory=dict)
-    """`warm_up`: share of a trial's iterations; `last`: its lowest learning rate as a share of the highest."""
 
     @property
     def models(self) -> list[tuple[str, str]]:
@@ -88,7 +81,10 @@ def rate_key(size: str, wiring: str) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """One training run. Trials with the same seed are paired: they share initial weights and order of samples."""
+    """One training run. Trials with the same seed share initial weights and order of samples.
+
+    `detail` is a further distinction, such as `upper4-3pct-of-700` in an adaptation.
+    """
 
     kind: Kind
     wiring: str
@@ -97,7 +93,6 @@ class Trial:
     learning_rate: float
     iterations: int
     detail: str = ""
-    """Further distinction, such as `upper4-3pct-of-700` in an adaptation."""
 
     @property
     def name(self) -> str:
@@ -108,21 +103,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a trial. A curve is a tuple of (iteration, loss in nats per token)."""
+    """The outcome of a trial: curves of (iteration, loss in nats per token), and the seconds of its steps."""
 
     trial: Trial
     parameters: int
     tokens_per_step: int
     training: tuple[tuple[int, float], ...]
-    """Mean training losses of the steps since the previous point."""
     validation: tuple[tuple[int, float], ...]
-    """Validation losses; the last point is the finished model."""
     tokens_per_second: float
-    """Median over the intervals of its log; unreliable on a machine with other work."""
     seconds: float
-    """Time in its steps."""
     attempts: int
-    """Number of starts."""
     command: tuple[str, ...]
     versions: Mapping[str, str]
 
@@ -137,10 +127,9 @@ class Result:
 
 
 def read_json(path: Path, kind: type[Stored], name: str, fix: str, **decoders: Callable[[Any], Any]) -> Stored | None:
-    """Read a dataclass that is stored as JSON; None if there is no such file. Lists become tuples.
+    """Read a dataclass that is stored as JSON, with decoders of fields; None if there is no such file.
 
-    `decoders` maps fields to functions of their stored values. An invalid file, or one from another version, is a
-    UserError, which contains `name` (what is stored, with its article) and `fix`.
+    Lists become tuples. Raises a UserError with `name` and `fix` for an invalid file, or one from another version.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -189,7 +178,7 @@ def write_study(folder: Path, study: Study) -> None:
 
 def changed_fields(before: Study, now: Study) -> list[str]:
     """Return the fields that differ, without those on which no result depends."""
-    names = [one.name for one in fields(Study) if one.name not in _CHANGEABLE_FIELDS]
+    names = (one.name for one in fields(Study) if one.name not in _CHANGEABLE_FIELDS)
     return [name for name in names if getattr(before, name) != getattr(now, name)]
 
 

@@ -1,8 +1,7 @@
 """Statistics of a few paired runs: paired intervals by Student's t, and Holm's correction.
 
-Two runs with the same seed form a pair: they share initial weights and order of samples. Their difference does not
-contain the effect of the seed, so differences are judged, and not the difference of two means. All losses are in nats
-per token.
+Two runs with the same seed form a pair: they share initial weights and order of samples, so their difference does not
+contain the effect of the seed. All losses are in nats per token.
 """
 
 import math
@@ -11,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 CONFIDENCE = 0.95
-"""Of every interval; adjusted p-values are compared with 1 - CONFIDENCE."""
 
 
 class LossVerdict(Enum):
@@ -31,21 +29,14 @@ def mean(values: Sequence[float]) -> float:
 
 def deviation(values: Sequence[float]) -> float:
     """Return the sample standard deviation (n - 1); NaN for fewer than two values or if one is not finite."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        return math.nan
-    return statistics.stdev(values)
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
 
 class Paired:
-    """Statistics of the differences of paired runs, of which there is one per seed; NaN where they need more pairs.
+    """Statistics of the differences of paired runs, one per seed; NaN where they need more pairs.
 
-    Attributes:
-        pairs: number of pairs.
-        mean: mean difference.
-        standard_error: of the mean.
-        half_width: of the interval of the mean, at `CONFIDENCE`.
-        p: two-sided p-value of "the mean is 0".
-        verdict: whether the interval excludes 0, for this comparison alone.
+    They are the mean, its standard error and interval at `CONFIDENCE`, the two-sided p-value of "the mean is 0", and
+    the verdict of this comparison alone.
     """
 
     def __init__(self, differences: Sequence[float]) -> None:
@@ -82,8 +73,7 @@ def paired(losses: Mapping[int, float], baseline: Mapping[int, float]) -> Paired
 def holm(probabilities: Mapping[str, float]) -> dict[str, float]:
     """Adjust p-values for several comparisons (Holm 1979). NaN values are not counted and stay NaN."""
     ordered = sorted((p, name) for name, p in probabilities.items() if not math.isnan(p))
-    adjusted = dict(probabilities)
-    largest = 0.0
+    adjusted, largest = dict(probabilities), 0.0
     for number, (p, name) in enumerate(ordered):
         largest = max(largest, min(1.0, (len(ordered) - number) * p))
         adjusted[name] = largest

@@ -39,7 +39,6 @@ def _with_error(value: float, error: float, form: str) -> str:
 
 
 def adjusted_p(one: Comparison) -> str:
-    """Format the adjusted p-value."""
     return "< 0.001" if one.adjusted_p < 0.001 else number(one.adjusted_p, ".3f")
 
 
@@ -51,20 +50,15 @@ def outcomes_table(results: StudyResults, budget: Budget, size: str) -> str:
         losses = [*results.final_losses(budget, size, wiring).values()]
         # Larger losses would overflow.
         perplexity = math.inf if mean(losses) > 700 else math.exp(mean(losses))
-        length = f"{results.iterations(budget, size, wiring):,}" if losses else NOTHING
-        row = {
-            "wiring": wiring,
-            **({"iterations": length} if budget == "time" else {}),
-            "runs": str(len(losses)),
-            "final validation loss": mean_and_deviation(losses),
-            "perplexity": number(perplexity, ".2f"),
-        }
-        rows.append({**row, **_comparison_cells(comparisons.get(wiring))})
+        row = {"wiring": wiring}
+        if budget == "time":
+            row["iterations"] = f"{results.iterations(budget, size, wiring):,}" if losses else NOTHING
+        row |= {"runs": str(len(losses)), "final validation loss": mean_and_deviation(losses)}
+        rows.append({**row, "perplexity": number(perplexity, ".2f"), **_comparison_cells(comparisons.get(wiring))})
     return markdown_table(rows)
 
 
 def _comparison_cells(one: Comparison | None) -> dict[str, str]:
-    """Return the cells of a comparison; dashes for the baseline, which is not compared."""
     heads = (f"less {STANDARD}'s, paired ± s. e.", "95 % interval", "verdict", "p (Holm)")
     if one is None:
         return dict.fromkeys(heads, NOTHING)
@@ -142,7 +136,7 @@ def step_times_table(results: StudyResults, size: str) -> str:
 
 def sizes_table(results: StudyResults) -> str:
     """Return the shapes of the models and their exact numbers of parameters."""
-    shapes = results.study.sizes
+    shapes, order = results.study.sizes, results.study.wirings
     names = dict.fromkeys(name for shape in shapes.values() for name in shape)
     rows = []
     for size, shape in shapes.items():
@@ -150,11 +144,10 @@ def sizes_table(results: StudyResults) -> str:
         for trial, result in results.finished.items():
             if trial.size == size:
                 wirings.setdefault(result.parameters, set()).add(trial.wiring)
-        largest_first = sorted(wirings.items(), key=lambda group: -len(group[1]))
-        named = []
-        for count, found in largest_first:
-            group = ", ".join(one for one in results.study.wirings if one in found)
-            named.append(f"{count:,} ({group})" if len(wirings) > 1 else f"{count:,}")
+        named = [f"{count:,}" for count in wirings]
+        if len(wirings) > 1:
+            groups = sorted(wirings.items(), key=lambda group: -len(group[1]))
+            named = [f"{count:,} ({', '.join(one for one in order if one in found)})" for count, found in groups]
         fields = {name.replace("_", " "): str(shape.get(name, NOTHING)) for name in names}
         rows.append({"size": size, **fields, "parameters": "; ".join(named) or NOTHING})
     return markdown_table(rows)
