@@ -58,16 +58,16 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Times of one set of modules: those with two norms per layer, or those with one."""
+    """Seconds of each sub-block of a layer, and of a whole pass without reduces, for layers with one norm or with two.
+
+    `backward` is zero without training. `weight_gradient` is its part that the input's gradient does not need: the
+    column-parallel weight's gradient.
+    """
 
     forward: tuple[float, ...]
-    """Seconds of the sub-blocks of one layer, in order."""
     backward: tuple[float, ...]
-    """The same, backward; zeros without training."""
     weight_gradient: tuple[float, ...]
-    """The part of `backward` that the input's gradient does not need: the column-parallel weight's gradient."""
     pass_seconds: float
-    """One whole pass without reduces."""
     layers: int
 
     @property
@@ -108,13 +108,14 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The step-time model with this machine's calibration."""
+    """The step-time model with this machine's calibrations of layers with two norms (False) and with one (True).
+
+    `always_waiting` is the number of a pass's reduces that no wiring hides: those of embedding, head and loss.
+    """
 
     by_modules: dict[bool, Calibration]
-    """For the modules with two norms per layer (False) and with one (True)."""
     wire: WireModel
     always_waiting: int
-    """Reduces of a pass that no wiring hides: those of embedding, head and loss."""
 
     def seconds(self, variant: Variant, alpha: float) -> float:
         """Return the seconds of one pass when every all-reduce takes `alpha` seconds on the wire."""
@@ -126,11 +127,7 @@ class Prediction:
 
 
 def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], tuple[float, ...]]:
-    """Time every sub-block of a model inside its passes from now on.
-
-    Returns:
-        A function that ends the timing and returns the median seconds of each sub-block of a layer.
-    """
+    """Time sub-blocks inside passes until the returned function is called, which gives the medians of one layer."""
     steps = model.stack.sub_blocks()
     spans: list[list[tuple[Any, Any]]] = [[] for _ in range(len(steps) // model.config.num_layers)]
     handles: list[RemovableHandle] = []
@@ -162,8 +159,7 @@ def time_backward(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the median seconds of each sub-block's backward in a layer, and of its column-parallel weight's gradient.
 
-    Args:
-        hidden_states: [s, b, h], any values.
+    `hidden_states` are any values of shape [s, b, h].
     """
     steps = model.stack.sub_blocks()
     per_layer = len(steps) // model.config.num_layers
@@ -185,5 +181,4 @@ def time_backward(
 
 def collective_cost(without: Sequence[float], with_reduces: Sequence[float], collectives: int) -> float:
     """Return the processor's seconds for one collective, from paired times of passes over a wire without latency."""
-    paired = [b - a for a, b in zip(without, with_reduces, strict=True)]
-    return max(0.0, statistics.median(paired) / collectives)
+    return max(0.0, statistics.median(b - a for a, b in zip(without, with_reduces, strict=True)) / collectives)

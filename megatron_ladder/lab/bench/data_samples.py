@@ -19,9 +19,8 @@ from megatron_ladder.lab.bench.paired import measure
 
 _SEQ_LENGTH = 2048
 _BATCH = 64
-"""Samples that are read at once."""
 _READ_SAMPLES = 16_384
-"""Samples per round."""
+"""Samples per round, of which `_BATCH` are read at once."""
 _TOKENS = 50_000_000
 _DOCUMENT_TOKENS = 1_100
 _INDEXED_DOCUMENTS = 10_000_000
@@ -73,7 +72,6 @@ def _result(row: str, case: str, figures: NDArray[np.float64], unit: str, target
 
 
 def _write_dataset(prefix: Path, tokens: NDArray[np.uint16], lengths: NDArray[np.int32]) -> None:
-    """Write a data set with its sidecar and checksums."""
     with IndexedDatasetWriter(prefix, tokens.dtype) as writer:
         writer.add_documents(tokens, lengths)
         sums = writer.publish()

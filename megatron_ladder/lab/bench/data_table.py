@@ -8,12 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class DataBenchmark:
-    """Settings for a row.
-
-    `folder` is an existing directory for the files of the row, which is deleted afterwards. `rounds` is the number of
-    measured rounds of the compared variants, and `megabytes` the size of the text to tokenize, unless a row has its own
-    size.
-    """
+    """Settings for a row: a folder for its files (deleted afterwards), measured rounds, and size of the text in MB."""
 
     folder: Path
     rounds: int
@@ -25,8 +20,7 @@ class DataBenchmark:
 class DataResult:
     """A measured value of a case of a row, and its target, which is a lower bound unless `at_most`.
 
-    The figure is None if it could not be measured, for the reason in `note`. The spread is the interquartile range over
-    the rounds.
+    The figure is None if it could not be measured (see `note`). The spread is the rounds' interquartile range.
     """
 
     row: str

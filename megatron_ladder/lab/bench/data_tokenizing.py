@@ -69,8 +69,7 @@ _TRAINING: dict[str, tuple[Callable[[Sequence[str], int], bytes], int, int, Call
 def tokenizer_shares(benchmark: DataBenchmark) -> Sequence[DataResult]:
     """Compare the speed from JSON lines to published token files, including the start, with that of the bare library.
 
-    The bare library encodes texts in memory, one by one or in a batch. Its cache of words is empty, and so is the UTF-8
-    representation that Python caches in each text after its first use.
+    The bare library encodes texts in memory, one by one or in a batch, without caches (see `_FreshEncoder`).
     """
     texts = _take_texts(max(share for *_, share in _CASES) * benchmark.megabytes)
     tokenizers = {name: _train(name, benchmark.folder, texts) for name in _TRAINING}
@@ -88,7 +87,7 @@ def tokenizer_shares(benchmark: DataBenchmark) -> Sequence[DataResult]:
 
 
 class _FreshEncoder:
-    """An encoder and texts without caches; they are renewed outside of the measured time before each use."""
+    """An encoder without cached words and texts without cached UTF-8, renewed untimed before each use."""
 
     def __init__(self, tokenizer: Tokenizer, library: str, texts: Sequence[str]) -> None:
         self._tokenizer, self._library = tokenizer, library
@@ -96,12 +95,11 @@ class _FreshEncoder:
         self.texts = list(texts)
 
     def renew(self) -> None:
-        """Drop the cache of words and the UTF-8 representation of the texts."""
         self._encoder = make_encoder(self._tokenizer, self._library)
         self.texts = [text.encode().decode() for text in self.texts]
 
     def encode(self) -> object:
-        """Encode all texts; encoders work on demand, so all ids are requested."""
+        # Encoders work on demand.
         return list(self._encoder.encode(self.texts))
 
 
@@ -120,9 +118,8 @@ def _share(
     share = times.ratio("bare", "whole")
     speeds = [f"{size / 1e6 / times.median(way):.1f}" for way in ("bare", "whole")]
     note = f"{size / 1e6:.0f} MB; bare {speeds[0]}, whole {speeds[1]} MB/s of CPU time"
-    return DataResult(
-        "tokenizers", f"{name}, {library}", share.median, "of bare", target, spread=share.spread, note=note
-    )
+    case = f"{name}, {library}"
+    return DataResult("tokenizers", case, share.median, "of bare", target, spread=share.spread, note=note)
 
 
 @functools.cache
@@ -139,17 +136,13 @@ def _encode_line(source: TokenizerSource, line: str) -> list[int]:
 
 
 def _preprocess_line_by_line(lines: Path, prefix: Path, tokenizer: Tokenizer) -> None:
-    """Tokenize like Megatron's `tools/preprocess_data.py`, for comparison.
+    """Tokenize like Megatron's `tools/preprocess_data.py`, but with the tokenizer called directly, which is faster.
 
-    A worker receives a line, parses it with the standard library, encodes the text in one call, and returns a list of
-    ids. The parent converts it to an array, writes it, and records its length. The tokenizer is called directly,
-    without transformers around it, so the loop is faster than Megatron's.
+    A worker receives a line, parses it, encodes the text in one call, and returns a list of ids. The parent converts it
+    to an array, writes it, and records its length.
     """
-    encode = functools.partial(_encode_line, source_of(tokenizer))
-    with (
-        open(lines, encoding="utf-8") as file,
-        IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer,
-    ):
+    encode, dtype = functools.partial(_encode_line, source_of(tokenizer)), token_dtype(tokenizer.vocab_size)
+    with open(lines, encoding="utf-8") as file, IndexedDatasetWriter(prefix, dtype) as writer:
         pool = multiprocessing.get_context("spawn").Pool(_WORKERS)
         for ids in pool.imap(encode, file, _CHUNK_LINES):
             writer.add_document(ids)
@@ -237,9 +230,8 @@ def _write_large_file(path: Path, megabytes: int, texts: Sequence[str]) -> None:
     with open(path, "wb") as file:
         while size < megabytes * 1_000_000:
             words = texts[number % len(texts)].split(" ")
-            words[::_NEW_WORD_INTERVAL] = [
-                f"{word}{number:x}q{place:x}" for place, word in enumerate(words[::_NEW_WORD_INTERVAL])
-            ]
+            replaced = enumerate(words[::_NEW_WORD_INTERVAL])
+            words[::_NEW_WORD_INTERVAL] = [f"{word}{number:x}q{place:x}" for place, word in replaced]
             size += file.write(json.dumps({"text": " ".join(words)}, ensure_ascii=False).encode() + b"\n")
             number += 1
 

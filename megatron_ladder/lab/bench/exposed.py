@@ -55,32 +55,27 @@ class _Interval(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """The part of the model that started a collective: a name such as `layers.3.attention` and forward or backward.
-
-    Outside of sub-blocks the name is `ELSEWHERE` and the direction is "".
-    """
+    """What started a collective: (`layers.3.attention`, forward or backward), or (`ELSEWHERE`, "")."""
 
     name: str
     direction: str
 
 
 class TracedCollective(NamedTuple):
-    """One collective of this rank."""
+    """One collective of this rank. In flight: to the end of the wait on a CPU, the kernel's duration on CUDA."""
 
     owner: Owner
     iteration: int
     in_flight_seconds: float
-    """CPU: from the start to the end of the wait. CUDA: duration of the kernel."""
     exposed_seconds: float
 
 
 @dataclass(frozen=True)
 class Communication:
-    """The communication found in a trace."""
+    """The communication found in a trace, and the duration of each iteration."""
 
     device: Literal["cpu", "cuda"]
     step_seconds: dict[int, float]
-    """By iteration."""
     collectives: tuple[TracedCollective, ...]
 
 
@@ -108,11 +103,7 @@ def _uncovered(interval: _Interval, cover: Sequence[_Interval]) -> float:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read the complete events of a trace, gzipped or not.
-
-    Raises:
-        UserError: the file cannot be read, or is not a trace.
-    """
+    """Read the complete events of a trace, gzipped or not; raise UserError if the file is not a readable trace."""
     try:
         content = path.read_bytes()
         trace = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
@@ -124,13 +115,9 @@ def read_events(path: Path) -> list[Event]:
 
 
 def communication(events: Sequence[Event], kernels: str = COMMUNICATION_KERNELS) -> Communication:
-    """Find all collectives of the steps in a trace.
+    """Find all collectives of the steps in a trace; raise ValueError if it contains no step.
 
-    Args:
-        kernels: regular expression for the names of communication kernels.
-
-    Raises:
-        ValueError: the trace contains no step.
+    `kernels` is a regular expression for the names of communication kernels.
     """
     names = _Names(events)
     if not names.steps:
@@ -174,11 +161,7 @@ class _Names:
         return _around(moment, self.steps, nesting=1)
 
     def owner_at(self, moment: float, thread: Any) -> Owner:
-        """Return the owner of a thread's activity at a time.
-
-        A backward run by autograd has no named sub-blocks; its nodes carry the sequence numbers of their forward
-        operators.
-        """
+        # A backward run by autograd has no named sub-blocks; its nodes have the sequence numbers of forward operators.
         named = self._sub_block_at(moment, thread)
         if named is not None:
             return named
@@ -243,12 +226,7 @@ def _interval(event: Event) -> _Interval:
 
 
 def _around(moment: float, entries: Sequence[tuple[_Interval, T]], nesting: int) -> T | None:
-    """Return the value of the innermost interval around a time.
-
-    Args:
-        entries: (interval, value), intervals ascending.
-        nesting: number of entries to check, going back from the last one that began before `moment`.
-    """
+    """Return the value of the innermost interval around a time, among the last `nesting` that began before it."""
     last = bisect_right(entries, moment, key=lambda entry: entry[0].start)
     for span, belonging in reversed(entries[max(0, last - nesting) : last]):
         if span.stop > moment:

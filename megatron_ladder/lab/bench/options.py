@@ -88,11 +88,7 @@ class BenchmarkOptions:
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
-    """Parse `decode|prefill|train` and the flags.
-
-    Raises:
-        UserError: with one message per error.
-    """
+    """Parse `decode|prefill|train` and the flags; raise UserError with one message per error."""
     errors: list[str] = []
     words = list(argv)
     if words and words[0] in CASES:
@@ -144,10 +140,8 @@ def _find_errors(options: BenchmarkOptions, given: BenchmarkOptions) -> Iterator
         except ValueError as error:
             yield f"--link-preset {error}: change --tp, or with --device cuda --emulated-tp"
     if options.own_interconnect and (given.alpha or given.link_preset):
-        yield (
-            "--alpha and --link-preset are for emulated wires, but --device cuda times the GPUs' own: remove them, or "
-            "give --emulated-tp"
-        )
+        found = "--alpha and --link-preset are for emulated wires, but --device cuda times the GPUs' own"
+        yield f"{found}: remove them, or give --emulated-tp"
 
 
 def parse_alpha(text: str) -> tuple[float, str] | None:

@@ -58,7 +58,6 @@ class PairedTimes:
     seconds: Mapping[str, tuple[float, ...]]
 
     def __post_init__(self) -> None:
-        """Raises ValueError if ways differ in their number of rounds, or there are fewer than four."""
         rounds = {name: len(times) for name, times in self.seconds.items()}
         if len(set(rounds.values())) > 1 or min(rounds.values(), default=0) < FEWEST_ROUNDS:
             raise ValueError(f"expected the same {FEWEST_ROUNDS} or more rounds of every way, found {rounds}")
@@ -83,7 +82,7 @@ def measure(
     label: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PairedTimes:
-    """Run every way once in each round, always in the same order, and time it.
+    """Run every way once in each round, always in the same order, and time it; raise ValueError for too few rounds.
 
     Args:
         ways: name -> function to time.
@@ -91,9 +90,6 @@ def measure(
         before_each: runs before each way, untimed: the barrier of several ranks, which all make the same call.
         label: of a progress bar on stderr; None shows none.
         clock: returns seconds.
-
-    Raises:
-        ValueError: there are too few rounds.
     """
     if rounds < FEWEST_ROUNDS:
         raise ValueError(f"{rounds} rounds: expected {FEWEST_ROUNDS} or more")

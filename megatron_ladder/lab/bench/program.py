@@ -61,27 +61,20 @@ class _Interconnect:
     dtype: torch.dtype
 
     def set_alpha(self, seconds: float) -> None:
-        """Set the time of every all-reduce, whatever its size, if the wire is emulated."""
         if isinstance(self.wire, WireGroup):
             self.wire.set_wire(seconds, 0.0)
 
     def synchronize(self) -> None:
-        """Block until the device has finished its queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Release what the wire holds."""
         if isinstance(self.wire, WireGroup):
             self.wire.close()
 
 
 def _start_ranks(options: BenchmarkOptions, place: RankInfo) -> torch.device:
-    """Join the other processes, if there are any, and return this process's device.
-
-    Raises:
-        UserError: this machine lacks what --device or --tp-all-reduce require.
-    """
+    """Join the other processes and return this one's device; raise UserError if the machine lacks what flags need."""
     if options.device == "cpu":
         return start_process_group(place, TIMEOUT_MINUTES, device=torch.device("cpu"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -102,7 +95,7 @@ def _start_ranks(options: BenchmarkOptions, place: RankInfo) -> torch.device:
 
 
 def _make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: torch.device) -> _Interconnect:
-    """Build the interconnect that the options describe; a collective call of all ranks."""
+    """Build the interconnect; a collective call of all ranks."""
     replicas = key_value_replicas(shape, options.ranks)
     spec = LinkSpec(0.0, 0.0, options.link == "serial")
     if options.emulated_tp is not None:
@@ -144,7 +137,6 @@ class _Benchmark:
         self.waited: dict[str, list[float]] = {}
 
     def time(self, variants: Sequence[Variant], what: str) -> PairedTimes:
-        """Time variants in interleaved rounds over the wire."""
         rounds = self.options.rounds
         self.waited = {variant.name: [] for variant in variants}
 
@@ -157,10 +149,8 @@ class _Benchmark:
 
             return counted
 
-        ways = {
-            name: counting(name, self.workload.prepare(self.models[name], self.mesh, rounds + 1))
-            for name in self.waited
-        }
+        prepared = {name: self.workload.prepare(self.models[name], self.mesh, rounds + 1) for name in self.waited}
+        ways = {name: counting(name, run) for name, run in prepared.items()}
         label = what if self.place.rank == 0 else None
         return measure(ways, rounds, before_each=self.mesh.world.barrier, label=label)
 
@@ -196,7 +186,6 @@ class _Benchmark:
         return Calibration(forward, backward, weight_gradient, seconds, self.shape.num_layers)
 
     def _message_bytes(self) -> int:
-        """Size of a sub-block's output."""
         tokens = self.options.batch * (1 if self.case == "decode" else self.options.sequence)
         return tokens * self.shape.hidden_size * self.interconnect.dtype.itemsize
 
@@ -219,7 +208,6 @@ class _Benchmark:
         return number * {"s": 1.0, "c": calibration.sub_block, "a": calibration.forward[0]}[unit]
 
     def rows(self, prediction: Prediction, text: str) -> list[BenchmarkRow]:
-        """Measure every wiring at one interconnect time."""
         alpha = float(self.mesh.world.broadcast_object(self._alpha_seconds(text, prediction)))
         self.interconnect.set_alpha(alpha)
         compared = [*self.variants, *self.bounds]
@@ -249,11 +237,7 @@ class _Benchmark:
 
 
 def run_rank(case: Case, options: BenchmarkOptions) -> None:
-    """Run the benchmark as one of its ranks.
-
-    Raises:
-        BadNumbersError: a ratio exceeds the possible maximum, or the machine was too noisy to judge one.
-    """
+    """Run as one of the ranks; raise BadNumbersError if a ratio exceeds its maximum or is too noisy to judge."""
     place = read_rank_info()
     if options.device == "cpu":
         # One thread and, if there are enough cores, a dedicated core for each rank.

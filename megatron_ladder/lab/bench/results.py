@@ -20,22 +20,21 @@ TABLE_HEAD = (
 
 @dataclass(frozen=True)
 class BenchmarkRow:
-    """One wiring at one interconnect time. A pass is a decoded token, a prefill, or forward and backward."""
+    """One wiring at one interconnect time: medians of a pass (a decoded token, a prefill, or forward and backward).
+
+    An all-reduce takes `alpha_seconds`. The ratio, standard over this wiring, is the median of the rounds' paired
+    ratios, and the spread is their interquartile range.
+    """
 
     case: str
     size: str
     wiring: str
     interconnect: str
-    """Name of the interconnect; states if it is emulated."""
     alpha: str
     alpha_seconds: float
-    """Time of one all-reduce on the wire."""
     median_seconds: float
-    """Time of one pass."""
     ratio_to_standard: float
-    """Median of the rounds' paired ratios, standard over this wiring."""
     spread: float
-    """Interquartile range of the ratio."""
     predicted_ratio: float
     exposed_seconds_per_layer: float
     verdict: str
@@ -60,12 +59,7 @@ def results_table(rows: Sequence[BenchmarkRow]) -> str:
 def plot_speed_up(rows: Sequence[BenchmarkRow], title: str, sub_block_seconds: float, path: Path) -> "Figure":
     """Draw measured medians with their spread, predictions dashed, and the bound as the edge of a grey area, as a PNG.
 
-    Args:
-        sub_block_seconds: the unit of the axis of interconnect times.
-        path: the file to write; its folder must exist.
-
-    Raises:
-        ImportError: matplotlib is not installed.
+    The unit of the axis of interconnect times is `sub_block_seconds`.
     """
     # Imported here because matplotlib comes with the extra [plot] and takes a second to import.
     from matplotlib.figure import Figure

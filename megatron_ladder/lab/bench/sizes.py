@@ -44,15 +44,10 @@ SIZES: dict[str, ModelConfig] = {
 as in Llama. paper-*: the models of the paper (arXiv 2501.06589); paper-1.5b and paper-4.5b are its deeper ladders.
 llama-*: Llama 3, except 34b, which is CodeLlama."""
 SHAPE = "LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY"
-"""Notation of a shape in numbers."""
 
 
 def find_size(text: str) -> ModelConfig:
-    """Return the shape for a name, or for numbers such as 8x192x512x6x6x4096, in the order of `SHAPE`.
-
-    Raises:
-        ValueError: the text is neither, or the numbers are not a valid model.
-    """
+    """Return the shape for a name, or for numbers in the order of `SHAPE`; raise ValueError if it is neither."""
     if text in SIZES:
         return SIZES[text]
     if re.fullmatch(r"\d+(x\d+){5}", text) is None:

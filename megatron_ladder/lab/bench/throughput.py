@@ -33,7 +33,6 @@ from megatron_ladder.model.operations import Operations, compile_operations
 
 TRANSFORMERS = "transformers"
 PRODUCT = "product"
-"""Name of the way that measures the floor."""
 PRODUCTS_AT_ONCE = 8
 """Products between two clock readings; launching one takes time as well."""
 
@@ -61,7 +60,11 @@ class ThroughputWorkload:
 
 @dataclass(frozen=True)
 class ThroughputRow:
-    """Forward and backward of a micro-batch by one way to train, at one length."""
+    """Forward and backward of a micro-batch by one way to train, at one length.
+
+    `utilisation` is relative to the rate of one large product of the same rounds. It and `speed_over_transformers`
+    (None without transformers) are medians of paired ratios; `spread` is the interquartile range of the last one.
+    """
 
     way: str
     sequence: int
@@ -71,11 +74,8 @@ class ThroughputRow:
     tokens_per_second: float
     model_flops_per_second: float
     utilisation: float
-    """Share of the rate of one large product, measured in the same rounds; the median of paired ratios."""
     speed_over_transformers: float | None
-    """Median of the rounds' paired ratios; None without transformers."""
     spread: float
-    """Interquartile range of that ratio, or of the utilisation if there is none."""
     verdict: str
 
 
@@ -129,7 +129,6 @@ def _ways(
 
 
 def _transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Build transformers' Llama of these sizes, with separate weights."""
     transformers = importlib.import_module("transformers")
     same = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     theirs = transformers.LlamaConfig(
@@ -152,7 +151,6 @@ def check_transformers() -> None:
 
 
 def _rows(workload: ThroughputWorkload, times: PairedTimes) -> list[ThroughputRow]:
-    """Return a row for every way but the product."""
     # The floor is the time of the product, scaled to the FLOPs of the model.
     scale = workload.flops / (PRODUCTS_AT_ONCE * 2 * workload.matrix**3)
     compared = TRANSFORMERS in times.seconds
@@ -182,7 +180,6 @@ def _rows(workload: ThroughputWorkload, times: PairedTimes) -> list[ThroughputRo
 
 
 def _table(found: Sequence[ThroughputRow]) -> str:
-    """Return the rows as a Markdown table."""
     lines = [
         "| sequence | batch | | ms | tokens/s | TFLOP/s | of the product's rate | over transformers | spread | |",
         "|---|---|---|---|---|---|---|---|---|---|",

@@ -19,7 +19,6 @@ class Variant:
     """A wiring and a way to compute it."""
 
     name: str
-    """As on the command line."""
     residual_mode: ResidualMode
     residual_staleness: int = 1
     desync_interval: int = 0
@@ -74,12 +73,7 @@ def build_models(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, LanguageModel]:
-    """Build a model of each variant; those with the same modules share their weights.
-
-    Args:
-        link: tensor-parallel group whose reduces are timed.
-        no_comm: group whose reduces do nothing.
-    """
+    """Build a model of each variant, with timed reduces or with none; those with the same modules share weights."""
     models: dict[str, LanguageModel] = {}
     owners: dict[bool, LanguageModel] = {}
     for variant in variants:

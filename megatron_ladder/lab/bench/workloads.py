@@ -16,14 +16,12 @@ from megatron_ladder.model.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class Workload:
-    """A benchmark's case and sizes."""
+    """A benchmark's case and sizes: `sequence` tokens of a sample or prompt, and `tokens` decoded per timing."""
 
     case: Case
     batch: int
     sequence: int
-    """decode: tokens of the prompt. prefill and train: tokens of a sample."""
     tokens: int = 8
-    """decode: tokens per timing."""
 
     @property
     def units(self) -> int:

@@ -18,44 +18,40 @@ HOP = 0.25
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal GPUs. Memory, FLOP/s and bandwidths are those of one GPU."""
+    """Nodes of equal GPUs. Memory, FLOP/s and bandwidths are those of one GPU.
+
+    Computation: the peak is dense bf16, of which the products of a model reach `flops_share`. A large collective gives
+    back the share `contention` of an overlap because it takes multiprocessors; one of `contention_bytes`, half of it.
+
+    An all-reduce inside a node: a latency (base, and further seconds per rank), and the longer of `node_root_seconds`
+    per square root of the MB and a ring's bytes at the bandwidth. Each doubling of the participating nodes adds
+    `network_seconds`; the network's bandwidth is that of one adapter in one direction.
+
+    `sources` maps a field to the source of its figure. `calibrated` states that the figures of computation and of links
+    inside a node were measured on this machine.
+    """
 
     name: str
     gpus_per_node: int
     memory_bytes: float
     peak_flops: float
-    """Dense bf16: 100 % MFU."""
     flops_share: float
-    """Share of the peak that the products of a model reach."""
     memory_bytes_per_second: float
     node_base_seconds: float
-    """Latency of an all-reduce inside a node, for any number of ranks."""
     node_rank_seconds: float
-    """Additional latency per rank."""
     node_root_seconds: float
-    """Additional time per square root of the MB, until the bandwidth takes longer."""
     node_bytes_per_second: float
-    """Bandwidth of a ring's bytes inside a node."""
     network_seconds: float
-    """Additional latency per doubling of the participating nodes."""
     network_bytes_per_second: float
-    """Bandwidth of the adapter to other nodes, in one direction."""
     contention: float
-    """Share of an overlap that a large collective gives back because it takes multiprocessors."""
     contention_bytes: float
-    """Size of a collective that gives back half of that share."""
     sources: Mapping[str, str]
-    """Field -> source of its figure."""
     calibrated: bool = False
-    """Whether the figures of computation and of links inside a node were measured on this machine."""
 
     def all_reduce_seconds(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Return the time of one all-reduce of `num_bytes` on each of `ranks` GPUs.
+        """Return the time of one all-reduce of `num_bytes` on each of `ranks` GPUs, of a node every `stride`-th.
 
         Ranks of one node reduce first, then the nodes, each GPU with its share of the bytes.
-
-        Args:
-            stride: distance of neighbouring ranks; of a node, every stride-th GPU takes part.
         """
         if ranks == 1:
             return 0.0
@@ -146,9 +142,6 @@ def _hopper(name: str, memory: float, memory_rate: float) -> Cluster:
     )
 
 
-CLUSTERS: Mapping[str, Cluster] = {
-    "h100": _hopper("h100", 80e9, 3.35e12),
-    "h200": _hopper("h200", 141e9, 4.8e12),
-}
+CLUSTERS: Mapping[str, Cluster] = {"h100": _hopper("h100", 80e9, 3.35e12), "h200": _hopper("h200", 141e9, 4.8e12)}
 """h100: the paper's nodes of eight H100 with NVLink, connected by InfiniBand. h200: the same with more and faster
 memory; its other figures are assumed to be those of the H100."""

@@ -42,21 +42,16 @@ class LinkPreset:
     """The time of one all-reduce on a kind of interconnect: a latency, and the longer of its steps and its bytes."""
 
     name: str
-    measured: range
-    """Numbers of ranks."""
+    measured_ranks: range
     figures: Callable[[int, int], tuple[float, float, float]]
     """(bytes of one rank's tensor, ranks) -> us of latency, us of steps, GB/s of the ring's bytes."""
 
     def seconds(self, num_bytes: int, ranks: int) -> float:
-        """Return the time for a tensor of `num_bytes` on each rank; 0 for one rank.
-
-        Raises:
-            ValueError: this number of ranks was not measured.
-        """
+        """Return the time for a tensor of `num_bytes` on each rank; raise ValueError if `ranks` was not measured."""
         if ranks == 1:
             return 0.0
-        if ranks not in self.measured:
-            known = " to ".join(map(str, dict.fromkeys((self.measured[0], self.measured[-1]))))
+        if ranks not in self.measured_ranks:
+            known = " to ".join(map(str, dict.fromkeys((self.measured_ranks[0], self.measured_ranks[-1]))))
             raise ValueError(f"{self.name}: measured for {known} ranks, found {ranks}")
         latency, steps, rate = self.figures(num_bytes, ranks)
         on_wire = wire_bytes(num_bytes, ranks) / (rate * GIGABYTE_PER_SECOND)
@@ -99,8 +94,7 @@ PRESETS: Mapping[str, LinkPreset] = {
 
 
 def gpu_contention(num_bytes: int) -> float:
-    """Return the share of an overlap that a GPU gives back, 0.57 S / (S + 0.33 MB), because a collective takes
-    multiprocessors.
+    """Return the share of an overlap given back because a collective takes multiprocessors: 0.57 S / (S + 0.33 MB).
 
     It is from the same fit as the presets. 0.03 at 16 KB; a collective bounded in multiprocessors gives back about 0.2.
     """
@@ -109,32 +103,34 @@ def gpu_contention(num_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class SubBlockTime:
-    """Seconds that one sub-block takes on a rank."""
+    """Seconds that one sub-block takes on a rank.
+
+    `reduce_seconds` is the wire time of the all-reduce of its output, and of its input gradient, which has the same
+    size. `staleness` is the number of earlier outputs that may be missing from the stream when it starts. Backward is
+    split into the gradient of its input and the rest: the weight gradient of its column-parallel layer, which no other
+    sub-block needs.
+    """
 
     forward_seconds: float
-    """Computation, forward."""
     reduce_seconds: float
-    """Wire time of the all-reduce of its output, and of its input gradient, which has the same size."""
     staleness: int = 0
-    """Earlier outputs that may be missing from the stream when it starts."""
     dgrad_seconds: float = 0.0
-    """Backward, up to the gradient of its input."""
     wgrad_seconds: float = 0.0
-    """Backward, the rest: the weight gradient of its column-parallel layer, which no other sub-block needs."""
 
 
 @dataclass(frozen=True)
 class WireModel:
-    """How collectives of one rank share the wire, and their cost on the processor."""
+    """How collectives of one rank share the wire, and their cost on the processor.
+
+    On a serial wire a collective starts only when the previous one has ended. Starting one and waiting for it take
+    compute time; the latter overlaps with the wire if the collective is not done. `contention` is the compute time lost
+    per second of overlap with the wire: max(c, t) + contention min(c, t).
+    """
 
     serial: bool = True
-    """Whether a collective starts only when the previous one has ended."""
     launch_seconds: float = 0.0
-    """Compute time to start a collective."""
     finish_seconds: float = 0.0
-    """Compute time to wait for a collective; it overlaps with the wire if the collective is not done."""
     contention: float = 0.0
-    """Compute time lost per second of overlap with the wire: max(c, t) + contention min(c, t)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -206,9 +202,8 @@ def forward_seconds(
 ) -> float:
     """Return the time of a forward pass: the sub-blocks by the rule, the final waits, then the head.
 
-    Args:
-        head_seconds: everything after the last output has arrived, including exposed collectives.
-        clock: a clock of the same wire, for callers that need more than the total.
+    The head is everything after the last output has arrived, including exposed collectives. `clock` is a clock of the
+    same wire, for callers that need more than the total.
     """
     clock = SimulatedClock(wire) if clock is None else clock
     pending: deque[SimulatedCollective] = deque()

@@ -42,20 +42,20 @@ RESERVED_BYTES = 4e9
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model and its batch are distributed."""
+    """How a model and its batch are distributed.
+
+    `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. Fused norms keep only
+    their input, as those of torch and apex do on CUDA; torch's norm keeps more on a CPU.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     zero: int = 1
     micro_batch: int = 1
-    """Samples per micro-batch."""
     recompute: bool = False
-    """Keep only the inputs of sub-blocks for backward."""
     sequence_parallel: bool = False
-    """Shard the stream and the norms' outputs over the tensor-parallel ranks."""
     fused_norms: bool = True
-    """Norms keep only their input, as those of torch and apex do on CUDA; torch's norm keeps more on a CPU."""
 
     @property
     def gpus(self) -> int:
@@ -65,13 +65,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU."""
+    """Bytes on one GPU. Activations are those kept for backward, and temporary ones of one sub-block and the loss."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    """Activations kept for backward, and the temporary ones of one sub-block and the loss."""
 
     @property
     def total(self) -> float:
@@ -101,11 +100,8 @@ def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
 
 
 def _state_bytes(parameters: int, layout: Layout, precision: Precision) -> tuple[float, float, float]:
-    """Return the bytes of weights, gradients and optimizer state by the table at the top of this file.
-
-    Raises:
-        ValueError: bf16 without ZeRO, for which DeepSpeed steps the masters on zero gradients.
-    """
+    """Return the bytes of weights, gradients and optimizer state by the table at the top of this file."""
+    # DeepSpeed would step the masters on zero gradients.
     if precision == "bf16" and layout.zero == 0:
         raise ValueError("bf16 needs ZeRO 1 or more")
     share = 1 / layout.data
@@ -120,10 +116,7 @@ def _state_bytes(parameters: int, layout: Layout, precision: Precision) -> tuple
 def _layers_activation_bytes(
     model: ModelConfig, layout: Layout, stage: int, tokens: int, precision: Precision
 ) -> float:
-    """Return the bytes that the layers of a stage keep of a micro-batch of so many tokens.
-
-    Late sub-blocks may read the same stream as their predecessors, which is then kept once.
-    """
+    """Return what a stage's layers keep of a micro-batch. A stream that several sub-blocks read is kept once."""
     layers = stage_layers(model, layout.pipeline, stage)
     sub_blocks = layers * len(model.wiring.sub_blocks)
     size = _NUMBER_BYTES[precision]
@@ -141,7 +134,6 @@ def _layers_activation_bytes(
 
 @lru_cache(maxsize=256)
 def _streams_read(model: ModelConfig, start: int, stop: int) -> int:
-    """Return how many different streams the sub-blocks of a range of layers read."""
     added = outputs_added([one.wired.staleness for layer in layer_tensors(model) for one in layer])
     width = len(model.wiring.sub_blocks)
     return len(set(added[width * start : width * stop]))
@@ -173,12 +165,6 @@ def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, prec
 def _stage_memory(
     model: ModelConfig, layout: Layout, stage: int, sequence: int, micro_batches: int, precision: Precision = "bf16"
 ) -> Memory:
-    """Return the memory of one GPU of a pipeline stage.
-
-    Args:
-        sequence: tokens per sample.
-        micro_batches: per step and data-parallel rank.
-    """
     size, tokens = _NUMBER_BYTES[precision], sequence * layout.micro_batch
     weights, gradients, optimizer = _state_bytes(stage_parameters(model, layout, stage), layout, precision)
     held = min(layout.pipeline - stage, micro_batches)

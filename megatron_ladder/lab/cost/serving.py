@@ -46,7 +46,6 @@ GPUS_PER_NODE = 8
 NO_COMM = "no-comm"
 """Standard without all-reduces: wrong results, and the least time."""
 SERVED_WIRINGS = (*SHARED_STREAM_MODES, NO_COMM)
-"""Wirings whose times can be predicted."""
 SPREADS = {"prefill": (0.04, 0.03), "decode": (0.02, 0.012)}
 """Expected relative error that all wirings of a setting share, and that of one wiring alone."""
 OUTLIER = 2.0
@@ -56,16 +55,17 @@ measured twice, sometimes differs a lot."""
 
 @dataclass(frozen=True)
 class Parameter:
-    """The prior of one parameter."""
+    """The prior of one parameter; the meaning states its unit.
+
+    The spread is the standard deviation: of the logarithm for a positive parameter, which is varied by factors and
+    keeps its sign, otherwise in the parameter's unit.
+    """
 
     name: str
     value: float
     spread: float
-    """Standard deviation; of the logarithm for a positive parameter, otherwise in the parameter's unit."""
     meaning: str
-    """Description with unit."""
     positive: bool = True
-    """Whether the parameter is varied by factors, which keeps its sign."""
 
     def at(self, position: float) -> float:
         """Return the value at this many spreads from the prior."""
@@ -138,11 +138,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class ServingTimes:
-    """Seconds of a run."""
+    """Seconds of a run, which decodes `DECODED` tokens."""
 
     prefill: float
     decode: float
-    """Time of `DECODED` tokens."""
 
     def tokens_per_second(self, batch: int) -> float:
         """Return the new tokens per second of the whole batch."""
@@ -155,14 +154,10 @@ def predict(setting: Setting, values: Mapping[str, float]) -> ServingTimes:
 
 
 def fit_serving(runs: Mapping[str, Iterable[tuple[Setting, ServingTimes]]]) -> dict[str, float]:
-    """Fit all parameters to measured runs.
+    """Fit all parameters to measured runs; raise UserError if scipy is not installed.
 
-    Args:
-        runs: groups of runs that differ only in the wiring and were measured together. The prediction's error in what a
-            group shares is expected to be larger than its error in the differences.
-
-    Raises:
-        UserError: scipy is not installed.
+    The runs of a group differ only in the wiring and were measured together. The prediction's error in what a group
+    shares is expected to be larger than its error in the differences.
     """
     groups = [list(group) for group in runs.values()]
 
@@ -182,11 +177,7 @@ def fit_serving(runs: Mapping[str, Iterable[tuple[Setting, ServingTimes]]]) -> d
 def _fit_parameters(
     parameters: Sequence[Parameter], residuals: Callable[[Mapping[str, float]], Sequence[float]]
 ) -> dict[str, float]:
-    """Return the most likely values by name.
-
-    Args:
-        residuals: values by name -> differences to the measurements, each divided by its expected spread.
-    """
+    """Return the most likely values; residuals are differences to measurements, divided by their expected spreads."""
     try:
         # Imported here because scipy is part of the extra [lab].
         from scipy.optimize import least_squares
@@ -242,12 +233,10 @@ def _prefill_seconds(setting: Setting, values: Mapping[str, float]) -> float:
 
 
 def _branches(model: ModelConfig) -> list[Branch]:
-    """Return the attention and the MLP of one layer."""
     return [branch for sub_block in layer_tensors(model)[0] for branch in sub_block.branches]
 
 
 def _glue_of(wiring: Wiring) -> str:
-    """Return which of the fitted times of adds and norms a wiring has."""
     if wiring.one_norm:
         return "parallel"
     return "ladder" if wiring.late else "standard"

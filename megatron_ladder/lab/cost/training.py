@@ -41,16 +41,16 @@ FEW, MANY = 4, 8
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by cause."""
+    """Seconds of one optimizer step, by cause.
+
+    Computing includes recomputation and the optimizer; exposed tensor-parallel time, the compute time lost to overlap;
+    the bubble of idle pipeline stages, the sends between them.
+    """
 
     compute: float
-    """Products, norms, recomputation, and the optimizer."""
     exposed_tensor: float
-    """Waiting for tensor-parallel reduces, and the compute time lost to overlap with them."""
     bubble: float
-    """Idle pipeline stages, and sends between stages."""
     exposed_data: float
-    """Waiting for data-parallel ranks."""
 
     @property
     def total(self) -> float:
@@ -60,7 +60,10 @@ class StepTime:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """The time of layers of one wiring on one tensor-parallel group, for a micro-batch of given size."""
+    """The time of layers of one wiring on one tensor-parallel group, for a micro-batch of given size.
+
+    An all-reduce takes `reduce_factor` times as long as the cluster's.
+    """
 
     model: ModelConfig
     cluster: Cluster
@@ -70,7 +73,6 @@ class LayerTime:
     recompute: bool
     sequence_parallel: bool
     reduce_factor: float = 1.0
-    """Time of an all-reduce relative to the cluster's."""
 
     @property
     def stream_bytes(self) -> float:
@@ -132,12 +134,7 @@ class LayerTime:
 
 
 def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
-    """Return the time of one step.
-
-    Args:
-        times: the layers of the layout's tensor-parallel group and micro-batch.
-        global_batch: samples, a multiple of data-parallel ranks x micro-batch.
-    """
+    """Return the time of one step of `global_batch` samples, a multiple of data-parallel ranks x micro-batch."""
     micro_batches = global_batch // (layout.data * layout.micro_batch)
     stages = [_stage_seconds(times, layout, stage) for stage in range(layout.pipeline)]
     compute, slowest = max(stages, key=lambda stage: stage[1])

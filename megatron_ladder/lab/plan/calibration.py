@@ -14,7 +14,6 @@ from megatron_ladder.lab.cost.links import wire_bytes
 from megatron_ladder.lab.plan.options import write_output
 
 FORMAT = "megatron_ladder calibration 1"
-"""First entry of the file, with its version."""
 REDUCES_OF_A_LAYER = 2
 """Decoding is measured in the standard wiring."""
 
@@ -85,10 +84,8 @@ class ClusterCalibration:
     def decoding(self) -> tuple[float, float]:
         """Bytes of weights that a rank reads per second, and further seconds per layer.
 
-        Solves seconds = weight bytes / rate + layers (floor + 2 reduces) for the two sizes.
-
-        Raises:
-            ValueError: the two times do not separate the costs, because of noise or because the sizes are too similar.
+        Solves seconds = weight bytes / rate + layers (floor + 2 reduces) for the two sizes. Raises ValueError if the
+        times do not separate the costs, because of noise or because the sizes are too similar.
         """
         latency, per_byte = self.link
         small, large = self.decodes
@@ -121,11 +118,7 @@ def write_calibration(calibration: ClusterCalibration, path: Path) -> None:
 
 
 def read_calibration(path: Path) -> ClusterCalibration:
-    """Read a file of `write_calibration`.
-
-    Raises:
-        UserError: the file cannot be read, or is not a calibration.
-    """
+    """Read a file of `write_calibration`; raise UserError if it is none."""
     where = f"--calibration {path}"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -155,11 +148,7 @@ def read_calibration(path: Path) -> ClusterCalibration:
 
 
 def apply_calibration(cluster: Cluster, calibration: ClusterCalibration, source: str) -> Cluster:
-    """Return the cluster with the measurements instead of its figures; links between nodes keep theirs.
-
-    Raises:
-        UserError: the measurements contradict one another.
-    """
+    """Return the cluster with the measurements instead of its figures; links between nodes keep theirs."""
     try:
         memory_rate, _ = calibration.decoding
     except ValueError as error:

@@ -31,14 +31,13 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """One layout in one wiring."""
+    """One layout in one wiring, with the share of all GPUs' peak that its model FLOPs reach."""
 
     layout: Layout
     wiring: ResidualMode
     memory: Memory
     time: StepTime
     utilisation: float
-    """Model FLOPs over the peak of all GPUs."""
 
 
 def uncertainty(cluster: Cluster, layout: Layout) -> float:

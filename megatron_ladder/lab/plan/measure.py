@@ -47,11 +47,7 @@ SMALL = _Sizes((1 << 12, 1 << 16, 1 << 19, 1 << 22), ("small-train", "small"), 5
 
 
 def run_rank(options: CalibrateOptions) -> None:
-    """Measure as one of the ranks; rank 0 writes the file.
-
-    Raises:
-        UserError: the models cannot be sharded over so many ranks, or the file cannot be written.
-    """
+    """Measure as one of the ranks; rank 0 writes the file. Raises UserError if the ranks or the file are unsuitable."""
     place = read_rank_info()
     if torch.cuda.is_available() and place.world_size > torch.cuda.device_count():
         raise UserError(f"--tp {place.world_size}: this machine has {torch.cuda.device_count()} GPUs")

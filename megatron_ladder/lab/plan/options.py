@@ -98,11 +98,7 @@ KINDS: dict[Command, type] = {"layouts": LayoutOptions, "calibrate": CalibrateOp
 
 
 def parse_options(argv: Sequence[str]) -> LayoutOptions | CalibrateOptions | PaperOptions:
-    """Read the subcommand and its flags; `--calibrate` is the same as `calibrate`, and `layouts` is the default.
-
-    Raises:
-        UserError: one line per error.
-    """
+    """Read the subcommand (`layouts` by default, `--calibrate` as `calibrate`) and its flags; raise UserError."""
     words = ["calibrate" if word == "--calibrate" else word for word in argv]
     words.sort(key=lambda word: word != "calibrate")
     errors: list[str] = []

@@ -42,11 +42,7 @@ UNITS: Mapping[str, tuple[str, float]] = {
 
 
 def print_layouts(options: LayoutOptions) -> None:
-    """Print the plan, and write the files that the options name.
-
-    Raises:
-        UserError: nothing fits, the calibration cannot be used, or a file cannot be written.
-    """
+    """Print the plan and write the files that the options name; raise UserError if nothing fits."""
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot: matplotlib is not installed: pip install matplotlib")
     request = PlanRequest(
@@ -91,20 +87,18 @@ def _cluster_of(options: LayoutOptions) -> Cluster:
 
 
 def _describe_layout(layout: Layout) -> str:
-    parts = [f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data} ZeRO {layout.zero}"]
-    parts.append(f"micro-batch {layout.micro_batch}")
+    ranks = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data} ZeRO {layout.zero}"
+    parts = [ranks, f"micro-batch {layout.micro_batch}"]
     parts += ["recompute"] * layout.recompute + ["sequence parallel"] * layout.sequence_parallel
     return ", ".join(parts)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [head, *rows]
-    texts = ["| " + " | ".join(map(str, cells)) + " |" for cells in lines]
+    texts = ["| " + " | ".join(map(str, cells)) + " |" for cells in (head, *rows)]
     return "\n".join([texts[0], "|---" * len(head) + "|", *texts[1:]])
 
 
 def _plan_cells(request: PlanRequest, plan: LayoutPlan) -> list[object]:
-    """Return the row of a plan, with memory and time split up."""
     layout, memory, time = plan.layout, plan.memory, plan.time
     uncertain = uncertainty(request.cluster, layout)
     parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
@@ -126,7 +120,6 @@ def _range(value: float, uncertain: float, form: str) -> str:
 
 
 def _layouts_verdict(plans: Sequence[LayoutPlan]) -> str:
-    """Name the winning grid, or the grids that tie."""
     named = [(_describe_layout(plan.layout), plan.time.total) for plan in best_of_each_grid(plans)]
     return f"Layout: {verdict(named)}"
 
@@ -138,18 +131,11 @@ def _tensor_parallel_layout(plans: Sequence[LayoutPlan]) -> Layout | None:
 
 def _sweep_table(rows: Sequence[SweepRow]) -> str:
     """Return speed-ups over the standard wiring, from fast to slow interconnects."""
-    wirings = list(rows[0].seconds)
-    return _table(
-        ["all-reduce", *wirings, "fastest"],
-        (
-            [
-                f"{1e6 * row.reduce_seconds:.0f} us" + (" (this cluster)" if row.factor == 1.0 else ""),
-                *(f"{row.speed_up(wiring):.2f}" for wiring in wirings),
-                row.winner,
-            ]
-            for row in rows
-        ),
-    )
+    wirings, lines = list(rows[0].seconds), []
+    for row in rows:
+        interconnect = f"{1e6 * row.reduce_seconds:.0f} us" + (" (this cluster)" if row.factor == 1.0 else "")
+        lines.append([interconnect, *(f"{row.speed_up(wiring):.2f}" for wiring in wirings), row.winner])
+    return _table(["all-reduce", *wirings, "fastest"], lines)
 
 
 def _borders_table(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
@@ -170,7 +156,6 @@ def _borders_table(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
 
 
 def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) -> str:
-    """Return the printed report."""
     cluster = request.cluster
     calibrated = "measured on this machine" if cluster.calibrated else "not measured here, so times are ranges"
     head = [

@@ -48,11 +48,7 @@ class _Table:
 
 
 def print_paper(options: PaperOptions) -> None:
-    """Fit, predict, write the predictions, and print their errors where the second table has measured times.
-
-    Raises:
-        UserError: a table cannot be read, the result cannot be written, or scipy is not installed.
-    """
+    """Fit, predict, write the predictions, and print their errors where the second table has measured times."""
     collector = ErrorCollector()
     tables = []
     for path, flag, times in ((options.fit, "--fit", True), (options.predict, "--predict", False)):
@@ -69,15 +65,7 @@ def print_paper(options: PaperOptions) -> None:
 
 
 def _read_table(path: Path, flag: str, times: bool) -> _Table:
-    """Read a table.
-
-    Args:
-        flag: the flag that names the table, for error messages.
-        times: whether the table must have measured times.
-
-    Raises:
-        UserError: the file cannot be read, lacks a column or rows, or a value is invalid; one line per error.
-    """
+    """Read the table that a flag names, with or without measured times; raise UserError with one line per error."""
     where = f"{flag} {path}"
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
