@@ -35,8 +35,6 @@ Config = TypeVar("Config")
 
 @dataclasses.dataclass(frozen=True)
 class _Limits:
-    """The numbers that a flag accepts, of which None is no limit, and the flags that it requires and excludes."""
-
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
@@ -109,7 +107,6 @@ def _spelling(field: "dataclasses.Field[Any]") -> str:
 # Parsing sources dominates the time to read a command line, and studies read many command lines.
 @functools.cache
 def _field_docstrings(config_class: type) -> dict[str, str]:
-    """Return the string literal below each field of a dataclass, by field name."""
     documented: dict[str, str] = {}
     for ancestor in reversed(config_class.__mro__):
         if not dataclasses.is_dataclass(ancestor):
@@ -296,13 +293,9 @@ def _raise_or_append(errors: Sequence[str], found: list[str] | None) -> None:
 
 
 def parse_config(
-    config_class: type[Config],
-    argv: Sequence[str],
-    program: str,
-    description: str | None,
-    find_errors: Callable[[Config], Iterable[str]] = lambda config: (),
-    found: list[str] | None = None,
-) -> Config:
+    config_class: type[Config], argv: Sequence[str], program: str, description: str | None,
+    find_errors: Callable[[Config], Iterable[str]] = lambda config: (), found: list[str] | None = None,
+) -> Config:  # fmt: skip
     """Read `argv` into one dataclass.
 
     Args:

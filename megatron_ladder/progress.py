@@ -20,8 +20,6 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 
 class _PlainBar(_Bar):
-    """Prints lines instead of redrawing one."""
-
     disable: bool
 
     @staticmethod

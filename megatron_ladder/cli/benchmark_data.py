@@ -47,11 +47,6 @@ class DataBenchmarkOptions:
 COMMANDS = (Command((DataBenchmarkOptions,)),)
 
 
-def parse_options(argv: Sequence[str]) -> DataBenchmarkOptions:
-    """Read the command line."""
-    return parse_config(DataBenchmarkOptions, argv, "benchmark_data.py", __doc__, _find_errors)
-
-
 def _find_errors(options: DataBenchmarkOptions) -> Iterator[str]:
     unknown = [row for row in options.rows if row not in DATA_ROWS]
     if unknown:
@@ -60,22 +55,27 @@ def _find_errors(options: DataBenchmarkOptions) -> Iterator[str]:
         yield f"--folder {options.folder}: no such directory"
 
 
+parse_options = functools.partial(
+    parse_config, DataBenchmarkOptions, program="benchmark_data.py", description=__doc__, find_errors=_find_errors
+)
+
+
 def main(argv: Sequence[str]) -> None:
     """Measure the requested rows and print a table."""
     options = parse_options(argv)
+
+    def report(line: str) -> None:
+        print(f"    {line}", flush=True)
+
     results: list[DataResult] = []
     for row in options.rows:
         with tempfile.TemporaryDirectory(prefix="data-benchmark-", dir=options.folder) as folder:
             print(f"measuring {row}", flush=True)
-            results += DATA_ROWS[row](DataBenchmark(Path(folder), options.rounds, options.megabytes, _report))
+            results += DATA_ROWS[row](DataBenchmark(Path(folder), options.rounds, options.megabytes, report))
     print("\n" + table(results))
     if options.json is not None:
         plain = [dataclasses.asdict(result) | {"met": result.met} for result in results]
         write_atomically(options.json, json.dumps(plain, indent=1) + "\n")
-
-
-def _report(line: str) -> None:
-    print(f"    {line}", flush=True)
 
 
 entry_point = functools.partial(run_program, main)

@@ -41,7 +41,6 @@ _Row = dict[str, Any]
 
 
 def _totals(collectives: Sequence[TracedCollective], steps: int) -> _Row:
-    """Count collectives and sum their times, per step."""
     return {
         "collectives": len(collectives) / steps,
         "in_flight_seconds": sum(collective.in_flight_seconds for collective in collectives) / steps,
@@ -74,7 +73,6 @@ def _sub_block_rows(found: Communication) -> list[_Row]:
 
 
 def _table(device: str, steps: Sequence[_Row], sub_blocks: Sequence[_Row]) -> str:
-    """Format both tables, after a line that defines their columns."""
     counted = {
         "cpu": "CPU: exposed is the time inside waits; in flight is the time from launch to the end of the wait.",
         "cuda": "CUDA: exposed is the time of communication kernels while no other kernel runs; in flight is all.",
@@ -126,9 +124,10 @@ def _find_errors(config: ExposedCommunicationConfig) -> Iterator[str]:
         yield from image_errors("--plot", config.plot)
 
 
-def parse_options(argv: Sequence[str]) -> ExposedCommunicationConfig:
-    """Read the command line."""
-    return parse_config(ExposedCommunicationConfig, argv, "exposed_communication.py", __doc__, _find_errors)
+parse_options = functools.partial(
+    parse_config, ExposedCommunicationConfig, program="exposed_communication.py",
+    description=__doc__, find_errors=_find_errors,
+)  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> None:

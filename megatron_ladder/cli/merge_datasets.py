@@ -25,14 +25,14 @@ class MergeConfig:
 COMMANDS = (Command((MergeConfig,)),)
 
 
-def parse_options(argv: Sequence[str]) -> MergeConfig:
-    """Read the command line."""
-    return parse_config(MergeConfig, argv, "merge_datasets.py", __doc__, _find_errors)
-
-
 def _find_errors(config: MergeConfig) -> Iterator[str]:
     if not config.output_prefix.name:
         yield f"--output-prefix {config.output_prefix}: expected the prefix of a file name"
+
+
+parse_options = functools.partial(
+    parse_config, MergeConfig, program="merge_datasets.py", description=__doc__, find_errors=_find_errors
+)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -44,15 +44,11 @@ COMMANDS = (Command((PlotLossConfig,)),)
 
 
 class _ScalarCurve(NamedTuple):
-    """Values of a scalar, by ascending iteration."""
-
     iterations: tuple[int, ...]
     values: tuple[float, ...]
 
 
 class _RunCurves(NamedTuple):
-    """Curves of one run. Losses are in nats per token."""
-
     label: str
     train_loss: _ScalarCurve
     valid_loss: _ScalarCurve | None
@@ -60,11 +56,6 @@ class _RunCurves(NamedTuple):
 
 
 def _read_run(directory: Path, label: str) -> _RunCurves:
-    """Read the event files of a directory.
-
-    Raises:
-        UserError: the directory has no event file with the training loss.
-    """
     if not directory.is_dir():
         raise UserError(f"--tensorboard-dir {directory}: no such directory")
     events = EventAccumulator(str(directory), size_guidance={SCALARS: 0})
@@ -106,7 +97,6 @@ def _smooth(values: Sequence[float], weight: float) -> list[float]:
 
 
 def _draw(runs: Sequence[_RunCurves], title: str, smoothing: float) -> "Figure":
-    """Draw the loss over iterations and, if any run recorded them, tokens per second below."""
     # matplotlib is optional; its absence is reported by parse_options.
     from matplotlib.figure import Figure
 
@@ -137,11 +127,6 @@ def _draw(runs: Sequence[_RunCurves], title: str, smoothing: float) -> "Figure":
     return figure
 
 
-def parse_options(argv: Sequence[str]) -> PlotLossConfig:
-    """Read the command line."""
-    return parse_config(PlotLossConfig, argv, "plot_loss.py", __doc__, _find_errors)
-
-
 def _find_errors(config: PlotLossConfig) -> Iterator[str]:
     if config.labels and len(config.labels) != len(config.tensorboard_dir):
         yield (
@@ -149,6 +134,11 @@ def _find_errors(config: PlotLossConfig) -> Iterator[str]:
             f"{len(config.tensorboard_dir)} directories of --tensorboard-dir"
         )
     yield from image_errors("--output", config.output)
+
+
+parse_options = functools.partial(
+    parse_config, PlotLossConfig, program="plot_loss.py", description=__doc__, find_errors=_find_errors
+)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -24,11 +24,7 @@ class PrepareCorpusConfig:
 
 
 COMMANDS = (Command((PrepareCorpusConfig,)),)
-
-
-def parse_options(argv: Sequence[str]) -> PrepareCorpusConfig:
-    """Read the command line."""
-    return parse_config(PrepareCorpusConfig, argv, "prepare_corpus.py", __doc__)
+parse_options = functools.partial(parse_config, PrepareCorpusConfig, program="prepare_corpus.py", description=__doc__)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -70,11 +70,6 @@ class PreprocessConfig:
 COMMANDS = (Command((PreprocessConfig,)),)
 
 
-def parse_options(argv: Sequence[str]) -> PreprocessConfig:
-    """Read the command line."""
-    return parse_config(PreprocessConfig, argv, "preprocess_data.py", __doc__, _find_errors)
-
-
 def _find_errors(config: PreprocessConfig) -> Iterator[str]:
     if config.chat and config.json_keys != ("text",):
         yield "--json-keys selects texts, but --chat reads conversations: use --chat-keys"
@@ -87,6 +82,11 @@ def _find_errors(config: PreprocessConfig) -> Iterator[str]:
         yield f"--json-keys {keys}: expected keys without /, because they become file names"
     if len(set(config.json_keys)) < len(config.json_keys):
         yield f"--json-keys {keys}: a key is repeated: list each key once"
+
+
+parse_options = functools.partial(
+    parse_config, PreprocessConfig, program="preprocess_data.py", description=__doc__, find_errors=_find_errors
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -117,7 +117,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _print_message(line: str) -> None:
-    """Print a line; on a terminal it replaces the progress bar, which is drawn again below it."""
     print(f"\r\x1b[K{line}" if sys.stdout.isatty() else line, flush=True)
 
 

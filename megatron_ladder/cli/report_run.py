@@ -47,7 +47,6 @@ class _Attempt:
 
     @property
     def reached(self) -> int:
-        """The last recorded step."""
         return max([self.first, *(event["iteration"] for event in self.progress)])
 
     @property

@@ -148,11 +148,10 @@ def _successful_ends(save: Path) -> int:
 
 
 def _attempt(command: Sequence[str], config: ResilientConfig, received: Sequence[int], save: Path) -> int:
-    """Run the command to its end, and end the processes that it leaves behind.
+    """Run the command to its end, end the processes that it leaves behind, and return its exit code.
 
-    Returns:
-        Its exit code; 1 instead of 0 if the record has no successful end, because the `deepspeed` command also exits
-        with 0 when the process that it started was killed.
+    The code is 1 instead of 0 if the record has no successful end, because the `deepspeed` command also exits with 0
+    when the process that it started was killed.
     """
     known = _successful_ends(save)
     try:
@@ -213,7 +212,6 @@ def _forward(number: int, job: Child) -> list[psutil.Process]:
 
 
 def _end_descendants(job: Child) -> None:
-    """End all descendants of this process."""
     remaining = psutil.Process().children(recursive=True)
     for end in (psutil.Process.terminate, psutil.Process.kill):
         for process in remaining:

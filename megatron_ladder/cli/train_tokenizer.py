@@ -39,6 +39,7 @@ class TrainTokenizerConfig:
 
 
 COMMANDS = (Command((TrainTokenizerConfig,)),)
+parse_options = functools.partial(parse_config, TrainTokenizerConfig, program="train_tokenizer.py", description=__doc__)
 
 _PIECE_CHARACTERS = 1 << 14
 """Approximate size of the pieces of text for the bpe trainer, which also learns line feeds."""
@@ -48,11 +49,7 @@ class _TextSample:
     """Text for a trainer, sampled evenly from the whole input; counts the lines that are too long for it."""
 
     def __init__(self, sources: Sequence[Source], reading: Reading, most_bytes: int, in_lines: bool) -> None:
-        """
-        Args:
-            most_bytes: approximate size of the sample. If the size of the input is unknown, its beginning is used.
-            in_lines: split texts into lines, and skip lines longer than MAX_LINE_BYTES.
-        """
+        """Prepare a sample of about `most_bytes`, or that much of the beginning of an input of unknown size."""
         self.input_bytes = sum(source.total_bytes or 0 for source in sources)
         self.used_bytes = min(self.input_bytes, most_bytes) or most_bytes
         self.too_long = 0
@@ -76,7 +73,6 @@ class _TextSample:
             yield piece
 
     def _pieces(self) -> Iterator[str]:
-        """Yield all text in lines, or in larger pieces that begin at line feeds."""
         records: dict[int, int] = {}
         for number, block in itertools.chain.from_iterable(group_blocks(self._sources, self._reading)):
             parsed = block.read(self._reading)
@@ -94,11 +90,6 @@ class _TextSample:
                     end = len(text) if end < 0 else end
                     yield text[begin:end]
                     begin = end
-
-
-def parse_options(argv: Sequence[str]) -> TrainTokenizerConfig:
-    """Read the command line."""
-    return parse_config(TrainTokenizerConfig, argv, "train_tokenizer.py", __doc__)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -25,10 +25,10 @@ class WriteReferenceConfig:
 
 
 COMMANDS = (Command((WriteReferenceConfig,)),)
+parse_options = functools.partial(parse_config, WriteReferenceConfig, program="write_reference.py", description=__doc__)
 
 
 def _reference_pages() -> dict[str, str]:
-    """Return the text of all pages by file name."""
     modules = {script_of(program): load_program(program) for program in PROGRAMS}
     pages = {f"{Path(path).stem}.md": _program_page(path, module) for path, module in modules.items()}
     pages["deepspeed_json.md"] = _deepspeed_page()
@@ -117,7 +117,6 @@ def _megatron_page() -> str:
 
 
 def _summary(module: ModuleType) -> str:
-    """Return the first paragraph of the module's docstring."""
     return " ".join((module.__doc__ or "").split("\n\n")[0].split())
 
 
@@ -128,11 +127,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _joined(paragraphs: Sequence[str]) -> str:
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
-
-
-def parse_options(argv: Sequence[str]) -> WriteReferenceConfig:
-    """Read the command line."""
-    return parse_config(WriteReferenceConfig, argv, "write_reference.py", __doc__)
 
 
 def main(argv: Sequence[str]) -> None:

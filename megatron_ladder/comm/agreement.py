@@ -147,7 +147,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _group_ranks(items: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
-    """Collect the ranks that are paired with each key."""
     grouped: dict[Key, list[int]] = {}
     for key, rank in items:
         grouped.setdefault(key, []).append(rank)

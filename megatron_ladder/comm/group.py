@@ -50,8 +50,7 @@ class CommGroup:
     def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
         """Start to sum `tensor` [n, ...] (contiguous); each rank gets n / size rows of the sum, in rank order.
 
-        Returns:
-            The buffer of the rows, and the handle; in a group of one rank, the tensor itself and None.
+        Return the buffer of the rows, and the handle; in a group of one rank, the tensor itself and None.
         """
         if self.size == 1:
             return tensor, None
@@ -62,8 +61,7 @@ class CommGroup:
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
         """Start to concatenate all ranks' `tensor` [n, ...] (contiguous) along the first dimension, in rank order.
 
-        Returns:
-            The buffer [size x n, ...], and the handle; in a group of one rank, the tensor itself and None.
+        Return the buffer [size x n, ...], and the handle; in a group of one rank, the tensor itself and None.
         """
         if self.size == 1:
             return tensor, None
@@ -91,8 +89,7 @@ class CommGroup:
         """
         if self.size == 1:
             return self
-        process_group = dist.new_group(list(self.ranks), timeout=timeout, backend="gloo")
-        return CommGroup(self.ranks, self.rank, process_group)
+        return CommGroup(self.ranks, self.rank, dist.new_group(list(self.ranks), timeout, backend="gloo"))
 
     def gather_objects(self, value: object) -> list[Any]:
         """Return small picklable values of all ranks, in rank order, on the group's rank 0; an empty list elsewhere."""

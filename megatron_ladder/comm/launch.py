@@ -47,10 +47,9 @@ class RankInfo:
 
 
 def read_rank_info() -> RankInfo:
-    """Read the launcher's environment variables. A process started without a launcher is the only rank.
+    """Read the launcher's environment variables; without a launcher, the process is the only rank.
 
-    Raises:
-        UserError: only some of the variables are set.
+    Raise a UserError if only some of the variables are set.
     """
     found = [name for name in LAUNCHER_VARIABLES if name in os.environ]
     if not found or "WORLD_SIZE" not in found:
@@ -77,12 +76,9 @@ def check_device(place: RankInfo) -> None:
 
 
 def start_process_group(
-    place: RankInfo,
-    timeout_minutes: float,
-    settings: Mapping[str, Any] | None = None,
-    peers: Peers | None = None,
+    place: RankInfo, timeout_minutes: float, settings: Mapping[str, Any] | None = None, peers: Peers | None = None,
     device: torch.device | None = None,
-) -> torch.device:
+) -> torch.device:  # fmt: skip
     """Join the default process group (NCCL on GPUs, gloo on CPUs) and return the device of this process.
 
     A single process gets a group of size one, which needs no address.
@@ -126,11 +122,7 @@ def start_process_group(
 
 
 def _find_host() -> Host:
-    """Return this machine, with the address from which it reaches MASTER_ADDR.
-
-    Raises:
-        UserError: the name cannot be resolved, or there is no route to it.
-    """
+    """Return this machine, with the address from which it reaches MASTER_ADDR, or raise a UserError."""
     master, name = os.environ["MASTER_ADDR"], socket.gethostname()
     try:
         return Host(name, _address_towards(master))
@@ -142,11 +134,7 @@ def _find_host() -> Host:
 
 
 def _address_towards(target: str) -> str:
-    """Return this machine's address on the route to a machine, given by name or address.
-
-    Raises:
-        OSError: the name cannot be resolved, or there is no route.
-    """
+    """Return this machine's address on the route to a machine, given by name or address, or raise OSError."""
     # For a datagram socket, `connect` sends nothing to the (discard) port; it only selects the route.
     family, kind, protocol, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -53,13 +53,9 @@ class ProcessMesh:
 
     @staticmethod
     def build(
-        tensor_parallel: int,
-        pipeline_parallel: int = 1,
-        kv_replicas: int = 1,
-        timeout: timedelta | None = None,
-        sequence_parallel: bool = False,
-        tp_comm_max_ctas: int = 0,
-    ) -> "ProcessMesh":
+        tensor_parallel: int, pipeline_parallel: int = 1, kv_replicas: int = 1, timeout: timedelta | None = None,
+        sequence_parallel: bool = False, tp_comm_max_ctas: int = 0,
+    ) -> "ProcessMesh":  # fmt: skip
         """Create the groups; every rank of the default process group must make the same call.
 
         Args:

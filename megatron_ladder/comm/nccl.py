@@ -27,11 +27,8 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 def overlapped_group_options(backend: str, max_ctas: int, timeout: timedelta | None) -> Any:
     """Return `pg_options` for a group whose collectives overlap with computation; None for backends other than NCCL.
 
-    Each group needs a new object, because torch writes to it.
-
-    Args:
-        max_ctas: maximum of thread blocks, and so multiprocessors, per collective; 0 leaves it to NCCL.
-        timeout: of the group, which torch expects here as well; the default is torch's.
+    Each group needs a new object, because torch writes to it. `max_ctas` bounds the thread blocks, and so the
+    multiprocessors, of a collective; 0 leaves it to NCCL. torch expects the timeout of the group here as well.
     """
     if backend != "nccl":
         return None
@@ -46,8 +43,7 @@ def overlapped_group_options(backend: str, max_ctas: int, timeout: timedelta | N
 def explain_connections(environment: Mapping[str, str]) -> str:
     """Describe the effect of CUDA_DEVICE_MAX_CONNECTIONS on the overlap; CUDA reads the variable when it starts.
 
-    Raises:
-        UserError: the value is not a number that CUDA accepts.
+    Raise a UserError if the value is not a number that CUDA accepts.
     """
     text = environment.get(CONNECTIONS)
     if text is None:

@@ -44,17 +44,12 @@ def run_ranks(
     ranks: list[Child] = []
     with received_signals() as received:
         try:
+            # -P: a file in the current directory must not replace a module.
+            command = [sys.executable, "-P", "-c", program, *argv]
             for rank in range(count):
-                ranks.append(
-                    start_child(
-                        # -P: a file in the current directory must not replace a module.
-                        [sys.executable, "-P", "-c", program, *argv],
-                        death_signal=signal.SIGKILL,
-                        # Ctrl-C reaches every process of a terminal; the parent handles it for all ranks.
-                        ignored_signals=[signal.SIGINT],
-                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    )
-                )
+                numbered = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                # Ctrl-C reaches every process of a terminal; the parent handles it for all ranks.
+                ranks.append(start_child(command, signal.SIGKILL, [signal.SIGINT], env=numbered))
             failure = _wait(ranks, received)
         finally:
             end_children(ranks, grace_seconds)

@@ -27,8 +27,7 @@ class SideQueue(Protocol):
     def run(self, chain: Callable[[], T], uses: object) -> T:
         """Return the chain's result, which later work of the current stream may use after `join`.
 
-        Args:
-            uses: holds every tensor that the chain uses and did not create.
+        `uses` holds every tensor that the chain uses and did not create.
         """
 
     def join(self) -> None:
@@ -36,8 +35,6 @@ class SideQueue(Protocol):
 
 
 class _InlineQueue:
-    """Runs chains at once, on the stream that computes."""
-
     runs_midway = True
 
     def run(self, chain: Callable[[], T], uses: object) -> T:
@@ -63,14 +60,12 @@ class _CudaSideQueue:
         self._held: list[object] = []
 
     def run(self, chain: Callable[[], T], uses: object) -> T:
-        """Launch the chain after the work that the current stream has so far."""
         self._held.append(uses)
         self._stream.wait_event(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self._stream):
             return chain()
 
     def join(self) -> None:
-        """Make the current stream wait for the chains; the host does not wait."""
         torch.cuda.current_stream().wait_event(self._stream.record_event())
         self._held.clear()
 

@@ -90,10 +90,7 @@ def _recorded_collectives() -> list[_RecordedCollective]:
 
 
 def _unfinished_collectives() -> list[_RecordedCollective]:
-    """Return the collectives that are not finished; the last one if all are.
-
-    The recorder may mark a failed collective as finished.
-    """
+    """Return the unfinished collectives; the last one if none is, since it may have failed and count as finished."""
     collectives = _recorded_collectives()
     return [one for one in collectives if not one.finished] or collectives[-1:]
 
@@ -149,7 +146,6 @@ def _awaited_peer(thread: int) -> int | None:
 
 
 def _this_rank() -> int:
-    """Return the global rank; 0 if there is no process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -162,12 +158,9 @@ class HangWatch:
     """
 
     def __init__(
-        self,
-        peers: Peers,
-        startup: timedelta,
-        running: timedelta,
+        self, peers: Peers, startup: timedelta, running: timedelta,
         on_loss: Callable[[LostPeerError], None] = lambda error: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             startup: timeout until the first step is done, and in `patient`.

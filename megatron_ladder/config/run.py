@@ -127,7 +127,6 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, errors: list[
 
 
 def _training_errors(training: TrainingConfig, optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
-    """Check the learning-rate schedule, loss scaling and recomputation."""
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}"
     decay_iters = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
@@ -158,7 +157,6 @@ def _training_errors(training: TrainingConfig, optimizer: OptimizerConfig, model
 
 
 def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[str]:
-    """Check sequence length and layers against the ranks that share them."""
     training, parallel = flags.training, flags.parallel
     if training.seq_length > model.max_position_embeddings:
         yield (

@@ -104,14 +104,9 @@ class ForwardRecord:
     """A `ForwardPass` over a range of sub-blocks that records what the mirrored backward needs."""
 
     def __init__(
-        self,
-        steps: Sequence[SubBlock],
-        context: SequenceContext,
-        layout: StreamLayout,
-        pending: tuple[int, int],
-        sums: PartialSums,
-        side_queue: SideQueue | None,
-    ) -> None:
+        self, steps: Sequence[SubBlock], context: SequenceContext, layout: StreamLayout, pending: tuple[int, int],
+        sums: PartialSums, side_queue: SideQueue | None,
+    ) -> None:  # fmt: skip
         """
         Args:
             pending: number of outputs missing from the stream that enters, and from the one that leaves.
@@ -188,9 +183,7 @@ class ForwardRecord:
         edge = get_gradient_edge(normed) if with_graph else None
         return LocalReading(leaf, edge, detached, self.layout.start_read(detached))
 
-    def _build(
-        self, index: int, reading: LocalReading, midway: Midway, keeps_input: bool
-    ) -> tuple[_Graph, Tensor]:
+    def _build(self, index: int, reading: LocalReading, midway: Midway, keeps_input: bool) -> tuple[_Graph, Tensor]:
         """Run a body with a graph. The graph keeps an edge to the partial sum and not the tensor, whose storage the
         reduce overwrites."""
 
@@ -212,8 +205,6 @@ class ForwardRecord:
 
 
 class _BackwardWalk:
-    """The mirrored rule applied to one recorded forward pass."""
-
     def __init__(self, record: ForwardRecord, state_gradient: Tensor) -> None:
         self._record = record
         self._in_flight: deque[tuple[int, _Graph | InFlight]] = deque()
@@ -230,7 +221,6 @@ class _BackwardWalk:
                 self._in_flight.append((index, in_flight))
 
     def run(self) -> Tensor:
-        """Return the gradient of the state that entered."""
         record = self._record
         if record.sharded:
             record.gather_again(len(record.steps) - 1)
@@ -258,7 +248,6 @@ class _BackwardWalk:
         return entered
 
     def _start_output_gradient(self, index: int) -> InFlight:
-        """Start to make the gradient of a sub-block's output whole, [s, b, h]."""
         record = self._record
         self._absorb(record.known_at[record.pending_in + index])
         if not record.sharded:
@@ -273,19 +262,16 @@ class _BackwardWalk:
             self._ahead = side_queue.run(lambda: self._start_output_gradient(index), uses)
 
     def _join(self) -> InFlight | None:
-        """Return the output gradient that was read ahead, if there is one."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self._record.side_queue is not None:
             self._record.side_queue.join()
         return ahead
 
     def _absorb(self, first: int) -> None:
-        """Add the gradients of reads from number `first` on."""
         while self._in_flight and self._in_flight[0][0] >= first:
             self._gradient = self._gradient + self._read_gradient(*self._in_flight.popleft())
 
     def _read_gradient(self, index: int, waiting: _Graph | InFlight) -> Tensor:
-        """Return what a read adds to the gradient of the stream."""
         if isinstance(waiting, InFlight):
             return waiting.wait()
         gradient = waiting.input_gradient.wait()

@@ -20,7 +20,6 @@ from megatron_ladder.parallel.linear import ColumnParallelLinear, RowParallelLin
 
 
 def _input_projection(build: BuildContext, tensors: SubBlockTensors) -> ColumnParallelLinear:
-    """Build one product from the normed stream to the inputs of all branches."""
     config, mesh = build.config, build.mesh
     return ColumnParallelLinear(
         [matrix for branch in tensors.branches for matrix in branch.inputs],
@@ -34,7 +33,6 @@ def _input_projection(build: BuildContext, tensors: SubBlockTensors) -> ColumnPa
 
 
 def _output_projection(build: BuildContext, tensors: SubBlockTensors, branch: Branch) -> RowParallelLinear:
-    """Build the product from a branch to the residual stream."""
     return RowParallelLinear(
         branch.output,
         group=build.mesh.tensor,
@@ -46,10 +44,9 @@ def _output_projection(build: BuildContext, tensors: SubBlockTensors, branch: Br
 
 
 class _AttentionHeads(nn.Module):
-    """Maps projected queries, keys and values to the heads' outputs; owns the norms of queries and keys."""
+    """Maps projections [s, b, sum of widths] of queries, keys and values to the heads' outputs [s, b, heads/t * d]."""
 
     def __init__(self, build: BuildContext, layer: int, branch: Branch, widths: Sequence[int]) -> None:
-        """`widths`: columns of the queries, the keys and the values in the input projection."""
         super().__init__()
         config = build.config
         self.operations = build.operations
@@ -64,7 +61,6 @@ class _AttentionHeads(nn.Module):
     def forward(
         self, projected: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
     ) -> Tensor:
-        """Projections [s, b, sum of widths] -> [s, b, heads/t * d]."""
         norm_weights = None
         if self.q_norm is not None and self.k_norm is not None:
             deferred = None if input_gradient is None else input_gradient.partial_gradients
@@ -91,18 +87,13 @@ class Attention(nn.Module):
         self.o_proj = _output_projection(build, tensors, branch)
 
     def forward(
-        self,
-        normed: Tensor,
-        context: SequenceContext,
-        input_gradient: InputGradient | None = None,
-        midway: Midway = ignore_midway,
-        launch: Launch | None = None,
-    ) -> InFlight:
+        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None,
+        midway: Midway = ignore_midway, launch: Launch | None = None,
+    ) -> InFlight:  # fmt: skip
         """See `SubBlockBody`."""
         attended = self.heads(self.qkv_proj(normed, input_gradient), context, input_gradient)
         midway(attended)
-        in_flight: InFlight = self.o_proj(attended, launch)
-        return in_flight
+        return self.o_proj(attended, launch)
 
 
 class MLP(nn.Module):
@@ -116,18 +107,13 @@ class MLP(nn.Module):
         self.down_proj = _output_projection(build, tensors, branch)
 
     def forward(
-        self,
-        normed: Tensor,
-        context: SequenceContext,
-        input_gradient: InputGradient | None = None,
-        midway: Midway = ignore_midway,
-        launch: Launch | None = None,
-    ) -> InFlight:
+        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None,
+        midway: Midway = ignore_midway, launch: Launch | None = None,
+    ) -> InFlight:  # fmt: skip
         """See `SubBlockBody`."""
         inner = self.operations.swiglu(self.gate_up_proj(normed, input_gradient))
         midway(inner)
-        in_flight: InFlight = self.down_proj(inner, launch)
-        return in_flight
+        return self.down_proj(inner, launch)
 
 
 class AttentionMLP(nn.Module):
@@ -143,20 +129,16 @@ class AttentionMLP(nn.Module):
         self.down_proj = _output_projection(build, tensors, mlp)
 
     def forward(
-        self,
-        normed: Tensor,
-        context: SequenceContext,
-        input_gradient: InputGradient | None = None,
-        midway: Midway = ignore_midway,
-        launch: Launch | None = None,
-    ) -> InFlight:
+        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None,
+        midway: Midway = ignore_midway, launch: Launch | None = None,
+    ) -> InFlight:  # fmt: skip
         """See `SubBlockBody`."""
         widths = self.in_proj.widths
         projected = self.in_proj(normed, input_gradient)
         heads, gate_up = torch.split(projected, [sum(widths[:3]), sum(widths[3:])], dim=-1)
         attended = self.heads(heads, context, input_gradient)
         midway(attended)
-        unreduced: InFlight = self.o_proj(attended, leave_unreduced)
-        of_mlp: InFlight = self.down_proj(self.operations.swiglu(gate_up), leave_unreduced)
-        partial = unreduced.partial + of_mlp.partial
+        of_attention = self.o_proj(attended, leave_unreduced)
+        of_mlp = self.down_proj(self.operations.swiglu(gate_up), leave_unreduced)
+        partial = of_attention.partial + of_mlp.partial
         return start_all_reduce(partial, self.o_proj.group) if launch is None else launch(partial)

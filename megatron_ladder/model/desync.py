@@ -38,8 +38,7 @@ def walk_desync(
 ) -> Tensor:
     """Map the stream [s, b, h] that enters a range to the one that leaves it; either may be this rank's own.
 
-    Args:
-        synchronised: whether the stream is equal on all ranks: when it enters, and after each step.
+    `synchronised` is whether the stream is equal on all ranks: when it enters, and after each step.
     """
     for step, before, after in zip(steps, synchronised[:-1], synchronised[1:], strict=True):
         norm_weight = None

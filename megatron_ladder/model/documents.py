@@ -41,9 +41,7 @@ def document_attention(
 ) -> Tensor:
     """Attend within documents: q [b, heads, s, d], k and v [b, kv_heads, s, d] -> [b, heads, s, d].
 
-    Args:
-        packed: computes all documents at once; the default is torch's kernel on CUDA in half precision, and none
-            elsewhere.
+    `packed` computes all documents at once; by default torch's kernel on CUDA in half precision, and none elsewhere.
     """
     if packed is None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         packed = _flash_attention
@@ -55,7 +53,6 @@ def document_attention(
 
 
 def _lengths_of_rows(lengths: Sequence[int], row: int) -> list[list[int]]:
-    """Group the lengths of the documents by rows of `row` tokens."""
     rows: list[list[int]] = [[]]
     for length in lengths:
         if sum(rows[-1]) == row:
@@ -77,7 +74,6 @@ def _attend_row(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tens
 
 
 def _flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds) -> Tensor:
-    """Apply torch's FlashAttention to packed documents in fp16 or bf16 on CUDA."""
     # Imported here because it loads torch's compiler, which takes seconds.
     from torch.nn.attention.varlen import varlen_attn
 

@@ -102,13 +102,9 @@ class LanguageModel(nn.Module):
         return logits
 
     def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        loss_mask: Tensor | None = None,
-        positions: Tensor | None = None,
+        self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None, positions: Tensor | None = None,
         document_bounds: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the loss summed over the target tokens that count.
 
         Args:
@@ -125,9 +121,7 @@ class LanguageModel(nn.Module):
         context = self.training_context(tokens, positions, document_bounds)
         return self.loss(self.hidden_states(tokens, context), labels, loss_mask)
 
-    def stage(
-        self, entering: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None
-    ) -> Tensor:
+    def stage(self, entering: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None) -> Tensor:
         """Run a pipeline stage: token ids [b, s] on the first stage, a state on the others -> a state.
 
         Args:

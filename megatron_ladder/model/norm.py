@@ -49,12 +49,9 @@ class RMSNorm(ParallelModule):
         return partial_gradients.defer(self.weight)
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None = None,
-        partial_gradients: PartialGradients | None = None,
+        self, x: Tensor, weight: Tensor | None = None, partial_gradients: PartialGradients | None = None,
         output: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """[..., size] -> [..., size].
 
         Args:

@@ -28,27 +28,20 @@ NormFunction = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Apply torch's RMSNorm operator to x [..., n]."""
     return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
 def _add_norm(
     stream: Tensor, output: Tensor, weight: Tensor, epsilon: float, norm: NormFunction = _rms_norm
 ) -> tuple[Tensor, Tensor]:
-    """Return `stream + output` and its norm; compiled, this is one kernel that reads each input once."""
     total = stream + output
     return total, norm(total, weight, epsilon)
 
 
 def _split_heads(
-    projected: Tensor,
-    widths: Sequence[int],
-    head_dim: int,
-    table: RotaryTable,
-    norm_weights: tuple[Tensor, Tensor] | None,
-    epsilon: float,
-    norm: NormFunction = _rms_norm,
-) -> tuple[Tensor, Tensor, Tensor]:
+    projected: Tensor, widths: Sequence[int], head_dim: int, table: RotaryTable,
+    norm_weights: tuple[Tensor, Tensor] | None, epsilon: float, norm: NormFunction = _rms_norm,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Split fused projections [s, b, sum of widths] into queries, keys and values [b, heads/t, s, d].
 
     Queries and keys are normed if `norm_weights` are given, and rotated by their positions.
@@ -78,7 +71,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
-    """Map gate and up side by side [s, b, 2 ffn/t] to silu(gate) * up [s, b, ffn/t]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -117,10 +109,7 @@ def compile_operations(operations: Operations, backend: str = "inductor") -> Ope
 
     Each becomes one kernel forward and one backward, compiled once per shape for all layers. The addition before a norm
     is part of its kernel, except where `backward.py` keeps a separate graph of the norm. Matrix products stay as they
-    are.
-
-    Args:
-        backend: of torch.compile; "inductor" needs a C++ compiler on a CPU.
+    are. The backend "inductor" needs a C++ compiler on a CPU.
     """
     # Without `fullgraph`, an unexpected kind of argument falls back to eager mode instead of raising an error.
     return replace(
@@ -144,8 +133,7 @@ def select_operations(
 ) -> tuple[Operations, str]:
     """Return the operations for training, and a description of their norm for the log.
 
-    Raises:
-        UserError: apex was requested, but NVIDIA's apex is missing or there is no CUDA device.
+    Raise a UserError if apex was requested, but NVIDIA's apex is missing or there is no CUDA device.
     """
     if compiled:
         return compile_operations(Operations()), "torch, compiled"
@@ -160,8 +148,7 @@ def select_operations(
         return Operations(), f"torch ({reason})"
 
     def apex_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        normed: Tensor = fused(x, weight, weight.shape, epsilon)
-        return normed
+        return fused(x, weight, weight.shape, epsilon)
 
     operations = Operations(
         norm=apex_rms_norm,

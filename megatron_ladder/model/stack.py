@@ -36,11 +36,7 @@ from megatron_ladder.model.operations import BuildContext, Operations
 from megatron_ladder.model.sub_block import AutogradPass, SequenceContext, SubBlock, walk
 from megatron_ladder.parallel.partial_gradients import PartialSums
 
-_BODIES = {
-    SubBlockKind.ATTENTION: Attention,
-    SubBlockKind.MLP: MLP,
-    SubBlockKind.ATTENTION_MLP: AttentionMLP,
-}
+_BODIES = {SubBlockKind.ATTENTION: Attention, SubBlockKind.MLP: MLP, SubBlockKind.ATTENTION_MLP: AttentionMLP}
 
 
 @dataclass(frozen=True)
@@ -60,8 +56,6 @@ class StackOptions:
 
 
 class _TransformerLayer(nn.Module):
-    """The modules of one layer, in the order of its wiring."""
-
     def __init__(self, build: BuildContext, layer: int) -> None:
         super().__init__()
         self.wired = build.config.wired_layers[layer]
@@ -73,7 +67,6 @@ class _TransformerLayer(nn.Module):
             self.bodies[kind.value] = _BODIES[kind](build, layer, tensors)
 
     def sub_blocks(self, mesh: ProcessMesh, recompute: bool, name: str, span: Span) -> list[SubBlock]:
-        """Return the steps of this layer, which a profile calls `name`."""
         steps = []
         for kind, staleness, *_ in self.wired:
             norm, body = self.norms[kind.value], self.bodies[kind.value]
@@ -94,10 +87,7 @@ class TransformerStack(nn.Module):
     """
 
     def __init__(self, build: BuildContext, layers: range, options: StackOptions) -> None:
-        """
-        Raises:
-            ValueError: the model is a desync model of another tensor-parallel size.
-        """
+        """Raise ValueError for a desync model of another tensor-parallel size."""
         super().__init__()
         config, mesh = build.config, build.mesh
         if config.desync_tp not in (None, mesh.tensor.size):
@@ -106,9 +96,7 @@ class TransformerStack(nn.Module):
         self.options = options
         self.mesh = mesh
         self.layout = mesh.stream
-        self.side_queue = (
-            create_side_queue(build.device) if self.layout.shards > 1 and options.tp_overlap else None
-        )
+        self.side_queue = create_side_queue(build.device) if self.layout.shards > 1 and options.tp_overlap else None
         self.desync = config.wiring.stream == "per rank"
         sub_blocks = [sub_block for layer in layers for sub_block in wired[layer]]
         self.synchronised = [sub_blocks[0].reads_shared, *(sub_block.leaves_shared for sub_block in sub_blocks)]

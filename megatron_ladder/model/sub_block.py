@@ -7,7 +7,7 @@ missing from it as unreduced partial sums, each in as many parts as the stream h
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -59,13 +59,9 @@ class SubBlockBody(Protocol):
     share of it, and an output projection."""
 
     def __call__(
-        self,
-        normed: Tensor,
-        context: SequenceContext,
-        input_gradient: InputGradient | None = None,
-        midway: Midway = ignore_midway,
-        launch: Launch | None = None,
-    ) -> InFlight:
+        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None,
+        midway: Midway = ignore_midway, launch: Launch | None = None,
+    ) -> InFlight:  # fmt: skip
         """Return the handle of the output, [s, b, h] or this rank's positions of it.
 
         Args:
@@ -107,10 +103,7 @@ class SubBlock(NamedTuple):
         """Return this rank's partial sum of the output for a stream, [s, b, h].
 
         Recomputation repeats the gather of a sharded stream, because its result is not kept. It does not repeat the sum
-        over the ranks, which is started outside.
-
-        Args:
-            norm_weight: used instead of the norm's weight.
+        over the ranks, which is started outside. `norm_weight` replaces the norm's weight.
         """
 
         def compute(stream: Tensor) -> Tensor:
@@ -118,8 +111,7 @@ class SubBlock(NamedTuple):
             return self.body(normed, context, launch=leave_unreduced).partial
 
         if self.recomputes:
-            recomputed: Tensor = checkpoint(compute, stream, use_reentrant=False, preserve_rng_state=False)
-            return recomputed
+            return checkpoint(compute, stream, use_reentrant=False, preserve_rng_state=False)
         return compute(stream)
 
 
@@ -137,8 +129,7 @@ class ForwardPass(Protocol[Reading]):
     def read(self, index: int, stream: Tensor, output: Tensor | None) -> tuple[Tensor, Reading]:
         """Add `output` to the stream if there is one, norm the stream for step `index` and start to gather it.
 
-        Returns:
-            The stream after the addition, and the reading.
+        Return the stream after the addition, and the reading.
         """
 
     def start(self, index: int, reading: Reading, midway: Midway, launch: Launch) -> InFlight:
@@ -180,13 +171,9 @@ class AutogradPass(NamedTuple):
 
 
 def walk(
-    state: Tensor,
-    forward: ForwardPass[Reading],
-    pending_out: int,
-    layout: StreamLayout,
-    launch: Launch,
+    state: Tensor, forward: ForwardPass[Reading], pending_out: int, layout: StreamLayout, launch: Launch,
     side_queue: SideQueue | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Walk a range of sub-blocks by the rule of `stack.py`.
 
     Args:
@@ -199,7 +186,9 @@ def walk(
     Returns:
         The state that leaves. Its missing outputs are unreduced.
     """
-    stream, entered = _split_state(state, layout)
+    parts, positions, *rest = state.shape
+    stream = state[0]
+    entered = state[1:].reshape((parts - 1) // layout.shards, layout.shards * positions, *rest).unbind(0)
     steps = forward.steps
     # A range shorter than its staleness passes on outputs that it neither made nor read.
     reduced_here = len(entered) + len(steps) - pending_out
@@ -240,22 +229,11 @@ def walk(
             is_reduced = len(entered) + index < reduced_here
             pending.append(forward.start(index, reading, midway, launch if is_reduced else leave_unreduced))
     stream = _drain(stream, pending, pending_out)
-    return _join_state(stream, (in_flight.partial for in_flight in pending))
+    missing = (in_flight.partial.reshape(-1, *stream.shape) for in_flight in pending)
+    return torch.cat([stream.unsqueeze(0), *missing])
 
 
 def _drain(stream: Tensor, pending: deque[InFlight], remaining: int) -> Tensor:
-    """Add the oldest outputs to the stream until at most `remaining` are missing."""
     while len(pending) > remaining:
         stream = stream + pending.popleft().wait()
     return stream
-
-
-def _split_state(state: Tensor, layout: StreamLayout) -> tuple[Tensor, list[Tensor]]:
-    """Return the stream, and the partial sums [s, b, h] of the outputs that are missing from it."""
-    parts, positions, *rest = state.shape
-    missing = state[1:].reshape((parts - 1) // layout.shards, layout.shards * positions, *rest)
-    return state[0], list(missing.unbind(0))
-
-
-def _join_state(stream: Tensor, missing: Iterable[Tensor]) -> Tensor:
-    return torch.cat([stream.unsqueeze(0), *(partial.reshape(-1, *stream.shape) for partial in missing)])

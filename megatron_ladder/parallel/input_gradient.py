@@ -56,9 +56,7 @@ class InputGradient:
 
 class _LinearWithInputGradient(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient) -> Tensor:
         ctx.save_for_backward(weight, *([x] if input_gradient.keeps_input else []))
         ctx.input_gradient = input_gradient
         ctx.has_bias = bias is not None
@@ -74,9 +72,6 @@ class _LinearWithInputGradient(Function):
         return None, weight_gradient, rows.sum(0) if ctx.has_bias else None, None
 
 
-def linear_with_input_gradient(
-    x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient
-) -> Tensor:
+def linear_with_input_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient) -> Tensor:
     """Return `x @ weight^T + bias`; the gradient of x goes to `input_gradient`, its sum started before the weight's."""
-    output: Tensor = _LinearWithInputGradient.apply(x, weight, bias, input_gradient)
-    return output
+    return _LinearWithInputGradient.apply(x, weight, bias, input_gradient)

@@ -127,12 +127,7 @@ class ParallelModule(nn.Module):
             self.register_parameter(attribute, parameter)
 
     def add_parameter(
-        self,
-        attribute: str,
-        tensors: Sequence[TensorSpec],
-        group: CommGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, attribute: str, tensors: Sequence[TensorSpec], group: CommGroup, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Register an uninitialised parameter that holds the rank's slices of canonical tensors, one after another.
 
@@ -193,13 +188,10 @@ def _initialize_section(values: Tensor, section: Section, seed: int) -> None:
         start = block * section.block
         shape = list(section.global_shape)
         shape[section.dim] = min(section.block, whole - start)
-        drawn = torch.empty(shape).normal_(section.mean, section.std, generator=_generator(seed, section.name, block))
+        digest = hashlib.sha256(f"{seed}/{section.name}/{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        drawn = torch.empty(shape).normal_(section.mean, section.std, generator=generator)
         first, last = max(start, section.global_start), min(start + shape[section.dim], stop)
         values.narrow(section.dim, first - section.global_start, last - first).copy_(
             drawn.narrow(section.dim, first - start, last - first)
         )
-
-
-def _generator(seed: int, name: str, block: int) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))

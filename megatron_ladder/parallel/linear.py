@@ -53,8 +53,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if not hasattr(weight, "ds_id"):
         return F.linear(x, weight, bias)
-    output: Tensor = _LinearOfPartitionedWeight.apply(x, weight, bias)
-    return output
+    return _LinearOfPartitionedWeight.apply(x, weight, bias)
 
 
 class _Reached(Function):
@@ -74,8 +73,7 @@ def reached_by_backward(x: Tensor) -> Tensor:
     ZeRO-3 releases a module's weight when backward arrives at its input, so the input must appear to need a gradient.
     As a leaf it would stay in memory until then.
     """
-    reached: Tensor = _Reached.apply(x, x.new_empty(0).requires_grad_())
-    return reached
+    return _Reached.apply(x, x.new_empty(0).requires_grad_())
 
 
 class ColumnParallelLinear(ParallelModule):
@@ -89,16 +87,9 @@ class ColumnParallelLinear(ParallelModule):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        matrices: Sequence[Matrix],
-        *,
-        group: CommGroup,
-        kv_replica_group: CommGroup,
-        dtype: torch.dtype,
-        device: torch.device,
-        linear: LinearFunction = linear,
-        sum_input_gradient: bool = True,
-    ) -> None:
+        self, matrices: Sequence[Matrix], *, group: CommGroup, kv_replica_group: CommGroup, dtype: torch.dtype,
+        device: torch.device, linear: LinearFunction = linear, sum_input_gradient: bool = True,
+    ) -> None:  # fmt: skip
         """
         Args:
             linear: multiplies where autograd computes the gradient of the input.
@@ -122,9 +113,8 @@ class ColumnParallelLinear(ParallelModule):
     def forward(self, hidden_states: Tensor, input_gradient: InputGradient | None = None) -> Tensor:
         """[s, b, in] -> [s, b, sum of widths]: the columns of one share after another.
 
-        Args:
-            input_gradient: receives the gradient of `hidden_states` with its sum over the group started, instead of
-                autograd, which would wait for the sum.
+        `input_gradient` receives the gradient of `hidden_states` with its sum over the group started, instead of
+        autograd, which would wait for the sum.
         """
         weight = self._sum_replicated(self.weight, self.widths, self._replicated)
         bias = self._bias_of_all_columns()
@@ -135,7 +125,6 @@ class ColumnParallelLinear(ParallelModule):
         return self.linear(hidden_states, weight, bias)
 
     def _bias_of_all_columns(self) -> Tensor | None:
-        """Return the biases in the order of the columns, with zeros for shares without a bias."""
         if self.bias is None:
             return None
         with_bias = [i for i, biased in enumerate(self.biased) if biased]
@@ -144,12 +133,8 @@ class ColumnParallelLinear(ParallelModule):
         if len(with_bias) == len(self.widths):
             return bias
         pieces = iter(torch.split(bias, widths))
-        return torch.cat(
-            [
-                next(pieces) if biased else bias.new_zeros(width)
-                for biased, width in zip(self.biased, self.widths, strict=True)
-            ]
-        )
+        widths_by_bias = zip(self.biased, self.widths, strict=True)
+        return torch.cat([next(pieces) if biased else bias.new_zeros(width) for biased, width in widths_by_bias])
 
     def _sum_replicated(self, parameter: Tensor, widths: Sequence[int], replicated_rows: Sequence[bool]) -> Tensor:
         """Return the parameter; the gradient of rows that several ranks hold is summed over these ranks."""
@@ -173,20 +158,10 @@ class RowParallelLinear(ParallelModule):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        matrix: Matrix,
-        *,
-        group: CommGroup,
-        dtype: torch.dtype,
-        device: torch.device,
-        linear: LinearFunction = linear,
-        equal_gradients: bool = True,
-    ) -> None:
-        """
-        Args:
-            equal_gradients: False if each rank continues with its own partial sum, so that its gradient differs from
-                the other ranks'.
-        """
+        self, matrix: Matrix, *, group: CommGroup, dtype: torch.dtype, device: torch.device,
+        linear: LinearFunction = linear, equal_gradients: bool = True,
+    ) -> None:  # fmt: skip
+        """`equal_gradients` is False if each rank continues with its own partial sum, so that gradients differ."""
         super().__init__()
         self.group = group
         self.linear = linear
@@ -200,9 +175,8 @@ class RowParallelLinear(ParallelModule):
     def forward(self, x_shard: Tensor, launch: Launch | None = None) -> InFlight:
         """[s, b, in/t] -> the handle of the sum over the ranks, [s, b, out].
 
-        Args:
-            launch: starts the sum of this rank's partial sum; an all-reduce if not given. `leave_unreduced` is for a
-                caller that adds to the partial sum, or sends it elsewhere, before the sum starts.
+        `launch` starts the sum of this rank's partial sum; an all-reduce if not given. `leave_unreduced` is for a
+        caller that adds to the partial sum, or sends it elsewhere, before the sum starts.
         """
         partial = self.linear(x_shard, self.weight, None)
         if self.bias is not None:

@@ -42,7 +42,9 @@ class PartialSums:
     def add(self, parameter: _Parameter, gradient: Tensor) -> None:
         """Add this rank's part of a gradient; parts of several passes are summed in fp32 at least."""
         _, earlier = self._sums.get(parameter.identity, (parameter, None))
-        wide = gradient if self._passes_left == 1 and earlier is None else gradient.to(_at_least_fp32(gradient.dtype))
+        wide = gradient
+        if self._passes_left != 1 or earlier is not None:
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         self._sums[parameter.identity] = parameter, wide if earlier is None else earlier + wide
 
     def end_pass(self) -> None:
@@ -82,7 +84,3 @@ class PartialGradients:
             self._sums.add(parameter, torch.zeros_like(stand_in) if stand_in.grad is None else stand_in.grad)
         self._deferred.clear()
         self._sums.end_pass()
-
-
-def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

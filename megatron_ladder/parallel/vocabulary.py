@@ -34,20 +34,10 @@ class VocabParallelMatrix(ParallelModule):
     weight: nn.Parameter
 
     def __init__(
-        self,
-        tensor: TensorSpec,
-        group: CommGroup,
-        layout: StreamLayout,
-        dtype: torch.dtype,
-        device: torch.device,
-        embed: Callable[[Tensor, Tensor], Tensor] = F.embedding,
-        linear: LinearFunction = linear,
-    ) -> None:
-        """
-        Args:
-            embed: (indices [...], weight) -> rows of the weight [..., h].
-            linear: multiplies with the weight.
-        """
+        self, tensor: TensorSpec, group: CommGroup, layout: StreamLayout, dtype: torch.dtype, device: torch.device,
+        embed: Callable[[Tensor, Tensor], Tensor] = F.embedding, linear: LinearFunction = linear,
+    ) -> None:  # fmt: skip
+        """`embed` is (indices [...], weight) -> rows of the weight [..., h]; `linear` multiplies with the weight."""
         super().__init__()
         self.layout = layout
         self.embed = embed
@@ -81,9 +71,7 @@ class VocabParallelHead(VocabParallelMatrix):
 
 class _VocabParallelCrossEntropy(Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_shard_v: Tensor, labels: Tensor, start: int, valid: int, group: CommGroup
-    ) -> Tensor:
+    def forward(ctx: Any, logits_shard_v: Tensor, labels: Tensor, start: int, valid: int, group: CommGroup) -> Tensor:
         logits = logits_shard_v[..., :valid]
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
@@ -130,5 +118,4 @@ def vocab_parallel_cross_entropy(
     Returns:
         [s, b] in fp32 (fp64 for fp64 logits), equal on every rank.
     """
-    losses: Tensor = _VocabParallelCrossEntropy.apply(logits_shard_v, labels, start, valid, group)
-    return losses
+    return _VocabParallelCrossEntropy.apply(logits_shard_v, labels, start, valid, group)
