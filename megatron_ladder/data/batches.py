@@ -27,12 +27,10 @@ _HAS_MASK, _HAS_BEGINS, _IS_ERROR = 1, 2, 4
 
 
 class MicroBatch(NamedTuple):
-    """The input of one forward pass; tensors on the CPU."""
+    """The input of one forward pass, on the CPU: tokens [b, s] int64 and labels, the token after each token."""
 
     tokens: Tensor
-    """[b, s] int64"""
     labels: Tensor
-    """[b, s] int64: the token after each token"""
     loss_mask: Tensor | None = None
     """[b, s] float32; None if every label counts"""
     positions: Tensor | None = None

@@ -35,11 +35,10 @@ class ChatTemplateError(Exception):
 
 
 class RenderedConversation(NamedTuple):
-    """A conversation as text."""
+    """A conversation as text; the first character and end of each of the assistant's answers, with its end token."""
 
     text: str
     answers: tuple[tuple[int, int], ...]
-    """First character and end of each of the assistant's answers in order, including the token that ends it."""
 
 
 class _Generation(Extension):

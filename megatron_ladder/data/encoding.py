@@ -211,15 +211,15 @@ _BLOCK_TOKENS = 1 << 16
 
 
 class KeyTokens(NamedTuple):
-    """Tokens of some documents; documents without a token are left out."""
+    """Tokens [sum(lengths)] of some documents in the type of the file, without documents that have no token.
+
+    The largest id is -1 if there is no token. The loss mask [sum(lengths)] is None if every token counts.
+    """
 
     token_ids: NDArray[Any]
-    """[sum(lengths)] in the type of the file"""
     lengths: NDArray[np.int32]
     largest_id: int
-    """-1 if there is no token."""
     loss_mask: NDArray[np.uint8] | None = None
-    """[sum(lengths)] 1 for a token that counts in the loss; None if every token does."""
 
 
 @dataclass(frozen=True)

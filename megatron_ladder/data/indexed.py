@@ -21,7 +21,7 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import xxhash
@@ -146,13 +146,6 @@ def write_index(
     return file.checksum
 
 
-class Checksums(NamedTuple):
-    """Checksums of a data set's two files, see `format_checksum`."""
-
-    bin: str
-    idx: str
-
-
 class IndexedDatasetWriter:
     """Writes a data set under temporary names, which `publish` replaces: .bin first, .idx last."""
 
@@ -204,8 +197,8 @@ class IndexedDatasetWriter:
         self._document_ends.append(document_ends + self._sequences)
         self._sequences += len(lengths)
 
-    def publish(self) -> Checksums:
-        """Move the data set to its final name, replacing an existing one."""
+    def publish(self) -> tuple[str, str]:
+        """Move the data set to its final name, replacing an existing one; return the checksums of .bin and .idx."""
         lengths = np.concatenate([np.empty(0, "<i4"), *self._lengths])
         document_ends = np.concatenate([np.empty(0, np.int64), *self._document_ends])
         self._bin.sync()
@@ -219,7 +212,7 @@ class IndexedDatasetWriter:
             publish(temporary_idx, idx_path(self.prefix))
         finally:
             temporary_idx.unlink(missing_ok=True)
-        return Checksums(self._bin.checksum, idx_checksum)
+        return self._bin.checksum, idx_checksum
 
 
 class IndexedDataset:

@@ -232,10 +232,7 @@ def _parse_split(text: str) -> list[float]:
 
 
 def _split_documents(shares: Sequence[float], documents: int) -> list[range]:
-    """Split documents 0 .. documents - 1 in order, rounded as in Megatron.
-
-    Each share is rounded separately; the sum of the rounding errors is subtracted from all three ends.
-    """
+    """Round each share as Megatron, and subtract the sum of the rounding errors from all three ends."""
     ends = np.cumsum([0, *(round(share * documents) for share in shares)])
     ends[1:] -= ends[-1] - documents
     # If the first share is empty, Megatron's correction can be negative.

@@ -75,11 +75,11 @@ def merge_datasets(prefixes: Sequence[Path], output_prefix: Path, report: Callab
             checksum = writer.append(dataset, bar.advance)
             raise_user_errors(checksum_errors(bin_path(dataset.prefix), checksum, sidecar, "bin_checksum"))
         mask_checksum = _merge_loss_masks(datasets, sidecars, output_prefix)
-        checksums = writer.publish()
+        bin_checksum, idx_checksum = writer.publish()
     known = [sidecar for sidecar in sidecars if sidecar is not None]
     if len(known) == len(datasets):
         values = {name: rule([getattr(sidecar, name) for sidecar in known]) for name, rule in _COMBINED.items()}
-        values |= {"bin_checksum": checksums.bin, "idx_checksum": checksums.idx, "loss_mask_checksum": mask_checksum}
+        values |= {"bin_checksum": bin_checksum, "idx_checksum": idx_checksum, "loss_mask_checksum": mask_checksum}
         write_sidecar(output_prefix, dataclasses.replace(known[0], **values))
     else:
         report(f"{output_prefix}: has no .json, because {len(datasets) - len(known)} of the parts have none")

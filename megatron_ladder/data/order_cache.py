@@ -60,7 +60,15 @@ def load_or_build(
         try:
             if locked:
                 remove_temporary_files(path)
-            _write_order(path, key, arrays)
+            parts = [np.array([len(array) for array in arrays], "<u8")]
+            parts += [np.ascontiguousarray(array, "<i8") for array in arrays]
+            hasher = xxhash.xxh3_128()
+            for part in parts:
+                hasher.update(part.data)
+            with atomic_writer(path) as file:
+                file.write(_HEADER.pack(_MAGIC, key, hasher.digest(), len(arrays)))
+                for part in parts:
+                    file.write(part.data)
         except OSError as error:
             warnings.warn(f"--data-cache-path {folder}: the order of samples is not cached: {error}", stacklevel=2)
             return arrays
@@ -98,14 +106,3 @@ def _read_order(path: Path, key: bytes) -> _Arrays | None:
     if len(content) != begin + 8 * sum(lengths) or xxhash.xxh3_128_digest(content[_HEADER.size :]) != digest:
         return None
     return tuple(np.split(np.frombuffer(content, "<i8", sum(lengths), begin), np.cumsum(lengths)[:-1]))
-
-
-def _write_order(path: Path, key: bytes, arrays: _Arrays) -> None:
-    parts = [np.array([len(array) for array in arrays], "<u8"), *(np.ascontiguousarray(a, "<i8") for a in arrays)]
-    hasher = xxhash.xxh3_128()
-    for part in parts:
-        hasher.update(part.data)
-    with atomic_writer(path) as file:
-        file.write(_HEADER.pack(_MAGIC, key, hasher.digest(), len(arrays)))
-        for part in parts:
-            file.write(part.data)

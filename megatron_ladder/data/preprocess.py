@@ -45,20 +45,12 @@ class PreprocessOptions:
     report: Callable[[str], None] = print
 
 
-class _BlockEnd(NamedTuple):
-    """The result of a block besides its tokens."""
-
-    source: int
-    records: int
-    bad: tuple[BadRecord, ...]
-
-
 class _TokenizedGroup(NamedTuple):
-    """The result of a worker. `documents` counts the documents that were read, including empty ones."""
+    """The result of a worker: `blocks` are source, records and bad records; `documents` includes empty ones."""
 
     file_bytes: int
     documents: int
-    blocks: tuple[_BlockEnd, ...]
+    blocks: tuple[tuple[int, int, tuple[BadRecord, ...]], ...]
     keys: tuple[KeyTokens, ...]
 
 
@@ -76,17 +68,17 @@ class _InputPosition:
     def advance(self, group: _TokenizedGroup, sources: Sequence[Source], max_bad: int) -> list[str]:
         """Count a group and return one line per skipped record; raises WrongInputError for more than `max_bad`."""
         lines = list[str]()
-        for block in group.blocks:
-            if block.source != self.source:
-                self.source, self.records = block.source, 0
-            for bad in block.bad:
-                where = f"{sources[block.source].place(self.records + bad.number)}: {bad.reason}"
+        for source, records, bad_records in group.blocks:
+            if source != self.source:
+                self.source, self.records = source, 0
+            for bad in bad_records:
+                where = f"{sources[source].place(self.records + bad.number)}: {bad.reason}"
                 if self.skipped >= max_bad:
                     already = f" ({self.skipped} before it were skipped: --skip-bad-lines {max_bad})"
                     raise WrongInputError(where + (already if max_bad else ""))
                 lines.append(where)
                 self.skipped += 1
-            self.records += block.records
+            self.records += records
         self.groups += 1
         self.file_bytes += group.file_bytes
         return lines
@@ -147,15 +139,15 @@ def run_task(
             position = _tokenize_rest(sources, task, partial, options)
             sidecars = [
                 Sidecar(
-                    tokenizer_type=tokenizer.kind,
-                    tokenizer_sha256=tokenizer.sha256,
-                    vocab_size=tokenizer.vocab_size,
-                    eod_id=tokenizer.eod_id,
-                    append_eod=task.append_eod,
+                    tokenizer.kind,
+                    tokenizer.sha256,
+                    tokenizer.vocab_size,
+                    tokenizer.eod_id,
+                    task.append_eod,
                     conversations=task.conversations,
                     skipped=position.skipped,
                     **dataset.finish(),
-                )
+                )  # fmt: skip
                 for dataset in partial.datasets
             ]
             for name, sidecar in zip(task.outputs, sidecars, strict=True):
@@ -247,9 +239,7 @@ def _initialize_worker() -> None:
 
 def _tokenize_group(task: Task, group: Sequence[tuple[int, Block]]) -> _TokenizedGroup:
     parsed = [task.prepare(block.read(task.reading)) for _, block in group]
-    ends = tuple(
-        _BlockEnd(number, result.records, result.bad) for (number, _), result in zip(group, parsed, strict=True)
-    )
+    ends = tuple((number, result.records, result.bad) for (number, _), result in zip(group, parsed, strict=True))
     by_key = zip(*(result.columns for result in parsed), strict=True)
     columns = [list(itertools.chain.from_iterable(of_blocks)) for of_blocks in by_key]
     file_bytes = sum(block.file_bytes for _, block in group)

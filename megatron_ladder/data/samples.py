@@ -133,14 +133,14 @@ class DatasetSamples(Samples):
 
 
 class Order(NamedTuple):
-    """The order of one epoch with D documents and S samples."""
+    """The order of an epoch: the documents [D] to concatenate, and the sample numbers [S] as they are read.
+
+    `starts` [D + 1] are the first token of each document in the concatenated tokens, and the number of tokens.
+    """
 
     documents: NDArray[np.int64]
-    """[D] documents in the order of concatenation."""
     starts: NDArray[np.int64]
-    """[D + 1] first token of each document in the concatenated tokens, and their number."""
     samples: NDArray[np.int64]
-    """[S] cuts in the order in which they are read."""
 
 
 class SampleSource(DatasetSamples):
@@ -212,14 +212,9 @@ class SampleSource(DatasetSamples):
                 order = self._build_order(epoch)
             else:
                 # Everything that determines the order of the epoch.
-                description = {
-                    "order": self.order,
-                    "content": self.content,
-                    "documents": [self.documents.start, self.documents.stop],
-                    "seq_length": self.seq_length,
-                    "seed": self.seed,
-                    "epoch": epoch,
-                } | self.order_options
+                documents = [self.documents.start, self.documents.stop]
+                description = {"order": self.order, "content": self.content, "documents": documents}
+                description |= {"seq_length": self.seq_length, "seed": self.seed, "epoch": epoch} | self.order_options
                 order = Order(*load_or_build(self.cache, description, lambda: self._build_order(epoch)))
             self._held = epoch, order
         return self._held[1]

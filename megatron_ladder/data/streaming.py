@@ -87,7 +87,6 @@ class StreamPlan:
     sources: tuple[dict[str, Any], ...] = ()
     """Descriptions of the input, see `identity.describe_sources`."""
     max_bad: int = 0
-    """Number of unreadable records that may be skipped."""
 
     def describe(self) -> dict[str, Any]:
         """Return everything that must be equal in a resumed run, for a checkpoint."""

@@ -33,7 +33,6 @@ from megatron_ladder.errors import UserError
 
 _BLOCKS_AHEAD = 4
 """Blocks of each source that wait in memory."""
-
 _WAIT_SECONDS = 0.1
 """Time between two checks whether anyone still needs blocks."""
 

@@ -1,8 +1,8 @@
 """Data sets of the `datasets` library: from its hub, or from a local file or directory.
 
-    hf://allenai/c4:en@train         name, configuration and split, streamed from the hub
-    hf://data/my_texts               a local directory or file, if one with this name exists
-    hf:///data/my_texts@validation   the same with an absolute path
+hf://allenai/c4:en@train         name, configuration and split, streamed from the hub
+hf://data/my_texts               a local directory or file, if one with this name exists
+hf:///data/my_texts@validation   the same with an absolute path
 """
 
 import bisect

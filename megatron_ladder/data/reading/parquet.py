@@ -57,14 +57,6 @@ def _reason(row: tuple[Any, ...], reading: Reading) -> str | None:
     return None
 
 
-def _values(column: Any, key: str) -> list[Any]:
-    """Return the values of an Arrow array; they are converted one by one if some are not UTF-8."""
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        return [_value(scalar, key) for scalar in column]
-
-
 def _value(scalar: Any, key: str) -> Any:
     try:
         return scalar.as_py()
@@ -97,7 +89,11 @@ class RowGroup:
         try:
             for batch in _row_iterator(self.path, version, self.number, reading.keys).take(self.rows):
                 for column, key in zip(columns, reading.keys, strict=True):
-                    column += _values(batch.column(key), key)
+                    values = batch.column(key)
+                    try:
+                        column += values.to_pylist()
+                    except UnicodeDecodeError:  # Some are not UTF-8, so all are converted one by one.
+                        column += [_value(scalar, key) for scalar in values]
         except (pyarrow.ArrowException, OSError) as error:
             if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno):
                 raise

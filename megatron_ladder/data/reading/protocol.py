@@ -40,10 +40,9 @@ class Reading:
 
 
 class BadRecord(NamedTuple):
-    """A record that cannot be read."""
+    """A record that cannot be read: its line or row in the block, from 0, and the reason."""
 
     number: int
-    """Line or row in its block, from 0."""
     reason: str
 
 

@@ -74,10 +74,10 @@ def _result(row: str, case: str, figures: NDArray[np.float64], unit: str, target
 def _write_dataset(prefix: Path, tokens: NDArray[np.uint16], lengths: NDArray[np.int32]) -> None:
     with IndexedDatasetWriter(prefix, tokens.dtype) as writer:
         writer.add_documents(tokens, lengths)
-        sums = writer.publish()
+        bin_checksum, idx_checksum = writer.publish()
     sidecar = Sidecar(
         "NullTokenizer", "0" * 64, 1 << 16, 0, False, int(tokens.max()), len(lengths), len(tokens),
-        bin_checksum=sums.bin, idx_checksum=sums.idx,
+        bin_checksum=bin_checksum, idx_checksum=idx_checksum,
     )  # fmt: skip
     write_sidecar(prefix, sidecar)
 

@@ -26,9 +26,9 @@ def write(prefix: Path, lengths: list[int], dtype: str = "<u2", **changes: objec
     tokens = np.random.default_rng(len(lengths)).integers(0, 60_000, sum(lengths))
     with IndexedDatasetWriter(prefix, np.dtype(dtype)) as writer:
         writer.add_documents(tokens, np.array(lengths, np.int32))
-        sums = writer.publish()
+        bin_checksum, idx_checksum = writer.publish()
     counted = replace(SIDECAR, largest_id=int(tokens.max()), documents=len(lengths), tokens=len(tokens))
-    known = replace(counted, bin_checksum=sums.bin, idx_checksum=sums.idx)
+    known = replace(counted, bin_checksum=bin_checksum, idx_checksum=idx_checksum)
     write_sidecar(prefix, replace(known, **changes))
     return prefix
 
