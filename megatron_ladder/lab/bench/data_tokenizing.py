@@ -4,6 +4,7 @@ The text consists of the source code and documentation of Python's standard libr
 shuffled with a fixed seed. Tokenizers are trained on parts of it.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -213,14 +214,12 @@ def peak_memory(benchmark: DataBenchmark) -> Sequence[DataResult]:
 
 def _memory_of(pid: int) -> dict[str, int]:
     sizes = {"resident": 0, "proportional": 0}
-    try:
+    with contextlib.suppress(psutil.Error):  # A process may end meanwhile.
         parent = psutil.Process(pid)
         for process in (parent, *parent.children(recursive=True)):
             memory = process.memory_full_info()
             sizes["resident"] += memory.rss
             sizes["proportional"] += memory.pss
-    except psutil.Error:
-        pass  # A process has just ended.
     return sizes
 
 
@@ -237,7 +236,6 @@ def _write_large_file(path: Path, megabytes: int, texts: Sequence[str]) -> None:
 
 
 def _real_texts() -> Iterator[str]:
-    """Yield the contents of files in an order that is the same for the same installation."""
     paths = sysconfig.get_paths()
     folders = dict.fromkeys(Path(paths[name]) for name in ("stdlib", "purelib", "platlib"))
     # The directory of packages may be inside that of the standard library.
@@ -267,7 +265,7 @@ def _take_texts(megabytes: float) -> list[str]:
 
 
 def _write_json_lines(path: Path, texts: Sequence[str]) -> int:
-    """Write one object per text, and return the size of the file in bytes."""
+    """Return the size of the file in bytes."""
     with open(path, "wb") as file:
         for number, text in enumerate(texts):
             file.write(json.dumps({"text": text, "id": number}, ensure_ascii=False).encode() + b"\n")

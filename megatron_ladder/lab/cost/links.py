@@ -239,7 +239,6 @@ def backward_seconds(
             weight-gradient product (for the standard wiring, Megatron's overlap); otherwise launch it after both.
         wait_at_once: wait for each reduce before the next backward, whatever the wiring allows, as autograd does with
             collectives that are only asynchronous.
-        clock: as for `forward_seconds`.
     """
     clock = SimulatedClock(wire) if clock is None else clock
     clock.compute(head_seconds)

@@ -96,15 +96,8 @@ class LayerTime:
             # A flash kernel skips the masked half of the scores.
             flops = sum(one.product_flops + one.score_flops(self.sequence) / 2 for one in sub_block.branches)
             seconds = self.sequence * self.micro_batch * flops / rate + streams
-            times.append(
-                SubBlockTime(
-                    forward_seconds=seconds,
-                    reduce_seconds=self.reduce_seconds,
-                    staleness=sub_block.wired.staleness,
-                    dgrad_seconds=seconds * (2 if self.recompute else 1),
-                    wgrad_seconds=seconds,
-                )
-            )
+            dgrad, staleness = seconds * (2 if self.recompute else 1), sub_block.wired.staleness
+            times.append(SubBlockTime(seconds, self.reduce_seconds, staleness, dgrad, wgrad_seconds=seconds))
         return times
 
     @cached_property

@@ -32,11 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 class WaitMeter:
     """Counts collectives, and measures how long the compute stream stalls in waits, with events on that stream.
 
-    A wait for finished work measures a microsecond or so. Waits are not timed during graph capture, where events have
-    no times.
-
-    Attributes:
-        collectives: launched since the counters were reset.
+    A wait for finished work measures a microsecond or so. During graph capture, events have no times.
     """
 
     def __init__(self) -> None:
@@ -70,10 +66,9 @@ class WaitMeter:
 
 @dataclass(slots=True, eq=False)
 class StreamWork:
-    """The handle of work on a side stream."""
+    """The handle of work on a side stream. The allocator does not know it, so the output is kept alive until `wait`."""
 
     tensor: Tensor
-    """The output. The allocator knows only the compute stream, so the handle keeps the tensor alive until `wait`."""
     done: torch.cuda.Event
 
     def wait(self) -> None:
@@ -100,11 +95,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
     def put(self, launch: Callable[[], object], after: torch.cuda.Event | None = None) -> torch.cuda.Event:
-        """Call `launch` on the side stream and return the event at its end.
-
-        Args:
-            after: event to wait for instead of the current stream.
-        """
+        """Call `launch` on the side stream, after an event or the current stream, and return the event at its end."""
         self._stream.wait_event(after or torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self._stream):
             launch()
@@ -115,7 +106,6 @@ class MeteredGroup(WaitMeter, CommGroup):
     """A group on GPUs that counts its collectives and times the waits for them."""
 
     def __init__(self, group: CommGroup) -> None:
-        """Wrap `group`, which performs every operation."""
         WaitMeter.__init__(self)
         CommGroup.__init__(self, group.ranks, group.rank, group.process_group)
         self._group = group
@@ -158,14 +148,9 @@ class SymmetricMemoryGroup(CommGroup):
     """
 
     def __init__(self, group: CommGroup, device: torch.device, dtype: torch.dtype) -> None:
-        """Map the memory of all ranks; a collective call.
+        """Map the memory of all ranks, for tensors in fp32 or bf16; a collective call.
 
-        Args:
-            group: the ranks, on the GPUs of one machine.
-            dtype: of the tensors to reduce in one shot: fp32 or bf16.
-
-        Raises:
-            UserError: there is no GPU, or the ranks cannot read each other's memory.
+        Raises UserError if there is no GPU, or the ranks cannot read each other's memory.
         """
         super().__init__(group.ranks, group.rank, group.process_group)
         check_peers(group.size, device)
@@ -207,11 +192,7 @@ class SymmetricMemoryGroup(CommGroup):
 
 
 def check_peers(size: int, device: torch.device) -> None:
-    """Check that `size` ranks on this machine can map each other's memory.
-
-    Raises:
-        UserError: the device is not a GPU, or this machine has fewer than `size` GPUs or some without peer access.
-    """
+    """Raise UserError unless `size` ranks on GPUs of this machine can map each other's memory."""
     wanted = "--tp-all-reduce symmetric-memory needs all ranks on GPUs of one machine that are joined by NVLink"
     instead = "use --tp-all-reduce nccl"
     if device.type != "cuda":
@@ -219,7 +200,7 @@ def check_peers(size: int, device: torch.device) -> None:
     count = torch.cuda.device_count()
     if count < size:
         raise UserError(f"{wanted}, found {count} GPUs for {size} ranks: {instead}")
-    others = [peer for peer in range(size) if peer != device.index]
-    apart = [peer for peer in others if not torch.cuda.can_device_access_peer(device, peer)]
+    peers = (peer for peer in range(size) if peer != device.index)
+    apart = [peer for peer in peers if not torch.cuda.can_device_access_peer(device, peer)]
     if apart:
         raise UserError(f"{wanted}, but GPU {device.index} cannot read the memory of {apart}: {instead}")

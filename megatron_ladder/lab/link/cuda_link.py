@@ -64,20 +64,12 @@ class CudaLink(WaitMeter, WireGroup):
     As in `EmulatedLink`, a reduce-scatter and an all-gather each take half of an all-reduce's time, the wire can be
     changed, and there are counters. No call is collective; gathering repeats this rank's values. At most `SLOTS`
     collectives are in flight. The link can be captured in a CUDA graph after both kernels have run once.
-
-    Attributes:
-        sms: multiprocessors that a collective occupies.
     """
 
     def __init__(
         self, size: int, spec: LinkSpec, device: torch.device, *, sms: int, kernels: Kernels | None = None
     ) -> None:
-        """Allocate memory and streams on `device`.
-
-        Args:
-            size: ranks of the emulated group.
-            kernels: defaults to the Triton kernels.
-        """
+        """Emulate `size` ranks with collectives that occupy `sms` multiprocessors, by default with Triton's kernels."""
         WaitMeter.__init__(self)
         WireGroup.__init__(self, range(size), 0, None, spec)
         self.sms = sms
@@ -139,7 +131,7 @@ class CudaLink(WaitMeter, WireGroup):
         """Return at once: the emulated ranks run in lockstep."""
 
     def _launch(self, whole: Tensor, result: Tensor, halves: int) -> MeteredWork:
-        """Occupy the wire for `halves` halves of an all-reduce of `whole`; keeps `result` until its wait."""
+        """Occupy the wire for `halves` halves of an all-reduce of `whole`; keep `result` until the wait."""
         slot, before = self._number % SLOTS, (self._number - 1) % SLOTS
         lane = self._lanes[self._number % len(self._lanes)]
         launched = self._stamps.put(lambda: self._kernels.stamp(self._launched, slot))

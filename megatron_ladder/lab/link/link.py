@@ -40,22 +40,20 @@ FIRST_TENSOR_BYTES = 1 << 16
 POLL_SECONDS = 20e-6
 """Sleep between two polls of a late peer."""
 _Combine = Callable[[Sequence[Tensor]], object]
-"""Computes a result from the ranks' contributions."""
 
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """Timing of one all-reduce on an emulated wire."""
+    """Timing of one all-reduce on an emulated wire: a latency, and the time per byte of one rank's tensor.
+
+    On a serial wire a collective begins only after the previous one has ended, as on one NCCL communicator.
+    """
 
     alpha_seconds: float
-    """Time of an all-reduce of no bytes."""
     seconds_per_byte: float
-    """Additional time per byte of one rank's tensor."""
     serial: bool
-    """Whether a collective begins only after the previous one has ended, as on one NCCL communicator."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a time is negative or not finite."""
         for name, value in (("alpha_seconds", self.alpha_seconds), ("seconds_per_byte", self.seconds_per_byte)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} = {value}: expected a time of 0 or more")
@@ -69,8 +67,8 @@ class LinkSpec:
 class LinkWork:
     """The handle of a collective on an emulated link.
 
-    Its parts are the ranks' contributions, flat, in rank order, until the result is computed. Its end, when the wire
-    completes it, is known after all ranks have launched it.
+    Its parts are the ranks' contributions, flat, in rank order, until `combine` has computed the result. Its end, when
+    the wire completes it, is known after all ranks have launched it.
     """
 
     link: "EmulatedLink"
@@ -81,21 +79,12 @@ class LinkWork:
     end_ns: int = 0
 
     def wait(self) -> None:
-        """Block until the result is in the tensor and the wire is done.
-
-        Raises:
-            LostPeerError: another rank has not launched this collective within the link's timeout.
-        """
+        """Block until result and wire are done; raise LostPeerError if a rank does not launch it within the timeout."""
         self.link.complete(self)
 
 
 class WireGroup(CommGroup):
-    """Base class of the groups on an emulated wire: `EmulatedLink` and `CudaLink`.
-
-    Attributes:
-        spec: behaviour of the wire for collectives launched from now on.
-        collectives: launched on the wire since the counters were reset.
-    """
+    """Base class of the groups on an emulated wire, which count the collectives since the last reset."""
 
     def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, spec: LinkSpec) -> None:
         super().__init__(ranks, rank, group)
@@ -127,17 +116,13 @@ class EmulatedLink(WireGroup):
     def __init__(
         self, group: CommGroup, spec: LinkSpec, *, spin_seconds: float = 200e-6, timeout_seconds: float = 600.0
     ) -> None:
-        """Set up shared memory between the ranks of `group`; a collective call.
+        """Set up shared memory between the ranks of `group`, all on one x86 machine (else UserError); collective.
 
         Args:
-            group: the ranks, all on one machine.
             spin_seconds: how long before its end a wait stops sleeping and polls the clock, and how long it polls for
                 a late peer before it sleeps. It must exceed the overshoot of a sleep (a tenth of a millisecond on
                 Linux), and be short if ranks share a core.
             timeout_seconds: after which a peer that does not launch counts as lost.
-
-        Raises:
-            UserError: the ranks are not on one machine, it has too little shared memory, or it is not x86.
         """
         super().__init__(group.ranks, group.rank, group.process_group, spec)
         self.waited_seconds = 0.0
@@ -157,9 +142,8 @@ class EmulatedLink(WireGroup):
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Start summing `tensor` in place, in its dtype and in rank order; None when this rank is alone.
 
-        Raises:
-            ValueError: the tensor is not on the CPU or not contiguous.
-            LostPeerError: there is no more room and a peer does not launch the collectives that occupy it.
+        Raises ValueError for a tensor that is not on the CPU or not contiguous, and LostPeerError if there is no more
+        room and a peer does not launch the collectives that occupy it.
         """
         if self.size == 1:
             return None
@@ -208,7 +192,6 @@ class EmulatedLink(WireGroup):
         self.waited_seconds += (time.monotonic_ns() - began) * 1e-9
 
     def close(self) -> None:
-        """Release the shared memory; see `WireGroup.close`."""
         self._without_end.clear()
         self._without_sum.clear()
         if self._arena is not None:
@@ -218,13 +201,18 @@ class EmulatedLink(WireGroup):
         self._board = self._arena = None
 
     def _launch(self, tensor: Tensor, combine: _Combine, seconds: float) -> LinkWork:
-        """Publish `tensor` to the other ranks, and occupy the wire for `seconds`."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"expected a contiguous tensor on the CPU, found {tensor.stride()} on {tensor.device}")
         board, arena = self._memory()
         num_bytes = tensor.nbytes
         if not arena.holds(num_bytes):
-            arena = self._grow(num_bytes)
+            # All ranks replace the arena at the same launch.
+            while self._without_sum:
+                self._sum(self._without_sum[0])
+            # Peers may still read the old arena: each rank unmaps only its own view of it.
+            arena.close()
+            # Powers of two, so that tensors that grow step by step do not cause a replacement at each step.
+            arena = self._arena = Arena(self, 1 << (num_bytes - 1).bit_length())
         number = self._last_number + 1
         offset, in_the_way = arena.claim(number, num_bytes)
         if in_the_way:
@@ -248,17 +236,6 @@ class EmulatedLink(WireGroup):
             raise RuntimeError("this emulated link is closed")
         return self._board, self._arena
 
-    def _grow(self, num_bytes: int) -> Arena:
-        """Replace the arena by one that holds tensors of `num_bytes`; all ranks do so at the same launch."""
-        _, arena = self._memory()
-        while self._without_sum:
-            self._sum(self._without_sum[0])
-        # Peers may still read the old arena: each rank unmaps only its own view of it.
-        arena.close()
-        # Powers of two, so that tensors that grow step by step do not cause a replacement at each step.
-        self._arena = Arena(self, 1 << (num_bytes - 1).bit_length())
-        return self._arena
-
     def _sum(self, work: LinkWork) -> None:
         """Wait for all ranks' contributions, compute the result, and find the end of this and earlier works."""
         board, _ = self._memory()
@@ -274,7 +251,7 @@ class EmulatedLink(WireGroup):
             board.publish_delivered(last)
 
     def _find_end(self, board: Board, work: LinkWork) -> None:
-        """Apply the rule at the top of this file. Works come in launch order."""
+        """Apply the rule at the top of this file; works come in launch order."""
         records = board.records(work.number)
         if len({(record.num_bytes, record.wire_ns) for record in records}) > 1:
             found = "; ".join(f"rank {r}: {rec.num_bytes} bytes, {rec.wire_ns} ns" for r, rec in enumerate(records))
@@ -291,22 +268,16 @@ class EmulatedLink(WireGroup):
             waited = time.monotonic_ns() - began
             if waited > self._timeout_ns:
                 late = [rank for rank, counter in zip(self.ranks, counters(), strict=True) if counter < number]
-                raise LostPeerError(
-                    f"ranks {late} have not {done} all-reduce {number} of an emulated link "
-                    f"within {self._timeout_ns * 1e-9:g} s"
-                )
+                what = f"all-reduce {number} of an emulated link within {self._timeout_ns * 1e-9:g} s"
+                raise LostPeerError(f"ranks {late} have not {done} {what}")
             if waited > self._spin_ns:
                 time.sleep(POLL_SECONDS)
 
 
 class NoCommGroup(CommGroup):
-    """A group whose reduces do nothing: each rank keeps its own part, so the results are wrong.
-
-    Only for benchmarks: a lower bound on the step time with any interconnect.
-    """
+    """A group whose reduces do nothing, with wrong results: a lower bound on the step time with any interconnect."""
 
     def __init__(self, group: CommGroup) -> None:
-        """Wrap `group`, which still performs all operations except reduces."""
         super().__init__(group.ranks, group.rank, group.process_group)
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:

@@ -46,10 +46,7 @@ def _map_shared(group: CommGroup, num_bytes: int) -> mmap.mmap:
 
     The group's rank 0 creates a file and all ranks map it. The file is removed before any rank returns, so the memory
     lives until the last mapping is closed, however the processes end. Its pages are allocated at the start, so that no
-    measurement pays for them and a full file system is an error here instead of a bus error later.
-
-    Raises:
-        UserError: on every rank: there is too little shared memory, or the ranks are not on one machine.
+    measurement pays for them and a full file system is an error here (on every rank) instead of a bus error later.
     """
     created: tuple[str | None, str | None] = _create(num_bytes) if group.rank == 0 else (None, None)
     memory = None
@@ -94,11 +91,7 @@ def _open(path: str, num_bytes: int) -> mmap.mmap:
 
 
 class Record(NamedTuple):
-    """A rank's published description of a collective that it launches.
-
-    All processes of a machine share the monotonic clock of its time. The duration on the wire is as this rank computes
-    it.
-    """
+    """A collective that a rank has launched, by the monotonic clock, which all processes of a machine share."""
 
     launched_ns: int
     num_bytes: int
@@ -109,16 +102,10 @@ class Board:
     """Counters and records of all ranks. Collectives are numbered from 1, in launch order."""
 
     def __init__(self, group: CommGroup) -> None:
-        """Map the board; a collective call.
-
-        Raises:
-            UserError: this processor does not guarantee the order of stores.
-        """
+        """Map the board; a collective call. Raises UserError if the processor does not keep the order of stores."""
         if platform.machine() not in ORDERED_MACHINES:
-            raise UserError(
-                f"an emulated link needs a processor that keeps the order of stores ({', '.join(ORDERED_MACHINES)}); "
-                f"this one is {platform.machine()}"
-            )
+            needed = f"a processor that keeps the order of stores ({', '.join(ORDERED_MACHINES)})"
+            raise UserError(f"an emulated link needs {needed}; this one is {platform.machine()}")
         self._memory = _map_shared(group, group.size * _ROW_WORDS * _WORD)
         self._words = memoryview(self._memory).cast("q")
         self._rows = [rank * _ROW_WORDS for rank in range(group.size)]
@@ -165,11 +152,7 @@ class Arena:
     """
 
     def __init__(self, group: CommGroup, num_bytes: int) -> None:
-        """Map the arena; a collective call.
-
-        Args:
-            num_bytes: size of the largest tensor; the ring holds `IN_FLIGHT` of them.
-        """
+        """Map rings that hold `IN_FLIGHT` tensors of `num_bytes`; a collective call."""
         # One more than IN_FLIGHT: the unused end of a ring is smaller than one tensor.
         self.capacity = _whole_lines(num_bytes) * (IN_FLIGHT + 1)
         self._memory = _map_shared(group, group.size * self.capacity)
@@ -183,11 +166,9 @@ class Arena:
         return _whole_lines(num_bytes) * (IN_FLIGHT + 1) <= self.capacity
 
     def claim(self, number: int, num_bytes: int) -> tuple[int, int]:
-        """Reserve bytes for collective `number`.
+        """Reserve bytes for collective `number`, and return their offset and a collective (0: none).
 
-        Returns:
-            Their offset, and the last collective that every rank must have delivered before these bytes, and the
-            record of `number`, can be written (0: none).
+        Every rank must have delivered that one before these bytes, and the record of `number`, can be written.
         """
         size = _whole_lines(num_bytes)
         left = self.capacity - self._next % self.capacity

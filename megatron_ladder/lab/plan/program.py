@@ -45,18 +45,13 @@ def print_layouts(options: LayoutOptions) -> None:
     """Print the plan and write the files that the options name; raise UserError if nothing fits."""
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot: matplotlib is not installed: pip install matplotlib")
-    request = PlanRequest(
-        model=find_size(options.model),
-        cluster=_cluster_of(options),
-        gpus=options.gpus,
-        global_batch=options.global_batch_size,
-        sequence=options.seq_length,
-        wirings=tuple(wiring for wiring in SHARED_STREAM_MODES if wiring in options.wirings),
-    )
+    model, cluster = find_size(options.model), _cluster_of(options)
+    wirings = tuple(wiring for wiring in SHARED_STREAM_MODES if wiring in options.wirings)
+    request = PlanRequest(model, cluster, options.gpus, options.global_batch_size, options.seq_length, wirings)
     plans = fitting_plans(request)
     if not plans:
         raise UserError(
-            f"--gpus {options.gpus}: no layout of {options.model} fits {request.cluster.memory_bytes / 1e9:.0f} GB a "
+            f"--gpus {options.gpus}: no layout of {options.model} fits {cluster.memory_bytes / 1e9:.0f} GB a "
             f"GPU and divides --global-batch-size {options.global_batch_size} evenly: give more GPUs, or a batch size "
             "with more divisors"
         )
@@ -186,6 +181,7 @@ def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
     """Return all plans, fastest first, and the sweep as JSON."""
     layout = _tensor_parallel_layout(plans)
     rows = [] if layout is None else sweep(request, layout)
+    interconnects = [{**asdict(row), "fastest": row.winner} for row in rows]
     report: dict[str, Any] = {
         "cluster": asdict(request.cluster),
         "gpus": request.gpus,
@@ -203,10 +199,7 @@ def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
             }
             for plan in plans
         ],
-        "interconnects": {
-            "layout": None if layout is None else asdict(layout),
-            "rows": [{**asdict(row), "fastest": row.winner} for row in rows],
-        },
+        "interconnects": {"layout": None if layout is None else asdict(layout), "rows": interconnects},
     }
     return json.dumps(report, indent=1) + "\n"
 
