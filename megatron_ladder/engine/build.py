@@ -97,7 +97,7 @@ def build_model(
 def build_engine(
     run: RunConfig, model: LanguageModel, config: dict[str, Any], mesh: ProcessMesh, device: torch.device
 ) -> tuple[Engine, str]:
-    """Return the engine and its optimizer's description; raises UserError if a setting is rejected, or apex missing."""
+    """Return the engine and a description of its optimizer; raises UserError for an invalid setting or missing apex."""
     # Imported late, because DeepSpeed must not be imported before the process group exists.
     import pydantic
     from deepspeed.runtime.config import DeepSpeedConfigError

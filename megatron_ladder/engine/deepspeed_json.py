@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.config.training import TrainingConfig
 
 REFUSED_KEYS = {
     "optimizer": "the optimizer comes from --lr, --weight-decay, --adam-beta1 and so on",
@@ -63,15 +62,24 @@ def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
 
     Its clipping is always off, because this package clips by the norm that it computes in every layout.
     """
-    stage, offload = int(run.parallel.zero_stage), run.parallel.offload_optimizer
+    training, stage, offload = run.training, int(run.parallel.zero_stage), run.parallel.offload_optimizer
+    fp16: dict[str, Any] = {"enabled": training.fp16}
+    if training.fp16:
+        fp16 |= {
+            "loss_scale": training.loss_scale or 0,
+            "initial_scale_power": round(math.log2(max(training.initial_loss_scale, 1.0))),
+            "loss_scale_window": training.loss_scale_window,
+            "min_loss_scale": int(training.min_loss_scale),
+            "hysteresis": training.hysteresis,
+        }
     derived: dict[str, Any] = {
         "train_batch_size": run.global_batch_size,
-        "train_micro_batch_size_per_gpu": run.training.micro_batch_size,
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": run.accumulation_steps,
         "gradient_clipping": run.optimizer.clip_grad,
         "zero_optimization": {"stage": stage, "offload_optimizer": {"device": offload}},
-        "bf16": {"enabled": run.training.bf16},
-        "fp16": _loss_scaling(run.training),
+        "bf16": {"enabled": training.bf16},
+        "fp16": fp16,
         "data_types": {"grad_accum_dtype": "fp32"},
         # By default gradients would be summed over data-parallel ranks in the precision of the model.
         "communication_data_type": "fp32",
@@ -93,7 +101,7 @@ def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
     if offload == "none":
         del zero["offload_optimizer"]
         # This package computes the norm; DeepSpeed can omit its own only in these cases.
-        if stage == 2 or (stage == 1 and not run.training.bf16):
+        if stage == 2 or (stage == 1 and not training.bf16):
             zero["compute_grad_norm"] = False
     if stage == 3:
         # It would replace torch's linear function in the whole process.
@@ -107,19 +115,6 @@ def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
     # DeepSpeed considers any optimizer that it receives as an object untested.
     derived["zero_allow_untested_optimizer"] = True
     return derived
-
-
-def _loss_scaling(training: TrainingConfig) -> dict[str, Any]:
-    if not training.fp16:
-        return {"enabled": False}
-    return {
-        "enabled": True,
-        "loss_scale": training.loss_scale or 0,
-        "initial_scale_power": round(math.log2(max(training.initial_loss_scale, 1.0))),
-        "loss_scale_window": training.loss_scale_window,
-        "min_loss_scale": int(training.min_loss_scale),
-        "hysteresis": training.hysteresis,
-    }
 
 
 def _merge(derived: Mapping[str, Any], given: object, file: Path, prefix: str, errors: list[str]) -> dict[str, Any]:

@@ -282,10 +282,7 @@ def _prepare_benchmark(options: GenerateOptions, config: ModelConfig) -> _Mode:
 
 
 def _write_stdout(text: str) -> None:
-    """Write and flush. If the reader has closed the pipe, discard this and all later output.
-
-    The program continues, because the other ranks wait for this one.
-    """
+    """Write and flush. If the pipe is closed, discard this and all later output: the other ranks wait for this one."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -320,7 +317,6 @@ class _TextOutput:
         self._flush()
 
     def add(self, token: NewToken) -> None:
-        """Take the next token of any prompt."""
         self._buffered[token.sample] += f"{token.id} " if self._tokenizer is None else token.text
         if token.finish_reason is not None:
             self._buffered[token.sample] += "\n"

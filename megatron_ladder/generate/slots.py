@@ -121,7 +121,6 @@ class _ActiveSample:
         return piece
 
     def result(self, timings: Timings) -> Generation:
-        """Return the finished generation."""
         assert self.finish_reason is not None
         text = None if self.decoder is None else "".join(self.pieces)
         logprobs = tuple(self.logprobs) if self.request.sampling.logprobs else None

@@ -39,8 +39,6 @@ _IMPORTED = "hugging_face"
 
 
 class _SaveInFlight(NamedTuple):
-    """A save that a thread writes."""
-
     iteration: int
     work: futures.Future[SaveOutcome | None]
     report: Callable[[SaveOutcome], None]
@@ -91,7 +89,7 @@ class CheckpointSaver:
             self.poll()
 
     def resume(self) -> tuple[int, int]:
-        """Load the checkpoint, if any; return steps done and samples consumed. UserError: none is undamaged."""
+        """Load the checkpoint, if any; return steps and samples done. Raises UserError if none is undamaged."""
         load, save = self._config.load, self._config.save
         if load is None or self._inputs.checkpoint is None:
             if load is not None:
@@ -293,12 +291,10 @@ class _SmallFiles:
         return not same and not (ours.contents and ours.contents[0] in found.values())
 
     def header(self) -> dict[str, Any]:
-        """Return the fields of the manifest that describe the files."""
         known = self._tokenizer
         header: dict[str, Any] = {"tokenizer": None if known is None else {"type": known.kind, "sha256": known.sha256}}
         return header if self._imported is None else header | {_IMPORTED: self._imported}
 
     def write(self, directory: Path) -> None:
-        """Write the files into the directory of a save."""
         for name, content in self._files.items():
             write_atomically(directory / name, content)

@@ -207,8 +207,6 @@ class _Curves:
             self._try(iteration, open_writer)
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Add a point to each curve and flush."""
-
         def write() -> None:
             for tag, value in values.items():
                 self._writer.add_scalar(tag, value, iteration)
@@ -218,7 +216,6 @@ class _Curves:
             self._try(iteration, write)
 
     def close(self, iteration: int) -> None:
-        """Close the file; `iteration` is the last step."""
         if self._writer is not None:
             self._try(iteration, self._writer.close)
 

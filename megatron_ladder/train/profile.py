@@ -58,7 +58,6 @@ def step_contexts(
 
     @contextmanager
     def profiled(iteration: int) -> Iterator[None]:
-        """Start the profiler before the first step, name each step, and write the trace after the last one."""
         if not first <= iteration <= last:
             yield
             return
@@ -109,7 +108,6 @@ class _NewStorages(TorchDispatchMode):
         return result
 
     def alive(self) -> int:
-        """Return the bytes of the storages that still exist."""
         return sum(size for reference, size in self._seen.values() if not reference.expired())
 
 

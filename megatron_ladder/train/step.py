@@ -22,8 +22,7 @@ class StepResult(NamedTuple):
     """The outcome of a step."""
 
     loss_sum: Tensor
-    """This rank's part of the loss, summed over its tokens and divided by the number of tokens in the global batch;
-    fp32. Zero on pipeline stages other than the last."""
+    """This rank's part of `loss` in fp32; zero on pipeline stages other than the last."""
     gradient_norm: float
     """Norm before clipping; may be infinite or NaN in a skipped step."""
     learning_rate: float
