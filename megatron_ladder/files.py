@@ -80,14 +80,8 @@ def lock_file(descriptor: int, wait: bool = False) -> OSError | None:
     cannot lock a directory or a file that is already open, and without kernel locks it falls back to marker files,
     which outlive a killed holder.
 
-    Args:
-        wait: wait for another holder instead of raising an error.
-
-    Returns:
-        None if the lock is held; the error if the file system has no locks, so that others cannot be kept away.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
+    Return None if the lock is held; the error if the file system has no locks, so that others cannot be kept away.
+    Raise BlockingIOError if another process holds the lock, unless `wait`.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

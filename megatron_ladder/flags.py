@@ -267,8 +267,7 @@ def parse_command_line(
         found: list to which errors are appended instead of raising them, for a caller that checks more. A value that
             cannot be read is then the default, or 1 if there is none.
 
-    Raises:
-        UserError: with one message per error of the command line.
+    Raise a UserError with one message per error of the command line.
     """
     errors: list[str] = []
     parser = _build_parser(config_classes, program, description)
@@ -303,8 +302,7 @@ def parse_config(
         find_errors: checks that `flag` cannot declare.
         found: as in `parse_command_line`.
 
-    Raises:
-        UserError: with one message per error of the command line.
+    Raise a UserError with one message per error of the command line.
     """
     errors: list[str] = []
     summary = " ".join((description or "").split("\n\n")[0].split())
@@ -315,14 +313,9 @@ def parse_config(
 
 
 def value_errors(configs: Sequence[Any], skipped: Collection[str] = ()) -> list[str]:
-    """Check all values of dataclass instances against what their `flag` declarations allow.
+    """Check the sections of one command line, except `skipped` fields, against what their flags allow.
 
-    Args:
-        configs: the sections of one command line; `requires` and `excludes` refer to flags of any of them.
-        skipped: names of fields that are not checked.
-
-    Returns:
-        One line per error.
+    Return one line per error. `requires` and `excludes` refer to flags of any section.
     """
     errors: list[str] = []
     for config in configs:
@@ -338,11 +331,8 @@ def value_errors(configs: Sequence[Any], skipped: Collection[str] = ()) -> list[
                 continue
             shown = name if isinstance(value, bool | tuple) else f"{name} {value}"
             errors += [f"{shown} requires {other}" for other in limits.requires if not _has(configs, other)]
-            errors += [
-                f"{shown} and {other} exclude each other: give one of them"
-                for other in limits.excludes
-                if _has(configs, other)
-            ]
+            contradicted = [other for other in limits.excludes if _has(configs, other)]
+            errors += [f"{shown} and {other} exclude each other: give one of them" for other in contradicted]
     return errors
 
 

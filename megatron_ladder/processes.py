@@ -29,13 +29,8 @@ def start_child(
 ) -> Child:
     """Start a process to which the kernel sends `death_signal` when the process that started it dies.
 
-    Args:
-        ignored_signals: signals that the child ignores until it installs its own handlers.
-        popen_options: further arguments of `subprocess.Popen`. With `start_new_session=True` the child does not
-            receive the terminal's Ctrl-C and can be killed together with its own children.
-
-    Raises:
-        OSError: the command cannot be started.
+    The child ignores `ignored_signals` until it installs its own handlers. With `start_new_session=True` it does not
+    receive the terminal's Ctrl-C and can be killed together with its own children. Raise OSError if it cannot start.
     """
     parent = os.getpid()
 
@@ -51,11 +46,9 @@ def start_child(
 
 
 def end_children(
-    children: Sequence[Child],
-    grace_seconds: float,
-    kill_groups: bool = False,
+    children: Sequence[Child], grace_seconds: float, kill_groups: bool = False,
     is_impatient: Callable[[], bool] = lambda: False,
-) -> None:
+) -> None:  # fmt: skip
     """Send SIGTERM to all children that still run, wait, and send SIGKILL to those that remain.
 
     Args:
@@ -82,11 +75,8 @@ def end_children(
 def received_signals(merge_seconds: float = 0.0) -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP in a list inside the block, instead of letting them end the process.
 
-    A signal that the parent process ignores (as `nohup` does with SIGHUP) stays ignored.
-
-    Args:
-        merge_seconds: ignore signals that arrive within so many seconds after the first, because a terminal and a
-            launcher may both forward the same request.
+    A signal that the parent process ignores (as `nohup` does with SIGHUP) stays ignored. Signals within `merge_seconds`
+    after the first are ignored, because a terminal and a launcher may both forward the same request.
     """
     received: list[int] = []
     first = 0.0

@@ -123,11 +123,7 @@ class ModelConfig(ModelTraits):
     def in_wiring(
         self, mode: ResidualMode, *, staleness: int = 1, desync_interval: int = 0, ranks: int = 1
     ) -> "ModelConfig":
-        """Return the same model with all layers in another wiring.
-
-        Args:
-            ranks: tensor-parallel size, which is part of a desync model.
-        """
+        """Return the same model with all layers in another wiring; `ranks` is part of a desync model."""
         wiring = WIRINGS[mode]
         return replace(
             self,
@@ -144,13 +140,9 @@ class ModelConfig(ModelTraits):
 
     @staticmethod
     def from_dict(values: Mapping[str, Any], source: str) -> "ModelConfig":
-        """Read a stored model. `ladder_layers` can be a list, an int N (the upper N layers) or null (none).
+        """Read a stored model, or raise a UserError that names the file `source`.
 
-        Args:
-            source: the file, for error messages.
-
-        Raises:
-            UserError: a key is missing or unknown, or a value is invalid.
+        `ladder_layers` can be a list, an int N (the upper N layers) or null (none).
         """
         known = {field.name: field for field in fields(ModelConfig)}
         unknown = sorted(values.keys() - known.keys())
@@ -178,10 +170,7 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     """Return the sorted layer indices that `--ladder-layers` names.
 
     The text is `all`, `none`, `N` (the upper N), or a list such as `[16]`, `16-31` or `3,7,9-12`, with or without
-    brackets.
-
-    Raises:
-        ValueError: the text has another form, or names a layer that does not exist.
+    brackets. Other texts, and layers that do not exist, raise ValueError.
     """
     words = {"all": str(num_layers), "none": "0"}.get(text.strip(), text.strip())
     if words.isdigit():

@@ -17,10 +17,7 @@ def uniform_partition(layers: int, stages: int) -> list[range]:
 def balanced_partition(layers: Sequence[int], before: int, after: int, stages: int) -> list[range]:
     """Return contiguous, non-empty ranges that minimise the weight of the heaviest stage.
 
-    Args:
-        layers: weight of each layer, at least one layer per stage.
-        before: additional weight of the first stage.
-        after: additional weight of the last stage.
+    `layers` are weights, at least one per stage; `before` and `after` add to the first and the last stage.
     """
     sums = list(accumulate(layers, initial=0))
 

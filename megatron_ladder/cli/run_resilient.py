@@ -52,8 +52,7 @@ COMMANDS = (Command((ResilientConfig,)),)
 def parse_options(argv: Sequence[str]) -> tuple[ResilientConfig, list[str], Path]:
     """Return the options before `--`, the command after it, and the directory in which the command saves.
 
-    Raises:
-        UserError: a flag is wrong, there is no command, or the command does not load from where it saves.
+    Raise a UserError if a flag is wrong, there is no command, or the command does not load from where it saves.
     """
     split = argv.index("--") if "--" in argv else len(argv)
     config = parse_config(ResilientConfig, argv[:split], "run_resilient.py", __doc__)
@@ -98,9 +97,7 @@ def _find_save_directory(command: Sequence[str]) -> Path:
 def _supervise(config: ResilientConfig, save: Path, received: Sequence[int], attempt: Callable[[], int]) -> int:
     """Make attempts, with pauses between them, and return the exit code of the last one.
 
-    Args:
-        received: signals that stop the program, as they arrive.
-        attempt: runs the command and returns its exit code; a negative code is a signal that ended it.
+    Signals in `received` stop the program. A negative code of an attempt is a signal that ended it.
     """
     record, consecutive, has_run = RunRecord(save), 0, False
     while True:

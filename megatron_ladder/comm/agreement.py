@@ -182,9 +182,7 @@ class RankReport:
 def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves.
 
-    Raises:
-        UserError: the port is in use.
-        dist.DistError: rank 0 cannot be reached within the timeout.
+    Raise a UserError if the port is in use, and a DistError if rank 0 cannot be reached within the timeout.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun may already serve a store at that address; this variable indicates it.

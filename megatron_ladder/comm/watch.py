@@ -161,11 +161,9 @@ class HangWatch:
         self, peers: Peers, startup: timedelta, running: timedelta,
         on_loss: Callable[[LostPeerError], None] = lambda error: None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            startup: timeout until the first step is done, and in `patient`.
-            running: timeout afterwards.
-            on_loss: receives the error with which the watch ends the process, immediately before it does.
+        """Use the timeout `startup` until the first step is done and in `patient`, and then `running`.
+
+        `on_loss` receives the error with which the watch ends the process, immediately before it does.
         """
         self._peers = peers
         self._on_loss = on_loss

@@ -107,11 +107,7 @@ class ForwardRecord:
         self, steps: Sequence[SubBlock], context: SequenceContext, layout: StreamLayout, pending: tuple[int, int],
         sums: PartialSums, side_queue: SideQueue | None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            pending: number of outputs missing from the stream that enters, and from the one that leaves.
-            side_queue: where reads of a sharded stream run ahead; None for a replicated stream.
-        """
+        """Prepare a pass with so many outputs pending before and after it; reads run ahead in `side_queue`."""
         self.steps = steps
         self.context = context
         self.layout = layout

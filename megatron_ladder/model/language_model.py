@@ -55,11 +55,9 @@ class LanguageModel(nn.Module):
         device: torch.device | None = None,
         seed: int | None = None,
     ) -> None:
-        """
-        Args:
-            layers: of a pipeline stage; the default is all layers.
-            seed: of the initial weights, which do not depend on the layout; None leaves them uninitialised, for
-                weights that are loaded.
+        """Build all layers, or those of a pipeline stage. Without a seed, weights stay uninitialised.
+
+        The initial weights of a seed do not depend on the layout.
         """
         super().__init__()
         device = device or torch.device("cpu")
@@ -91,15 +89,12 @@ class LanguageModel(nn.Module):
 
     def hidden_states(self, tokens: Tensor, context: SequenceContext) -> Tensor:
         """Token ids [b, s] -> the complete stream after the last layer, [s, b, h], or this rank's positions of it."""
-        state = self.embedding(tokens).unsqueeze(0)
-        stream: Tensor = self.stack(state, context)[0]
-        return stream
+        return self.stack(self.embedding(tokens).unsqueeze(0), context)[0]
 
     def logits_shard(self, hidden_states: Tensor) -> Tensor:
         """The stream -> this rank's logits [s, b, padded V / t]; columns from `head.valid` on are padding."""
         normed = self.final_norm(hidden_states)
-        logits: Tensor = self.embedding.logits(normed) if self.lm_head is None else self.lm_head(normed)
-        return logits
+        return self.embedding.logits(normed) if self.lm_head is None else self.lm_head(normed)
 
     def forward(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None, positions: Tensor | None = None,
@@ -114,9 +109,8 @@ class LanguageModel(nn.Module):
             positions: [b, s] int64, rotary position of each token; None counts from 0 in every row.
             document_bounds: see `stage`.
 
-        Returns:
-            A scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. The caller divides by
-            the number of tokens of the whole global batch.
+        Return a scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. The caller divides by the
+        number of tokens of the whole global batch.
         """
         context = self.training_context(tokens, positions, document_bounds)
         return self.loss(self.hidden_states(tokens, context), labels, loss_mask)

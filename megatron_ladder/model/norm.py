@@ -24,11 +24,7 @@ class RMSNorm(ParallelModule):
     weight: nn.Parameter
 
     def __init__(self, build: BuildContext, tensor: TensorSpec, *, per_head: bool = False) -> None:
-        """
-        Args:
-            tensor: the weight, one for all tensor-parallel ranks or one row per rank.
-            per_head: whether each rank normalises its own heads.
-        """
+        """`tensor` is one weight or has a row per rank; with `per_head` each rank normalises its own heads."""
         super().__init__()
         group = build.mesh.tensor
         self.operations = build.operations
@@ -39,8 +35,7 @@ class RMSNorm(ParallelModule):
     def weight_in_use(self, partial_gradients: PartialGradients | None = None) -> Tensor:
         """Return the weight [n]; if each rank gets only a part of its gradient, the parts are summed over the ranks.
 
-        Args:
-            partial_gradients: sums the parts later; without it, each sum is waited for where the gradient arises.
+        `partial_gradients` sums the parts later; without it, each sum is waited for where the gradient arises.
         """
         if self.partial_over is None or not torch.is_grad_enabled():
             return self.weight
@@ -52,12 +47,9 @@ class RMSNorm(ParallelModule):
         self, x: Tensor, weight: Tensor | None = None, partial_gradients: PartialGradients | None = None,
         output: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """[..., size] -> [..., size].
+        """[..., size] -> [..., size], with `weight` instead of the norm's weight if it is given.
 
-        Args:
-            weight: used instead of the norm's weight.
-            partial_gradients: see `weight_in_use`.
-            output: of a sub-block, added to x first; the sum is then returned together with its norm.
+        `output`, of a sub-block, is added to x first; the sum is then returned together with its norm.
         """
         weight = (self.weight_in_use(partial_gradients) if weight is None else weight).flatten()
         if output is None:

@@ -13,9 +13,8 @@ import torch
 def find_in_apex(module: str, attribute: str, extension: str, device: torch.device) -> tuple[Any | None, str]:
     """Return `attribute` of `module` and "", or None and the reason why it cannot be used.
 
-    Args:
-        extension: the compiled module that it calls, which an apex installed without kernels lacks; apex itself would
-            report that only at the first use.
+    `extension` is the compiled module that it calls. An apex installed without kernels lacks it, but would report that
+    only at the first use.
     """
     if device.type != "cuda":
         return None, "apex's kernels need a CUDA device"

@@ -27,11 +27,7 @@ class InputGradient:
     def __init__(
         self, layout: StreamLayout | None, partial_gradients: PartialGradients, keeps_input: bool = True
     ) -> None:
-        """
-        Args:
-            layout: how the ranks share the sum; None leaves the sum to the caller, who gets this rank's part.
-            keeps_input: False if the caller sets `input_again` before the layer goes backward.
-        """
+        """Without a layout the caller sums the parts; without `keeps_input` it sets `input_again` before backward."""
         self.layout = layout
         self.partial_gradients = partial_gradients
         self.keeps_input = keeps_input
@@ -39,12 +35,7 @@ class InputGradient:
         self._in_flight: InFlight | None = None
 
     def start(self, output_gradient: Tensor, weight: Tensor) -> None:
-        """Compute this rank's part of the input's gradient, `output_gradient @ weight`, and start the sum.
-
-        Args:
-            output_gradient: [s, b, out/t].
-            weight: [out/t, in].
-        """
+        """Compute this rank's part of the input's gradient, [s, b, out/t] @ [out/t, in], and start the sum."""
         partial = output_gradient @ weight
         self._in_flight = InFlight(partial, None) if self.layout is None else self.layout.start_write(partial)
 

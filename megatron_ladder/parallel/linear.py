@@ -90,11 +90,7 @@ class ColumnParallelLinear(ParallelModule):
         self, matrices: Sequence[Matrix], *, group: CommGroup, kv_replica_group: CommGroup, dtype: torch.dtype,
         device: torch.device, linear: LinearFunction = linear, sum_input_gradient: bool = True,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            linear: multiplies where autograd computes the gradient of the input.
-            sum_input_gradient: False if each rank has a separate input, or if the caller sums its gradient.
-        """
+        """`linear` multiplies where autograd computes the input's gradient, summed if `sum_input_gradient`."""
         super().__init__()
         self.group = group
         self.linear = linear
