@@ -46,13 +46,9 @@ def _library_sources(library: Path) -> list[Path]:
 
 def _limit_bytes(paths: list[Path], library: Path, limit: float) -> list[Path]:
     """Return files of up to `limit` bytes (at least one), selected by the hash of their names, in the given order."""
-
-    def draw(path: Path) -> bytes:
-        return hashlib.sha256(path.relative_to(library).as_posix().encode()).digest()
-
     chosen: set[Path] = set()
     total = 0
-    for path in sorted(paths, key=draw):
+    for path in sorted(paths, key=lambda path: hashlib.sha256(path.relative_to(library).as_posix().encode()).digest()):
         size = path.stat().st_size
         if total + size <= limit or not chosen:
             chosen.add(path)

@@ -223,11 +223,7 @@ class StreamReader:
         vocab_size: int,
         skipped: SkippedRecords | None = None,
     ) -> None:
-        """
-        Args:
-            consumed_samples: samples that all ranks together have read.
-            positions: positions of this rank's streams, and possibly of others; the beginning for new ones.
-        """
+        """`consumed_samples` were read by all ranks together; streams without one of `positions` are new."""
         self._skipped = skipped or SkippedRecords(plan.max_bad)
         self._streams = {
             number: _ShardStream(plan, number, encode, positions.get(number, StreamPosition()), self._skipped)
@@ -276,9 +272,8 @@ def choose_streams(requested: int | None, shards: int, data_parallel_size: int) 
         powers = (power for power in (64, 32, 16, 8, 4, 2, 1) if power <= shards and power % data_parallel_size == 0)
         streams = next(powers, max(min(shards, _MAX_STREAMS) // data_parallel_size, 1) * data_parallel_size)
     if streams % data_parallel_size:
-        raise UserError(
-            f"--streaming-shards {streams} is not a multiple of the data-parallel size {data_parallel_size}"
-        )
+        size = data_parallel_size
+        raise UserError(f"--streaming-shards {streams} is not a multiple of the data-parallel size {size}")
     if streams > shards:
         raise UserError(
             f"--streaming-shards {streams}: the input has only {shards} shards: give more files, or start "
