@@ -1,8 +1,7 @@
 """Adaptation: rewires the upper layers of standard models, and trains them for a short time (healing).
 
-Every seed's standard model is rewired at several numbers of upper layers. Its validation loss is measured right after
-rewiring, and after healing runs of several lengths, each with a separate schedule. The control is the standard model
-itself, trained for as long: it shows the effect of the additional training alone.
+Validation losses are measured right after rewiring, and after healing runs of several lengths. The control is the
+standard model itself, trained for as long: it shows the effect of the additional training alone.
 """
 
 import itertools
@@ -29,8 +28,7 @@ FIGURE_NAME = "adaptation.png"
 CONTROL = 0
 """Number of rewired layers of the control, which stays standard."""
 SEED_OFFSET = 1000
-"""Added to the seeds of adapted models, so that healing sees the data in another order. The seed also draws the
-validation samples, so all compared losses use it."""
+"""Added to the seeds of adapted models, including the control, so that healing sees the data in another order."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Adaptation:
     """The models to adapt, and how they are healed.
 
     `upper` has the numbers of rewired upper layers and `percents` the lengths of healing in percent of the original
-    training, both ascending. `learning_rate` is that of healing. `command` is that of the last start.
+    training, both ascending. `learning_rate` is that of healing.
     """
 
     size: str
@@ -140,12 +138,11 @@ def _adaptation_report(adapted: _AdaptationResults) -> str:
     parts = [
         "# Adaptation: a standard model becomes a hybrid",
         f"Standard models of size {plan.size} ({plan.num_layers} layers, {plan.standard_iterations} steps, seeds "
-        f"{_numbers(plan.seeds)}) are rewired: their upper layers become ladder, the tensors stay. Zero-shot is the "
-        f"validation loss right after rewiring. Healing takes {lengths} steps with a new AdamW, learning rate "
-        f"{plan.learning_rate:g} ({plan.learning_rate / plan.standard_learning_rate:g} of the standard training's) and "
-        "a schedule of the length of the run. Another seed (the model's + "
-        f"{SEED_OFFSET}) orders the same data and draws the validation samples. The row of 0 layers is the control: "
-        "the standard model, trained further in the same way.",
+        f"{', '.join(map(str, plan.seeds))}) are rewired: their upper layers become ladder, the tensors stay. "
+        f"Zero-shot is the validation loss right after rewiring. Healing takes {lengths} steps with a new AdamW, "
+        f"learning rate {plan.learning_rate:g} ({plan.learning_rate / plan.standard_learning_rate:g} of the original) "
+        f"and a schedule of the length of the run. Another seed (the model's + {SEED_OFFSET}) orders the same data and "
+        "draws the validation samples. The row of 0 layers is the control: the standard model, trained further.",
         f"**This adaptation is not finished**: {missing} of {expected} runs are missing." if missing else "",
         f"Validation loss in nats per token: mean and standard deviation over {seeds} seeds.",
         markdown_table(losses),
@@ -159,7 +156,6 @@ def _adaptation_report(adapted: _AdaptationResults) -> str:
 
 
 def _findings(adapted: _AdaptationResults) -> list[str]:
-    """Return one sentence per reference: the hybrids that are back within the seeds' spread of it."""
     percents = adapted.plan.percents
     references = {
         "the standard model trained for as long": {percent: percent for percent in percents},
@@ -187,13 +183,9 @@ def _finding(adapted: _AdaptationResults, references: Mapping[int, int]) -> str:
     if not back:
         return ": **no** hybrid is back, after any length of healing."
     named = "; ".join(f"upper {upper} after {', '.join(healed)}" for upper, healed in back.items())
-    others = [upper for upper in rewired if upper not in back]
-    rest = f"; not back after any length: upper {_numbers(others)}" if others else ""
+    others = ", ".join(str(upper) for upper in rewired if upper not in back)
+    rest = f"; not back after any length: upper {others}" if others else ""
     return f", these are back: **{named}**{rest}."
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def _draw_adaptation(adapted: _AdaptationResults) -> "Figure":

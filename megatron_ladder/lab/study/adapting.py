@@ -39,7 +39,7 @@ def adapt_study(request: Request) -> None:
 
 
 def _with_wirings(options: RunOptions) -> RunOptions:
-    """Replace the wirings by those of the folder's study, if it has one; only standard is adapted."""
+    # A study in the folder keeps its wirings; only standard is adapted.
     found = read_study(options.output_dir)
     kept = replace(options, keep_checkpoints=True)
     return kept if found is None else replace(kept, wirings=found.wirings, timed_wirings=found.timed_wirings or (NONE,))
@@ -84,7 +84,6 @@ class _AdaptRun(StudyRun):
         return write_adaptation(self.options.output_dir, output)
 
     def _make_plan(self, size: str, rate: float, tuning: Sequence[Trial]) -> Adaptation:
-        """Plan the adaptation of models that are trained with a learning rate, and expect its trials."""
         adapt = self.request.adapt
         assert adapt is not None
         layers = find_size(size).num_layers
@@ -118,7 +117,6 @@ class _AdaptRun(StudyRun):
         return read_result(folder_of(self.options, trial)) is not None
 
     def _source(self, trial: Trial) -> Path:
-        """Return the folder of the checkpoint that an adapted model starts from."""
         upper, _ = self._cases[trial]
         standard = self._plan.standard(trial.seed)
         if upper == CONTROL:
@@ -126,7 +124,6 @@ class _AdaptRun(StudyRun):
         return self.options.output_dir / REWIRED_NAME / f"{standard.name}-upper{upper}"
 
     def _rewire(self, trial: Trial) -> None:
-        """Write the model that a trial starts from, if it is needed and missing."""
         (upper, _), save = self._cases[trial], self._source(trial)
         if upper != CONTROL and not self._is_done(trial) and not published_checkpoints(save):
             standard = self._plan.standard(trial.seed)

@@ -83,30 +83,18 @@ def _run_errors(options: RunOptions) -> list[str]:
     timed, is_emulated = timed_wirings(options), options.link != OWN_LINK
     alpha = parse_alpha(options.link)
     known = TIMED_WIRINGS if is_emulated else ALL_WIRINGS
-    unknown = [name for name in options.wirings if name not in ALL_WIRINGS]
-    invalid = [name for name in timed if name not in known or name not in options.wirings]
-    is_tuned = len(options.learning_rates) > 1
-    checks = (
-        (unknown, f"--wirings {' '.join(unknown)}: expected some of {', '.join(ALL_WIRINGS)}"),
-        (
-            invalid,
-            f"--timed-wirings {' '.join(invalid)}: expected some of --wirings that can be timed, {', '.join(known)}; "
-            f"or {NONE}",
-        ),
-        (
-            STANDARD not in options.wirings,
-            f"--wirings {' '.join(options.wirings)}: add {STANDARD}, with which all others are compared",
-        ),
-        (
-            is_tuned and options.tuning_seed in options.seeds,
-            f"--tuning-seed {options.tuning_seed}: must not be one of --seeds",
-        ),
-        (
-            is_emulated and (alpha is None or alpha[0] == 0),
-            f"--link {options.link}: expected a time such as 1.2c or 2ms, or {OWN_LINK}",
-        ),
-    )
-    errors = [message for is_wrong, message in checks if is_wrong]
+    errors = []
+    if unknown := [name for name in options.wirings if name not in ALL_WIRINGS]:
+        errors.append(f"--wirings {' '.join(unknown)}: expected some of {', '.join(ALL_WIRINGS)}")
+    if invalid := [name for name in timed if name not in known or name not in options.wirings]:
+        expected = f"some of --wirings that can be timed, {', '.join(known)}; or {NONE}"
+        errors.append(f"--timed-wirings {' '.join(invalid)}: expected {expected}")
+    if STANDARD not in options.wirings:
+        errors.append(f"--wirings {' '.join(options.wirings)}: add {STANDARD}, with which all others are compared")
+    if len(options.learning_rates) > 1 and options.tuning_seed in options.seeds:
+        errors.append(f"--tuning-seed {options.tuning_seed}: must not be one of --seeds")
+    if is_emulated and (alpha is None or alpha[0] == 0):
+        errors.append(f"--link {options.link}: expected a time such as 1.2c or 2ms, or {OWN_LINK}")
     for name in ("wirings", "timed_wirings", "sizes", "seeds", "learning_rates"):
         values = getattr(options, name)
         twice = dict.fromkeys(value for value in values if values.count(value) > 1)

@@ -27,11 +27,9 @@ from megatron_ladder.lab.study.wirings import fewest_ranks, wiring_flags
 
 ROOT = Path(__file__).resolve().parents[3]
 LOG_LINES = 100
-"""Points of a trial's training curve."""
 STOP_SECONDS = 60.0
 """Time in which the ranks of a trial save when they are stopped."""
 SPLIT = "96,4,0"
-"""Split of the default corpus into training and validation, by files."""
 SHAPE_FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
 )  # fmt: skip
@@ -40,9 +38,7 @@ _STUDY_FIELDS = (
     "log_interval", "residual_mode", "ladder_layers", "residual_staleness", "desync_interval", "tie_embeddings",
     "seq_length", "micro_batch_size", "global_batch_size", "eval_iters", "exit_interval", *SHAPE_FIELDS,
 )  # fmt: skip
-"""Fields of the trainer that a study sets for each trial."""
 _DATA_FIELDS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "streaming")
-"""Fields of the trainer that name the training data."""
 
 
 def folder_of(options: RunOptions, trial: Trial) -> Path:
@@ -71,11 +67,7 @@ def training_flag_errors(words: Sequence[str]) -> list[str]:
 
 
 def prepare_data(request: Request) -> tuple[Request, str]:
-    """Build the default corpus in the study's folder, unless data is given after --.
-
-    Returns the request with the flags of the data, and a description of the data. Raises UserError if sizes have
-    different vocabularies, or the folder has a corpus with another one.
-    """
+    """Return the request with the flags of the data, and its description; builds the default corpus if needed."""
     data = read_training_flags(request.training_flags, []).data
     given = [value for value in (getattr(data, name) for name in _DATA_FIELDS) if value]
     if given:
@@ -84,10 +76,9 @@ def prepare_data(request: Request) -> tuple[Request, str]:
     folder = request.options.output_dir / "data"
     vocabularies = {find_size(size).vocab_size for size in request.options.sizes}
     if len(vocabularies) > 1:
-        raise UserError(
-            f"--sizes have vocabularies of {', '.join(map(str, sorted(vocabularies)))}, but the default corpus has "
-            "one: give sizes with the same vocabulary, or other data after --"
-        )
+        found = ", ".join(map(str, sorted(vocabularies)))
+        fix = "give sizes with the same vocabulary, or other data after --"
+        raise UserError(f"--sizes have vocabularies of {found}, but the default corpus has one: {fix}")
     prepare_corpus(folder, vocabularies.pop(), None, functools.partial(print, flush=True))
     sources = folder / "train_text_document"
     # Validation text of the same kind, because wirings are compared by how well they learn it.
@@ -98,7 +89,6 @@ def prepare_data(request: Request) -> tuple[Request, str]:
 
 
 def _describe_tokens(prefixes: Sequence[Path]) -> str:
-    """Describe the number of tokens of each data set that records it."""
     found = [(prefix, read_sidecar(prefix)) for prefix in prefixes]
     return "".join(f", {one.tokens:,} tokens in {prefix.name}" for prefix, one in found if one is not None)
 
@@ -109,14 +99,8 @@ def describe_machine() -> dict[str, str]:
     if info.is_file():
         names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         processor = names[0] if names else processor
-    found = {
-        "processor": processor,
-        "cores": str(len(os.sched_getaffinity(0))),
-        "python": platform.python_version(),
-        "megatron_ladder": __version__,
-        "torch": version("torch"),
-        "deepspeed": version("deepspeed"),
-    }
+    found = {"processor": processor, "cores": str(len(os.sched_getaffinity(0))), "python": platform.python_version()}
+    found |= {"megatron_ladder": __version__, "torch": version("torch"), "deepspeed": version("deepspeed")}
     if tool := shutil.which("nvidia-smi"):
         command = [tool, "--query-gpu=name", "--format=csv,noheader"]
         listed = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -137,7 +121,6 @@ def common_flags(request: Request) -> tuple[str, ...]:
 
 
 def _trial_flags(request: Request, trial: Trial) -> list[str]:
-    """Return the whole command line of the trainer."""
     options, shape = request.options, find_size(trial.size)
     save, iterations, rate = folder_of(options, trial) / CHECKPOINTS, trial.iterations, trial.learning_rate
     schedule = {
@@ -188,7 +171,7 @@ def training_command(request: Request, trial: Trial, ranks: int) -> tuple[str, .
 
 
 def _program(script: str, entry: str) -> str:
-    """Return the path of a program: the script in a checkout, or the one installed next to the interpreter."""
+    # The script in a checkout, or the one installed next to the interpreter.
     installed = Path(sys.executable).with_name(f"megatron-ladder-{entry}")
     return str(ROOT / script if (ROOT / script).is_file() else installed)
 

@@ -1,7 +1,7 @@
 """The grid of a study: its trials and their order.
 
 1. tuning: every learning rate for every wiring, in shorter runs with a separate seed; the lowest validation loss wins.
-   If the best rate is at the edge of the tried ones, further rates beyond it are tried, by the same rule for all.
+   If the best rate is at the edge of the tried ones, rates beyond it are tried.
 2. tokens: every wiring with every seed, for the same number of steps.
 3. time: some wirings again, for as many steps as they can do in the time of standard.
 
@@ -16,7 +16,6 @@ from megatron_ladder.lab.study.schema import Study, Trial, rate_key
 from megatron_ladder.lab.study.wirings import STANDARD
 
 MOST_FURTHER = 3
-"""Most learning rates that a wiring can try beyond the given ones."""
 
 
 def tuning_trials(study: Study) -> list[Trial]:
@@ -40,10 +39,7 @@ def token_trials(study: Study) -> list[Trial]:
 
 
 def time_trials(study: Study) -> list[Trial]:
-    """Return the trials at equal time, of the sizes whose steps are timed.
-
-    A wiring with as many steps as at equal tokens, like standard, has no separate trial: one run serves both.
-    """
+    """Return the trials at equal time; a wiring with as many steps as at equal tokens, like standard, has none."""
     trials = [
         Trial("time", wiring, size, seed, study.chosen[rate_key(size, wiring)], timed_iterations(study, speedup))
         for seed in study.seeds
@@ -66,10 +62,7 @@ def tried_rates(study: Study, losses: Mapping[Trial, float], size: str, wiring: 
 
 
 def choose_learning_rates(study: Study, losses: Mapping[Trial, float]) -> dict[str, float]:
-    """Map `size/wiring` to the learning rate with the lowest loss, for every wiring whose tuning is complete.
-
-    A loss is infinite if its trial diverged. A wiring that diverges at every rate is left out.
-    """
+    """Map `size/wiring` to the learning rate with the lowest loss, if tuning is complete and a loss is finite."""
     if len(study.learning_rates) == 1:
         return {rate_key(*model): study.learning_rates[0] for model in study.models}
     chosen = {}
@@ -83,8 +76,7 @@ def choose_learning_rates(study: Study, losses: Mapping[Trial, float]) -> dict[s
 def further_trials(study: Study, losses: Mapping[Trial, float]) -> list[Trial]:
     """Return the next tuning trial for each wiring whose best learning rate is the lowest or highest tried so far.
 
-    The ratio of the next rate to the best one equals the ratio of the best one to its neighbour. A wiring whose rate
-    is chosen, or that has tried `MOST_FURTHER` further rates, gets none.
+    The rates continue as a geometric series. A wiring whose rate is chosen, or with `MOST_FURTHER` of them, gets none.
     """
     trials = []
     for model in study.models:

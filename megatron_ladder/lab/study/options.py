@@ -109,16 +109,13 @@ class AdaptOptions:
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed command line of `run` or `adapt`."""
+    """A command line of `run` or `adapt`, with the words after -- and the trainer's flags of the default corpus."""
 
     options: RunOptions
     training_flags: tuple[str, ...]
-    """The words after --."""
     adapt: AdaptOptions | None = None
     command: tuple[str, ...] = ()
-    """The whole command line, for the record."""
     data_flags: tuple[str, ...] = ()
-    """The trainer's flags of the default corpus; none if data is given after --."""
 
 
 @dataclass(frozen=True)

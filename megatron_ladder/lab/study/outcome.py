@@ -1,8 +1,4 @@
-"""Derives results of trials from the records of their training runs, and step times from benchmarks or trials.
-
-An interrupted run continues from its last checkpoint and repeats the steps after it; the first records of these steps
-are dropped.
-"""
+"""Derives results of trials from the records of their training runs, and step times from benchmarks or trials."""
 
 import contextlib
 import json
@@ -24,13 +20,12 @@ from megatron_ladder.lab.study.wirings import STANDARD
 from megatron_ladder.train.record import RECORD_NAME, read_record
 
 CHECKPOINTS = "checkpoints"
-"""Folder of a trial for --save and --load."""
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class TrialHistory:
-    """The record of a trial, without repeated steps. Versions and exit code are those of the last start."""
+    """The record of a trial, without lost steps; versions and exit code are those of the last start."""
 
     progress: Sequence[Event] = ()
     evaluations: Sequence[Event] = ()
@@ -72,7 +67,6 @@ def _merge_starts(events: Sequence[Event]) -> TrialHistory:
 
 
 def _cut_progress(progress: Sequence[Event], iteration: int) -> list[Event]:
-    """Return the events up to an iteration; an event that ends later is cut, with its share of the time."""
     kept = [event for event in progress if event["iteration"] <= iteration]
     beyond = [event for event in progress if event["iteration"] - event["steps"] < iteration < event["iteration"]]
     for event in beyond[:1]:
@@ -85,10 +79,7 @@ def _cut_progress(progress: Sequence[Event], iteration: int) -> list[Event]:
 def result_of(
     trial: Trial, history: TrialHistory, parameters: int, tokens_per_step: int, command: tuple[str, ...]
 ) -> Result | None:
-    """Return the result of a trial whose last step is evaluated; None if it is not done.
-
-    A tuning trial that ended with bad numbers is done too, with an infinite loss.
-    """
+    """Return the result of a trial that is evaluated, or is tuning and ended with bad numbers; None if not done."""
     evaluations = _curve(history.evaluations)
     if history.code == ExitCode.BAD_NUMBERS and trial.kind == "tuning":
         evaluations = [point for point in evaluations if point[0] < trial.iterations]
@@ -117,11 +108,7 @@ def _curve(events: Sequence[Event]) -> list[tuple[int, float]]:
 
 
 def remove_unevaluated_end(folder: Path, iterations: int) -> list[str]:
-    """Remove checkpoints of the last step, and return their names.
-
-    A run saves before its last evaluation. If it is stopped between the two, resuming from that checkpoint would do
-    nothing and not evaluate, so the run must resume from the previous checkpoint, or from the beginning.
-    """
+    """Remove checkpoints of the last step, from which a run would not evaluate again, and return their names."""
     save = folder / CHECKPOINTS
     names = published_checkpoints(save)
     ended = [name for name in names if publishing_order(name)[0] >= iterations]

@@ -10,31 +10,19 @@ from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.errors import ExitCode
 from megatron_ladder.lab.bench.sizes import find_size
-from megatron_ladder.lab.study import commands, grid, outcome
+from megatron_ladder.lab.study import commands, grid, outcome, schema
 from megatron_ladder.lab.study.command_line import timed_wirings
 from megatron_ladder.lab.study.commands import environment_of, folder_of
 from megatron_ladder.lab.study.options import OWN_LINK, Request
 from megatron_ladder.lab.study.report import write_report
 from megatron_ladder.lab.study.results import read_results
 from megatron_ladder.lab.study.scheduling import GridProgress, Job, run_jobs
-from megatron_ladder.lab.study.schema import (
-    RESULT_NAME,
-    Result,
-    StepTimes,
-    Study,
-    Trial,
-    load_or_create_study,
-    rate_key,
-    read_result,
-    write_json,
-    write_study,
-)
+from megatron_ladder.lab.study.schema import Result, StepTimes, Study, Trial, rate_key, read_result, write_json
 from megatron_ladder.processes import received_signals
 from megatron_ladder.train.lock import SaveLock
 
 OUTPUT_NAME = "output.txt"
 LAST_LINES = 12
-"""Lines of a failed trial's output to print."""
 TIMING_ATTEMPTS = 3
 """Most measurements of step times until the benchmark finds them sound."""
 
@@ -44,15 +32,12 @@ class _StudyStopped(Exception):
 
 
 def run_study(request: Request, kind: "type[StudyRun] | None" = None) -> None:
-    """Run the missing trials of a study, the whole grid unless another `kind` is given, and write its report.
-
-    Raises UserError if the folder has another study or another process runs it, and SystemExit if trials have failed.
-    """
+    """Run the missing trials of a study and write its report. Raises UserError, and SystemExit if trials fail."""
     options = request.options
     options.output_dir.mkdir(parents=True, exist_ok=True)
     with SaveLock(options.output_dir, flag="--output-dir"), received_signals() as received:
         request, data = commands.prepare_data(request)
-        study = load_or_create_study(options.output_dir, _describe(request, data))
+        study = schema.load_or_create_study(options.output_dir, _describe(request, data))
         run = (kind or StudyRun)(request, study, received)
         try:
             run.run()
@@ -74,7 +59,6 @@ def run_study(request: Request, kind: "type[StudyRun] | None" = None) -> None:
 
 
 def _describe(request: Request, data: str) -> Study:
-    """Return the requested study, before any trial; `data` describes the training data."""
     options = request.options
     shapes = {size: find_size(size) for size in options.sizes}
     first = Trial("tokens", options.wirings[0], options.sizes[0], 0, options.learning_rates[0], options.iterations)
@@ -93,16 +77,14 @@ def _describe(request: Request, data: str) -> Study:
 
 
 class StudyRun:
-    """One start of a study."""
+    """One start of a study, with a message for each failed part and the results of finished trials by name."""
 
     def __init__(self, request: Request, study: Study, received: Sequence[int]) -> None:
         self.request = request
         self.options = request.options
         self.study = study
         self.failures: list[str] = []
-        """One message per failed part."""
         self.results: dict[str, Result] = {}
-        """Finished trials by name."""
         self.progress = GridProgress(self._position)
         self._received = received
         self._resolved: dict[tuple[str, str], RunConfig] = {}
@@ -128,9 +110,8 @@ class StudyRun:
         return write_report(read_results(self.options.output_dir), output)
 
     def _update(self, **changes: Any) -> None:
-        """Save changed fields of the study."""
         self.study = replace(self.study, **changes)
-        write_study(self.options.output_dir, self.study)
+        schema.write_study(self.options.output_dir, self.study)
         self._expect()
 
     def _expect(self) -> None:
@@ -162,16 +143,15 @@ class StudyRun:
                 self.progress.say(f"*** {key}: {chosen[key]:g} is at the edge of the rates tried ***")
 
     def _train(self, trials: Sequence[Trial]) -> None:
-        by_name = {trial.name: trial for trial in trials}
-        left = [trial for trial in trials if not self._collect(trial)]
+        left = {trial.name: trial for trial in trials if not self._collect(trial)}
 
         def on_end(job: Job, code: int) -> None:
-            self._finish(by_name[job.name], job, code)
+            self._finish(left[job.name], job, code)
 
         def on_poll(running: Sequence[Job]) -> None:
-            self.progress.update([by_name[job.name] for job in running])
+            self.progress.update([left[job.name] for job in running])
 
-        if not run_jobs(map(self._job, left), self.options.jobs, self._received, on_end, on_poll):
+        if not run_jobs(map(self._job, left.values()), self.options.jobs, self._received, on_end, on_poll):
             raise _StudyStopped
 
     def _job(self, trial: Trial) -> Job:
@@ -186,7 +166,7 @@ class StudyRun:
         return commands.training_command(self.request, trial, self._configuration(trial).world_size)
 
     def _configuration(self, trial: Trial) -> RunConfig:
-        """Return the configuration of a trial, except for seed, learning rate and length."""
+        # Except for seed, learning rate and length.
         key = (trial.size, trial.wiring)
         if key not in self._resolved:
             self._resolved[key] = commands.resolve_trial(self.request, trial, [])
@@ -205,13 +185,12 @@ class StudyRun:
             # Only here, because a later start can have another --keep-checkpoints.
             if trial.kind == "tuning" or not self.options.keep_checkpoints:
                 outcome.remove_checkpoints(folder)
-            write_json(folder / RESULT_NAME, result)
+            write_json(folder / schema.RESULT_NAME, result)
         self.results[trial.name] = result
         self.progress.done.add(trial.name)
         return True
 
     def _finish(self, trial: Trial, job: Job, code: int) -> None:
-        """Report the outcome of a job that has ended."""
         if self._collect(trial):
             result = self.results[trial.name]
             text = f"validation loss {result.final_loss:.4f}, {result.tokens_per_second:,.0f} tokens/s"
@@ -224,7 +203,6 @@ class StudyRun:
             self.failures.append(f"{trial.name}: {reason}: see {job.output}")
 
     def _time_steps(self) -> None:
-        """Add the step times of all sizes, unless they are known or not needed."""
         for size in self.study.sizes:
             if size not in self.study.step_times and self.study.timed_wirings:
                 times = self._own_times(size) if self.options.link == OWN_LINK else self._measured_times(size)
@@ -261,9 +239,8 @@ class StudyRun:
         timed = [trial for trial in grid.token_trials(self.study) if trial.wiring in self.study.timed_wirings]
         if any(trial.size == size and trial.name not in self.results for trial in timed):
             return None
-        parallel = commands.read_training_flags(self.request.training_flags, []).parallel
-        results = list(self.results.values())
-        return outcome.times_of_trials(results, self.study, size, parallel.tensor_model_parallel_size)
+        ranks = commands.read_training_flags(self.request.training_flags, []).parallel.tensor_model_parallel_size
+        return outcome.times_of_trials([*self.results.values()], self.study, size, ranks)
 
     def _position(self, trial: Trial) -> tuple[int, float | None]:
         """Return the last iteration of a trial, and its loss if it is running."""

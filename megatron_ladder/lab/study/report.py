@@ -45,7 +45,6 @@ def write_report(results: StudyResults, output: Path) -> Path:
 
 
 def _report_text(results: StudyResults, pictures: Mapping[str, list[str]]) -> str:
-    """Return the page; `pictures` maps each size to the names of its files."""
     study = results.study
     parts = [f"# Wirings compared: {' and '.join(study.sizes)}", "## Results"]
     for size in study.sizes:
@@ -177,10 +176,7 @@ def _bullets(rows: Sequence[str]) -> str:
 
 
 def _compare_studies(before: StudyResults, after: StudyResults) -> str:
-    """Return a Markdown table of each wiring's mean final loss in two runs of the same study, over common seeds.
-
-    The spread is the deviation over all seeds of the first one. Lengths at equal time differ if the step times do.
-    """
+    """Compare means of two runs of a study over common seeds, with the deviation over all seeds of the first."""
     warnings = []
     if changed := changed_fields(before.study, after.study):
         warnings.append(f"The two folders are not runs of the same study: {', '.join(changed)} differ.")

@@ -1,8 +1,4 @@
-"""Runs jobs concurrently in a number of slots, and shows how much of a grid of trials is done.
-
-Jobs start in order: a job that needs more slots than are free waits for them, and so do the jobs after it. No job
-outlives the process that started it.
-"""
+"""Runs jobs in order in a number of slots, and shows how much of a grid of trials is done."""
 
 import subprocess
 import sys
@@ -20,7 +16,6 @@ POLL_SECONDS = 0.2
 GRACE_SECONDS = 120.0
 """Time that a stopped job has to save before it is killed."""
 UPDATE_SECONDS = 2.0
-"""Time between two reads of the running trials' progress."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +39,9 @@ def run_jobs(
 ) -> bool:
     """Run all jobs to their end, unless a signal arrives, and return whether all ran.
 
-    Args:
-        jobs: taken one after the other when slots are free; a job that needs more than all slots uses all of them.
-        received: signals that request the end, as they arrive. The first one is forwarded to the jobs as SIGTERM, and
-            the second one kills them at once.
-        on_end: called for each job that ended, with its exit code; negative if a signal ended it.
-        on_poll: called regularly with the running jobs.
+    A job that needs more slots than are free waits, and so do the jobs after it. The first of the `received` signals is
+    forwarded to the jobs as SIGTERM, and the second one kills them. `on_end` receives each job that ended and its exit
+    code, and `on_poll` the running jobs.
     """
     running: list[tuple[Job, Child]] = []
 
@@ -88,24 +80,15 @@ def _start(job: Job) -> Child:
 
 
 class GridProgress:
-    """Progress of a study in training steps of this start, and one line per trial that ended.
-
-    Args:
-        position: reads the iteration and the loss of a trial.
-        stream: stdout if not given.
-    """
+    """Progress of a study in steps of this start; `position` reads the iteration and the loss of a trial."""
 
     def __init__(self, position: Callable[[Trial], tuple[int, float | None]], stream: TextIO | None = None) -> None:
         self.expected: Sequence[Trial] = ()
-        """All trials, as far as they are known."""
         self.done: set[str] = set()
-        """Names of finished trials."""
-        self._position = position
-        self._stream = stream or sys.stdout
+        self._position, self._stream = position, stream or sys.stdout
         self._bar: ProgressBar | None = None
         self._steps_before: dict[str, int] = {}
-        self._ended_steps = 0
-        self._shown_steps = 0
+        self._ended_steps = self._shown_steps = 0
         self._next_update = 0.0
 
     def say(self, text: str) -> None:

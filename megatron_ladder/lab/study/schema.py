@@ -1,7 +1,6 @@
 """The JSON files of a study: `study.json`, which describes it, and the `result.json` of each run (trial).
 
-A trial's folder also contains `output.txt`, and `checkpoints/` (with `run.jsonl`) while it runs. Its result is written
-last and atomically, so a trial that has it is done.
+The result is written last and atomically, so a trial that has it is done.
 """
 
 import json
@@ -81,10 +80,7 @@ def rate_key(size: str, wiring: str) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """One training run. Trials with the same seed share initial weights and order of samples.
-
-    `detail` is a further distinction, such as `upper4-3pct-of-700` in an adaptation.
-    """
+    """One training run; in an adaptation, `detail` is a further distinction such as `upper4-3pct-of-700`."""
 
     kind: Kind
     wiring: str

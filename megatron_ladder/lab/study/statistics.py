@@ -33,11 +33,7 @@ def deviation(values: Sequence[float]) -> float:
 
 
 class Paired:
-    """Statistics of the differences of paired runs, one per seed; NaN where they need more pairs.
-
-    They are the mean, its standard error and interval at `CONFIDENCE`, the two-sided p-value of "the mean is 0", and
-    the verdict of this comparison alone.
-    """
+    """Mean difference of pairs with its interval and two-sided p-value (mean 0); NaN where more pairs are needed."""
 
     def __init__(self, differences: Sequence[float]) -> None:
         # Imported here because scipy comes with the extra [lab] and takes time to import.
