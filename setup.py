@@ -36,7 +36,7 @@ SERVE = ["starlette>=1.0,<2", "uvicorn>=0.40,<1"]
 # To fit the planner's model to measurements, and for statistics of studies.
 LAB = ["scipy>=1.14,<2"]
 TEST = [
-    "mypy>=1.18", "openai>=3,<4", "pytest>=8.4", "ruff>=0.14", "safetensors>=0.6,<1",
+    "mypy>=1.18", "openai>=3,<4", "pytest>=8.4", "requests>=2.32,<3", "ruff>=0.14", "safetensors>=0.6,<1",
     *DATA, *HF, *LAB, *PLOT, *SERVE,
 ]  # fmt: skip
 
