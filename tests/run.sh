@@ -78,10 +78,10 @@ case "$*" in
     ;;
 --quick)
     in_background style check_style
-    in_background unit run_pytest unit tests/unit/{blueprint,checkpoint,comm,config,convert,engine,model,parallel} \
+    in_background unit run_pytest unit tests/unit/{blueprint,checkpoint,comm,config,convert,engine,generate,model,parallel} \
         tests/unit/test_{errors,flags,house}.py -m "not long"
-    run_pytest commands tests/distributed tests/functional -m quick || status=1
-    run_pytest data tests/unit/{data,generate,train} -m "not long" || status=1
+    run_pytest commands tests/distributed/test_correctness.py tests/functional/test_pretrain.py -m quick || status=1
+    run_pytest data tests/unit/{data,train} -m "not long" || status=1
     wait_for_lanes || status=1
     ;;
 *)
