@@ -24,8 +24,8 @@ def quoted(text: str) -> Iterator[str]:
 
 def is_message(words: str) -> bool:
     """Whether it is a sentence of ours, and not a flag, a place in a trace, or left out."""
-    told = [word for word in words.split() if re.fullmatch(r"[a-z(']+[a-z):,;']+", word)]
-    return len(told) > 2 and not any(other in words for other in OF_OTHERS)
+    shown = [word for word in words.split() if re.fullmatch(r"[a-z(']+[a-z):,;']+", word)]
+    return len(shown) > 2 and not any(other in words for other in OF_OTHERS)
 
 
 def literals() -> set[str]:
@@ -60,5 +60,5 @@ def test_every_quoted_message_is_printed_by_the_package() -> None:
 
 def test_a_message_that_is_gone_is_found() -> None:
     pieces = {"does not divide the", "has no chat template (no", "must be above zero"}
-    told = ["--a 4 does not divide the 2 launched processes", "--chat: ... has no chat template", "does not share 2"]
-    assert foreign(told, pieces) == [told[2]]
+    shown = ["--a 4 does not divide the 2 launched processes", "--chat: ... has no chat template", "does not share 2"]
+    assert foreign(shown, pieces) == [shown[2]]
