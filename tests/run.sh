@@ -61,7 +61,7 @@ run_unit_lane() {
     check_style || status=1
     check_types || status=1
     run_pytest unit tests/unit tests/docs "$@" || status=1
-    run_pytest commands tests/functional tests/chaos "$@" || status=1
+    run_pytest commands tests/functional "$@" || status=1
     return "$status"
 }
 
@@ -73,6 +73,7 @@ case "$*" in
 "" | --slow)
     in_background unit run_unit_lane "$@"
     run_pytest pool tests/distributed "${TIMED[@]/#/--ignore=}" "$@" || status=1
+    run_pytest chaos tests/chaos "$@" || status=1
     wait_for_lanes || status=1
     run_pytest timed "${TIMED[@]}" "$@" || status=1
     ;;
