@@ -55,7 +55,7 @@ class Estimate:
 
     layout: Layout
     memory_bytes: float
-    """Of the fullest GPU, including reserved memory."""
+    """Memory of the GPU that needs the most, including reserved memory."""
     step_seconds: float
     run_seconds: float
 
