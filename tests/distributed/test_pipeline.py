@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
@@ -16,11 +15,10 @@ from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.log import RunLog, banner
 from megatron_ladder.train.profile import ActivationMeter
 from megatron_ladder.train.record import RunRecord
-from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces, assert_pieces
-from tests.helpers.steps import Batch, steps_of_batches
+from tests.helpers.steps import Batch, check_steps, loss_of, steps_of_batches, train
 from tests.helpers.training import (
     build_trainer_here,
     load_trainer,
@@ -29,7 +27,7 @@ from tests.helpers.training import (
     save_trainer,
     weight_pieces,
 )
-from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss, reference_training
+from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss
 
 STEPS = 5
 RECIPE = (
@@ -58,39 +56,8 @@ def world_of(layout: Layout) -> int:
     return layout[0] * layout[1] * layout[2]
 
 
-def loss_of(trainer: Trainer, share: torch.Tensor) -> float:
-    """Return the loss of the global batch on every rank."""
-    return trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(share.clone())).item()
-
-
-def train(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[list[tuple[float, float]], Pieces]:
-    """On each rank: return loss and gradient norm of every step, and the final weights."""
-    trainer = build_trainer_here(argv, weights)
-    history = []
-    for iteration, batch in enumerate(batches, start=1):
-        result = train_step(trainer, own_batches(trainer, batch), iteration)
-        history.append((loss_of(trainer, result.loss_sum), result.gradient_norm))
-    return history, weight_pieces(trainer)
-
-
-def check_steps(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:
-    """Compare losses, gradient norms and final weights with a plain model in one process."""
-    world = world_of(layout)
-    argv = [*RECIPE, *layout_flags(layout), *flags.split()]
-    run = run_of(argv, world)
-    config = ReferenceConfig.like(run.model)
-    weights = make_weights(config, seed=1, dtype=torch.float32)
-    batches = steps_of_batches(STEPS, 4)
-    expected, final = reference_training(
-        weights, config, batches, build_schedule(run).at, (0.9, 0.95), 1e-8, 0.1, 0.5,
-        no_decay=lambda name: name.endswith(("norm.weight", ".bias")),
-    )  # fmt: skip
-    assert any(norm > 0.5 for _, norm in expected), "nothing was clipped, so clipping is not tested"
-    results = gloo_pools(world).run(train, argv, weights, batches)
-    for history, _ in results:
-        for found, wanted in zip(history, expected, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5)
-    assert_pieces([pieces for _, pieces in results], final, 2e-4)
+def check_stages(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:
+    check_steps(gloo_pools, [*RECIPE, *layout_flags(layout), *flags.split()], world_of(layout))
 
 
 def grid() -> list[object]:
@@ -106,7 +73,7 @@ def grid() -> list[object]:
 
 @pytest.mark.parametrize(("layout", "flags", "zero"), grid())
 def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags: str, zero: str) -> None:
-    check_steps(gloo_pools, layout, f"{flags} --zero-stage {zero}")
+    check_stages(gloo_pools, layout, f"{flags} --zero-stage {zero}")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +100,7 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags:
     ],
 )  # fmt: skip
 def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:
-    check_steps(gloo_pools, layout, flags)
+    check_stages(gloo_pools, layout, flags)
 
 
 def test_bf16_follows_fp32(gloo_pools: GlooPools) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.engine.optimizer import build_schedule
+from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces, assert_pieces
@@ -38,18 +39,23 @@ def steps_of_batches(steps: int, micro_batches: int) -> list[list[Batch]]:
     return made
 
 
+def loss_of(trainer: Trainer, share: Tensor) -> float:
+    """Return the loss of the global batch on every rank."""
+    return trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(share.clone())).item()
+
+
 def train(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[list[tuple[float, float]], Pieces]:
     """On each rank: loss and gradient norm of every step, and the final weights."""
     trainer = build_trainer_here(argv, weights)
     history = []
     for iteration, batch in enumerate(batches, start=1):
         result = train_step(trainer, own_batches(trainer, batch), iteration)
-        loss = trainer.mesh.data.all_reduce(result.loss_sum.clone())
-        history.append((loss.item(), result.gradient_norm))
+        history.append((loss_of(trainer, result.loss_sum), result.gradient_norm))
     return history, weight_pieces(trainer)
 
 
 def check_steps(gloo_pools: GlooPools, argv: list[str], world: int) -> None:
+    """Compare losses, gradient norms and final weights with a plain model in one process."""
     run = run_of(argv, world)
     config = ReferenceConfig.like(run.model)
     weights = make_weights(config, seed=1, dtype=torch.float32)
