@@ -15,6 +15,7 @@ REQUIRED = [
     "msgspec>=0.19,<1",
     "numpy>=2.0,<3",
     "psutil>=6",
+    "pyyaml>=6,<7",
     "sentencepiece>=0.2.1,<0.3",
     "tensorboard>=2.19,<3",
     "tokenizers>=0.22,<1",
@@ -31,13 +32,15 @@ DATA = [
 ]
 # Comparison of logits after conversions, and the example that adapts a Llama model.
 HF = ["transformers>=5.0,<6"]
-# Pure Python with few dependencies.
-SERVE = ["starlette>=1.0,<2", "uvicorn>=0.40,<1"]
+# Pure Python with few dependencies, except for llguidance, which constrains answers to a JSON schema.
+SERVE = ["llguidance>=1.9,<2", "starlette>=1.0,<2", "uvicorn>=0.40,<1"]
+WANDB = ["wandb>=0.20,<1"]
+MLFLOW = ["mlflow-skinny>=3,<4"]
 # To fit the planner's model to measurements, and for statistics of studies.
 LAB = ["scipy>=1.14,<2"]
 TEST = [
-    "mypy>=1.18", "openai>=3,<4", "pytest>=8.4", "requests>=2.32,<3", "ruff>=0.14", "safetensors>=0.6,<1",
-    *DATA, *HF, *LAB, *PLOT, *SERVE,
+    "build>=1.3,<2", "mypy>=1.18", "openai>=3,<4", "pytest>=8.4", "requests>=2.32,<3", "ruff>=0.14", "safetensors>=0.6,<1",
+    *DATA, *HF, *LAB, *MLFLOW, *PLOT, *SERVE, *WANDB,
 ]  # fmt: skip
 
 
@@ -60,7 +63,9 @@ setup(
     packages=find_packages(include=["megatron_ladder", "megatron_ladder.*"]),
     package_data={"megatron_ladder": ["py.typed"]},
     install_requires=REQUIRED,
-    extras_require={"data": DATA, "hf": HF, "lab": LAB, "plot": PLOT, "serve": SERVE, "test": TEST},
+    extras_require={
+        "data": DATA, "hf": HF, "lab": LAB, "mlflow": MLFLOW, "plot": PLOT, "serve": SERVE, "test": TEST, "wandb": WANDB,
+    },  # fmt: skip
     entry_points={
         "console_scripts": runpy.run_path(str(ROOT / "megatron_ladder" / "cli" / "programs.py"))["console_scripts"]()
     },
