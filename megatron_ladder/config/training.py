@@ -169,7 +169,7 @@ class ReliabilityConfig:
     """Stopping and bad numbers. SIGTERM and SIGINT also save a checkpoint and end the run with exit code 0."""
 
     exit_interval: int | None = flag(None, minimum=1)
-    """Save and exit after a step whose number is a multiple of N."""
+    """Save, evaluate if --eval-interval requires it, and exit after a step whose number is a multiple of N."""
     exit_duration_in_mins: float | None = flag(None, above=0)
     """Save and exit after the first step that ends when the process has been running for this many minutes."""
     kill_switch_file: Path | None = flag(None, aliases=("--kill-switch-path",))

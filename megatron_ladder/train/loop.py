@@ -35,7 +35,7 @@ from megatron_ladder.train.reading import TextStreams, packing_notes, sample_bat
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import evaluate, train_step
-from megatron_ladder.train.stop import Stopper, StopSignals
+from megatron_ladder.train.stop import Stopper, StopReason, StopSignals
 
 
 class _Session(NamedTuple):
@@ -99,8 +99,8 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
         return "nothing to do"
     reason = _agreed_stop_reason(trainer, session.stopper)
     if reason is not None:
-        print_rank_0(f"{reason}: ends before its first step; nothing was trained, so nothing is saved", rank)
-        return reason
+        print_rank_0(f"{reason.text}: ends before its first step; nothing was trained, so nothing is saved", rank)
+        return reason.text
     if session.streams is None:
         assert sources.train is not None
         train_batches = sample_batches(trainer, sources.train, consumed_samples)
@@ -144,31 +144,32 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
                 with not_training():
                     reason = _save_checkpoint(trainer, session, iteration, batches.consumed_samples, reason)
             evaluates = iteration == last or _is_due(iteration, run.logging.eval_interval)
-            if evaluates and reason is None and sources.valid is not None:
+            if evaluates and not (reason and reason.urgent) and sources.valid is not None:
                 with not_training(), closing(sample_batches(trainer, sources.valid, 0)) as valid:
                     log.validation(iteration, evaluate(trainer, valid, run.logging.eval_iters))
     if reason is not None:
-        print_rank_0(f"{reason}: ends after iteration {iteration} of {last}", rank)
-    return reason or "all steps are done"
+        print_rank_0(f"{reason.text}: ends after iteration {iteration} of {last}", rank)
+    return reason.text if reason else "all steps are done"
 
 
 def _save_checkpoint(
-    trainer: Trainer, session: _Session, iteration: int, consumed_samples: int, reason: str | None
-) -> str | None:
+    trainer: Trainer, session: _Session, iteration: int, consumed_samples: int, reason: StopReason | None
+) -> StopReason | None:
     """Save after a step; return why the run ends now (`reason` if known before), or None. All ranks must call it."""
     final = reason is not None or iteration == trainer.run.training.train_iters
-    session.checkpoints.save(iteration, consumed_samples, reason or "interval", final)
-    if final:
+    session.checkpoints.save(iteration, consumed_samples, reason.text if reason else "interval", final)
+    if reason is not None and reason.urgent:
         return reason
-    # A save may take longer than a launcher waits after its signal, which then leaves no time for another step.
-    reason = _agreed_stop_reason(trainer, session.stopper)
-    if reason is not None:
+    # A save may take longer than a launcher waits after its signal, which then leaves no time for another step, or for
+    # an evaluation.
+    urgent = _agreed_stop_reason(trainer, session.stopper)
+    if urgent is not None and not final:
         # Waits for the save in flight and repeats it only if it failed.
-        session.checkpoints.save(iteration, consumed_samples, reason, final=True)
-    return reason
+        session.checkpoints.save(iteration, consumed_samples, urgent.text, final=True)
+    return urgent or reason
 
 
-def _agreed_stop_reason(trainer: Trainer, stopper: Stopper) -> str | None:
+def _agreed_stop_reason(trainer: Trainer, stopper: Stopper) -> StopReason | None:
     """Return why all ranks stop now, without waiting for a step, or None; all ranks must call it."""
     votes = torch.tensor(stopper.votes(), dtype=torch.float64, device=trainer.device)
     return stopper.reason(trainer.mesh.world.all_reduce(votes).tolist())

@@ -1,0 +1,70 @@
+"""The training loop with real trainers: the order of saves, evaluations and stops."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron_ladder.data.indexed import IndexedDatasetWriter
+from megatron_ladder.data.loader import DataArguments, OrderOptions, open_sources
+from megatron_ladder.train import loop
+from megatron_ladder.train.inputs import RunInputs
+from megatron_ladder.train.record import RunRecord, read_record
+from megatron_ladder.train.stop import Stopper, StopSignals
+from tests.helpers.pool import GlooPools
+from tests.helpers.training import build_trainer_here
+
+RECIPE = "--train-iters 4 --lr 1e-2 --micro-batch-size 2 --eval-interval 2 --eval-iters 2 --log-interval 1".split()
+
+
+def write_tokens(prefix: Path, seed: int = 0) -> str:
+    """Write a data set of random tokens; return its prefix."""
+    random = np.random.default_rng(seed)
+    writer = IndexedDatasetWriter(prefix, np.dtype(np.uint16))
+    for _ in range(10):
+        writer.add_document(random.integers(0, 101, 50))
+    writer.publish()
+    return str(prefix)
+
+
+def train(argv: list[str], prefix: str, save: Path, signal_at: int = 0) -> list[tuple[str, int]]:
+    """On each rank: train with a SIGTERM to this rank during a save; return the saves and evaluations in order."""
+    trainer = build_trainer_here([*RECIPE, *argv])
+    run, rank, signals = trainer.run, dist.get_rank(), StopSignals()
+    sources = open_sources(DataArguments([prefix], [], [], []), "8,2", OrderOptions(run.training.seq_length, 1))
+    record = RunRecord(save, rank)
+
+    def save_checkpoint(iteration: int, consumed_samples: int, reason: str, final: bool) -> None:
+        record.write_first("save", iteration=iteration)
+        if iteration == signal_at and rank == 1:
+            signals.received.append(15)
+
+    checkpoints: Any = mock.MagicMock(save=save_checkpoint)
+    stopper = Stopper(run.reliability, signals, rank, 0.0)
+    session = loop._Session(RunInputs(run, {}, None, sources, None), None, checkpoints, stopper, record)
+    with mock.patch.object(loop, "HangWatch"):
+        reason = loop._train(trainer, session, 0, 0)
+    record.write_first("stop", iteration=0, reason=reason)
+    return [(event["event"], event["iteration"]) for event in read_record(save) if event["event"] != "progress"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "signal_at", "expected"),
+    [
+        ("--exit-interval 2", 0, [("save", 2), ("evaluation", 2)]),
+        ("--exit-interval 2", 2, [("save", 2)]),
+        ("--save-interval 2", 4, [("save", 2), ("evaluation", 2), ("save", 4)]),
+        ("", 0, [("evaluation", 2), ("save", 4), ("evaluation", 4)]),
+    ],
+    ids=["scheduled end", "signal at a scheduled end", "signal at the last step", "last step"],
+)
+def test_a_scheduled_end_evaluates_and_a_signal_does_not_wait(
+    gloo_pools: GlooPools, tmp_path: Path, flags: str, signal_at: int, expected: list[tuple[str, int]]
+) -> None:
+    prefix = write_tokens(tmp_path / "tokens")
+    words = [*flags.split(), "--tensor-model-parallel-size", "2"]
+    found, _ = gloo_pools(2).run(train, words, prefix, tmp_path, signal_at)
+    assert found == [*expected, ("stop", 0)]
