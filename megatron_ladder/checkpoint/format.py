@@ -146,18 +146,29 @@ class Checkpoint:
             piece = out_flat[begin : begin + box.numel].view(box.extent)
             self.read(name, kind, box.offset, box.extent, piece)
 
-    def verify(self, progress: str | None = None, rank: int = 0, ranks: int = 1) -> None:
+    def verify(
+        self, progress: str | None = None, rank: int = 0, ranks: int = 1, only_weights: bool = False
+    ) -> None:
         """Read files in parallel, and compare checksums and headers with the manifest.
 
         Args:
             progress: description of the progress bar; no bar if None.
             rank, ranks: verify share `rank` of `ranks` shares of the files: those that the rank of that number wrote,
                 which it reads again if the layout is the same.
+            only_weights: skip files that contain nothing but tensors of other kinds.
 
         Raises:
             UserError: files are damaged; one line per file.
         """
-        records = [record for record in self.manifest["files"] if writer_of(record["name"]) % ranks == rank]
+        skipped = set[str]()
+        if only_weights:
+            files = {kind: {file for t in stored.values() for file in t.files} for kind, stored in self._table.items()}
+            skipped = set[str]().union(*files.values()) - files["weight"]
+        records = [
+            record
+            for record in self.manifest["files"]
+            if record["name"] not in skipped and writer_of(record["name"]) % ranks == rank
+        ]
         size, lock = sum(record["size"] for record in records), threading.Lock()
         with contextlib.nullcontext() if progress is None else ProgressBar(progress, size) as bar:
 

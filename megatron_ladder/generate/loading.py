@@ -5,6 +5,7 @@ override them. `load_model` then builds this rank's model and reads this rank's 
 """
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,8 @@ class StoredModel:
     """Reads this rank's weights of the model or of a part of it; raises UserError."""
     warnings: tuple[str, ...] = ()
     """One line for each problem that was ignored."""
+    verify: Callable[[int, int], None] = lambda rank, ranks: None
+    """Compares this rank's share of the files with their recorded checksums, if there are any; raises UserError."""
 
 
 def open_model(directory: Path, tokenizer_type: str | None, tokenizer_model: Path | None) -> StoredModel:
@@ -82,7 +85,15 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None) -> StoredMode
         tokenizer = load_tokenizer_from_directory(directory)
     eos_ids = _eos_ids(checkpoint.manifest.get("hugging_face") or {}, tokenizer)
     fill = partial(load_weights, source=checkpoint)
-    return StoredModel(directory, checkpoint.model(), tokenizer, eos_ids, (), fill, tuple(checkpoint.warnings))
+
+    def verify(rank: int, ranks: int) -> None:
+        try:
+            checkpoint.verify(None, rank, ranks, only_weights=True)
+        except UserError as error:
+            fix = "use another checkpoint or copy, or pass --no-verify to load the file nevertheless"
+            raise UserError(*(f"--model {message}; {fix}" for message in error.messages)) from None
+
+    return StoredModel(directory, checkpoint.model(), tokenizer, eos_ids, (), fill, tuple(checkpoint.warnings), verify)
 
 
 def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
@@ -119,12 +130,13 @@ def check_tensor_parallel(config: ModelConfig, tensor_parallel: int) -> None:
 
 def load_model(
     stored: StoredModel, mesh: ProcessMesh, dtype: torch.dtype, device: torch.device, overlap: bool,
-    compiled: bool = False,
+    compiled: bool = False, verify: bool = True,
 ) -> LanguageModel:  # fmt: skip
     """Build this rank's part of the model and read its weights; every rank must call it.
 
     `overlap` leaves reduces in flight under the next sub-block; `compiled` applies torch.compile between matrix
-    products. Raises UserError on every rank if any rank cannot read its weights.
+    products; `verify` compares the files with their checksums at the same time, so that a disk is read only once.
+    Raises UserError on every rank if any rank cannot read its weights, or finds a damaged file.
     """
     on_cpu = device.type == "cpu"
     operations = LEAN_OPERATIONS if on_cpu else Operations()
@@ -132,10 +144,15 @@ def load_model(
     memory = torch.device("meta") if on_cpu else device
     model = LanguageModel(stored.config, mesh, options, dtype=dtype, device=memory).requires_grad_(False)
     errors = ErrorCollector()
-    with errors.collect():
-        if on_cpu:
-            load_for_cpu(model, stored.fill)
-        else:
-            stored.fill(model)
+    with ThreadPoolExecutor(1) as thread:
+        verified = thread.submit(stored.verify, mesh.world.rank, mesh.world.size) if verify else None
+        with errors.collect():
+            if on_cpu:
+                load_for_cpu(model, stored.fill)
+            else:
+                stored.fill(model)
+        with errors.collect():
+            if verified is not None:
+                verified.result()
     raise_on_all_ranks(mesh.world, errors.messages)
     return model

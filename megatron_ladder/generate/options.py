@@ -33,6 +33,9 @@ class ModelOptions:
     started. Otherwise the default is 1, and generate.py starts the processes on this machine."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Data type to which the weights are converted. The default is fp32 on a CPU and bf16 on a GPU."""
+    verify: bool = True
+    """Do not compare the files of a training checkpoint with their recorded checksums while loading. Hugging Face
+    directories have no checksums."""
     overlap: bool = True
     """Wait for every all-reduce at once instead of leaving it in flight under the next sub-block; for comparison."""
     compile_sub_blocks: bool = False

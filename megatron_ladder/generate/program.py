@@ -124,7 +124,9 @@ def _build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredMode
     else:
         device, mesh = rank_info.device(), ProcessMesh.single()
     dtype_name = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    model = load_model(stored, mesh, DTYPES[dtype_name], device, options.overlap, options.compile_sub_blocks)
+    model = load_model(
+        stored, mesh, DTYPES[dtype_name], device, options.overlap, options.compile_sub_blocks, options.verify
+    )
     if rank_info.rank == 0:
         for warning in stored.warnings:
             print(f"warning: {warning}", file=sys.stderr)

@@ -14,16 +14,16 @@ from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.layout import parameter_sections
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import mesh_of
-from tests.unit.convert.hf_models import write_hf
-from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_engine
+from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_engine, write_checkpoint
 
 GIGABYTE = 1 << 30
 DECODE_ROUNDS, PROMPT_TOKENS, NEW_TOKENS = 15, 64, 64
 DECODE_SHARE = 0.80
 LOAD_ROUNDS = 9
-LOAD_FACTOR = 2.0
+LOAD_FACTOR, VERIFIED_FACTOR = 2.0, 1.5
 CPU = torch.device("cpu")
 
 
@@ -74,10 +74,10 @@ def test_decoding_is_close_to_the_memory_bandwidth() -> None:
     assert statistics.median(shares) >= DECODE_SHARE
 
 
-def read_and_load(folder: Path) -> list[tuple[float, float, float]]:
+def read_and_load(folder: Path) -> list[tuple[float, ...]]:
     """Return the seconds to read a rank's half of the bytes into fresh memory, to read it into reused memory, and to
-    load the model, on all ranks at the same time."""
-    (file,) = folder.glob("*.safetensors")
+    load the model without and with verification, on all ranks at the same time."""
+    (file,) = folder.glob("iter_*/*.safetensors")
     count = file.stat().st_size // dist.get_world_size()
 
     def read(size: int) -> None:
@@ -88,8 +88,8 @@ def read_and_load(folder: Path) -> list[tuple[float, float, float]]:
             while remaining > 0 and (found := opened.readinto(room[count - remaining :] if size == count else room)):
                 remaining -= found
 
-    def load() -> None:
-        load_model(open_model(folder, None, None), mesh_of(2, 1), torch.float32, CPU, overlap=True)
+    def load(verify: bool) -> None:
+        load_model(open_model(folder, None, None), mesh_of(2, 1), torch.float32, CPU, overlap=True, verify=verify)
 
     def timed(work: Callable[[], None]) -> float:
         dist.barrier()
@@ -98,22 +98,27 @@ def read_and_load(folder: Path) -> list[tuple[float, float, float]]:
         dist.barrier()
         return time.perf_counter() - begun
 
-    found = [tuple(map(timed, (lambda: read(count), lambda: read(1 << 20), load))) for _ in range(LOAD_ROUNDS + 1)]
-    return found[1:]
+    work = (lambda: read(count), lambda: read(1 << 20), lambda: load(False), lambda: load(True))
+    return [tuple(map(timed, work)) for _ in range(LOAD_ROUNDS + 1)][1:]
 
 
 @pytest.mark.slow
 def test_loading_is_close_to_reading(tmp_path: Path, gloo_pools: GlooPools) -> None:
-    """Load 1 GiB of fp32 weights on two running ranks; the file is in the page cache."""
+    """Load 1 GiB of fp32 weights on two running ranks, of which one verifies; the file is in the page cache."""
     config = tiny_config(
         num_layers=15, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16, num_key_value_heads=16,
         head_dim=64, vocab_size=32_000, max_position_embeddings=512,
     )  # fmt: skip
-    write_hf(LanguageModel(config, ProcessMesh.single(), seed=0), tmp_path / "hf")
-    rounds = gloo_pools(2).run_within(300, read_and_load, tmp_path / "hf")[0]
-    fresh, again, loads = (list(column) for column in zip(*rounds, strict=True))
+    pairs = parameter_sections(LanguageModel(config, ProcessMesh.single(), seed=0))
+    weights = {part.name: part.view(parameter).detach() for parameter, parts in pairs for part in parts}
+    write_checkpoint(tmp_path, config, weights)
+    rounds = gloo_pools(2).run_within(300, read_and_load, tmp_path)[0]
+    fresh, again, loads, verified = (list(column) for column in zip(*rounds, strict=True))
     print(f"\n{spread('s to read to fresh memory', fresh)}\n{spread('s to read to reused memory', again)}")
-    print(spread("s to load", loads))
+    print(f"{spread('s to load', loads)}\n{spread('s to load and verify', verified)}")
     ratios = [load / read for load, read in zip(loads, fresh, strict=True)]
     print(spread("loading / reading", ratios))
+    shares = [more / load for more, load in zip(verified, loads, strict=True)]
+    print(spread("with / without verification", shares))
     assert statistics.median(ratios) <= LOAD_FACTOR
+    assert statistics.median(shares) <= VERIFIED_FACTOR

@@ -132,6 +132,22 @@ def test_weights_are_converted_to_the_dtype(without_tokenizer: Path, capsys: pyt
     assert "standard, 3 layers, bf16 on cpu, tensor parallel 1" in captured.err
 
 
+def test_a_damaged_checkpoint_is_rejected(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only files that generation reads are compared with their checksums."""
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    (weights,) = folder.glob("iter_*/weights_*")
+    argv = ["--model", str(folder), "--prompt", "def", "--max-new-tokens", "4"]
+    content = bytearray(weights.read_bytes())
+    content[-8] ^= 1
+    weights.write_bytes(content)
+    (error,) = errors_of(argv)
+    assert error.startswith(f"--model {weights}: damaged: the manifest records xxh3_128:")
+    assert error.endswith("pass --no-verify to load the file nevertheless")
+    assert capsys.readouterr().out == ""
+    main([*argv, "--no-verify"])
+    assert capsys.readouterr().out.startswith("def")
+
+
 def test_text_output_repeats_the_prompt(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Streamed or not, the text equals that of the JSON line."""
     argv = ["--model", str(run_folder), "--prompt", "def add(", "--max-new-tokens", "30", "--seed", "3"]
