@@ -11,12 +11,9 @@ from typing import NoReturn
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags  # noqa: E402
 from megatron_ladder.convert.hf_directory import open_hf_directory  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
-from megatron_ladder.flags import flag_name, parse_command_line  # noqa: E402
-
-WIRING = ("residual_mode", "residual_staleness", "ladder_layers", "desync_interval", "desync_tp")
+from megatron_ladder.flags import parse_command_line  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -27,25 +24,13 @@ class FlagsOptions:
     """Directory with config.json and safetensors; only their headers are read."""
 
 
-def model_flags(model: ModelConfig) -> list[str]:
-    """Return flags and values that differ from the trainer's defaults, without the wiring."""
-    words = []
-    for name, value in model.to_dict().items():
-        if name in WIRING or value == getattr(ModelFlags, name):
-            continue
-        words.append(flag_name(name))
-        if value is not True:
-            words.append(str(value))
-    return words
-
-
 def main(argv: Sequence[str]) -> None:
     """Print the flags of a directory."""
     options: FlagsOptions
     (options,) = parse_command_line(
         [FlagsOptions], argv, program="model_flags.py", description="Flags of pretrain_ladder.py for a model."
     )
-    print(*model_flags(open_hf_directory(options.hf).model), sep="\n")
+    print(*open_hf_directory(options.hf).model.in_wiring("standard").to_words(), sep="\n")
 
 
 def entry_point() -> NoReturn:

@@ -138,6 +138,20 @@ class ModelConfig(ModelTraits):
         """Return the model as JSON values; the inverse of `from_dict`."""
         return to_plain(self)
 
+    def to_words(self) -> list[str]:
+        """Return the flags and values of `ModelFlags` that describe the model, without those that are defaults."""
+        words = []
+        for field in fields(ModelFlags):
+            value = getattr(self, field.name)
+            if field.name == "ladder_layers":
+                is_default = not self.wiring.late or len(value) == self.num_layers
+                value = None if is_default else "[" + ",".join(map(str, value)) + "]" if value else "none"
+            elif field.name == "desync_interval" and self.desync_tp is None:
+                value = field.default
+            if value != field.default:
+                words += [flag_name(field.name)] if value is True else [flag_name(field.name), str(value)]
+        return words
+
     @staticmethod
     def from_dict(values: Mapping[str, Any], source: str) -> "ModelConfig":
         """Read a stored model, or raise a UserError that names the file `source`.

@@ -72,11 +72,16 @@ def _layer_time(request: PlanRequest, layout: Layout, wiring: ResidualMode, redu
 
 
 def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:
-    """Return every layout that fits, in every wiring, fastest first."""
+    """Return every layout that fits, fastest first, in every wiring.
+
+    Without tensor parallelism, wirings have no communication to hide, so only the first of the request is planned.
+    """
     # The same for every pipeline, number of data-parallel ranks and ZeRO stage.
     layer_times: dict[tuple[Layout, ResidualMode], LayerTime] = {}
     plans = []
     for layout, wiring in product(_layouts(request), request.wirings):
+        if layout.tensor == 1 and wiring != request.wirings[0]:
+            continue
         key = replace(layout, pipeline=1, data=1, zero=1), wiring
         if key not in layer_times:
             layer_times[key] = _layer_time(request, layout, wiring)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -133,6 +134,36 @@ def _sweep_table(rows: Sequence[SweepRow]) -> str:
     return _table(["all-reduce", *wirings, "fastest"], lines)
 
 
+def _training_words(request: PlanRequest, plan: LayoutPlan) -> list[str]:
+    """Return the flags of pretrain_ladder.py for a plan: its model, layout and batch, without data and schedule."""
+    layout = plan.layout
+    words = request.model.in_wiring(plan.wiring).to_words()
+    for name, value, default in (
+        ("--tensor-model-parallel-size", layout.tensor, 1),
+        ("--pipeline-model-parallel-size", layout.pipeline, 1),
+        ("--zero-stage", layout.zero, None),
+        ("--seq-length", request.sequence, None),
+        ("--micro-batch-size", layout.micro_batch, None),
+        ("--global-batch-size", request.global_batch, None),
+    ):
+        words += [name, str(value)] if value != default else []
+    words += ["--sequence-parallel"] * layout.sequence_parallel
+    words += ["--recompute-granularity", "full"] * layout.recompute
+    return [*words, "--bf16"]
+
+
+def _command(request: PlanRequest, plan: LayoutPlan) -> str:
+    per_node = request.cluster.gpus_per_node
+    launcher = f"--num_gpus {request.gpus}" if request.gpus <= per_node else "--hostfile HOSTS"
+    lines, line = [], f"deepspeed {launcher} pretrain_ladder.py"
+    for word in map(shlex.quote, _training_words(request, plan)):
+        if word.startswith("--") and len(line) + len(word) > 90:
+            lines.append(line + " \\")
+            line = "   "
+        line += " " + word
+    return "\n".join([*lines, line])
+
+
 def _borders_table(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
     """Return a table of where each wiring begins to pay, in the fastest layout of every tensor-parallel size."""
     late = [wiring for wiring in request.wirings if wiring != "standard"]
@@ -162,6 +193,8 @@ def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) ->
         f"step, bf16; figures {calibrated}.",
         _table(head, [_plan_cells(request, plan) for plan in best_of_each_grid(plans)[:top]]),
         _layouts_verdict(plans),
+        "Command of the first row; add --train-iters, --lr, the data and --save:",
+        _command(request, plans[0]),
     ]
     layout = _tensor_parallel_layout(plans)
     if layout is not None:
@@ -188,6 +221,7 @@ def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
         "global_batch": request.global_batch,
         "sequence": request.sequence,
         "verdict": _layouts_verdict(plans),
+        "command": _command(request, plans[0]),
         "layouts": [
             {
                 **asdict(plan.layout),

@@ -13,6 +13,7 @@ from megatron_ladder.blueprint.model import (
     tensor_parallel_errors,
 )
 from megatron_ladder.errors import UserError
+from megatron_ladder.flags import parse_command_line
 
 
 def resolve(tensor_parallel: int = 2, **changes: object) -> tuple[ModelConfig, list[str]]:
@@ -83,6 +84,22 @@ def test_desync_flags() -> None:
     ):
         (found,) = resolve(residual_mode="desync", **changes)[1]  # type: ignore[arg-type]
         assert message in found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"residual_mode": "ladder", "ladder_layers": "[7]", "residual_staleness": 2},
+        {"residual_mode": "ladder", "ladder_layers": "none"},
+        {"residual_mode": "ladder-parallel", "tie_embeddings": True, "rope_scaling": "llama3"},
+        {"residual_mode": "desync", "desync_interval": 4, "num_key_value_heads": 4, "norm_epsilon": 1e-6},
+    ],
+)
+def test_the_flags_of_a_model_describe_it(changes: dict[str, object]) -> None:
+    config, errors = resolve(**changes)  # type: ignore[arg-type]
+    (flags,) = parse_command_line([ModelFlags], config.to_words(), "program", "")
+    assert not errors and resolve_model(flags, 1000, 2048, 2, errors) == config and not errors
 
 
 def test_a_desync_model_keeps_its_tensor_parallel_size() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, ResidualMode
+from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.cost.hardware import CLUSTERS
 from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout
@@ -19,7 +20,7 @@ from megatron_ladder.lab.plan.layouts import (
     uncertainty,
     verdict,
 )
-from megatron_ladder.lab.plan.program import _report_text
+from megatron_ladder.lab.plan.program import _report_text, _training_words
 
 H100 = CLUSTERS["h100"]
 
@@ -98,3 +99,31 @@ def test_figures_that_nobody_measured_are_ranges() -> None:
     assert f"{0.85 * total:.2f} to {1.15 * total:.2f} = " in text and "so times are ranges" in text
     measured = _report_text(replace(asked, cluster=calibrated), plans, 3)
     assert f"| {total:.2f} = " in measured and " to " not in measured.split("Layout:")[0]
+
+
+@pytest.mark.parametrize("model", ["llama-1b", "llama-70b", "paper-3.5b"])
+def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
+    asked = request_of(model, 64, 128)
+    for plan in best_of_each_grid(fitting_plans(asked)):
+        errors: list[str] = []
+        words = [*_training_words(asked, plan), "--train-iters", "10", "--lr", "1e-3"]
+        run = resolve_run(parse_run(words, errors), asked.model.vocab_size, 64, errors)
+        assert not errors
+        layout, parallel = plan.layout, run.parallel
+        assert run.model == asked.model.in_wiring(plan.wiring)
+        assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (
+            layout.tensor, layout.pipeline,
+        )  # fmt: skip
+        assert (run.data_parallel_size, int(parallel.zero_stage)) == (layout.data, layout.zero)
+        assert (run.training.micro_batch_size, run.global_batch_size) == (layout.micro_batch, 128)
+        assert (run.recompute_layers > 0, parallel.sequence_parallel) == (layout.recompute, layout.sequence_parallel)
+        assert run.training.bf16 and run.training.seq_length == 4096
+
+
+def test_without_tensor_parallelism_only_the_first_wiring_is_planned() -> None:
+    plans = fitting_plans(request_of("llama-1b", 8, 512))
+    assert plans[0].layout.tensor == 1
+    assert {plan.wiring for plan in plans if plan.layout.tensor == 1} == {"standard"}
+    assert {plan.wiring for plan in plans if plan.layout.tensor > 1} == set(SHARED_STREAM_MODES)
+    late = fitting_plans(request_of("llama-1b", 8, 512, ("ladder", "ladder-parallel")))
+    assert {plan.wiring for plan in late if plan.layout.tensor == 1} == {"ladder"}
