@@ -12,8 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from megatron_ladder.config.run import SECTIONS
 from megatron_ladder.data.indexed import IndexedDatasetWriter
+from megatron_ladder.flags import parse_command_line
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
 from tests.helpers.hosts import Host, two_hosts, why_no_hosts
 
@@ -322,3 +325,38 @@ def test_a_slurm_job_starts_every_node(stubs: Stubs) -> None:
     folder = stubs.folder / "repository" / "examples"
     for name in os.listdir(folder):
         subprocess.run(["bash", "-n", folder / name], check=True)
+
+
+def test_a_kubernetes_job_starts_every_node(stubs: Stubs) -> None:
+    text = (REPOSITORY_ROOT / "examples" / "kubernetes.yaml").read_text()
+    service, job = yaml.safe_load_all(text)
+    spec = job["spec"]
+    pods = [f"{job['metadata']['name']}-{index}" for index in range(spec["completions"])]
+    hosts = [f"{pod}.{service['metadata']['name']}" for pod in pods]
+    assert spec["parallelism"] == len(hosts)
+    assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    (container,) = spec["template"]["spec"]["containers"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    program, script, *arguments = container["command"]
+    assert program == "bash"
+    for index in range(spec["completions"]):
+        words = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in arguments]
+        done = stubs.run(script.removeprefix("examples/"), *words)
+        assert done.returncode == 0, done.stderr
+        passed = done.stdout.split("\n")
+        assert passed[passed.index("--master_addr") + 1] == hosts[0]
+        assert passed[passed.index("--node_rank") + 1] == str(index)
+        assert passed[passed.index("hostfile:") + 1 :][: len(hosts)] == [f"{host} slots={gpus}" for host in hosts]
+        parse_command_line(SECTIONS, passed[passed.index("pretrain_ladder.py") + 1 : passed.index("hostfile:")], "", "")
+
+
+def test_the_container_image_copies_what_the_package_needs() -> None:
+    copied = set[str]()
+    for line in (REPOSITORY_ROOT / "examples" / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY "):
+            copied.update(line.split()[1:-1])
+    tracked = subprocess.run(["git", "ls-files"], cwd=REPOSITORY_ROOT, capture_output=True, text=True, check=True).stdout
+    present = {name.partition("/")[0] for name in tracked.splitlines()}
+    assert copied <= present
+    assert present - copied == {".ci", ".gitignore", "docs", "tests"}
