@@ -1,0 +1,38 @@
+"""Building the package's wheel, and working with it in an empty environment."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import REPOSITORY_ROOT
+
+
+def test_a_wheel_contains_the_package_and_nothing_else(tmp_path: Path) -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY_ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")[:-1]
+    for name in tracked:
+        if (REPOSITORY_ROOT / name).is_file():
+            copy = tmp_path / "source" / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes((REPOSITORY_ROOT / name).read_bytes())
+    # Without --wheel, the wheel is made from the source distribution, so both must be complete.
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path], cwd=tmp_path / "source",
+        capture_output=True, check=True,
+    )  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert found == {name for name in tracked if name.startswith("megatron_ladder/")}
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_empty_environment() -> None:
+    done = subprocess.run(
+        ["bash", REPOSITORY_ROOT / "tests" / "wheel.sh"], capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0 and done.stdout.endswith("the wheel works\n"), done.stdout + done.stderr
