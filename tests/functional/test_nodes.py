@@ -17,7 +17,7 @@ import yaml
 from megatron_ladder.config.run import SECTIONS
 from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.flags import parse_command_line
-from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
+from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree, tracked_files
 from tests.helpers.hosts import Host, two_hosts, why_no_hosts
 
 VOCABULARY = 96
@@ -356,7 +356,6 @@ def test_the_container_image_copies_what_the_package_needs() -> None:
     for line in (REPOSITORY_ROOT / "examples" / "Dockerfile").read_text().splitlines():
         if line.startswith("COPY "):
             copied.update(line.split()[1:-1])
-    tracked = subprocess.run(["git", "ls-files"], cwd=REPOSITORY_ROOT, capture_output=True, text=True, check=True).stdout
-    present = {name.partition("/")[0] for name in tracked.splitlines()}
+    present = {name.partition("/")[0] for name in tracked_files()}
     assert copied <= present
     assert present - copied == {".ci", ".gitignore", "docs", "tests"}

@@ -7,18 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import REPOSITORY_ROOT
+from tests.helpers.commands import REPOSITORY_ROOT, tracked_files
 
 
 def test_a_wheel_contains_the_package_and_nothing_else(tmp_path: Path) -> None:
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=REPOSITORY_ROOT, capture_output=True, text=True, check=True
-    ).stdout.split("\0")[:-1]
+    tracked = tracked_files()
     for name in tracked:
-        if (REPOSITORY_ROOT / name).is_file():
-            copy = tmp_path / "source" / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes((REPOSITORY_ROOT / name).read_bytes())
+        copy = tmp_path / "source" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((REPOSITORY_ROOT / name).read_bytes())
     # Without --wheel, the wheel is made from the source distribution, so both must be complete.
     subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path], cwd=tmp_path / "source",

@@ -25,6 +25,13 @@ def free_port() -> int:
         return port
 
 
+def tracked_files() -> list[str]:
+    """Return the paths, relative to the repository, of the files that git tracks."""
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=REPOSITORY_ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split("\0") if (REPOSITORY_ROOT / name).is_file()]
+
+
 def clean_environment() -> dict[str, str]:
     """The variables that a test's process starts with: no rank, master or flag of the shell that runs pytest.
 
