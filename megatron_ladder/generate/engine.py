@@ -11,9 +11,10 @@ import torch
 
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizers import Tokenizer
+from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import StepGraph
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken, Timings
-from megatron_ladder.generate.slots import SlotBatch
+from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE, SlotBatch
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.vocabulary import vocab_parallel_cross_entropy
 
@@ -57,19 +58,19 @@ class GenerationEngine:
         """Continue all prompts in one batch, yield the tokens as they come, and return the result of each request.
 
         Every rank must pass the same requests and consume all tokens. A result does not depend on the other requests.
-        Raises BadNumbersError if the model's logits are not finite.
+        Raises BadNumbersError if the logits of a prompt are not finite.
         """
         positions = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         batch = self.new_batch(len(requests), positions)
         begun = time.perf_counter()
         tokens = batch.admit(dict(enumerate(requests)))
         prefill_seconds, decode_seconds = time.perf_counter() - begun, 0.0
-        yield from tokens
+        yield from _checked(tokens)
         while batch.is_busy():
             begun = time.perf_counter()
             tokens = batch.step()
             decode_seconds += time.perf_counter() - begun
-            yield from tokens
+            yield from _checked(tokens)
         samples = [sample for sample in batch.samples if sample is not None]
         prompt_tokens = sum(len(request.prompt_ids) for request in requests)
         later_tokens = sum(len(sample.ids) - 1 for sample in samples)
@@ -91,3 +92,12 @@ class GenerationEngine:
             losses = vocab_parallel_cross_entropy(logits, following, model.head.start, model.head.valid, self.group)
             logprobs += (-losses[:, 0]).tolist()
         return logprobs
+
+
+def _checked(tokens: Sequence[NewToken]) -> Sequence[NewToken]:
+    for token in tokens:
+        if token.finish_reason == "bad numbers":
+            raise BadNumbersError(
+                f"the logits of prompt {token.sample} (counted from 0) are not finite: {BAD_NUMBERS_CAUSE}"
+            )
+    return tokens

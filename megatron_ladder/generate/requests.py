@@ -5,7 +5,8 @@ from typing import Literal, NamedTuple
 
 from megatron_ladder.generate.sampling import Alternatives, SamplingParameters
 
-FinishReason = Literal["eos", "stop", "length"]
+FinishReason = Literal["eos", "stop", "length", "bad numbers"]
+"""The last one means that the logits were not finite; a `Generation` never has it."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class NewToken(NamedTuple):
     sample: int
     """Slot of the sample; the index of its request if all requests were submitted at once."""
     id: int
+    """`NO_TOKEN` if the logits were not finite."""
     text: str
     """Text that this token completes; the pieces joined are the continuation. Empty without a tokenizer."""
     finish_reason: FinishReason | None

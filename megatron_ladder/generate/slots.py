@@ -42,6 +42,7 @@ from megatron_ladder.model.sub_block import SequenceContext
 
 _PADDING = 0
 """The token after shorter prompts and in free slots; no result depends on its value."""
+BAD_NUMBERS_CAUSE = "the weights are damaged, or too large for --dtype"
 
 
 class _StaticCache:
@@ -59,6 +60,11 @@ class _StaticCache:
         self.key_rows = [keys.flatten(0, 2) for keys in self.keys]
         self.value_rows = [values.flatten(0, 2) for values in self.values]
         self.first_rows = torch.arange(0, slots * kv_heads * positions, positions, device=device).view(slots, kv_heads)
+
+    def erase(self, slot: int) -> None:
+        """Remove numbers that are not finite, which would also reach the slot's next sample."""
+        for stored in (*self.keys, *self.values):
+            stored[slot].zero_()
 
 
 class _PromptColumns(NamedTuple):
@@ -130,7 +136,11 @@ class _ActiveSample:
 
 
 class SlotBatch:
-    """Samples in slots 0 .. slots - 1 over one static cache; raises BadNumbersError if logits are not finite."""
+    """Samples in slots 0 .. slots - 1 over one static cache.
+
+    A sample whose logits are not finite ends with the reason "bad numbers". BadNumbersError is raised if the model's
+    logits are not finite for any input.
+    """
 
     def __init__(
         self, model: LanguageModel, group: CommGroup, tokenizer: Tokenizer | None, graph: StepGraph | None,
@@ -210,10 +220,10 @@ class SlotBatch:
                 continue
             token = chosen.tokens[row]
             if token == NO_TOKEN:
-                raise BadNumbersError(
-                    f"the logits of prompt {slot} (counted from 0) are not finite: the weights are damaged, or too "
-                    "large for --dtype"
-                )
+                sample.finish_reason = "bad numbers"
+                self._cache.erase(slot)
+                new_tokens.append(NewToken(slot, NO_TOKEN, "", sample.finish_reason))
+                continue
             logprob = chosen.logprobs[row] if chosen.logprobs and sample.request.sampling.logprobs else None
             if logprob is not None:
                 sample.logprobs.append(logprob)
@@ -222,4 +232,13 @@ class SlotBatch:
                 sample.alternatives.append(alternatives)
             piece = sample.append(token)
             new_tokens.append(NewToken(slot, token, piece, sample.finish_reason, logprob, alternatives or None))
+        if set(chosen.tokens) == {NO_TOKEN} and not self._is_sound(slots[0]):
+            raise BadNumbersError(f"the model's logits are not finite: {BAD_NUMBERS_CAUSE}")
         return new_tokens
+
+    def _is_sound(self, slot: int) -> bool:
+        """Return whether the logits of a text of one token are finite; the sample of the slot must be finished."""
+        self._sampler.assign(slot, GREEDY, ())
+        tokens = torch.tensor([[_PADDING]], device=self._device)
+        hidden_states = self._model.hidden_states(tokens, self._model.training_context(tokens))
+        return self._sampler.choose(self._model.logits_shard(hidden_states)[0], [slot]).tokens != [NO_TOKEN]

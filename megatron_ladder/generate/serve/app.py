@@ -156,7 +156,7 @@ class _ActiveRequest:
             while not found or not self._events.empty():
                 index, event = await self._events.get()
                 if isinstance(event, Aborted):
-                    raise ApiError(503, event.reason)
+                    raise ApiError(event.status, event.reason)
                 found.append((index, event))
                 unfinished -= event.finish_reason is not None
             yield found

@@ -59,9 +59,13 @@ class Ticket:
 
 
 class Aborted(NamedTuple):
-    """Last event of a ticket that does not finish."""
+    """Last event of a ticket that does not finish; `status` is that of the response."""
 
     reason: str
+    status: int = 503
+
+
+_BAD_NUMBERS = Aborted("the model's numbers overflow for this prompt: its logits are not finite", 500)
 
 
 Event = NewToken | Aborted
@@ -161,7 +165,7 @@ class Scheduler:
         for token in tokens:
             ticket = self._in_slots[token.sample]
             assert ticket is not None
-            events.append((ticket, token))
+            events.append((ticket, _BAD_NUMBERS if token.finish_reason == "bad numbers" else token))
             if token.finish_reason is not None:
                 self._in_slots[token.sample] = None
         self._deliver(events)
@@ -202,7 +206,8 @@ def run_plans(
     """Run the steps of rank 0's plans until one stops; every rank must call it, with the gloo group of all.
 
     `next_plan` may wait for a plan; it is None on other ranks. `on_tokens` receives each step's tokens on rank 0,
-    before slots are released. Raises BadNumbersError on every rank if the model's logits are not finite.
+    before slots are released. Raises BadNumbersError on every rank if the model's logits are not finite for any
+    input.
     """
 
     def take(tokens: Sequence[NewToken]) -> None:

@@ -158,7 +158,11 @@ def test_non_finite_logits_are_an_error() -> None:
     config = tiny_config()
     weights, _ = reference_of(config)
     weights["final_norm.weight"][3] = torch.nan
-    with pytest.raises(BadNumbersError, match="prompt 0"):
+    with pytest.raises(BadNumbersError, match="the model's logits are not finite"):
+        tiny_engine(config, weights).generate(requests_of(PROMPTS, GREEDY))
+    weights, _ = reference_of(config)
+    weights["embedding.weight"][PROMPTS[1][0]] = torch.nan
+    with pytest.raises(BadNumbersError, match="the logits of prompt 1 "):
         tiny_engine(config, weights).generate(requests_of(PROMPTS, GREEDY))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import parse_options
@@ -21,7 +22,8 @@ from megatron_ladder.generate.serve import app as app_module
 from megatron_ladder.generate.serve.protocol import ApiRequest, ResponseWriter, parse_completion
 from megatron_ladder.generate.serve.server import _handled_signals, _listen, _read_keys
 from tests.unit.generate.plain_tokenizers import Bytes
-from tests.unit.generate.served import EOS, Served, greedy_ids, ids_of, serving
+from tests.unit.generate.served import CONFIG, EOS, WEIGHTS, Served, greedy_ids, ids_of, serving
+from tests.unit.generate.tiny_model import tiny_engine
 
 PROMPTS = [(5, 9, 1), (17,), tuple(range(1, 31)), (60, 200, 2, 11, 9), (8, 8), (250, 1, 77), (100,)]
 LONG = {"model": "tiny", "prompt": [5, 9], "max_tokens": 200, "ignore_eos": True}
@@ -343,6 +345,26 @@ def test_a_disconnected_client_frees_its_slot_and_its_place_in_the_queue(stream:
         assert counted['responses_total{path="/v1/completions",status="429"}'] == 1
         assert 4 <= counted["generated_tokens_total"] < 100 and counted["prompt_tokens_total"] == 5
         assert served.client().completions.create(**parameters, n=3).choices[2].text
+
+
+def test_a_sample_with_bad_numbers_fails_alone() -> None:
+    """One token's embedding is not a number. The sample's cache must not reach the next sample of the slot."""
+    weights = dict(WEIGHTS)
+    weights["embedding.weight"] = weights["embedding.weight"].clone()
+    weights["embedding.weight"][97] = torch.nan
+    greedy: dict[str, Any] = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    for slots in (1, 2):
+        with serving(engine=tiny_engine(CONFIG, weights), max_concurrent=slots, step_seconds=0.01) as served:
+            client = served.client()
+            stream = client.completions.create(prompt=list(PROMPTS[2]), max_tokens=40, stream=True, **greedy)
+            pieces = [next(stream)]
+            with pytest.raises(openai.InternalServerError, match="logits are not finite"):
+                client.completions.create(prompt=[5] * 20 + [97], max_tokens=2, **greedy)
+            # The next sample is shorter than the stream, so its attention covers later columns of its slot, masked.
+            after = client.completions.create(prompt=[5, 9, 1], max_tokens=9, **greedy)
+            assert ids_of(after.choices[0].text) == greedy_ids((5, 9, 1), 9)
+            pieces += stream
+            assert ids_of("".join(piece.choices[0].text for piece in pieces)) == greedy_ids(PROMPTS[2], 40)
 
 
 def test_stop_lets_requests_finish_within_the_grace_period() -> None:
