@@ -107,16 +107,28 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
     try:
         main(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        if rank != 0:
-            time.sleep(GRACE_SECONDS)
-        for message in error.messages:
-            print(f"error: {message}", file=sys.stderr, flush=True)
-        _end(ExitCode.USER_ERROR)
+        _report(rank, error.messages)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == __package__ or "." in error.name:
+            fail(error)
+        _report(rank, [
+            f"the Python package {error.name} is not installed for {sys.executable}: activate the environment of the "
+            "checkout (source .venv/bin/activate), which `bash examples/quickstart.sh` creates, or install this "
+            "project with pip"
+        ])  # fmt: skip
     except KeyboardInterrupt:
         _end(ExitCode.INTERNAL)
     except Exception as error:
         fail(error)
     _end(ExitCode.DONE)
+
+
+def _report(rank: int, messages: Sequence[str]) -> NoReturn:
+    if rank != 0:
+        time.sleep(GRACE_SECONDS)
+    for message in messages:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    _end(ExitCode.USER_ERROR)
 
 
 def fail(error: Exception) -> NoReturn:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union
 
+from megatron_ladder import __version__
 from megatron_ladder.errors import UserError, raise_user_errors
 
 Config = TypeVar("Config")
@@ -35,6 +36,7 @@ Config = TypeVar("Config")
 
 @dataclasses.dataclass(frozen=True)
 class _Limits:
+    choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
@@ -60,15 +62,17 @@ class _Limits:
         return ", ".join(text.format(limit) for text, limit in limits.items() if limit is not None)
 
     def __str__(self) -> str:
+        choices = "among " + ", ".join(self.choices) if self.choices else ""
         requires = "requires " + " and ".join(self.requires) if self.requires else ""
         excludes = "not with " + " or ".join(self.excludes) if self.excludes else ""
-        return "; ".join(part for part in (self.bounds, requires, excludes) if part)
+        return "; ".join(part for part in (choices, self.bounds, requires, excludes) if part)
 
 
 def flag(
     default: Any = dataclasses.MISSING,
     *,
     aliases: Sequence[str] = (),
+    choices: Iterable[str] = (),
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
@@ -82,6 +86,7 @@ def flag(
     Args:
         default: value without the flag; the flag is required if there is none.
         aliases: further spellings, with leading dashes.
+        choices: accepted texts, if they are computed; a Literal type lists others.
         minimum, maximum, above, below: limits of a number, or of each number of a tuple; the last two are
             exclusive.
         requires: flags without which this one has no effect. A flag with a value (`"--optimizer adam"`) must have
@@ -91,7 +96,7 @@ def flag(
     """
     requires = (requires,) if isinstance(requires, str) else tuple(requires)
     excludes = (excludes,) if isinstance(excludes, str) else tuple(excludes)
-    limits = _Limits(minimum, maximum, above, below, requires, excludes)
+    limits = _Limits(tuple(choices), minimum, maximum, above, below, requires, excludes)
     return dataclasses.field(default=default, metadata={"aliases": aliases, "limits": limits, "details": details})
 
 
@@ -195,6 +200,7 @@ def _build_parser(config_classes: Sequence[type], program: str, description: str
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_version(parser)
     for config_class in config_classes:
         title = inspect.cleandoc(config_class.__doc__ or config_class.__name__).split("\n")[0]
         group = parser.add_argument_group(title.rstrip("."))
@@ -276,12 +282,42 @@ def parse_command_line(
     try:
         namespace = parser.parse_args(words)
     except UserError as error:
-        raise UserError(*errors, *error.messages) from None
+        raise UserError(*(found or ()), *errors, *error.messages) from None
     unread: set[str] = set()
     configs = [cls(**_read_values(cls, vars(namespace), errors, unread)) for cls in config_classes]
     errors += value_errors(configs, unread)
     _raise_or_append(errors, found)
     return configs
+
+
+def _add_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--version", action="version", version=f"megatron_ladder {__version__}", help="show the version and exit"
+    )
+
+
+def take_subcommand(
+    argv: Sequence[str], descriptions: Mapping[str, str], program: str, description: str
+) -> tuple[str, list[str]]:
+    """Return the subcommand that `argv` begins with, and the words after it.
+
+    Instead of a subcommand, `--help` lists `descriptions`, a sentence for each subcommand, and ends the program.
+    Raise a UserError if there is no subcommand.
+    """
+    first, words = argv[0] if argv else "", list(argv[1:])
+    if first in descriptions:
+        return first, words
+    if first in ("-h", "--help", "--version"):
+        parser = argparse.ArgumentParser(prog=program, usage="%(prog)s SUBCOMMAND [flags]", description=description)
+        _add_version(parser)
+        listed = parser.add_subparsers(title="subcommands", description="Each has its --help.", metavar="SUBCOMMAND")
+        for name, sentence in descriptions.items():
+            listed.add_parser(name, help=sentence)
+        parser.parse_args([first])
+    near = difflib.get_close_matches(first, descriptions, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    found = f"{first}: " if first and not is_flag(first) else ""
+    raise UserError(f"{found}expected one of {', '.join(descriptions)} first{hint}")
 
 
 def _raise_or_append(errors: Sequence[str], found: list[str] | None) -> None:
@@ -327,6 +363,8 @@ def value_errors(configs: Sequence[Any], skipped: Collection[str] = ()) -> list[
             for one in value if isinstance(value, tuple) else (value,):
                 if isinstance(one, int | float) and not limits.contain(one):
                     errors.append(f"{name} {one}: expected {limits.bounds}")
+                if isinstance(one, str) and limits.choices and one not in limits.choices:
+                    errors.append(f"{name} {one}: expected one of {', '.join(limits.choices)}")
             if value == field.default:
                 continue
             shown = name if isinstance(value, bool | tuple) else f"{name} {value}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from megatron_ladder.cli.run_resilient import entry_point  # noqa: E402
+from megatron_ladder.cli.programs import start  # noqa: E402
 
 if __name__ == "__main__":
-    entry_point()
+    start("run_resilient")

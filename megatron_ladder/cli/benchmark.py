@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
-from megatron_ladder.lab.bench.options import BenchmarkOptions, parse_options
+from megatron_ladder.lab.bench.options import CASES, BenchmarkOptions, parse_options
 
-COMMANDS = (Command((BenchmarkOptions,), "decode|prefill|train"),)
+COMMANDS = (Command((BenchmarkOptions,), "|".join(CASES)),)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -18,7 +18,6 @@ def main(argv: Sequence[str]) -> None:
     if "WORLD_SIZE" not in os.environ and options.processes > 1:
         run_ranks(__name__, argv, options.processes)
         return
-    # Imports torch, which a parent of ranks does not need.
     from megatron_ladder.lab.bench.program import run_rank
 
     run_rank(case, options)

@@ -12,27 +12,17 @@ from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import run_program
 from megatron_ladder.files import write_atomically
 from megatron_ladder.flags import flag, parse_config
-from megatron_ladder.lab.bench import data_samples, data_tokenizing
 from megatron_ladder.lab.bench.data_table import DataBenchmark, DataResult, DataRow, table
-from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS
+from megatron_ladder.lab.bench.options import FEWEST_ROUNDS
 
-DATA_ROWS: dict[str, DataRow] = {
-    "tokenizers": data_tokenizing.tokenizer_shares,
-    "loop": data_tokenizing.loop_ratios,
-    "memory": data_tokenizing.peak_memory,
-    "samples": data_samples.read_samples,
-    "index": data_samples.time_orders,
-    "megatron": data_samples.compare_with_megatron,
-    "damage": data_samples.detect_damage,
-}
-"""Rows by their names on the command line, in the order in which they run."""
+ROWS = ("tokenizers", "loop", "memory", "samples", "index", "megatron", "damage")
 
 
 @dataclass(frozen=True)
 class DataBenchmarkOptions:
     """Data benchmark. The compared variants run alternately, and their CPU seconds are counted."""
 
-    rows: tuple[str, ...] = tuple(DATA_ROWS)
+    rows: tuple[str, ...] = flag(ROWS, choices=ROWS)
     """Rows of the table to measure."""
     rounds: int = flag(5, minimum=FEWEST_ROUNDS)
     """Measured rounds; every variant runs once per round."""
@@ -48,9 +38,6 @@ COMMANDS = (Command((DataBenchmarkOptions,)),)
 
 
 def _find_errors(options: DataBenchmarkOptions) -> Iterator[str]:
-    unknown = [row for row in options.rows if row not in DATA_ROWS]
-    if unknown:
-        yield f"--rows {' '.join(unknown)}: expected some of {', '.join(DATA_ROWS)}"
     if options.folder is not None and not options.folder.is_dir():
         yield f"--folder {options.folder}: no such directory"
 
@@ -63,6 +50,18 @@ parse_options = functools.partial(
 def main(argv: Sequence[str]) -> None:
     """Measure the requested rows and print a table."""
     options = parse_options(argv)
+    from megatron_ladder.lab.bench import data_samples, data_tokenizing
+
+    measures: tuple[DataRow, ...] = (
+        data_tokenizing.tokenizer_shares,
+        data_tokenizing.loop_ratios,
+        data_tokenizing.peak_memory,
+        data_samples.read_samples,
+        data_samples.time_orders,
+        data_samples.compare_with_megatron,
+        data_samples.detect_damage,
+    )
+    measure = dict(zip(ROWS, measures, strict=True))
 
     def report(line: str) -> None:
         print(f"    {line}", flush=True)
@@ -71,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
     for row in options.rows:
         with tempfile.TemporaryDirectory(prefix="data-benchmark-", dir=options.folder) as folder:
             print(f"measuring {row}", flush=True)
-            results += DATA_ROWS[row](DataBenchmark(Path(folder), options.rounds, options.megabytes, report))
+            results += measure[row](DataBenchmark(Path(folder), options.rounds, options.megabytes, report))
     print("\n" + table(results))
     if options.json is not None:
         plain = [dataclasses.asdict(result) | {"met": result.met} for result in results]

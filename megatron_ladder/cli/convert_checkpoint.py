@@ -6,19 +6,18 @@ from pathlib import Path
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.convert.measures import Measures
-from megatron_ladder.convert.options import VERBS, ExportOptions, ImportOptions, parse_options
+from megatron_ladder.convert.options import INSPECT, VERBS, ExportOptions, ImportOptions, parse_options
 from megatron_ladder.errors import run_program
 
 COMMANDS = (
     *(Command((kind,), verb, text) for verb, (kind, text) in VERBS.items()),
-    Command((), "inspect DIR", "Prints what a directory contains and what is missing. It has no flags."),
+    Command((), "inspect DIR", f"{INSPECT} It has no flags."),
 )
 
 
 def main(argv: Sequence[str]) -> None:
     """Read the command line and run its subcommand."""
     options = parse_options(argv)
-    # Imported after the command line is read, so that its errors appear immediately.
     from megatron_ladder.convert.carry_out import carry_out
     from megatron_ladder.convert.conversions import plan_export, plan_import, plan_reshape
     from megatron_ladder.convert.inspection import inspect_directory

@@ -20,7 +20,6 @@ def main(argv: Sequence[str]) -> None:
         grace_seconds = GRACE_SECONDS + (serve.grace_seconds if serve.serve else 0)
         run_ranks(__name__, argv, ranks, grace_seconds, ends_by_signal=serve.serve)
         return
-    # Imports torch, which a parent of ranks does not need.
     from megatron_ladder.generate.program import generate
 
     generate(options)

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ladder.cli.programs import Command
-from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.inspect import parse_documents, show_document, summary, verify
-from megatron_ladder.data.sidecar import check_sidecar
-from megatron_ladder.data.tokenizers import TokenizerType, load_tokenizer
+from megatron_ladder.config.data import TokenizerType
 from megatron_ladder.errors import run_program
 from megatron_ladder.flags import flag, parse_config
 
@@ -43,6 +40,11 @@ def parse_options(argv: Sequence[str]) -> InspectConfig:
 def main(argv: Sequence[str]) -> None:
     """Read the command line and print."""
     config = parse_options(argv)
+    from megatron_ladder.data.indexed import IndexedDataset
+    from megatron_ladder.data.inspect import parse_documents, show_document, summary, verify
+    from megatron_ladder.data.sidecar import check_sidecar
+    from megatron_ladder.data.tokenizers import load_tokenizer
+
     tokenizer = None
     if config.tokenizer_type is not None and config.tokenizer_model is not None:
         tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ladder.cli.programs import Command
-from megatron_ladder.data.merge import find_inputs, merge_datasets
 from megatron_ladder.errors import UserError, run_program
 from megatron_ladder.flags import parse_config
 
@@ -38,6 +37,8 @@ parse_options = functools.partial(
 def main(argv: Sequence[str]) -> None:
     """Read the command line and merge."""
     config = parse_options(argv)
+    from megatron_ladder.data.merge import find_inputs, merge_datasets
+
     if not config.output_prefix.parent.is_dir():
         raise UserError(f"--output-prefix {config.output_prefix}: its directory does not exist: create it first")
     prefixes = find_inputs(config.input)

@@ -8,8 +8,6 @@ from megatron_ladder.cli.programs import Command
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
 from megatron_ladder.lab.plan.options import DESCRIPTIONS, KINDS, CalibrateOptions, LayoutOptions, parse_options
-from megatron_ladder.lab.plan.program import print_layouts
-from megatron_ladder.lab.plan.published import print_paper
 
 COMMANDS = tuple(Command((kind,), verb, DESCRIPTIONS[verb]) for verb, kind in KINDS.items())
 
@@ -21,14 +19,17 @@ def main(argv: Sequence[str]) -> None:
         if "WORLD_SIZE" not in os.environ:
             run_ranks(__name__, argv, options.tp)
             return
-        # Imports torch, which planning does not need.
         from megatron_ladder.lab.plan.measure import run_rank
 
         run_rank(options)
         return
     if isinstance(options, LayoutOptions):
+        from megatron_ladder.lab.plan.program import print_layouts
+
         print_layouts(options)
         return
+    from megatron_ladder.lab.plan.published import print_paper
+
     print_paper(options)
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-
 from megatron_ladder.cli.images import image_errors
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import ErrorCollector, UserError, run_program
@@ -17,6 +15,7 @@ from megatron_ladder.flags import flag, parse_config
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 TRAIN_LOSS = "train/lm loss"
 VALID_LOSS = "valid/lm loss"
@@ -58,6 +57,8 @@ class _RunCurves(NamedTuple):
 def _read_run(directory: Path, label: str) -> _RunCurves:
     if not directory.is_dir():
         raise UserError(f"--tensorboard-dir {directory}: no such directory")
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
     events = EventAccumulator(str(directory), size_guidance={SCALARS: 0})
     events.Reload()
     tags: list[str] = events.Tags()[SCALARS]
@@ -68,7 +69,7 @@ def _read_run(directory: Path, label: str) -> _RunCurves:
     return _RunCurves(label, _read_curve(events, TRAIN_LOSS), valid, throughput)
 
 
-def _read_curve(events: EventAccumulator, tag: str) -> _ScalarCurve:
+def _read_curve(events: "EventAccumulator", tag: str) -> _ScalarCurve:
     """Read a scalar. A resumed run repeats iterations that were not saved; the values written last count."""
     written = sorted(events.Scalars(tag), key=lambda event: event.wall_time)
     by_iteration = dict(sorted({event.step: event.value for event in written}.items()))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ladder.cli.programs import Command
-from megatron_ladder.data.corpus import prepare_corpus
 from megatron_ladder.errors import run_program
 from megatron_ladder.flags import flag, parse_config
 
@@ -30,6 +29,8 @@ parse_options = functools.partial(parse_config, PrepareCorpusConfig, program="pr
 def main(argv: Sequence[str]) -> None:
     """Read the command line and build the data set."""
     config = parse_options(argv)
+    from megatron_ladder.data.corpus import prepare_corpus
+
     prepare_corpus(config.output_dir, config.vocab_size, config.max_megabytes, functools.partial(print, flush=True))
 
 

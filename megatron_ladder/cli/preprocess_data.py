@@ -5,15 +5,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron_ladder.cli.programs import Command
-from megatron_ladder.data.chat import chat_task
-from megatron_ladder.data.encoding import TokenizerLibrary
-from megatron_ladder.data.partial import dataset_prefix
-from megatron_ladder.data.preprocess import PreprocessOptions, preprocess, run_task
-from megatron_ladder.data.reading.find import find_sources
-from megatron_ladder.data.reading.protocol import Reading
-from megatron_ladder.data.tokenizers import TokenizerSource, TokenizerType, load_source
+from megatron_ladder.config.data import TokenizerType
 from megatron_ladder.errors import run_program
 from megatron_ladder.flags import flag, parse_config
 
@@ -38,7 +33,7 @@ class PreprocessConfig:
     """GPT-2's merges.txt; by default the one next to its vocab.json."""
     vocab_size: int | None = None
     """Number of token ids of NullTokenizer, without the end-of-document token."""
-    tokenizer_library: TokenizerLibrary = "auto"
+    tokenizer_library: Literal["auto", "gigatoken", "tokenizers", "sentencepiece"] = "auto"
     """Tokenizer library. auto: the fastest one that produces the tokenizer's own ids on a sample."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of JSON objects, or columns of tables, that contain text. Each key gets separate output files."""
@@ -92,6 +87,13 @@ parse_options = functools.partial(
 def main(argv: Sequence[str]) -> None:
     """Read the command line and tokenize."""
     config = parse_options(argv)
+    from megatron_ladder.data.chat import chat_task
+    from megatron_ladder.data.partial import dataset_prefix
+    from megatron_ladder.data.preprocess import PreprocessOptions, preprocess, run_task
+    from megatron_ladder.data.reading.find import find_sources
+    from megatron_ladder.data.reading.protocol import Reading
+    from megatron_ladder.data.tokenizers import TokenizerSource, load_source
+
     tokenizer = load_source(
         TokenizerSource(config.tokenizer_type, config.tokenizer_model, config.merge_file, config.vocab_size)
     )

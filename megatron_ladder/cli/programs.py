@@ -2,9 +2,13 @@
 
 A program NAME has a module NAME in this folder, with `entry_point`, `parse_options` and `COMMANDS`. From a checkout it
 is started as `tools/NAME.py`, after an installation as `megatron-ladder-NAME`.
+
+A program answers `--help` and wrong flags at once: its module, and the modules that it imports at the top, need only
+the standard library. Its `main` calls `parse_options` first, and then imports the modules that do the work.
 """
 
 import importlib
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -51,6 +55,14 @@ def script_of(program: str) -> str:
 def load_program(program: str) -> ModuleType:
     """Import the module of a program."""
     return importlib.import_module(f"megatron_ladder.cli.{program}")
+
+
+def start(program: str) -> None:
+    """Run a program from its script in a checkout."""
+    if sys.version_info < (3, 11):  # noqa: UP036
+        sys.stderr.write(f"error: {sys.executable} is Python {sys.version.split()[0]}: use Python 3.11 or newer\n")
+        raise SystemExit(2)
+    load_program(program).entry_point()
 
 
 def console_scripts() -> list[str]:

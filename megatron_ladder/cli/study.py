@@ -5,11 +5,8 @@ from collections.abc import Sequence
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import run_program
-from megatron_ladder.lab.study.adapting import adapt_study
 from megatron_ladder.lab.study.command_line import DESCRIPTIONS, parse_options
 from megatron_ladder.lab.study.options import AdaptOptions, ReportOptions, RunOptions
-from megatron_ladder.lab.study.program import run_study
-from megatron_ladder.lab.study.report import report_study
 
 COMMANDS = (
     Command((RunOptions,), "run", DESCRIPTIONS["run"]),
@@ -21,6 +18,10 @@ COMMANDS = (
 def main(argv: Sequence[str]) -> None:
     """Read the command line and run its subcommand."""
     options = parse_options(argv)
+    from megatron_ladder.lab.study.adapting import adapt_study
+    from megatron_ladder.lab.study.program import run_study
+    from megatron_ladder.lab.study.report import report_study
+
     if isinstance(options, ReportOptions):
         report_study(options)
     elif options.adapt is not None:

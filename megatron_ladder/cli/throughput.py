@@ -6,32 +6,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import BadNumbersError, ErrorCollector, run_program
 from megatron_ladder.flags import flag, parse_config
-from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS, RatioVerdict
-from megatron_ladder.lab.bench.sizes import find_size
-from megatron_ladder.lab.bench.throughput import ThroughputWorkload, check_transformers, run
+from megatron_ladder.lab.bench.options import FEWEST_ROUNDS
+from megatron_ladder.lab.bench.sizes import SHAPE, SIZES, find_size
 from megatron_ladder.lab.bench.variants import VARIANTS
-from megatron_ladder.model.operations import require_compiler
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class ThroughputOptions:
     """Throughput. Forward and backward passes of a micro-batch; all variants run once per round."""
 
-    size: str = "paper-1.2b"
-    """Model shape, as in tools/benchmark.py: a name such as paper-1.2b, llama-8b or small-train, or numbers such as
-    8x192x512x6x6x4096."""
+    size: str = flag("paper-1.2b", details=f"{', '.join(SIZES)}; or {SHAPE}.")
+    """Shape of the model, by name or in numbers such as 8x192x512x6x6x4096."""
     layers: int | None = flag(None, minimum=1)
     """Use fewer layers than the shape has, to save memory: weights and gradients of two models must fit."""
-    wirings: tuple[str, ...] = ("standard", "ladder")
-    """Wirings to measure: any --residual-mode of pretrain_ladder.py except desync."""
+    wirings: tuple[str, ...] = flag(("standard", "ladder"), choices=SHARED_STREAM_MODES)
+    """Wirings to measure."""
     sequence: tuple[int, ...] = flag((2048, 4096), minimum=1)
     """Tokens per sample; each length is measured separately."""
     batch: int = flag(1, minimum=1)
@@ -53,11 +46,6 @@ class ThroughputOptions:
 COMMANDS = (Command((ThroughputOptions,)),)
 
 
-def parse_options(argv: Sequence[str], found: list[str] | None = None) -> ThroughputOptions:
-    """Read the command line, appending errors to `found` if it is given."""
-    return parse_config(ThroughputOptions, argv, "throughput.py", __doc__, _find_errors, found)
-
-
 def _find_errors(options: ThroughputOptions) -> Iterator[str]:
     try:
         layers = find_size(options.size).num_layers
@@ -65,9 +53,11 @@ def _find_errors(options: ThroughputOptions) -> Iterator[str]:
             yield f"--layers {options.layers}: {options.size} has {layers} layers"
     except ValueError as error:
         yield f"--size {options.size}: {error}"
-    unknown = [wiring for wiring in options.wirings if wiring not in SHARED_STREAM_MODES]
-    if unknown:
-        yield f"--wirings {' '.join(unknown)}: expected some of {', '.join(SHARED_STREAM_MODES)}"
+
+
+parse_options = functools.partial(
+    parse_config, ThroughputOptions, program="throughput.py", description=__doc__, find_errors=_find_errors
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -78,7 +68,13 @@ def main(argv: Sequence[str]) -> None:
         BadNumbersError: the machine was too noisy to judge a ratio.
     """
     errors = ErrorCollector()
-    options = parse_options(argv, errors.messages)
+    options = parse_options(argv)
+    import torch
+
+    from megatron_ladder.lab.bench.paired import RatioVerdict
+    from megatron_ladder.lab.bench.throughput import ThroughputWorkload, check_transformers, run
+    from megatron_ladder.model.operations import require_compiler
+
     with errors.collect():
         if options.backend == "inductor":
             require_compiler("--backend inductor")
@@ -94,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
     )  # fmt: skip
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     workload = ThroughputWorkload(
-        config, options.sequence[0], options.batch, DTYPES[dtype], device,
+        config, options.sequence[0], options.batch, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], device,
         None if options.backend == "none" else options.backend, options.matrix,
     )  # fmt: skip
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

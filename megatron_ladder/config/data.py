@@ -6,6 +6,12 @@ from typing import Literal
 
 from megatron_ladder.flags import flag
 
+TokenizerType = Literal[
+    "SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "HFTokenizer",
+    "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer",
+]  # fmt: skip
+"""Values of --tokenizer-type; the first three are synonyms, and so are the next two."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -34,9 +40,9 @@ class DataConfig:
     """Read training samples in the order of Megatron-LM core, which depends on the length of the run."""
     allow_data_change: bool = False
     """Resume a checkpoint with data, or an order of data, that differs from its earlier training."""
-    tokenizer_type: str | None = None
-    """SentencePieceTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer (merges.txt next to its vocab.json), ByteTokenizer
-    or NullTokenizer. Megatron's names for them are accepted."""
+    tokenizer_type: TokenizerType | None = None
+    """Type of the tokenizer: SentencePiece (three names), Hugging Face (two names), GPT-2's byte pairs (merges.txt next
+    to its vocab.json), bytes, or numbers that already are token ids."""
     tokenizer_model: Path | None = flag(None, aliases=("--vocab-file",))
     """File or directory of the tokenizer. It determines the vocabulary, and every checkpoint contains a copy."""
     reset_position_ids: bool = False

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_ladder.blueprint.wiring import ResidualMode
 from megatron_ladder.errors import UserError
-from megatron_ladder.flags import flag, parse_command_line
+from megatron_ladder.flags import flag, parse_command_line, take_subcommand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,8 @@ VERBS: dict[str, tuple[type, str]] = {
     "reshape": (ReshapeOptions, "Writes a training checkpoint with other files or another wiring."),
 }
 _PROGRAM = "convert_checkpoint.py"
-_USAGE = f"usage: {_PROGRAM} import|export|reshape [flags], or {_PROGRAM} inspect DIR; see {_PROGRAM} VERB --help"
+_DESCRIPTION = "Converts checkpoints between Hugging Face and training, in any layout; needs no GPU."
+INSPECT = "Prints what a directory contains and what is missing."
 
 
 def parse_options(argv: Sequence[str]) -> Options | Path:
@@ -88,14 +89,12 @@ def parse_options(argv: Sequence[str]) -> Options | Path:
     Raises:
         UserError: the command line is invalid; one line per error.
     """
-    if list(argv) in (["--help"], ["-h"]):
-        print(_USAGE)
-        raise SystemExit(0)
-    if not argv or argv[0] not in (*VERBS, "inspect"):
-        raise UserError(f"{argv[0] if argv else 'no verb'}: expected {', '.join(VERBS)} or inspect first; {_USAGE}")
-    verb, *words = argv
+    texts = {verb: text for verb, (_, text) in VERBS.items()} | {"inspect": INSPECT}
+    verb, words = take_subcommand(argv, texts, _PROGRAM, _DESCRIPTION)
     if verb == "inspect":
-        if len(words) != 1 or words[0].startswith("-"):
+        flags = [word for word in words if word.startswith("-")]
+        parse_command_line([], flags, f"{_PROGRAM} inspect DIR", INSPECT)
+        if len(words) != 1:
             raise UserError(f"inspect {' '.join(words)}: expected one directory")
         return Path(words[0])
     kind, description = VERBS[verb]

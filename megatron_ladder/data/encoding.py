@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import psutil
@@ -28,9 +28,6 @@ from megatron_ladder.data.tokenizers import (
     load_source,
 )
 from megatron_ladder.errors import UserError
-
-TokenizerLibrary = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
-"""Values of --tokenizer-library."""
 
 _REFERENCES = {
     HuggingFaceTokenizer.kind: "tokenizers",

@@ -1,18 +1,72 @@
 """Training of tokenizers: SentencePiece models and byte-level tokenizer.json files."""
 
 import io
-from collections.abc import Iterable
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
 import tokenizers
 
+from megatron_ladder.data.reading.find import group_blocks
+from megatron_ladder.data.reading.protocol import Reading, Source
 from megatron_ladder.errors import UserError
 
 MAX_LINE_BYTES = 1 << 16
 """SentencePiece ignores longer lines in training."""
 
+_PIECE_CHARACTERS = 1 << 14
+"""Approximate size of the pieces of text for the bpe trainer, which also learns line feeds."""
+
 _END_OF_TEXT = "<|endoftext|>"
 """The end-of-document token of a tokenizer.json that is trained here."""
+
+
+class TextSample:
+    """Text for a trainer, sampled evenly from the whole input; counts the lines that are too long for it."""
+
+    def __init__(self, sources: Sequence[Source], reading: Reading, most_bytes: int, in_lines: bool) -> None:
+        """Prepare a sample of about `most_bytes`, or that much of the beginning of an input of unknown size."""
+        self.input_bytes = sum(source.total_bytes or 0 for source in sources)
+        self.used_bytes = min(self.input_bytes, most_bytes) or most_bytes
+        self.too_long = 0
+        self._share = self.used_bytes / self.input_bytes if self.input_bytes else 1.0
+        self._most_bytes = math.inf if self.input_bytes else most_bytes
+        self._sources, self._reading, self._in_lines = sources, reading, in_lines
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield lines or larger pieces, evenly spaced; raises UserError if a record cannot be read."""
+        taken = 0
+        for number, piece in enumerate(self._pieces()):
+            if int((number + 1) * self._share) == int(number * self._share):
+                continue
+            # A character has at most four bytes, so only few lines must be encoded to be measured.
+            if self._in_lines and 4 * len(piece) > MAX_LINE_BYTES and len(piece.encode()) > MAX_LINE_BYTES:
+                self.too_long += 1
+                continue
+            taken += len(piece)
+            if taken > self._most_bytes:
+                return
+            yield piece
+
+    def _pieces(self) -> Iterator[str]:
+        records: dict[int, int] = {}
+        for number, block in itertools.chain.from_iterable(group_blocks(self._sources, self._reading)):
+            parsed = block.read(self._reading)
+            before = records.get(number, 0)
+            for bad in parsed.bad:
+                raise UserError(f"{self._sources[number].place(before + bad.number)}: {bad.reason}")
+            records[number] = before + parsed.records
+            for text in itertools.chain.from_iterable(parsed.columns):
+                if self._in_lines:
+                    yield from text.split("\n")
+                    continue
+                begin = 0
+                while begin < len(text):
+                    end = text.find("\n", begin + _PIECE_CHARACTERS)
+                    end = len(text) if end < 0 else end
+                    yield text[begin:end]
+                    begin = end
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:

@@ -8,18 +8,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import sentencepiece
 import tokenizers
 
+from megatron_ladder.config.data import TokenizerType
 from megatron_ladder.errors import UserError
-
-TokenizerType = Literal[
-    "SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "HFTokenizer",
-    "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer",
-]  # fmt: skip
-"""Values of --tokenizer-type; the first three are synonyms, and so are the next two."""
 
 DESCRIPTION_FILE = "megatron_ladder_tokenizer.json"
 _FORMAT_VERSION = 1

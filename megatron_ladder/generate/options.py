@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_ladder.config.data import TokenizerType
 from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag, parse_command_line
 
@@ -42,8 +43,8 @@ class ModelOptions:
     """Use torch.compile for norms, SwiGLU and rotary embedding; needs a C++ compiler at run time."""
     cuda_graph: bool = False
     """Capture the decode step in a CUDA graph and replay it for every token; needs a GPU."""
-    tokenizer_type: str | None = flag(None, requires="--tokenizer-model")
-    """SentencePieceTokenizer or HuggingFaceTokenizer, to replace the tokenizer in the model's directory."""
+    tokenizer_type: TokenizerType | None = flag(None, requires="--tokenizer-model")
+    """Type of a tokenizer that replaces the one in the model's directory."""
     tokenizer_model: Path | None = flag(None, requires="--tokenizer-type")
     """File or directory of the tokenizer."""
     local_rank: int | None = flag(None, aliases=("--local_rank",))

@@ -83,7 +83,7 @@ class Calibration:
     def predict(self, variant: Variant, reduce_seconds: float, wire: WireModel) -> float:
         """Return the seconds of one pass of a variant when every all-reduce takes `reduce_seconds` on the wire."""
         wiring = WIRINGS[variant.residual_mode]
-        late = [variant.options.tp_overlap and kind in wiring.late for kind in wiring.sub_blocks]
+        late = [variant.tp_overlap and kind in wiring.late for kind in wiring.sub_blocks]
         times = list(zip(self.forward, self.backward, self.weight_gradient, late, strict=True)) * self.layers
         # A desynchronised interval has one reduce, at its end in forward and at its beginning in backward.
         interval = max(1, variant.desync_interval)
@@ -101,7 +101,7 @@ class Calibration:
         ]
         total = forward_seconds(steps, wire, head_seconds=self.head)
         if any(self.backward):
-            mirrored = variant.options.tp_overlap and variant.options.mirrored_backward and not variant.desync_interval
+            mirrored = variant.tp_overlap and variant.mirrored_backward and not variant.desync_interval
             total += backward_seconds(steps, wire, launch_before_wgrad=mirrored, wait_at_once=not mirrored)
         return total
 

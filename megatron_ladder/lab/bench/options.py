@@ -8,17 +8,22 @@ from typing import Literal, get_args
 
 from megatron_ladder.blueprint.model import tensor_parallel_errors
 from megatron_ladder.errors import raise_user_errors
-from megatron_ladder.flags import flag, parse_command_line
-from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS
-from megatron_ladder.lab.bench.sizes import find_size
+from megatron_ladder.flags import flag, is_flag, parse_command_line
+from megatron_ladder.lab.bench.sizes import SHAPE, SIZES, find_size
+from megatron_ladder.lab.bench.variants import VARIANTS
 from megatron_ladder.lab.cost.links import PRESETS
 
 Case = Literal["decode", "prefill", "train"]
 CASES: tuple[Case, ...] = get_args(Case)
+_DESCRIPTION = (
+    "Times wirings in alternation: decoding tokens, prefilling a prompt, or forward and backward of a micro-batch."
+)
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 DEFAULT_ALPHA = ("0", "0.5c", "1c", "2c")
 OWN = "own"
 """Interconnect time that stands for the GPUs' own interconnect."""
+FEWEST_ROUNDS = 4
+"""With fewer rounds, quartiles are meaningless."""
 MOST_SMS = 32
 """Thread blocks of NCCL's largest collectives."""
 
@@ -29,14 +34,14 @@ class BenchmarkOptions:
 
     tp: int = 2
     """Tensor-parallel processes. The program starts them, each with a dedicated core or GPU."""
-    wirings: tuple[str, ...] = ("standard", "ladder", "parallel", "ladder-parallel")
-    """Ways to compute, interleaved in every round: any --residual-mode of pretrain_ladder.py except desync;
-    staleness-2, desync-2, desync-4, ladder-autograd (backward left to autograd), standard-blocking,
-    ladder-blocking."""
-    sizes: tuple[str, ...] = flag((), aliases=("--size",))
-    """Shapes of the model, measured one after the other: small, small-llama, small-train, paper-1.2b, paper-3.5b,
-    llama-1b and so on to llama-405b, or a shape in numbers, LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY, such as
-    8x192x512x6x6x4096. If not given: small-train for train, small otherwise."""
+    wirings: tuple[str, ...] = flag(
+        ("standard", "ladder", "parallel", "ladder-parallel"), details=f"Among {', '.join(VARIANTS)}."
+    )
+    """Ways to compute, interleaved in every round. -blocking waits for every all-reduce at once, ladder-autograd leaves
+    backward to autograd, and no-comm omits the all-reduces."""
+    sizes: tuple[str, ...] = flag((), aliases=("--size",), details=f"{', '.join(SIZES)}; or {SHAPE}.")
+    """Shapes of the model, measured one after the other, by name or in numbers such as 8x192x512x6x6x4096. If not
+    given: small-train for train, small otherwise."""
     batch: int = 1
     """Samples per batch."""
     sequence: int = 128
@@ -46,9 +51,8 @@ class BenchmarkOptions:
     alpha: tuple[str, ...] = ()
     """Times of one all-reduce on the emulated wire: 500us, 2ms, or multiples of a sub-block's measured computation: 1c
     of the mean sub-block, 1a of the attention. 0 0.5c 1c 2c if neither this nor --link-preset is given."""
-    link_preset: tuple[str, ...] = ()
-    """Additional times of one all-reduce: those of nvlink, no-p2p or infiniband for this number of ranks and size of
-    message."""
+    link_preset: tuple[str, ...] = flag((), details=f"Among {', '.join(PRESETS)}.")
+    """Additional times of one all-reduce: those of a real interconnect for this number of ranks and size of message."""
     link: Literal["serial", "pipelined"] = "serial"
     """Whether the emulated wire carries collectives one after another, as NCCL does, or concurrently."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -91,15 +95,14 @@ def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
     """Parse `decode|prefill|train` and the flags; raise UserError with one message per error."""
     errors: list[str] = []
     words = list(argv)
+    case: Case = "decode"
     if words and words[0] in CASES:
         case = CASES[CASES.index(words.pop(0))]
-    else:
-        case = "decode"
-        if "--help" not in words and "-h" not in words:
-            errors.append(f"the first argument must be what to time: one of {', '.join(CASES)}")
-    (given,) = parse_command_line(
-        [BenchmarkOptions], words, "benchmark.py {decode,prefill,train}", "Time wirings in alternation.", found=errors
-    )
+    elif not {"-h", "--help", "--version"} & set(words):
+        found = f"{words.pop(0)}: " if words and not is_flag(words[0]) else ""
+        errors.append(f"{found}expected one of {', '.join(CASES)} first")
+    program = f"benchmark.py {{{','.join(CASES)}}}"
+    (given,) = parse_command_line([BenchmarkOptions], words, program, _DESCRIPTION, found=errors)
     assert isinstance(given, BenchmarkOptions)
     sizes = _words(given.sizes) or ("small-train" if case == "train" else "small",)
     alpha, presets = _words(given.alpha), _words(given.link_preset)
@@ -121,6 +124,9 @@ def _find_errors(options: BenchmarkOptions, given: BenchmarkOptions) -> Iterator
     if options.ranks < 2:
         name = "--tp" if options.emulated_tp is None else "--emulated-tp"
         yield f"{name} {options.ranks}: expected 2 or more; with fewer there is nothing to reduce"
+    unknown = [name for name in options.wirings if name not in VARIANTS]
+    if unknown:
+        yield f"--wirings {' '.join(unknown)}: expected some of {', '.join(VARIANTS)}"
     for size in options.sizes if options.ranks > 1 else ():
         try:
             yield from tensor_parallel_errors(find_size(size), options.ranks)

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron_ladder.lab.bench.options import FEWEST_ROUNDS
 from megatron_ladder.progress import ProgressBar
 
-FEWEST_ROUNDS = 4
-"""With fewer rounds, quartiles are meaningless."""
 NOISE_LIMIT = 0.10
 """Spread over median above which a ratio is not judged. At 7 rounds the median is then good to about 3.5 %."""
 

@@ -33,8 +33,8 @@ from megatron_ladder.lab.bench.options import OWN, BenchmarkOptions, Case, parse
 from megatron_ladder.lab.bench.paired import PairedTimes, RatioVerdict, measure
 from megatron_ladder.lab.bench.results import TABLE_HEAD, BenchmarkRow, plot_speed_up, results_table
 from megatron_ladder.lab.bench.sizes import find_size
-from megatron_ladder.lab.bench.variants import VARIANTS, Variant, bound_of, build_models, find_variants
-from megatron_ladder.lab.bench.workloads import Workload
+from megatron_ladder.lab.bench.variants import VARIANTS, Variant, bound_of
+from megatron_ladder.lab.bench.workloads import Workload, build_models
 from megatron_ladder.lab.cost.links import PRESETS, WireModel, gpu_contention
 from megatron_ladder.lab.link.cuda_groups import MeteredGroup, SymmetricMemoryGroup, check_peers
 from megatron_ladder.lab.link.cuda_link import CudaLink
@@ -125,7 +125,7 @@ class _Benchmark:
         self.mesh, self.wire = self.interconnect.mesh, self.interconnect.wire
         self.workload = Workload(case, options.batch, options.sequence, options.tokens)
         self.clock = DeviceClock(device)
-        self.variants = find_variants(options.wirings)
+        self.variants = [VARIANTS[name] for name in options.wirings]
         if VARIANTS["standard"] not in self.variants:
             self.variants.insert(0, VARIANTS["standard"])
         needed = {bound_of(variant).name for variant in self.variants}

@@ -28,7 +28,8 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.lab.bench.paired import PairedTimes, RatioVerdict, measure
-from megatron_ladder.lab.bench.variants import Variant, build_models
+from megatron_ladder.lab.bench.variants import Variant
+from megatron_ladder.lab.bench.workloads import build_models
 from megatron_ladder.model.operations import Operations, compile_operations
 
 TRANSFORMERS = "transformers"
@@ -88,8 +89,7 @@ def _ways(
     if workload.backend is not None:
         operations = compile_operations(operations, workload.backend)
     models = build_models(
-        [replace(variant, options=replace(variant.options, operations=operations)) for variant in variants],
-        workload.config, ProcessMesh.single(), alone, alone, workload.dtype, device,
+        variants, workload.config, ProcessMesh.single(), alone, alone, workload.dtype, device, operations
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     shape = (workload.batch, workload.sequence + 1)

@@ -1,17 +1,23 @@
-"""The timed workloads: decoding tokens, prefilling a prompt, and forward and backward of a micro-batch."""
+"""The timed workloads (decoding, prefilling, forward and backward of a micro-batch), and their models."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
 from megatron_ladder.lab.bench.options import Case
+from megatron_ladder.lab.bench.variants import Variant
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.operations import Operations
+from megatron_ladder.model.stack import StackOptions
 
 
 @dataclass(frozen=True)
@@ -64,3 +70,43 @@ class Workload:
 
         decode(1)
         return functools.partial(decode, self.tokens)
+
+
+def build_models(
+    variants: Sequence[Variant],
+    model: ModelConfig,
+    mesh: ProcessMesh,
+    link: CommGroup,
+    no_comm: CommGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    operations: Operations | None = None,
+) -> dict[str, LanguageModel]:
+    """Build a model of each variant, with timed reduces or with none; those with the same modules share weights."""
+    models: dict[str, LanguageModel] = {}
+    owners: dict[bool, LanguageModel] = {}
+    for variant in variants:
+        group = no_comm if variant.without_reduces else link
+        config = model.in_wiring(
+            variant.residual_mode, staleness=variant.residual_staleness, desync_interval=variant.desync_interval,
+            ranks=link.size,
+        )  # fmt: skip
+        options = StackOptions(
+            tp_overlap=variant.tp_overlap, mirrored_backward=variant.mirrored_backward,
+            operations=operations or Operations(),
+        )
+        built = LanguageModel(
+            config, replace(mesh, tensor=group), options, dtype=dtype, device=device,
+            seed=None if variant.one_norm in owners else 1,
+        )  # fmt: skip
+        if variant.one_norm in owners:
+            shapes = {name: parameter.shape for name, parameter in built.named_parameters()}
+            weights = owners[variant.one_norm].state_dict(keep_vars=True)
+            for name, weight in weights.items():
+                # Norms of per-rank streams have a row for each rank.
+                if weight.shape != shapes[name]:
+                    weights[name] = nn.Parameter(weight.detach().view(shapes[name]))
+            built.load_state_dict(weights, assign=True)
+        owners.setdefault(variant.one_norm, built)
+        models[variant.name] = built
+    return models

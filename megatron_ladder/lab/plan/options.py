@@ -9,7 +9,7 @@ from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.flags import flag, parse_command_line
-from megatron_ladder.lab.bench.sizes import find_size
+from megatron_ladder.lab.bench.sizes import SHAPE, SIZES, find_size
 from megatron_ladder.lab.cost.hardware import CLUSTERS
 
 Command = Literal["layouts", "calibrate", "paper"]
@@ -20,20 +20,18 @@ COMMANDS: tuple[Command, ...] = get_args(Command)
 class LayoutOptions:
     """Layouts. The model to train, and the cluster."""
 
-    model: str = "llama-8b"
-    """Shape of the model: paper-1.2b, paper-1.5b, paper-3.5b, paper-4.5b, llama-1b, llama-3b, llama-8b, llama-34b,
-    llama-70b, llama-405b, or in numbers, LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY as in
-    8x192x512x6x6x4096."""
-    cluster: str = "h100"
-    """Preset of the GPUs and links: h100 (the paper's nodes) or h200. The flags below replace single figures."""
+    model: str = flag("llama-8b", details=f"{', '.join(SIZES)}; or {SHAPE}.")
+    """Shape of the model, by name or in numbers as in 8x192x512x6x6x4096."""
+    cluster: str = flag("h100", choices=CLUSTERS)
+    """Preset of the GPUs and links; h100 is the paper's nodes. The flags below replace single figures."""
     gpus: int = flag(8, minimum=1)
     """GPUs of the whole cluster."""
     global_batch_size: int = flag(512, aliases=("--batch",), minimum=1)
     """Samples per step."""
     seq_length: int = flag(4096, minimum=1)
     """Tokens per sample."""
-    wirings: tuple[str, ...] = SHARED_STREAM_MODES
-    """Wirings to compare: any --residual-mode of pretrain_ladder.py except desync."""
+    wirings: tuple[str, ...] = flag(SHARED_STREAM_MODES, choices=SHARED_STREAM_MODES)
+    """Wirings to compare."""
     top: int = flag(10, minimum=1)
     """Number of layouts to list."""
     calibration: Path | None = None
@@ -107,7 +105,8 @@ def parse_options(argv: Sequence[str]) -> LayoutOptions | CalibrateOptions | Pap
         command = COMMANDS[COMMANDS.index(words.pop(0))]
     elif words and not words[0].startswith("-"):
         raise UserError(f"{words[0]}: expected one of {', '.join(COMMANDS)} first")
-    description = f"{DESCRIPTIONS[command]} plan.py {{{','.join(COMMANDS)}}}"
+    others = "".join(f"\n  plan.py {name:10} {text}" for name, text in DESCRIPTIONS.items() if name != command)
+    description = f"{DESCRIPTIONS[command]}\n\nOther subcommands:{others}"
     (options,) = parse_command_line([KINDS[command]], words, f"plan.py {command}", description, found=errors)
     assert isinstance(options, LayoutOptions | CalibrateOptions | PaperOptions)
     if isinstance(options, LayoutOptions):
@@ -115,11 +114,6 @@ def parse_options(argv: Sequence[str]) -> LayoutOptions | CalibrateOptions | Pap
             find_size(options.model)
         except ValueError as error:
             errors.append(f"--model {options.model}: {error}")
-        if options.cluster not in CLUSTERS:
-            errors.append(f"--cluster {options.cluster}: expected one of {', '.join(CLUSTERS)}")
-        unknown = [name for name in options.wirings if name not in SHARED_STREAM_MODES]
-        if unknown:
-            errors.append(f"--wirings {' '.join(unknown)}: expected some of {', '.join(SHARED_STREAM_MODES)}")
     if errors:
         raise UserError(*errors)
     return options

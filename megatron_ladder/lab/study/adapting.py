@@ -23,10 +23,10 @@ from megatron_ladder.lab.study.adaptation import (
 from megatron_ladder.lab.study.commands import flag_words, folder_of, training_command
 from megatron_ladder.lab.study.grid import choose_learning_rates, tuning_trials
 from megatron_ladder.lab.study.options import NONE, Request, RunOptions
-from megatron_ladder.lab.study.outcome import CHECKPOINTS, remove_checkpoints
+from megatron_ladder.lab.study.outcome import remove_checkpoints
 from megatron_ladder.lab.study.program import StudyRun, run_study
 from megatron_ladder.lab.study.scheduling import Job
-from megatron_ladder.lab.study.schema import Trial, rate_key, read_result, read_study, write_json
+from megatron_ladder.lab.study.schema import CHECKPOINTS, Trial, rate_key, read_result, read_study, write_json
 from megatron_ladder.lab.study.wirings import STANDARD
 
 REWIRED_NAME = "rewired"

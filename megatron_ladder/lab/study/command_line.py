@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_ladder.blueprint.model import tensor_parallel_errors
-from megatron_ladder.errors import UserError, raise_user_errors
-from megatron_ladder.flags import flag_name, parse_command_line
+from megatron_ladder.errors import raise_user_errors
+from megatron_ladder.flags import flag_name, parse_command_line, take_subcommand
 from megatron_ladder.lab.bench.options import parse_alpha
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.study.commands import resolve_trial, training_flag_errors
@@ -37,10 +37,7 @@ DESCRIPTIONS = {
 
 def parse_options(argv: Sequence[str]) -> Request | ReportOptions:
     """Parse `run|adapt|report` and the flags. Raises UserError with one message per error."""
-    command = argv[0] if argv else ""
-    if command not in DESCRIPTIONS:
-        found = f"{command}: " if command and not command.startswith("-") else ""
-        raise UserError(f"{found}expected one of {', '.join(DESCRIPTIONS)} first; each has its --help")
+    command, _ = take_subcommand(argv, DESCRIPTIONS, "study.py", "Runs and reports grids of training runs.")
     split = argv.index("--") if "--" in argv and command != "report" else len(argv)
     words, training_flags = argv[1:split], tuple(argv[split + 1 :])
     errors: list[str] = []

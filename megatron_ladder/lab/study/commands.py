@@ -1,6 +1,5 @@
-"""The commands that a study starts, their flags, and the data that they train on."""
+"""The commands that a study starts, and their flags."""
 
-import functools
 import math
 import os
 import platform
@@ -9,27 +8,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from megatron_ladder import __version__
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_run
-from megatron_ladder.data.corpus import prepare_corpus
-from megatron_ladder.data.sidecar import read_sidecar
-from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag_name
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.study.options import Request, RunOptions
-from megatron_ladder.lab.study.outcome import CHECKPOINTS
-from megatron_ladder.lab.study.schema import TRIALS_NAME, Study, Trial
+from megatron_ladder.lab.study.schema import CHECKPOINTS, TRIALS_NAME, Study, Trial
 from megatron_ladder.lab.study.wirings import fewest_ranks, wiring_flags
 
 ROOT = Path(__file__).resolve().parents[3]
 LOG_LINES = 100
 STOP_SECONDS = 60.0
 """Time in which the ranks of a trial save when they are stopped."""
-SPLIT = "96,4,0"
 SHAPE_FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
 )  # fmt: skip
@@ -38,7 +31,6 @@ _STUDY_FIELDS = (
     "log_interval", "residual_mode", "ladder_layers", "residual_staleness", "desync_interval", "tie_embeddings",
     "seq_length", "micro_batch_size", "global_batch_size", "eval_iters", "exit_interval", *SHAPE_FIELDS,
 )  # fmt: skip
-_DATA_FIELDS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "streaming")
 
 
 def folder_of(options: RunOptions, trial: Trial) -> Path:
@@ -64,33 +56,6 @@ def training_flag_errors(words: Sequence[str]) -> list[str]:
     given = [word.partition("=")[0] for word in words]
     problem = "a study sets this flag for each trial: remove it, see --help"
     return errors + [f"{name} after --: {problem}" for name in given if name in names]
-
-
-def prepare_data(request: Request) -> tuple[Request, str]:
-    """Return the request with the flags of the data, and its description; builds the default corpus if needed."""
-    data = read_training_flags(request.training_flags, []).data
-    given = [value for value in (getattr(data, name) for name in _DATA_FIELDS) if value]
-    if given:
-        words = [str(word) for value in given for word in (value if isinstance(value, tuple) else [value])]
-        return request, " ".join(words) + _describe_tokens([*data.data_path, *data.train_data_path])
-    folder = request.options.output_dir / "data"
-    vocabularies = {find_size(size).vocab_size for size in request.options.sizes}
-    if len(vocabularies) > 1:
-        found = ", ".join(map(str, sorted(vocabularies)))
-        fix = "give sizes with the same vocabulary, or other data after --"
-        raise UserError(f"--sizes have vocabularies of {found}, but the default corpus has one: {fix}")
-    prepare_corpus(folder, vocabularies.pop(), None, functools.partial(print, flush=True))
-    sources = folder / "train_text_document"
-    # Validation text of the same kind, because wirings are compared by how well they learn it.
-    flags = ("--data-path", str(sources), "--split", SPLIT)
-    tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "tokenizer.model"))
-    about = f"the sources of Python {platform.python_version()}'s standard library, the last of them held out"
-    return replace(request, data_flags=(*flags, *tokenizer)), f"{about} (--split {SPLIT}){_describe_tokens([sources])}"
-
-
-def _describe_tokens(prefixes: Sequence[Path]) -> str:
-    found = [(prefix, read_sidecar(prefix)) for prefix in prefixes]
-    return "".join(f", {one.tokens:,} tokens in {prefix.name}" for prefix, one in found if one is not None)
 
 
 def describe_machine() -> dict[str, str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ladder.flags import flag
-from megatron_ladder.lab.bench.paired import FEWEST_ROUNDS
+from megatron_ladder.lab.bench.options import FEWEST_ROUNDS
 from megatron_ladder.lab.study.wirings import DEFAULT_WIRINGS
 
 OWN_LINK = "own"

@@ -15,11 +15,10 @@ from megatron_ladder.checkpoint.publish import LATEST_NAME, published_checkpoint
 from megatron_ladder.errors import ExitCode
 from megatron_ladder.files import write_atomically
 from megatron_ladder.lab.bench.paired import RatioVerdict
-from megatron_ladder.lab.study.schema import Result, StepTimes, Study, Trial
+from megatron_ladder.lab.study.schema import CHECKPOINTS, Result, StepTimes, Study, Trial
 from megatron_ladder.lab.study.wirings import STANDARD
 from megatron_ladder.train.record import RECORD_NAME, read_record
 
-CHECKPOINTS = "checkpoints"
 Event = Mapping[str, Any]
 
 

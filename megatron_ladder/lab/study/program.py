@@ -1,5 +1,7 @@
 """Runs a study, from its command line to its report, and resumes it."""
 
+import functools
+import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +10,9 @@ from typing import Any
 
 from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.errors import ExitCode
+from megatron_ladder.data.corpus import prepare_corpus
+from megatron_ladder.data.sidecar import read_sidecar
+from megatron_ladder.errors import ExitCode, UserError
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.study import commands, grid, outcome, schema
 from megatron_ladder.lab.study.command_line import timed_wirings
@@ -23,6 +27,8 @@ from megatron_ladder.train.lock import SaveLock
 
 OUTPUT_NAME = "output.txt"
 LAST_LINES = 12
+_SPLIT = "96,4,0"
+_DATA_FIELDS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "streaming")
 TIMING_ATTEMPTS = 3
 """Most measurements of step times until the benchmark finds them sound."""
 
@@ -36,7 +42,7 @@ def run_study(request: Request, kind: "type[StudyRun] | None" = None) -> None:
     options = request.options
     options.output_dir.mkdir(parents=True, exist_ok=True)
     with SaveLock(options.output_dir, flag="--output-dir"), received_signals() as received:
-        request, data = commands.prepare_data(request)
+        request, data = _prepare_data(request)
         study = schema.load_or_create_study(options.output_dir, _describe(request, data))
         run = (kind or StudyRun)(request, study, received)
         try:
@@ -56,6 +62,33 @@ def run_study(request: Request, kind: "type[StudyRun] | None" = None) -> None:
         lines = [f"{len(run.failures)} parts of the study failed:", *run.failures, "the same command runs them again"]
         print(*(f"error: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
         sys.exit(ExitCode.INTERNAL)
+
+
+def _prepare_data(request: Request) -> tuple[Request, str]:
+    """Return the request with the flags of the data, and its description; builds the default corpus if needed."""
+    data = commands.read_training_flags(request.training_flags, []).data
+    given = [value for value in (getattr(data, name) for name in _DATA_FIELDS) if value]
+    if given:
+        words = [str(word) for value in given for word in (value if isinstance(value, tuple) else [value])]
+        return request, " ".join(words) + _describe_tokens([*data.data_path, *data.train_data_path])
+    folder = request.options.output_dir / "data"
+    vocabularies = {find_size(size).vocab_size for size in request.options.sizes}
+    if len(vocabularies) > 1:
+        found = ", ".join(map(str, sorted(vocabularies)))
+        fix = "give sizes with the same vocabulary, or other data after --"
+        raise UserError(f"--sizes have vocabularies of {found}, but the default corpus has one: {fix}")
+    prepare_corpus(folder, vocabularies.pop(), None, functools.partial(print, flush=True))
+    sources = folder / "train_text_document"
+    # Validation text of the same kind, because wirings are compared by how well they learn it.
+    flags = ("--data-path", str(sources), "--split", _SPLIT)
+    tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "tokenizer.model"))
+    about = f"the sources of Python {platform.python_version()}'s standard library, the last of them held out"
+    return replace(request, data_flags=(*flags, *tokenizer)), f"{about} (--split {_SPLIT}){_describe_tokens([sources])}"
+
+
+def _describe_tokens(prefixes: Sequence[Path]) -> str:
+    found = [(prefix, read_sidecar(prefix)) for prefix in prefixes]
+    return "".join(f", {one.tokens:,} tokens in {prefix.name}" for prefix, one in found if one is not None)
 
 
 def _describe(request: Request, data: str) -> Study:

@@ -15,6 +15,8 @@ from megatron_ladder.files import write_atomically
 
 STUDY_NAME = "study.json"
 TRIALS_NAME = "trials"
+CHECKPOINTS = "checkpoints"
+"""Directory of checkpoints in the folder of a trial."""
 RESULT_NAME = "result.json"
 _CHANGEABLE_FIELDS = ("machine", "command", "chosen", "step_times")
 """Fields of a study on which no result depends, or that are derived from results."""

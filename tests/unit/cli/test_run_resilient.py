@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_ladder.cli.run_resilient import ResilientConfig, _find_save_directory, _supervise
+from megatron_ladder.cli.run_resilient import ResilientConfig, _find_save_directory
+from megatron_ladder.cli.supervise import _supervise
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import SAME_SECONDS
@@ -151,9 +152,9 @@ time.sleep(100)
 
 
 SOON = """
-import megatron_ladder.cli.run_resilient as program
-program.END_SECONDS = 0.5
-program.entry_point()
+from megatron_ladder.cli import run_resilient, supervise
+supervise.END_SECONDS = 0.5
+run_resilient.entry_point()
 """
 
 

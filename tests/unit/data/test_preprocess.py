@@ -15,6 +15,7 @@ from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, Reading
 from megatron_ladder.data.sidecar import Sidecar, read_sidecar
+from megatron_ladder.data.tokenizer_training import TextSample
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.progress import ProgressBar
@@ -244,6 +245,6 @@ def test_a_training_sample_covers_the_whole_input(tmp_path: Path) -> None:
         "".join(f"{'abcdefghij' * 10} {number:06d}\n" for number in range(20_000))
     )
     sources = find_sources([tmp_path / "a.txt"], Reading())
-    sample = train_tokenizer._TextSample(sources, Reading(), (tmp_path / "a.txt").stat().st_size // 100, in_lines=True)
+    sample = TextSample(sources, Reading(), (tmp_path / "a.txt").stat().st_size // 100, in_lines=True)
     numbers = [int(line.split()[-1]) for line in sample]
     assert len(numbers) == 200 and len(np.unique(np.diff(numbers))) == 1

@@ -67,7 +67,9 @@ def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> No
     words = "--size huge --wirings ladder desync --batch 0 --sequence 4 -1 --rounds 3 --backend none".split()
     with pytest.raises(UserError) as caught:
         main(words)
-    starts = ["--sequence -1", "--batch 0", "--rounds 3", "--size huge", "--wirings desync", "transformers is not"]
-    assert [error.startswith(s) for error, s in zip(caught.value.messages, starts, strict=True)] == [True] * 6
+    starts = ["--wirings desync", "--sequence -1", "--batch 0", "--rounds 3", "--size huge"]
+    assert [error.startswith(s) for error, s in zip(caught.value.messages, starts, strict=True)] == [True] * 5
+    with pytest.raises(UserError, match="transformers is not"):
+        main(["--backend", "none"])
     with pytest.raises(UserError, match="--layers 7: small-train has 6 layers"):
         main("--size small-train --layers 7 --no-transformers --backend none".split())

@@ -64,7 +64,7 @@ class Stand:
         self.started: list[str] = []
         self.reports: list[Path] = []
         monkeypatch.setattr(scheduling, "POLL_SECONDS", 0.01)
-        monkeypatch.setattr(commands, "prepare_data", lambda request: (request, "words"))
+        monkeypatch.setattr(program, "_prepare_data", lambda request: (request, "words"))
         monkeypatch.setattr(program, "write_report", lambda results, output: self.reports.append(output))
         monkeypatch.setattr(commands, "training_command", self._command)
         self.timings: list[dict[str, float]] = [{"standard": 1.0, "ladder": 1.5}]

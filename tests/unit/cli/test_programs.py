@@ -1,0 +1,85 @@
+"""What all programs have in common: answers before anything heavy is imported, versions, and a missing environment."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder import __version__
+from megatron_ladder.cli.programs import PROGRAMS, load_program, script_of
+
+ROOT = Path(__file__).resolve().parents[3]
+BARE = [sys.executable, "-E", "-s", "-S"]
+"""A Python that has only the standard library: without site-packages, and so without torch and all other packages."""
+ANSWERS = """
+import contextlib, io, json, os, sys
+sys.path.append(os.getcwd())
+from megatron_ladder.cli.programs import load_program
+for program, words in json.loads(sys.argv[1]):
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            load_program(program).parse_options(words)
+        end = "nothing"
+    except BaseException as error:
+        end = f"{type(error).__name__}: {error}"
+    print(json.dumps([printed.getvalue(), end]))
+"""
+
+
+def subcommands(program: str) -> list[list[str]]:
+    words = [command.words.split()[0].split("|") for command in load_program(program).COMMANDS if command.words]
+    return [[], *([name] for names in words for name in names)]
+
+
+def answers(command_lines: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, str]]:
+    """Parse command lines of programs in one process that has no packages; return output and end of each."""
+    command = [*BARE, "-c", ANSWERS, json.dumps(command_lines)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
+    lines = [(program, words) for program in PROGRAMS for words in subcommands(program)]
+    flags = ("--help", "--version", "--wrong")
+    found = iter(answers([(program, [*words, flag]) for program, words in lines for flag in flags]))
+    for program, words in lines:
+        (help_text, help_end), version, (_, error) = next(found), next(found), next(found)
+        assert help_text.startswith("usage: ") and help_end == "SystemExit: 0", (program, words, help_end)
+        assert version == (f"megatron_ladder {__version__}\n", "SystemExit: 0"), (program, words)
+        assert "--wrong is not a flag" in error or "expected one of" in error, (program, words, error)
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "expected"),
+    [
+        ("benchmark", ["decod"], "decod: expected one of decode, prefill, train first"),
+        ("benchmark", ["decod", "--tp", "1"], "--tp 1: expected 2 or more"),
+        ("study", ["runn"], "runn: expected one of run, adapt, report first; did you mean run?"),
+        ("convert_checkpoint", [], "expected one of import, export, reshape, inspect first"),
+        ("plan", ["--cluster", "a100"], "--cluster a100: expected one of h100, h200"),
+        ("benchmark", ["decode", "--wirings", "ladder,none"], "--wirings none: expected some of standard, "),
+    ],
+)
+def test_a_mistake_lists_what_was_expected(program: str, words: list[str], expected: str) -> None:
+    with pytest.raises(Exception, match="(?m)^" + expected.replace("?", r"\?")):
+        load_program(program).parse_options(words)
+
+
+def test_without_the_environment_one_line_names_it(tmp_path: Path) -> None:
+    needed = {
+        "pretrain": "--train-iters 1 --lr 1",
+        "plan": "",
+        "train_tokenizer": f"--input {tmp_path} --vocab-size 300 --model-prefix {tmp_path}/m",
+        "inspect_data": f"{tmp_path}/none",
+    }
+    for program, words in needed.items():
+        command = [*BARE, ROOT / script_of(program), *words.split()]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": os.defpath})
+        assert done.returncode == 2, done.stderr
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: the Python package ") and "source .venv/bin/activate" in line
