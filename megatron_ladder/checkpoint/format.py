@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.boxes import Box, cut_span, intersection
 from megatron_ladder.checkpoint.checksum import file_error
-from megatron_ladder.checkpoint.manifest import StoredTensor, TensorTable, decode_manifest, writer_of
+from megatron_ladder.checkpoint.lineage import Lineage
+from megatron_ladder.checkpoint.manifest import (
+    StoredTensor,
+    TensorTable,
+    decode_manifest,
+    manifest_checksum,
+    read_lineage,
+    writer_of,
+)
 from megatron_ladder.checkpoint.publish import (
     LATEST_NAME,
     MANIFEST_NAME,
@@ -62,13 +70,16 @@ _VERIFYING_THREADS = 8
 class Checkpoint:
     """A complete checkpoint, open for reading. Opening reads the manifest; data files are opened when needed."""
 
-    def __init__(self, directory: Path, manifest: dict[str, Any], table: TensorTable) -> None:
+    def __init__(
+        self, directory: Path, manifest: dict[str, Any], table: TensorTable, manifest_checksum: str
+    ) -> None:
         self.directory = directory
         self.manifest = manifest
         """The manifest without `tensors`."""
         self.warnings: tuple[str, ...] = ()
         """Problems of newer checkpoints that were passed over."""
         self._table = table
+        self._manifest_checksum = manifest_checksum
         self._headers: dict[str, dict[str, TensorPosition]] = {}
 
     @staticmethod
@@ -91,6 +102,16 @@ class Checkpoint:
     def model(self) -> ModelConfig:
         """Return sizes and wiring of the stored model; raise UserError if they are invalid."""
         return ModelConfig.from_dict(self.manifest["model"], source=str(self.directory / MANIFEST_NAME))
+
+    @property
+    def lineage(self) -> Lineage:
+        """Return the branch of the checkpoint."""
+        return Lineage.from_record(self.manifest.get("lineage", Lineage().record()))
+
+    def reference(self) -> dict[str, Any]:
+        """Return the description of this checkpoint as the parent of others."""
+        directory = str(self.directory.resolve())
+        return {"directory": directory, "iteration": self.iteration, "manifest_checksum": self._manifest_checksum}
 
     def stored(self, kind: str) -> Mapping[str, StoredTensor]:
         """Return all stored tensors of a kind by name."""
@@ -240,30 +261,60 @@ def find_checkpoint(save: Path) -> Checkpoint | None:
         if errors:
             found.warnings = (*errors, f"{save / name}: is used instead")
         return found
-    raise UserError(f"{save}: none of its {len(candidates)} checkpoints is complete", *errors)
+    first = [f"{save}: none of its {len(candidates)} checkpoints is complete"] if candidates else []
+    raise UserError(*first, *errors, *untried_checkpoints(save, candidates))
 
 
 def checkpoint_candidates(save: Path) -> tuple[list[str], list[str]]:
     """Return the names of the checkpoints in a directory in the order to try them, and errors of the directory.
 
-    The one that `latest` names comes first, then older ones, the newest first, then newer ones.
+    The one that `latest` names comes first, then older ones, the newest first, then newer ones. Checkpoints of other
+    branches than the first are left out.
     """
     latest, names = read_latest(save), published_checkpoints(save)
-    candidates = names[::-1]
+    candidates, errors = names[::-1], list[str]()
     if latest is None:
-        return candidates, [f"{save / LATEST_NAME}: is missing"] if names else []
-    errors = []
-    if latest not in names:
+        errors += [f"{save / LATEST_NAME}: is missing"] if names else []
+    elif latest not in names:
         errors.append(f"{save / LATEST_NAME}: names {latest or 'no checkpoint'!r}, which does not exist")
     if latest:
         candidates.sort(key=lambda name: publishing_order(name) > publishing_order(latest))
-    return candidates, errors
+    return _of_one_branch(save, candidates, latest, errors), errors
+
+
+def _of_one_branch(save: Path, candidates: list[str], latest: str | None, errors: list[str]) -> list[str]:
+    """Return the candidates to which the checkpoint that `latest` names may fall back, itself included.
+
+    If its lineage cannot be read, the others must belong to one line of branches, or `errors` receives the choices.
+    """
+    lineages = {name: read_lineage(save / name / MANIFEST_NAME) for name in candidates}
+    known = {name: lineage for name, lineage in lineages.items() if lineage is not None}
+    newest = known.get(latest or "")
+    if newest is None:
+        newest = next((one for one in known.values() if all(_includes(one, *item) for item in known.items())), None)
+    if newest is None and known:
+        errors.append(f"{save}: holds checkpoints of several runs, and it is unknown which of them is the current one")
+    return [name for name in candidates if name not in known or (newest and _includes(newest, name, known[name]))]
+
+
+def _includes(lineage: Lineage, name: str, other: Lineage) -> bool:
+    return lineage.includes(other, publishing_order(name)[0])
+
+
+def untried_checkpoints(save: Path, tried: Collection[str]) -> list[str]:
+    """Return a line about checkpoints that were not tried because they belong to other branches; [] if all were."""
+    others = [name for name in published_checkpoints(save) if name not in tried]
+    if not others:
+        return []
+    named = f"{', '.join(others[-3:])}{' and more' if len(others) > 3 else ''}"
+    return [f"{save}: not tried, because they belong to other runs: {named}: --load {save / others[-1]} loads the last"]
 
 
 def _open_complete(directory: Path) -> Checkpoint:
     path, errors = directory / MANIFEST_NAME, []
     try:
-        manifest, table = decode_manifest(path.read_bytes())
+        data = path.read_bytes()
+        manifest, table = decode_manifest(data)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -277,4 +328,4 @@ def _open_complete(directory: Path) -> Checkpoint:
         elif (size := path.stat().st_size) != expected:
             errors.append(f"{path}: truncated or changed: the manifest records {expected} bytes, the file has {size}")
     raise_user_errors(limited(errors))
-    return Checkpoint(directory, manifest, table)
+    return Checkpoint(directory, manifest, table, manifest_checksum(data))

@@ -7,6 +7,7 @@
     iteration          completed optimizer steps
     consumed_samples   training samples seen
     model              sizes and wiring of the model (`ModelConfig.to_dict`)
+    lineage            the branch of the checkpoint and its parent (`lineage`); absent in earlier versions
     ...                other keys of the writer's header: training, optimizer (step and hyper-parameters), schedule,
                        rng (names of its tensors), tokenizer or null, layout and package versions of the writer; the
                        last two for information only
@@ -26,6 +27,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
@@ -33,6 +35,7 @@ from numpy.typing import NDArray
 
 from megatron_ladder.checkpoint.boxes import MAX_DIMENSIONS, Box, first_untiled
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, algorithm_of, checksum_of
+from megatron_ladder.checkpoint.lineage import Lineage
 from megatron_ladder.checkpoint.tensor_file import BY_NAME, parse_json
 
 FORMAT_NAME = "megatron_ladder checkpoint"
@@ -42,6 +45,8 @@ KINDS = {"weight": "weights", "exp_avg": "optimizer", "exp_avg_sq": "optimizer",
 _RESERVED_KEYS = ("format", "schema_version", "files", "tensors", "manifest_checksum")
 _CHECKSUM_LINE = re.compile(rb',\n "manifest_checksum": "([0-9a-z_]+:[0-9a-f]+)"\n}\n\Z')
 _CHECKSUM_LINE_BYTES = 128
+_LINEAGE_LINE = b' "lineage": '
+_END_OF_HEADER = b' "files": '
 
 
 class FileRecord(TypedDict):
@@ -185,6 +190,15 @@ def decode_manifest(data: bytes) -> tuple[dict[str, Any], TensorTable]:
     Raises:
         ValueError: the manifest is invalid.
     """
+    manifest_checksum(data)
+    manifest = parse_json(data.decode())
+    table = _check_manifest(manifest)
+    del manifest["tensors"], manifest["manifest_checksum"]
+    return manifest, table
+
+
+def manifest_checksum(data: bytes) -> str:
+    """Return the checksum that a manifest records of itself; raise ValueError if it has none or is damaged."""
     line = _CHECKSUM_LINE.search(data, max(0, len(data) - _CHECKSUM_LINE_BYTES))
     if line is None:
         raise ValueError("does not end with its checksum: it is truncated, or not the manifest of a checkpoint")
@@ -192,10 +206,21 @@ def decode_manifest(data: bytes) -> tuple[dict[str, Any], TensorTable]:
     found = checksum_of(data[: line.start()], algorithm_of(expected))
     if found != expected:
         raise ValueError(f"damaged: its last line records {expected}, its contents have {found}")
-    manifest = parse_json(data.decode())
-    table = _check_manifest(manifest)
-    del manifest["tensors"], manifest["manifest_checksum"]
-    return manifest, table
+    return expected
+
+
+def read_lineage(path: Path) -> Lineage | None:
+    """Return the lineage in a manifest, of which only the first lines are read; None if they are not readable."""
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                if line.startswith(_LINEAGE_LINE):
+                    return Lineage.from_record(parse_json(line[len(_LINEAGE_LINE) :].decode().rstrip(",\n")))
+                if line.startswith(_END_OF_HEADER):
+                    return Lineage()
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def _check_manifest(manifest: Any) -> TensorTable:
@@ -209,6 +234,8 @@ def _check_manifest(manifest: Any) -> TensorTable:
         if (count := _expect(manifest, where, key, int)) < 0:
             raise ValueError(f"{key} is {count}, expected 0 or more")
     _expect(manifest, where, "model", dict)
+    if "lineage" in manifest:
+        Lineage.from_record(manifest["lineage"])
     sizes: dict[str, int] = {}
     for record in _expect(manifest, where, "files", list):
         name = _expect(record, "an entry of files", "name", str)

@@ -53,6 +53,11 @@ def _find_save_directory(command: Sequence[str]) -> Path:
         name, equals, value = word.partition("=")
         if name in ("--save", "--load"):
             found[name] = value if equals else following
+    if "--finetune" in command:
+        raise UserError(
+            "--finetune: every restart would start at iteration 0 again: run the first step without run_resilient.py "
+            "(--exit-interval 1), then leave --finetune out"
+        )
     missing = [name for name in ("--save", "--load") if not found.get(name)]
     if missing:
         raise UserError(f"the command has no {' and no '.join(missing)}: a restart would start from scratch: give both")

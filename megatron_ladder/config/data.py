@@ -82,6 +82,9 @@ class CheckpointConfig:
     load: Path | None = None
     """Directory of checkpoints, or one checkpoint, to resume from. If it has no checkpoint, the run reports that and
     starts from scratch."""
+    overwrite_checkpoints: bool = flag(False, requires="--save")
+    """Start a new run in a --save directory that holds checkpoints of another run. They are not removed, but `latest`
+    names the new ones, so --load continues the new run. Without this flag it is an error."""
     save_interval: int | None = flag(None, minimum=1)
     """Steps between checkpoints; by default only the end of the run is saved."""
     async_save: bool = False

@@ -19,6 +19,7 @@ import torch
 from megatron_ladder import __version__
 from megatron_ladder.checkpoint.async_save import HostMemory, gather_through_files, run_in_thread
 from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZERS, Checkpoint
+from megatron_ladder.checkpoint.lineage import Lineage
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.checkpoint.retention import Retention
@@ -29,7 +30,7 @@ from megatron_ladder.files import write_atomically
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import print_rank_0
 from megatron_ladder.train.reading import TextStreams
-from megatron_ladder.train.resume import schedule_note
+from megatron_ladder.train.resume import lineage_of_run, schedule_note
 from megatron_ladder.train.setup import Trainer
 
 _FAILING_SECONDS = 30.0
@@ -72,6 +73,7 @@ class CheckpointSaver:
         self._small_files = _SmallFiles(inputs.tokenizer)
         self._host = HostMemory()
         self._loaded: Path | None = None
+        self._lineage = Lineage.begin()
         self._saved: int | None = None
         self._in_flight: _SaveInFlight | None = None
         self._outcome: SaveOutcome | None = None
@@ -95,8 +97,7 @@ class CheckpointSaver:
             if load is not None:
                 self._print(f"*** --load {load} holds no checkpoint: the run starts from scratch ***")
             elif save is not None and self._world.rank == 0 and (names := published_checkpoints(save)):
-                found = f"--save {save} holds {names[-1]}, and --load is not given"
-                self._print(f"*** {found}: the run starts from scratch ***")
+                self._print(f"*** --save {save} holds {names[-1]}, which this run does not continue ***")
             return 0, 0
         checkpoint = self._load(load, self._inputs.checkpoint)
         if self._world.rank == 0 and save is not None:
@@ -138,6 +139,7 @@ class CheckpointSaver:
             self._print(f"*** {directory}: is used instead ***")
             self._event("fallback", directory=directory, faults=faults)
         self._loaded = checkpoint.directory
+        self._lineage = lineage_of_run(config, checkpoint)
         self._event(
             "load", directory=directory, iteration=checkpoint.iteration,
             seconds=round(time.perf_counter() - start, 3),
@@ -202,6 +204,7 @@ class CheckpointSaver:
         header = {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
+            "lineage": self._lineage.record(),
             "model": run.model.to_dict(),
             "run": run.to_dict(),
             "data": describe_data(self._inputs.sources, tokenizer, self._inputs.stream),

@@ -19,7 +19,7 @@ from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler
-from megatron_ladder.train.resume import check_same_data, open_checkpoint, resumed_run
+from megatron_ladder.train.resume import check_same_data, check_save_directory, open_checkpoint, resumed_run
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
     flags_are_valid = not errors.messages
     deepspeed = deepspeed_json(run, errors.messages)
     checkpoint = open_checkpoint(run, vocab_size is not None, errors)
+    if not run.logging.skip_train:
+        with errors.collect():
+            check_save_directory(run.checkpoint)
     if checkpoint is not None:
         run = resumed_run(run, checkpoint, errors)
     sources, stream, eod_id = None, None, None

@@ -6,10 +6,14 @@ freely, and the decay of the learning rate still ends where it did.
 """
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
-from megatron_ladder.checkpoint.publish import is_published_name
+from megatron_ladder.checkpoint.lineage import Lineage
+from megatron_ladder.checkpoint.manifest import read_lineage
+from megatron_ladder.checkpoint.publish import MANIFEST_NAME, is_published_name, published_checkpoints, read_latest
+from megatron_ladder.config.data import CheckpointConfig
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.data.identity import data_changes
@@ -53,6 +57,50 @@ def open_checkpoint(run: RunConfig, vocabulary_is_known: bool, errors: ErrorColl
             if required:
                 raise UserError(f"--load {load}: holds no checkpoint, and {flag} requires one")
     return None
+
+
+def check_save_directory(options: CheckpointConfig) -> None:
+    """Raise UserError if --save holds checkpoints that the run does not continue, unless --overwrite-checkpoints."""
+    save, load = options.save, options.load
+    if save is None or options.overwrite_checkpoints or not (names := published_checkpoints(save)):
+        return
+    current = read_latest(save) or names[-1]
+    if load is None:
+        why = "--load is not given, so this run would start from scratch"
+    elif not _is_within(load, save):
+        why = f"this run starts from --load {load}"
+    elif options.finetune:
+        why = "--finetune starts at iteration 0 again"
+    else:
+        return
+    fix = f"continue {current} with --load {save}{' and without --finetune' * options.finetune}"
+    raise UserError(
+        f"--save {save}: holds {current} of another run, and {why}: {fix}, or give another --save, or "
+        "--overwrite-checkpoints, after which --load continues the new run and no longer the old one"
+    )
+
+
+def lineage_of_run(options: CheckpointConfig, checkpoint: Checkpoint) -> Lineage:
+    """Return the branch to which a run adds checkpoints after loading a checkpoint."""
+    if options.finetune:
+        return Lineage.begin(checkpoint.reference())
+    lineage, load, save = checkpoint.lineage, options.load, options.save
+    assert load is not None
+    continues = save is not None and _is_within(load, save)
+    if save is not None and continues and (latest := read_latest(save)):
+        # The user may have chosen an earlier checkpoint, or the current one is damaged and the first of its branch.
+        chose_another = is_published_name(load.name) and load.name != latest
+        current = read_lineage(save / latest / MANIFEST_NAME)
+        continues = not chose_another and (current is None or current.branch == lineage.branch)
+    if not continues:
+        lineage = lineage.fork(checkpoint.iteration)
+    return lineage._replace(parent=checkpoint.reference())
+
+
+def _is_within(load: Path, save: Path) -> bool:
+    """Return whether --load is --save or one of its checkpoints."""
+    directory = load.parent if is_published_name(load.name) else load
+    return directory.resolve() == save.resolve()
 
 
 def _model_differences(run: RunConfig, checkpoint: Checkpoint, vocabulary_is_known: bool) -> list[str]:

@@ -100,6 +100,7 @@ def test_a_job_that_saved_after_a_signal_succeeded(tmp_path: Path) -> None:
         (["train"], "no --save and no --load"),
         (["train", "--save", "a"], "no --load"),
         (["train", "--save", "a", "--load=b"], "--load b is not --save a"),
+        (["train", "--save", "a", "--load", "a", "--finetune"], "--finetune: every restart would start at iteration 0"),
     ],
 )
 def test_a_command_that_would_start_from_scratch_is_rejected(words: list[str], message: str) -> None:

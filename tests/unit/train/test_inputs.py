@@ -103,6 +103,35 @@ def test_a_missing_checkpoint_is_an_error_if_one_is_required(tmp_path: Path) -> 
     ]
 
 
+def test_a_run_must_continue_the_checkpoints_that_save_holds(tmp_path: Path) -> None:
+    config = tiny_config()
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    for name in ("here", "there"):
+        write_checkpoint(tmp_path / name, config, reference_of(config)[0])
+
+    def errors(words: str) -> list[str]:
+        with pytest.raises(UserError) as raised:
+            read_inputs([*SIZES, *words.format(here=tmp_path / "here", dir=tmp_path).split()], RankInfo(0, 1, 0))
+        return [message for message in raised.value.messages if "of another run" in message]
+
+    start = f"--save {tmp_path / 'here'}: holds iter_0000010 of another run, and "
+    fix = f"continue iter_0000010 with --load {tmp_path / 'here'}"
+    for words, why in (
+        ("", f"--load is not given, so this run would start from scratch: {fix}, or "),
+        ("--load {dir}/there", f"this run starts from --load {tmp_path / 'there'}: {fix}, or "),
+        ("--load {dir}/there --finetune", f"this run starts from --load {tmp_path / 'there'}: {fix} and without"),
+        ("--load {here} --finetune", f"--finetune starts at iteration 0 again: {fix} and without --finetune, or "),
+        ("--load {dir}/nothing", f"this run starts from --load {tmp_path / 'nothing'}: {fix}, or "),
+    ):
+        (error,) = errors(f"--save {{here}} {words}")
+        assert error.startswith(start + why) and "another --save, or --overwrite-checkpoints, after which" in error
+        assert errors(f"--save {{here}} {words} --overwrite-checkpoints") == []
+    continuing = ("--load {here}", "--load {dir}/link", "--load {here}/iter_0000010")
+    for words in (*continuing, "--load {dir}/there --skip-train"):
+        assert errors(f"--save {{here}} {words}") == []
+    assert errors("--save {dir}/new") == []
+
+
 def test_finetuning_may_change_length_and_order_of_samples(tmp_path: Path) -> None:
     config = tiny_config()
     write_checkpoint(tmp_path, config, reference_of(config)[0])
