@@ -52,7 +52,7 @@ def test_all_errors_are_reported_together() -> None:
     with pytest.raises(UserError) as caught:
         parse_options("--sizes huge --tp 3 --rounds 2 --alpha fast --link-preset wire infiniband --comm-sms 0".split())
     starts = [
-        "expected one of decode, prefill, train first", "--comm-sms 0: expected 1 to 32", "--rounds 2: expected 4 or more",
+        "expected one of decode, prefill", "--comm-sms 0: expected 1 to 32", "--rounds 2: expected 4 or more",
         "--sizes huge", "--alpha fast", "--link-preset wire", "--link-preset infiniband",
     ]  # fmt: skip
     assert [m.startswith(s) for m, s in zip(caught.value.messages, starts, strict=True)] == [True] * len(starts)
