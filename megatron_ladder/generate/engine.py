@@ -14,12 +14,9 @@ from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import StepGraph
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken, Timings
+from megatron_ladder.generate.scoring import score_text
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE, SlotBatch
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.parallel.vocabulary import vocab_parallel_cross_entropy
-
-_SCORED_AT_ONCE = 256
-"""Number of positions for which `score` computes logits at a time."""
 
 
 class GenerationEngine:
@@ -82,16 +79,9 @@ class GenerationEngine:
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each of `ids` (at least two) but the first; every rank must call it."""
-        model = self.model
-        tokens = torch.tensor([ids], device=model.embedding.weight.device)
-        hidden_states = model.hidden_states(tokens[:, :-1], model.training_context(tokens[:, :-1]))
-        parts, targets = hidden_states.split(_SCORED_AT_ONCE), tokens[:, 1:].t().split(_SCORED_AT_ONCE)
-        logprobs: list[float] = []
-        for part, following in zip(parts, targets, strict=True):
-            logits = model.logits_shard(part)
-            losses = vocab_parallel_cross_entropy(logits, following, model.head.start, model.head.valid, self.group)
-            logprobs += (-losses[:, 0]).tolist()
-        return logprobs
+        tokens = torch.tensor([ids[:-1]], device=self.model.embedding.weight.device)
+        hidden_states = self.model.hidden_states(tokens, self.model.training_context(tokens))
+        return list(score_text(self.model, self.group, hidden_states, ids[1:]).logprobs)
 
 
 def _checked(tokens: Sequence[NewToken]) -> Sequence[NewToken]:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_ladder.generate.sampling import Alternatives, SamplingParameters
+from megatron_ladder.generate.sampling import SamplingParameters
+from megatron_ladder.generate.scoring import Alternatives, TokenScores
 
 FinishReason = Literal["eos", "stop", "length", "bad numbers"]
 """The last one means that the logits were not finite; a `Generation` never has it."""
@@ -22,6 +23,8 @@ class GenerationRequest:
     """Tokens that end the continuation, in addition to `max_new_tokens` and `stop`."""
     stop: tuple[str, ...] = ()
     """Non-empty strings that end the continuation and are cut from its text. They require a tokenizer."""
+    score_prompt: bool = False
+    """Whether to score the prompt's tokens as well, with as many alternatives as those of the continuation."""
 
 
 class NewToken(NamedTuple):
@@ -37,6 +40,8 @@ class NewToken(NamedTuple):
     """Set for the last token of the sample."""
     logprob: float | None = None
     alternatives: Alternatives | None = None
+    prompt_scores: TokenScores | None = None
+    """Scores of the prompt's tokens but the first; with the sample's first token, if requested."""
 
 
 class Timings(NamedTuple):

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.generate.scoring import Alternatives, score_tokens, vocabulary_logits
 
 NO_TOKEN = -1
 """Chosen where logits are not finite."""
@@ -86,16 +87,12 @@ def request_seed(seed: int, prompt_ids: Sequence[int], sample: int = 0) -> int:
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "little")
 
 
-Alternatives = tuple[tuple[int, float], ...]
-"""The most likely tokens with their log-probabilities under the model, in descending order."""
-
-
 class Chosen(NamedTuple):
     """The next token of each row, equal on every rank."""
 
     tokens: list[int]
     """`NO_TOKEN` where the logits are not finite."""
-    logprobs: list[float] | None
+    logprobs: tuple[float, ...] | None
     """None if no row requests them."""
     alternatives: list[Alternatives] | None = None
     """As many per row as the row requests; None if no row requests any."""
@@ -107,10 +104,6 @@ class _Candidates(NamedTuple):
     highest: Tensor
     mass: Tensor
     """Sum of exp((logit - highest) / temperature)."""
-    model_highest: Tensor
-    """Like `highest`, before penalties."""
-    model_mass: Tensor
-    """Like `mass`, before penalties and without temperature; for log-probabilities."""
     values: Tensor
     """Largest logits in descending order; `ids` are their tokens."""
     ids: Tensor
@@ -147,13 +140,9 @@ class Sampler:
     def choose(self, logits_shard_v: Tensor, slots: Sequence[int]) -> Chosen:
         """Choose the next tokens of `slots`, equal on every rank, from logits [b, padded V / t]; padding is ignored."""
         parameters = [self._parameters[slot] for slot in slots]
-        model_logits = logits_shard_v.to(torch.promote_types(logits_shard_v.dtype, torch.float32))
-        valid = max(0, min(model_logits.shape[1], self._vocab_size - self._start))
-        if valid < model_logits.shape[1]:
-            model_logits = model_logits.clone()
-            model_logits[:, valid:] = -math.inf
+        model_logits = vocabulary_logits(logits_shard_v, self._start, self._vocab_size)
         logits = self._penalized(model_logits, parameters, slots)
-        tokens, candidates = self._choose_tokens(logits, model_logits, parameters, slots)
+        tokens = self._choose_tokens(logits, parameters, slots)
         for token, slot in zip(tokens.tolist(), slots, strict=True):
             if self._seen is not None and token != NO_TOKEN:
                 self._seen[slot, token] = True
@@ -161,16 +150,10 @@ class Sampler:
                 self._counts[slot, token] += 1
         if not any(one.logprobs for one in parameters):
             return Chosen(tokens.tolist(), None)
-        # The logarithm of the sum of exp(logit) over the vocabulary, before penalties and temperature: [b].
-        highest = candidates.model_highest.amax(1, keepdim=True)
-        total = (candidates.model_mass * torch.exp(candidates.model_highest - highest)).sum(1)
-        log_total = highest.squeeze(1) + total.log()
-        local = tokens.to(self._device) - self._start
-        elsewhere = (local < 0) | (local >= model_logits.shape[1])
-        own = model_logits.gather(1, local.masked_fill(elsewhere, 0).unsqueeze(1)).squeeze(1).double()
-        found = self._group.all_reduce(own.masked_fill(elsewhere, -math.inf), dist.ReduceOp.MAX).cpu()
-        alternatives = self._alternatives(model_logits, parameters, log_total)
-        return Chosen(tokens.tolist(), (found - log_total).tolist(), alternatives)
+        wanted = [one.top_logprobs if one.logprobs else 0 for one in parameters]
+        scores = score_tokens(model_logits, tokens, max(wanted), self._start, self._vocab_size, self._group)
+        alternatives = [row[:count] for row, count in zip(scores.alternatives, wanted, strict=True)]
+        return Chosen(tokens.tolist(), scores.logprobs, alternatives if any(wanted) else None)
 
     def _penalized(self, logits: Tensor, parameters: Sequence[SamplingParameters], slots: Sequence[int]) -> Tensor:
         def column(numbers: Sequence[float]) -> Tensor:
@@ -192,9 +175,9 @@ class Sampler:
         return F.pad(own, (0, width - own.shape[1]))
 
     def _choose_tokens(
-        self, logits: Tensor, model_logits: Tensor, parameters: Sequence[SamplingParameters], slots: Sequence[int]
-    ) -> tuple[Tensor, _Candidates]:
-        """Return the tokens [b] on the CPU, equal on every rank, and the candidates."""
+        self, logits: Tensor, parameters: Sequence[SamplingParameters], slots: Sequence[int]
+    ) -> Tensor:
+        """Return the tokens [b] on the CPU, equal on every rank."""
         uniform = _column(
             [
                 0.0 if one.greedy else torch.rand(1, generator=self._generators[slot], dtype=torch.float64).item()
@@ -206,7 +189,7 @@ class Sampler:
         count = max(1, most, _FIRST_CANDIDATES if unknown else 1)
         while True:
             count = min(count, logits.shape[1])
-            candidates = self._gather_candidates(logits, model_logits, parameters, count)
+            candidates = self._gather_candidates(logits, parameters, count)
             decisions = torch.empty(len(parameters), 2, dtype=torch.float64)
             if self._group.rank == 0:
                 decisions = _decide(candidates, parameters, uniform, complete=count == logits.shape[1])
@@ -217,24 +200,21 @@ class Sampler:
             count *= 8
         if (codes <= _OWNER).any():
             codes = self._find_owned(logits, parameters, codes, decisions[:, 1])
-        return codes, candidates
+        return codes
 
     def _gather_candidates(
-        self, logits: Tensor, model_logits: Tensor, parameters: Sequence[SamplingParameters], count: int
+        self, logits: Tensor, parameters: Sequence[SamplingParameters], count: int
     ) -> _Candidates:
         values, ids = logits.max(-1, keepdim=True) if count == 1 else logits.topk(count, dim=-1)
         highest = values[:, :1].double()
-        mass, model_highest, model_mass = torch.zeros_like(highest), highest, torch.zeros_like(highest)
+        mass = torch.zeros_like(highest)
         if not all(one.greedy for one in parameters):
             temperatures = _temperatures(parameters).to(self._device)
             mass = torch.exp((logits.double() - highest) / temperatures).nan_to_num().sum(-1, keepdim=True)
-        if any(one.logprobs for one in parameters):
-            model_highest = highest if model_logits is logits else model_logits.amax(-1, keepdim=True).double()
-            model_mass = torch.exp(model_logits.double() - model_highest).nan_to_num().sum(-1, keepdim=True)
         # Doubles represent all ids exactly.
-        own = torch.cat((highest, mass, model_highest, model_mass, values.double(), (ids + self._start).double()), 1)
+        own = torch.cat((highest, mass, values.double(), (ids + self._start).double()), 1)
         gathered = self._group.all_gather(own.unsqueeze(1), dim=1).cpu()
-        return _Candidates(*gathered[..., :4].unbind(-1), *gathered[..., 4:].split(count, dim=-1))
+        return _Candidates(*gathered[..., :2].unbind(-1), *gathered[..., 2:].split(count, dim=-1))
 
     def _find_owned(
         self, logits: Tensor, parameters: Sequence[SamplingParameters], codes: Tensor, positions: Tensor
@@ -249,25 +229,6 @@ class Sampler:
                 position = positions[row].view(1, 1).to(self._device)
                 found[row] = self._start + _draw_at(weights.unsqueeze(0), position).item()
         return self._group.all_reduce(found.to(self._device), dist.ReduceOp.MAX).cpu()
-
-    def _alternatives(
-        self, model_logits: Tensor, parameters: Sequence[SamplingParameters], log_total: Tensor
-    ) -> list[Alternatives] | None:
-        """Return the most likely tokens of each row; a collective if any row requests them."""
-        wanted = [one.top_logprobs if one.logprobs else 0 for one in parameters]
-        if not any(wanted):
-            return None
-        values, ids = model_logits.topk(min(max(wanted), model_logits.shape[1]), dim=-1)
-        own = torch.cat((values.double(), (ids + self._start).double()), 1)
-        values, ids = self._group.all_gather(own.unsqueeze(1), dim=1).cpu().split(values.shape[1], dim=-1)
-        values, order = values.flatten(1).sort(dim=1, descending=True, stable=True)
-        ids = ids.flatten(1).gather(1, order).long()
-        rows = zip(ids.tolist(), (values - log_total.unsqueeze(1)).tolist(), wanted, strict=True)
-        # A rank whose part of the vocabulary is smaller than requested contributes padding.
-        return [
-            tuple(pair for pair in zip(of_row, logprobs, strict=True) if pair[0] < self._vocab_size)[:count]
-            for of_row, logprobs, count in rows
-        ]
 
 
 def _decide(

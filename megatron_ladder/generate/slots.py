@@ -20,6 +20,7 @@ Prompts are processed as one batch, padded on the right. Attention is causal, so
 padding's columns of the cache are overwritten by the sample's next tokens, or hidden by the mask.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +35,8 @@ from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import StepGraph, captured_decode
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
-from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Alternatives, Sampler
+from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Sampler
+from megatron_ladder.generate.scoring import Alternatives, score_text
 from megatron_ladder.generate.text import IncrementalDecoder, StopFinder
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
@@ -148,6 +150,7 @@ class SlotBatch:
     ) -> None:  # fmt: skip
         """`graph` captures the decode step, if given; `positions` limits prompt and continuation together, per slot."""
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
+        self._group = group
         self.samples: list[_ActiveSample | None] = [None] * slots
         self._cache = _StaticCache(model.config, group.size, slots, positions, model.compute_dtype, self._device)
         all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
@@ -183,7 +186,21 @@ class SlotBatch:
         hidden_states = self._model.hidden_states(tokens, context)
         last = torch.tensor([len(ids) - 1 for ids in prompts], device=self._device)
         newest = hidden_states[last, torch.arange(len(prompts), device=self._device)]
-        return self._choose(self._model.logits_shard(newest.unsqueeze(0))[0], slots)
+        scores = {
+            slot: score_text(
+                self._model, self._group, hidden_states[: len(request.prompt_ids) - 1, row : row + 1],
+                request.prompt_ids[1:], request.sampling.top_logprobs,
+            )
+            for row, (slot, request) in enumerate(requests.items())
+            if request.score_prompt
+        }  # fmt: skip
+        chosen = self._choose(self._model.logits_shard(newest.unsqueeze(0))[0], slots)
+        finite = {slot: all(map(math.isfinite, found.logprobs)) for slot, found in scores.items()}
+        return [
+            token._replace(prompt_scores=scores.get(token.sample)) if finite.get(token.sample, True)
+            else self._fail(token.sample)
+            for token in chosen
+        ]  # fmt: skip
 
     @torch.inference_mode()
     def step(self) -> list[NewToken]:
@@ -220,9 +237,7 @@ class SlotBatch:
                 continue
             token = chosen.tokens[row]
             if token == NO_TOKEN:
-                sample.finish_reason = "bad numbers"
-                self._cache.erase(slot)
-                new_tokens.append(NewToken(slot, NO_TOKEN, "", sample.finish_reason))
+                new_tokens.append(self._fail(slot))
                 continue
             logprob = chosen.logprobs[row] if chosen.logprobs and sample.request.sampling.logprobs else None
             if logprob is not None:
@@ -235,6 +250,14 @@ class SlotBatch:
         if set(chosen.tokens) == {NO_TOKEN} and not self._is_sound(slots[0]):
             raise BadNumbersError(f"the model's logits are not finite: {BAD_NUMBERS_CAUSE}")
         return new_tokens
+
+    def _fail(self, slot: int) -> NewToken:
+        """End the sample of a slot, because its logits are not finite."""
+        sample = self.samples[slot]
+        assert sample is not None
+        sample.finish_reason = "bad numbers"
+        self._cache.erase(slot)
+        return NewToken(slot, NO_TOKEN, "", sample.finish_reason)
 
     def _is_sound(self, slot: int) -> bool:
         """Return whether the logits of a text of one token are finite; the sample of the slot must be finished."""

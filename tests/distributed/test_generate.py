@@ -23,8 +23,9 @@ from megatron_ladder.generate.loading import StoredModel, check_tensor_parallel,
 from megatron_ladder.generate.options import parse_options
 from megatron_ladder.generate.program import _converse
 from megatron_ladder.generate.prompts import PromptEncoder
-from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters
+from megatron_ladder.generate.scoring import TokenScores
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.commands import REPOSITORY_ROOT, free_port, run_command
 from tests.helpers.pool import GlooPools
@@ -192,14 +193,21 @@ def test_a_user_error_ends_all_ranks(model: Path) -> None:
     assert line.startswith("error: --tp 3 does not fit the model; use 1, 2, 4: ")
 
 
-def from_hugging_face(folder: Path) -> Tokens:
-    """Run on each rank."""
+def from_hugging_face(folder: Path) -> tuple[Tokens, list[TokenScores | None]]:
+    """Run on each rank: continue all prompts, and score all but one, of which the longest in two parts."""
     stored = open_model(folder, None, None)
     size = dist.get_world_size()
     mesh = mesh_of(size, key_value_replicas(stored.config, size))
     engine = GenerationEngine(load_model(stored, mesh, torch.float32, torch.device("cpu"), overlap=True), mesh)
-    found = engine.generate([GenerationRequest(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS])
-    return [generation.ids for generation in found]
+    sampling = SamplingParameters(temperature=0.0, logprobs=True, top_logprobs=2)
+    requests = [
+        GenerationRequest(prompt, NEW_TOKENS, sampling, score_prompt=len(prompt) != 3) for prompt in PROMPTS
+    ]
+    tokens: list[NewToken] = []
+    with patch("megatron_ladder.generate.scoring._LOGITS_AT_ONCE", 5 * stored.config.vocab_size // size):
+        found = engine.generate(requests, tokens.append)
+    assert all(token.prompt_scores is None for token in tokens[len(PROMPTS) :])
+    return [generation.ids for generation in found], [token.prompt_scores for token in tokens[: len(PROMPTS)]]
 
 
 @pytest.mark.parametrize("tensor_parallel", [2, 4])
@@ -212,7 +220,21 @@ def test_a_hugging_face_directory_at_several_sizes(tensor_parallel: int, tmp_pat
         ].tolist())
         for prompt in PROMPTS
     ]  # fmt: skip
-    assert gloo_pools(tensor_parallel).run(from_hugging_face, tmp_path) == [expected] * tensor_parallel
+    results = gloo_pools(tensor_parallel).run(from_hugging_face, tmp_path)
+    assert [tokens for tokens, _ in results] == [expected] * tensor_parallel
+    assert [scores for _, scores in results] == [results[0][1]] * tensor_parallel
+    for prompt, scores in zip(PROMPTS, results[0][1], strict=True):
+        if len(prompt) == 3:
+            assert scores is None
+            continue
+        assert scores is not None
+        logprobs = module(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        at_prompt = [logprobs[place, token].item() for place, token in enumerate(prompt[1:])]
+        assert scores.logprobs == pytest.approx(at_prompt, abs=1e-5)
+        values, ids = logprobs[:-1].topk(2)
+        assert [[token for token, _ in row] for row in scores.alternatives] == ids.tolist()
+        found = [logprob for row in scores.alternatives for _, logprob in row]
+        assert found == pytest.approx(values.flatten().tolist(), abs=1e-5)
 
 
 @pytest.mark.slow

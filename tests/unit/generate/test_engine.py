@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate import engine as engine_module
+from megatron_ladder.generate import scoring
 from megatron_ladder.generate import slots as slots_module
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.lean import _PANEL_WIDTHS
@@ -207,8 +207,8 @@ def test_slots_are_filled_and_freed_while_others_decode() -> None:
 
 def test_scores_equal_the_log_probabilities_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more positions than are scored at a time."""
-    monkeypatch.setattr(engine_module, "_SCORED_AT_ONCE", 3)
     config = tiny_config(**MODELS["ladder"])
+    monkeypatch.setattr(scoring, "_LOGITS_AT_ONCE", 3 * config.vocab_size)
     weights, reference = reference_of(config)
     ids = PROMPTS[2]
     logprobs = reference_logits(weights, reference, torch.tensor([ids]))[0].log_softmax(-1)
