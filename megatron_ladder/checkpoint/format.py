@@ -99,6 +99,11 @@ class Checkpoint:
         """Return the number of training samples seen."""
         return int(self.manifest["consumed_samples"])
 
+    @property
+    def optimizer(self) -> str:
+        """Return the --optimizer of the run; the manifests of versions without this flag, all of AdamW, have none."""
+        return str(self.manifest.get("run", {}).get("optimizer", {}).get("optimizer", "adamw"))
+
     def model(self) -> ModelConfig:
         """Return sizes and wiring of the stored model; raise UserError if they are invalid."""
         return ModelConfig.from_dict(self.manifest["model"], source=str(self.directory / MANIFEST_NAME))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint, checkpoint_candidates, untried_checkpoints
-from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState
+from megatron_ladder.checkpoint.optimizer_state import OptimizerState
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, is_published_name
 from megatron_ladder.checkpoint.saving import generator_states
 from megatron_ladder.comm.agreement import raise_on_all_ranks
@@ -140,7 +140,7 @@ def _read_optimizer(checkpoint: Checkpoint, state: OptimizerState, moments: bool
     for span in state.spans():
         targets = {"weight": span.master}
         if moments:
-            targets |= {which: state.moment(span, which) for which in MOMENTS}
+            targets |= {which: state.moment(span, which) for which in span.moments}
         for part in split_interval(span.sections, span.shape, span.start, span.length):
             section = part.section
             held = Box(section.offset, section.extent)

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_ladder.parallel.layout import Section
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's moments. Muon keeps the first."""
 
 
 class Span(NamedTuple):
@@ -30,6 +31,8 @@ class Span(NamedTuple):
     """Index of the span's first element in `flat_master`."""
     owned: bool
     """Whether this rank, of all data-parallel ranks that hold the same span, saves and counts it."""
+    moments: tuple[str, ...] = MOMENTS
+    """The moments that the optimizer keeps of its elements, of `MOMENTS`."""
 
     @property
     def length(self) -> int:
@@ -49,7 +52,7 @@ class OptimizerState(Protocol):
         """Iterate over all spans that this rank updates, in the same order at every call."""
 
     def moment(self, span: Span, which: str) -> Tensor:
-        """Return the span's part of a moment (see `MOMENTS`), flat; zeros before the first step."""
+        """Return the span's part of one of its moments, flat; zeros before the first step."""
 
     def steps_taken(self) -> int:
         """Return the number of optimizer steps since the start of the run."""

@@ -23,7 +23,7 @@ from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.boxes import Box, cut_span
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, file_checksum
 from megatron_ladder.checkpoint.manifest import KINDS, BoxRecord, FileIndex, FileRecord, box_record, merge_manifest
-from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
+from megatron_ladder.checkpoint.optimizer_state import OptimizerState, Span
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, temporary_directory, write_manifest
 from megatron_ladder.checkpoint.retention import Retention, remove_old_checkpoints
 from megatron_ladder.checkpoint.tensor_file import BY_NAME, element_name, write_tensor_file
@@ -175,7 +175,7 @@ class TrainingSave:
             SaveError: on every rank: there is no room, or no directory can be created.
         """
         spans = [span for span in state.spans() if span.owned]
-        values = [[span.master, *(state.moment(span, which) for which in MOMENTS)] for span in spans]
+        values = [[span.master, *(state.moment(span, which) for which in span.moments)] for span in spans]
         own_bytes = sum(value.nbytes for row in values for value in row)
         iteration = int(header["iteration"])
         sizes = world.gather_objects(own_bytes)
@@ -274,12 +274,11 @@ def _record_state(
     if host is not None:
         copies = host.copies([*flat, *weights])
         flat, weights = copies[: len(flat)], copies[len(flat) :]
-    kinds = ("weight", *MOMENTS)
     pairs = []
     remaining = iter(flat)
     weight_of = {id(span): weight for span, weight in zip(compared, weights, strict=True)}
     for span in spans:
-        row = {kind: next(remaining) for kind in kinds}
+        row = {kind: next(remaining) for kind in ("weight", *span.moments)}
         if id(span) in weight_of:
             name = span.sections[0].name if span.sections else "a parameter that is not saved"
             pairs.append((name, row["weight"], weight_of[id(span)]))

@@ -82,6 +82,16 @@ class CommGroup:
         dist.all_gather(parts, tensor.contiguous(), group=self.process_group)
         return torch.cat(parts, dim)
 
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send the flat tensor `parts[i]` to rank i, and return the one that each rank sent, of `sizes[i]` elements."""
+        if self.size == 1:
+            return list(parts)
+        sent = torch.cat(list(parts))
+        received = sent.new_empty(sum(sizes))
+        lengths = [part.numel() for part in parts]
+        dist.all_to_all_single(received, sent, list(sizes), lengths, group=self.process_group)
+        return list(received.split(list(sizes)))
+
     def over_gloo(self, timeout: timedelta) -> "CommGroup":
         """Return a gloo group of the same ranks; a rank that waits in it sleeps, on every device.
 

@@ -24,7 +24,6 @@ ACCEPTED: dict[str, tuple[str, ...]] = dict.fromkeys(_SWITCHES.split(), ()) | {
     "--attention-dropout": ("0",),
     "--hidden-dropout": ("0",),
     "--make-vocab-size-divisible-by": ("128",),
-    "--optimizer": ("adam", "adamw"),
     "--data-impl": ("mmap",),
     "--transformer-impl": ("local",),
     "--attention-backend": ("auto", "flash"),

@@ -202,7 +202,13 @@ def _engine_errors(training: TrainingConfig, optimizer: OptimizerConfig, paralle
             yield "--offload-optimizer cpu with --pipeline-model-parallel-size is not supported: leave it out"
     if offloads and stage == "0":
         yield "--offload-optimizer cpu needs --zero-stage 1, 2 or 3: DeepSpeed offloads what ZeRO shards"
-    if optimizer.optimizer_implementation == "apex":
+    if optimizer.optimizer == "muon":
+        if stage == "3" or offloads:
+            given = "--offload-optimizer cpu" if offloads else "--zero-stage 3"
+            yield f"--optimizer muon needs whole gradients on the device, not {given}: use --zero-stage 0, 1 or 2"
+        if optimizer.optimizer_implementation == "apex":
+            yield "--optimizer muon has no --optimizer-implementation apex: leave it out"
+    elif optimizer.optimizer_implementation == "apex":
         if offloads:
             yield "--optimizer-implementation apex needs a GPU, not --offload-optimizer cpu: use torch"
         if stage == "3":

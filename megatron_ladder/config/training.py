@@ -54,10 +54,13 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer. AdamW and its learning-rate schedule."""
+    """Optimizer. AdamW or Muon, and the learning-rate schedule."""
 
     lr: float = flag(above=0)
     """Peak learning rate."""
+    optimizer: Literal["adamw", "adam", "muon"] = "adamw"
+    """adamw, which Megatron calls adam; or muon, which moves each matrix of the layers by its orthogonalised momentum,
+    and everything else (embedding, output head, norms, biases) by AdamW."""
     min_lr: float = flag(0.0, minimum=0)
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
@@ -81,6 +84,16 @@ class OptimizerConfig:
     """Decay rate of the second moment."""
     adam_eps: float = flag(1e-8, above=0)
     """Term added to the denominator of the update."""
+    muon_momentum: float = flag(0.95, minimum=0, below=1, requires="--optimizer muon")
+    """Decay rate of Muon's momentum."""
+    muon_nesterov: bool = flag(True, requires="--optimizer muon")
+    """Orthogonalise the momentum itself, without Nesterov's step ahead."""
+    muon_ns_steps: int = flag(5, aliases=("--muon-num-ns-steps",), minimum=1, maximum=99, requires="--optimizer muon")
+    """Newton-Schulz iterations that orthogonalise a matrix."""
+    muon_scale_mode: Literal["match_rms_adamw", "original"] = flag("match_rms_adamw", requires="--optimizer muon")
+    """Scale of the update of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), whose elements are as large as
+    those of AdamW, so that --lr fits both; original: sqrt(max(1, rows / columns)), for learning rates around 0.02.
+    The names are those of torch.optim.Muon."""
     optimizer_implementation: Literal["auto", "torch", "apex"] = "auto"
     """Implementation of AdamW. auto: NVIDIA apex on CUDA if it is installed, otherwise torch."""
 

@@ -85,6 +85,8 @@ def _training(path: Path) -> Iterator[str]:
             f"written by {manifest['run'].get('world_size', '?')} ranks: tensor-parallel {tensor}, pipeline {stages}, "
             f"ZeRO stage {parallel.get('zero_stage', '?')}; any layout reads it"
         )
+    if checkpoint.stored("exp_avg"):
+        yield f"optimizer: {checkpoint.optimizer}"
     for kind in KINDS:
         stored = checkpoint.stored(kind)
         if stored:

@@ -85,7 +85,10 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
             continue
         for name, shape in expected.items():
             if name not in stored:
-                errors.append(f"{path}: {kind} of {name} is missing; expected shape {list(shape)}")
+                # Muon keeps one moment of the matrices of the layers.
+                of_muon = checkpoint.optimizer == "muon" and re.match(r"layers\..*_proj\.weight$", name)
+                if kind != "exp_avg_sq" or not of_muon:
+                    errors.append(f"{path}: {kind} of {name} is missing; expected shape {list(shape)}")
             elif (found := stored[name].global_shape) != shape:
                 errors.append(f"{path}: {kind} of {name}: found shape {list(found)}, expected {list(shape)}")
         unexpected = [name for name in stored if name not in expected]

@@ -16,7 +16,8 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.engine import Engine, UnpipelinedEngine
-from megatron_ladder.engine.optimizer import build_adamw, parameter_groups
+from megatron_ladder.engine.muon import MuonWithAdamW
+from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import select_operations
@@ -107,11 +108,12 @@ def build_engine(
         from megatron_ladder.engine.pipeline import PipelinedEngine
 
         kind = PipelinedEngine
-    parallel, groups = run.parallel, parameter_groups(model, run.optimizer.weight_decay)
+    parallel, groups = run.parallel, parameter_groups(model, run.optimizer)
     offload, apex_counts_steps = parallel.offload_optimizer == "cpu", parallel.zero_stage != "3"
-    optimizer, description = build_adamw(groups, run.optimizer, device, offload, apex_counts_steps)
+    muon_dtype = torch.bfloat16 if run.training.bf16 or run.training.fp16 else torch.float32
+    optimizer, description = build_optimizer(groups, run.optimizer, device, offload, apex_counts_steps, muon_dtype)
     try:
-        return kind(model, optimizer, config, mesh, device), description
+        engine = kind(model, optimizer, config, mesh, device)
     except (pydantic.ValidationError, DeepSpeedConfigError) as error:
         if parallel.deepspeed_config is None:
             raise
@@ -120,3 +122,6 @@ def build_engine(
             found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
             problem = f"{error.title}: {'; '.join(found)}"
         raise UserError(f"--deepspeed_config {parallel.deepspeed_config}: {problem}") from error
+    if isinstance(optimizer, MuonWithAdamW):
+        optimizer.distribute(engine.state.spans(), mesh.world)
+    return engine, description

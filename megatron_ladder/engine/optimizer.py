@@ -1,4 +1,4 @@
-"""AdamW, its parameter groups, and the learning rate as a pure function of the iteration."""
+"""AdamW and Muon, their parameter groups, and the learning rate as a pure function of the iteration."""
 
 import math
 from collections.abc import Sequence
@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
 from megatron_ladder.errors import UserError
+from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.apex import find_in_apex
 from megatron_ladder.parallel.layout import whole_shape
 
@@ -18,30 +19,46 @@ DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups: matrices, which decay, and norms and biases (of one dimension or one row), which do not."""
+def parameter_groups(model: LanguageModel, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return two groups: matrices, which decay, and norms and biases (of one dimension or one row), which do not.
+
+    With Muon, the matrices of the layers form another group, before that of embedding and output head.
+    """
     shapes = [(parameter, whole_shape(parameter)) for parameter in model.parameters()]
     matrices = [parameter for parameter, shape in shapes if math.prod(shape) > shape[-1]]
     vectors = [parameter for parameter, shape in shapes if math.prod(shape) == shape[-1]]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    decaying: list[dict[str, Any]] = [{"params": matrices}]
+    if config.optimizer == "muon":
+        of_layers = {id(parameter) for parameter in model.stack.parameters()}
+        parts = [[one for one in matrices if (id(one) in of_layers) is orthogonal] for orthogonal in (True, False)]
+        decaying = [{"params": parts[0], ORTHOGONAL: True}, {"params": parts[1], ORTHOGONAL: False}]
+    groups = [
+        *(group | {"weight_decay": config.weight_decay} for group in decaying if group["params"]),
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return groups if config.optimizer != "muon" else [{ORTHOGONAL: False, **group} for group in groups]
 
 
-def build_adamw(
+def build_optimizer(
     groups: Sequence[dict[str, Any]],
     config: OptimizerConfig,
     device: torch.device,
     offload: bool = False,
     apex_counts_steps: bool = True,
+    muon_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.optim.Optimizer, str]:
     """Return the optimizer and its description; raises UserError if apex was requested, but cannot be used.
 
     With `offload` torch's fused kernel runs on the host, in one pass over the memory. `apex_counts_steps` is False if
     the engine updates the parts of a group one after another (ZeRO-3): apex has one step count per group, which would
-    grow with every part.
+    grow with every part. Muon orthogonalises matrices in `muon_dtype`.
     """
     settings: dict[str, Any] = dict(lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
     wanted = config.optimizer_implementation
     fused = offload or device.type == "cuda"
+    if config.optimizer == "muon":
+        optimizer = MuonWithAdamW(groups, config, muon_dtype, fused=fused, **settings)
+        return optimizer, f"torch AdamW, and Muon in {str(muon_dtype).removeprefix('torch.')}"
     if offload:
         return torch.optim.AdamW(list(groups), fused=True, **settings), "torch, on the host"
     if wanted == "torch" or (wanted == "auto" and not (fused and apex_counts_steps)):

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer state: fp32 masters, Adam's moments and gradients, by parameter and element.
+"""DeepSpeed's optimizer state: fp32 masters, moments and gradients, by parameter and element.
 
 DeepSpeed flattens parameters and divides them among data-parallel ranks, in a different way in each of its optimizer
 classes. One adapter per class maps the parts of local parameters (`Span`) to DeepSpeed's tensors; this needs no
@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_ladder.checkpoint.optimizer_state import OptimizerState, Span
+from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
 from megatron_ladder.engine.gradients import GradientPiece
+from megatron_ladder.engine.muon import MOMENTUM, ORTHOGONAL
 from megatron_ladder.parallel.layout import parameter_sections
 
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -52,7 +53,7 @@ class EngineState(OptimizerState, ABC):
         state = self.base.state[span.flat_master]
         if which not in state:
             state[which] = torch.zeros_like(span.flat_master, memory_format=torch.preserve_format).detach()
-            if type(self.base) is torch.optim.AdamW:
+            if isinstance(self.base, torch.optim.AdamW):
                 # AdamW treats any non-empty state as fully initialized.
                 state.setdefault("step", self._step_count(span.flat_master, 0))
         return state[which].view(-1).narrow(0, span.offset, span.length)
@@ -62,7 +63,7 @@ class EngineState(OptimizerState, ABC):
         return next((int(counter["step"]) for counter in counters if "step" in counter), 0)
 
     def set_steps_taken(self, steps: int) -> None:
-        if type(self.base) is not torch.optim.AdamW:
+        if not isinstance(self.base, torch.optim.AdamW):
             for group in self.base.param_groups:
                 group["step"] = steps
             return
@@ -119,7 +120,8 @@ class _PlainState(EngineState):
         for group in self.base.param_groups:
             for parameter in group["params"]:
                 sections = self._sections[id(parameter)]
-                yield Span(sections, parameter.shape, 0, parameter.detach().view(-1), parameter, 0, owned)
+                weight, moments = parameter.detach().view(-1), _moments(group)
+                yield Span(sections, parameter.shape, 0, weight, parameter, 0, owned, moments)
 
     def gradients(self) -> Iterator[Tensor]:
         for span in self.spans():
@@ -139,14 +141,15 @@ class _FlatState(EngineState):
 
     def spans(self) -> Iterator[Span]:
         for index, (parameters, offsets, flat_master) in enumerate(self.groups()):
+            moments = _moments(self.base.param_groups[index])
             low = dist.get_rank(self._engine.optimizer.real_dp_process_group[index]) * flat_master.numel()
             high = low + flat_master.numel()
             for parameter, offset in zip(parameters, offsets, strict=True):
                 first, last = max(offset, low), min(offset + parameter.numel(), high)
                 if first < last:
                     weight = parameter.detach().view(-1).narrow(0, first - offset, last - first)
-                    sections = self._sections[id(parameter)]
-                    yield Span(sections, parameter.shape, first - offset, weight, flat_master, first - low, owned=True)
+                    sections, start = self._sections[id(parameter)], first - offset
+                    yield Span(sections, parameter.shape, start, weight, flat_master, first - low, True, moments)
 
     def copy_masters_to_weights(self) -> None:
         self._engine.optimizer.update_lp_params()
@@ -240,8 +243,13 @@ class _Zero3State(EngineState):
             optimizer._reassign_or_swap_out_partitioned_parameters(subgroup)
 
 
+def _moments(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return (MOMENTUM,) if group.get(ORTHOGONAL) else MOMENTS
+
+
 _STATES: dict[str, type[EngineState]] = {
     "AdamW": _PlainState,
+    "MuonWithAdamW": _PlainState,
     "FusedAdam": _PlainState,
     "BF16_Optimizer": _Bf16State,
     "DeepSpeedZeroOptimizer": _ZeroState,

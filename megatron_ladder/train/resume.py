@@ -28,6 +28,8 @@ _DEFINES_ORDER = ("seed", "seq_length")
 _ALWAYS = (
     "lr", "lr_warmup_iters", "lr_decay_style", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps",
 )  # fmt: skip
+_MUON = ("muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_scale_mode")
+"""Only effective with Muon."""
 _DECAY = ("min_lr", "lr_decay_iters")
 """Without effect in the style `constant`."""
 _WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
@@ -124,6 +126,17 @@ def _model_differences(run: RunConfig, checkpoint: Checkpoint, vocabulary_is_kno
     ]
 
 
+def _optimizer_difference(run: RunConfig, checkpoint: Checkpoint) -> str | None:
+    """Return an error if the stored moments are those of another optimizer."""
+    stored, given = checkpoint.optimizer, run.optimizer.optimizer
+    if (stored == "muon") == (given == "muon"):
+        return None
+    return (
+        f"--optimizer {given}: {checkpoint.directory} was trained with {stored}: give --optimizer {stored}, or "
+        "--no-load-optim to start the optimizer from scratch"
+    )
+
+
 def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) -> RunConfig:
     """Return the run with the schedule that it continues with; `errors` receives one line per rejected change."""
     options, stored, directory = run.checkpoint, checkpoint.manifest.get("run", {}), checkpoint.directory
@@ -131,6 +144,9 @@ def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) 
         return run
     if options.load_optim and not checkpoint.stored("exp_avg"):
         errors.add(f"--load {directory}: holds weights and no optimizer: give --finetune, or --no-load-optim")
+    if options.load_optim and (problem := _optimizer_difference(run, checkpoint)):
+        errors.add(problem)
+        return run
     if options.override_opt_param_scheduler or "optimizer" not in stored:
         return run
     train_iters = stored.get("training", {}).get("train_iters", run.training.train_iters)
@@ -139,7 +155,8 @@ def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) 
         return replace(run, optimizer=replace(run.optimizer, **theirs))
     ours = _complete(run.optimizer, {}, theirs["lr_decay_iters"])
     styles = {ours["lr_decay_style"], theirs["lr_decay_style"]}
-    compared = (*_ALWAYS, *(_DECAY if styles != {"constant"} else ()), *(_WSD if "WSD" in styles else ()))
+    muon = _MUON if run.optimizer.optimizer == "muon" and options.load_optim else ()
+    compared = (*_ALWAYS, *muon, *(_DECAY if styles != {"constant"} else ()), *(_WSD if "WSD" in styles else ()))
     errors.add(*(
         f"{flag_name(name)} {ours[name]}: {directory} was trained with {theirs[name]}: give "
         "--override-opt-param-scheduler to change it, or --use-checkpoint-opt-param-scheduler to keep the stored value"
@@ -150,8 +167,8 @@ def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) 
 
 
 def _complete(optimizer: OptimizerConfig, changes: dict[str, Any], train_iters: int) -> dict[str, Any]:
-    """Return the hyperparameters of schedule and AdamW, with derived values filled in."""
-    names = (*_ALWAYS, *_DECAY, *_WSD)
+    """Return the hyperparameters of schedule and optimizer, with derived values filled in."""
+    names = (*_ALWAYS, *_MUON, *_DECAY, *_WSD)
     known = {name: value for name, value in changes.items() if name in names}
     values = asdict(complete_schedule(replace(optimizer, **known), train_iters))
     return {name: values[name] for name in names}

@@ -64,6 +64,11 @@ def test_batches_follow_from_the_layout() -> None:
         ("--train-iters 0", "--train-iters 0: expected 1 or more"),
         ("--lr-decay-iters -5", "--lr-decay-iters -5: expected 1 or more"),
         ("--lr-warmup-iters 5 --lr-wsd-decay-iters 96", "--lr-wsd-decay-iters 96 is more than the 100 decay"),
+        ("--optimizer sgd", "--optimizer: 'sgd' is not one of adamw, adam, muon"),
+        ("--optimizer muon --zero-stage 3", "whole gradients on the device, not --zero-stage 3: use --zero-stage 0"),
+        ("--optimizer muon --offload-optimizer cpu", "on the device, not --offload-optimizer cpu: use"),
+        ("--optimizer muon --optimizer-implementation apex", "muon has no --optimizer-implementation apex"),
+        ("--muon-momentum 0.9", "--muon-momentum 0.9 requires --optimizer muon"),
         ("--weight-decay -1", "--weight-decay -1.0: expected 0 or more"),
     ],
 )
@@ -89,7 +94,7 @@ def test_megatron_spellings_are_accepted() -> None:
         "--lr-decay-style cosine --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 "
         "--init-method-std 0.02 --split 969,30,1 --save-interval 10 --eval-interval 10 --eval-iters 0 "
         "--log-interval 1 --tensorboard-dir tb --profile --use-pytorch-profiler --profile-ranks 0 1 "
-        " --pipeline-model-parallel-size 1 --deterministic-mode"
+        "--pipeline-model-parallel-size 1 --deterministic-mode --optimizer adam"
     )
     run, errors = read(words)
     assert errors == []

@@ -85,7 +85,9 @@ def small_config(**changes: Any) -> ModelConfig:
     return ModelConfig(**(sizes | changes))
 
 
-def write_cut_checkpoint(save: Path, config: ModelConfig, run: dict[str, Any]) -> dict[str, torch.Tensor]:
+def write_cut_checkpoint(
+    save: Path, config: ModelConfig, run: dict[str, Any], optimizer: str | None = None
+) -> dict[str, torch.Tensor]:
     """Write a checkpoint as ZeRO does: each of 3 ranks has an interval of every flattened tensor and its moments."""
     ranks = 3
     weights = make_weights(ReferenceConfig.like(config), seed=5)
@@ -98,11 +100,15 @@ def write_cut_checkpoint(save: Path, config: ModelConfig, run: dict[str, Any]) -
             if cuts[rank] == cuts[rank + 1]:
                 continue
             piece = flat[cuts[rank] : cuts[rank + 1]]
-            for kind, values in {"weight": piece, "exp_avg": piece * 0.1, "exp_avg_sq": piece.square()}.items():
+            parts = {"weight": piece, "exp_avg": piece * 0.1, "exp_avg_sq": piece.square()}
+            if optimizer == "muon" and name.endswith("_proj.weight"):
+                del parts["exp_avg_sq"]
+            for kind, values in parts.items():
                 writer.add_span(name, kind, weight.shape, whole_box(weight.shape), cuts[rank], values)
     writers[1].add("rng.rank_00001.cpu", "rng", (9,), (0,), torch.arange(9, dtype=torch.uint8))
+    flags = {"training": run} if optimizer is None else {"training": run, "optimizer": {"optimizer": optimizer}}
     header = {
-        "iteration": 30, "consumed_samples": 240, "model": config.to_dict(), "run": {"training": run},
+        "iteration": 30, "consumed_samples": 240, "model": config.to_dict(), "run": flags,
         "optimizer": {"steps_taken": 30}, "tokenizer": None,
     }  # fmt: skip
     (temporary / "tokenizer.json").write_text("{}")

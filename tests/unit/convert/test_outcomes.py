@@ -103,11 +103,15 @@ def test_export_of_a_checkpoint_written_with_zero(
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 3), (4, 2)], ids=str)
-def test_reshape_keeps_every_number(tmp_path: Path, layout: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layout", "optimizer"), [((1, 1), None), ((2, 3), "muon"), ((4, 2), "adamw")], ids=str
+)
+def test_reshape_keeps_every_number(
+    tmp_path: Path, layout: tuple[int, int], optimizer: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copying, "_ROWS_BYTES", 1000)
     config = small_config(residual_mode="ladder", ladder_layers=(2,), qk_layernorm=True)
-    write_cut_checkpoint(tmp_path / "run", config, {})
+    write_cut_checkpoint(tmp_path / "run", config, {}, optimizer)
     words = "--tensor-model-parallel-size", layout[0], "--pipeline-model-parallel-size", layout[1]
     convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "other", *words, "--verify")
     before, after = Checkpoint.open(tmp_path / "run"), Checkpoint.open(tmp_path / "other")

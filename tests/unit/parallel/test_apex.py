@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ladder.config.training import OptimizerConfig
-from megatron_ladder.engine.optimizer import build_adamw
+from megatron_ladder.engine.optimizer import build_optimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.operations import Operations, select_operations
 from megatron_ladder.parallel.apex import find_in_apex
@@ -55,8 +55,8 @@ def test_nvidias_package_is_used(unrelated_apex: None, monkeypatch: pytest.Monke
 
 def test_apex_is_never_used_on_a_cpu(unrelated_apex: None) -> None:
     group = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.1}]
-    optimizer, description = build_adamw(group, OptimizerConfig(lr=0.1), CPU)
+    optimizer, description = build_optimizer(group, OptimizerConfig(lr=0.1), CPU)
     assert type(optimizer) is torch.optim.AdamW and description == "torch"
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95) and optimizer.param_groups[0]["weight_decay"] == 0.1
     with pytest.raises(UserError, match="CUDA device"):
-        build_adamw(group, OptimizerConfig(lr=0.1, optimizer_implementation="apex"), CPU)
+        build_optimizer(group, OptimizerConfig(lr=0.1, optimizer_implementation="apex"), CPU)

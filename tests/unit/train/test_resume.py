@@ -1,11 +1,11 @@
 """Changes of the schedule that a resumed run may make, and their effect."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.errors import ErrorCollector
@@ -25,9 +25,9 @@ def run_of(words: str) -> RunConfig:
 
 def checkpoint_of(run: RunConfig, kinds: tuple[str, ...] = ("weight", "exp_avg")) -> Any:
     manifest = {"run": run.to_dict()}
-    return SimpleNamespace(
-        directory=Path("c/iter_0000050"), manifest=manifest, stored=lambda kind: {"w": 1} if kind in kinds else {}
-    )
+    checkpoint: Any = Checkpoint(Path("c/iter_0000050"), manifest, {})
+    checkpoint.stored = lambda kind: {"w": 1} if kind in kinds else {}
+    return checkpoint
 
 
 def resume(words: str, trained: str = TRAINED) -> tuple[RunConfig, list[str]]:
@@ -116,6 +116,33 @@ def test_a_run_cannot_be_resumed_from_weights_alone() -> None:
         run = run_of(f"{TRAINED} {words}")
         assert resumed_run(run, checkpoint_of(run, ("weight",)), errors) == run or words != "--finetune"
         assert [("give --finetune, or --no-load-optim" in line) for line in errors.messages] == [True] * refused
+
+
+def test_a_resumed_run_keeps_its_optimizer() -> None:
+    muon = f"{TRAINED} --optimizer muon"
+    assert resume(muon, muon)[1] == [] and resume(f"{TRAINED} --optimizer adam")[1] == []
+    assert resume(f"{muon} --muon-momentum 0.9 --no-muon-nesterov", muon)[1] == [
+        "--muon-momentum 0.9", "--muon-nesterov False",
+    ]  # fmt: skip
+    for words, trained, flag in ((muon, TRAINED, "--optimizer muon"), (TRAINED, muon, "--optimizer adamw")):
+        for schedule in ("", OVERRIDE, KEEP):
+            assert resume(f"{words} {schedule}", trained)[1] == [flag]
+        for free in ("--no-load-optim", "--finetune", "--skip-train"):
+            assert resume(f"{words} {free}", trained)[1] == []
+
+
+def test_a_checkpoint_that_names_no_optimizer_is_of_adamw() -> None:
+    old = checkpoint_of(run_of(TRAINED))
+    old.manifest["run"]["optimizer"] = {
+        name: value
+        for name, value in old.manifest["run"]["optimizer"].items()
+        if name != "optimizer" and not name.startswith("muon")
+    }
+    errors = ErrorCollector()
+    assert resumed_run(run_of(TRAINED), old, errors).optimizer.optimizer == "adamw" and not errors.messages
+    resumed_run(run_of(f"{TRAINED} --optimizer muon"), old, errors)
+    (message,) = errors.messages
+    assert "c/iter_0000050 was trained with adamw: give --optimizer adamw, or --no-load-optim" in message
 
 
 def test_contradicting_flags_are_reported() -> None:

@@ -1,0 +1,221 @@
+"""Muon for the matrices of the layers and AdamW for all other parameters, however the ranks share them.
+
+Muon (https://kellerjordan.github.io/posts/muon/) moves a matrix by its orthogonalised momentum, for which it needs the
+whole matrix. A rank holds slices of matrices (tensor parallelism), or intervals of slices (ZeRO). So one rank, the
+owner, computes the update of a matrix:
+
+    all ranks   update the momentum of the elements that they hold, and send them to the owner
+    owner       assembles the matrix, orthogonalises it, and returns its elements to the ranks that hold them
+    all ranks   update the elements
+
+A round of two all-to-alls handles one matrix per rank, so that ranks orthogonalise different matrices at the same time
+and need memory for one matrix. Matrices of similar cost share a round.
+
+A matrix is a canonical tensor: the projections q, k, v, gate and up are separate matrices, also where one parameter
+holds slices of several. This is Moonlight's choice (arXiv 2502.16982), and Megatron's default for q, k and v.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ladder.checkpoint.boxes import Box, cut_span
+from megatron_ladder.checkpoint.optimizer_state import Span
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.parallel.layout import split_interval
+
+ORTHOGONAL = "orthogonal"
+"""Key of a parameter group: whether Muon updates it."""
+MOMENTUM = "exp_avg"
+"""Key of the momentum in the state of a parameter, and its kind in checkpoints."""
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic polynomial whose iteration moves all singular values near 1 in few steps."""
+_EPSILON = 1e-7
+
+
+def _orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """Return U S V^T of a matrix U D V^T, with singular values S near 1, by Newton-Schulz steps in its dtype."""
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.T if is_tall else matrix
+    wide = wide / wide.norm().clamp(min=_EPSILON)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if is_tall else wide
+
+
+def _update_scale(shape: Sequence[int], mode: Literal["match_rms_adamw", "original"]) -> float:
+    """Return the factor of an orthogonalised update of this shape, as `torch.optim.Muon` adjusts its learning rate."""
+    rows, columns = shape
+    return 0.2 * math.sqrt(max(rows, columns)) if mode == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
+
+
+class _Piece(NamedTuple):
+    """An interval of a rank's slice of a matrix."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the matrix."""
+    held: Box
+    """The slice."""
+    start: int
+    length: int
+    sent: bool
+    """Whether the owner uses this copy, of all copies of these elements."""
+
+    def regions(self, matrix: Tensor, elements: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """Yield the parts of the whole matrix and of this interval's elements that correspond to each other."""
+        for box, begin in cut_span(self.held, self.start, self.length):
+            yield matrix[box.slices()], elements.narrow(0, begin, box.numel).view(box.extent)
+
+
+class _OwnPiece(NamedTuple):
+    """A piece that this rank holds, in the optimizer's tensors."""
+
+    piece: _Piece
+    flat_master: Tensor
+    offset: int
+    owner: int
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return the piece's elements of a tensor with the layout of `flat_master`, flat."""
+        return values.view(-1).narrow(0, self.offset, self.piece.length)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """At most one matrix per rank."""
+
+    own: Sequence[_OwnPiece]
+    """This rank's pieces of all these matrices, ordered by owner."""
+    assembled: Sequence[Sequence[_Piece]]
+    """All pieces of the matrix that this rank owns, by rank; empty lists if it owns none."""
+
+
+class MuonWithAdamW(torch.optim.AdamW):
+    """Updates the groups marked `ORTHOGONAL` with Muon, and the others with AdamW.
+
+    In a half-precision run, matrices are orthogonalised in bf16, like in `torch.optim.Muon`, otherwise in fp32.
+    """
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], config: OptimizerConfig, dtype: torch.dtype, **adamw: Any
+    ) -> None:
+        """`dtype` is that of the orthogonalisation; `adamw` are the arguments of torch's AdamW."""
+        super().__init__(list(groups), **adamw)
+        self._config = config
+        self._dtype = dtype
+        self._world = CommGroup.alone()
+        self._rounds: list[_Round] = []
+        self._nothing = torch.empty(0, dtype=dtype, device=groups[0]["params"][0].device)
+
+    def distribute(self, spans: Iterable[Span], world: CommGroup) -> None:
+        """Assign matrices to owners; all ranks must call this once, before the first step.
+
+        `spans` are all that this rank's optimizer updates.
+        """
+        updated = {id(tensor) for group in self.param_groups if group[ORTHOGONAL] for tensor in group["params"]}
+        own: list[tuple[_Piece, Tensor, int]] = []
+        for span in spans:
+            if id(span.flat_master) not in updated:
+                continue
+            for section, start, begin, length in split_interval(span.sections, span.shape, span.start, span.length):
+                held, is_sent = Box(section.offset, section.extent), span.owned and section.counted
+                piece = _Piece(section.name, section.global_shape, held, start, length, is_sent)
+                own.append((piece, span.flat_master, span.offset + begin))
+        everyone: list[list[_Piece]] = world.broadcast_object(world.gather_objects([piece for piece, *_ in own]))
+        shapes = {piece.name: piece.shape for pieces in everyone for piece in pieces}
+        by_cost = sorted(shapes, key=lambda name: (-math.prod(shapes[name]) * min(shapes[name]), name))
+        place = {name: divmod(index, world.size) for index, name in enumerate(by_cost)}
+        rounds = range(-(-len(by_cost) // world.size))
+        assembled: list[list[list[_Piece]]] = [[[] for _ in everyone] for _ in rounds]
+        for rank, pieces in enumerate(everyone):
+            for piece in pieces:
+                number, owner = place[piece.name]
+                if owner == world.rank:
+                    assembled[number][rank].append(piece)
+        held_here: list[list[_OwnPiece]] = [[] for _ in rounds]
+        for piece, flat_master, offset in own:
+            number, owner = place[piece.name]
+            held_here[number].append(_OwnPiece(piece, flat_master, offset, owner))
+        self._world = world
+        self._rounds = [
+            _Round(sorted(pieces, key=lambda one: one.owner), of_ranks)
+            for pieces, of_ranks in zip(held_here, assembled, strict=True)
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters; all ranks must call this alike."""
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group[ORTHOGONAL]]
+        try:
+            super().step(closure)
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group[ORTHOGONAL]:
+                self._step_matrices(group)
+
+    def _step_matrices(self, group: Mapping[str, Any]) -> None:
+        for flat_master in group["params"]:
+            state = self.state[flat_master]
+            if MOMENTUM not in state:
+                state[MOMENTUM] = torch.zeros_like(flat_master)
+                state["step"] = torch.zeros(())
+            state["step"] += 1
+            state[MOMENTUM].lerp_(flat_master.grad, 1 - self._config.muon_momentum)
+            flat_master.mul_(1 - group["lr"] * group["weight_decay"])
+        for one in self._rounds:
+            self._run(one, group["lr"])
+
+    def _run(self, one: _Round, learning_rate: float) -> None:
+        ranks = range(self._world.size)
+        outgoing: list[list[Tensor]] = [[] for _ in ranks]
+        for own in one.own:
+            if own.piece.sent:
+                outgoing[own.owner].append(self._direction(own).to(self._dtype))
+        sizes = [sum(piece.length for piece in pieces if piece.sent) for pieces in one.assembled]
+        received = self._world.all_to_all([torch.cat([self._nothing, *parts]) for parts in outgoing], sizes)
+        returned = self._orthogonalized(one.assembled, received)
+        sizes = [sum(own.piece.length for own in one.own if own.owner == owner) for owner in ranks]
+        elements = torch.cat(self._world.all_to_all(returned, sizes))
+        position = 0
+        for own in one.own:
+            scale = _update_scale(own.piece.shape, self._config.muon_scale_mode)
+            update = elements.narrow(0, position, own.piece.length)
+            own.of(own.flat_master).add_(update, alpha=-learning_rate * scale)
+            position += own.piece.length
+
+    def _direction(self, own: _OwnPiece) -> Tensor:
+        momentum = own.of(self.state[own.flat_master][MOMENTUM])
+        if not self._config.muon_nesterov:
+            return momentum
+        assert own.flat_master.grad is not None
+        return own.of(own.flat_master.grad).lerp(momentum, self._config.muon_momentum)
+
+    def _orthogonalized(self, assembled: Sequence[Sequence[_Piece]], received: Sequence[Tensor]) -> list[Tensor]:
+        """Return what each rank gets back of this rank's matrix, from what each rank has sent of it."""
+        some = next((piece for pieces in assembled for piece in pieces), None)
+        if some is None:
+            return list(received)
+        matrix = self._nothing.new_empty(some.shape)
+        for pieces, elements in zip(assembled, received, strict=True):
+            sent = [piece for piece in pieces if piece.sent]
+            for piece, values in zip(sent, elements.split([piece.length for piece in sent]), strict=True):
+                for whole, part in piece.regions(matrix, values):
+                    whole.copy_(part)
+        matrix = _orthogonalize(matrix, self._config.muon_ns_steps)
+        returned = [self._nothing.new_empty(sum(piece.length for piece in pieces)) for pieces in assembled]
+        for pieces, elements in zip(assembled, returned, strict=True):
+            for piece, values in zip(pieces, elements.split([piece.length for piece in pieces]), strict=True):
+                for whole, part in piece.regions(matrix, values):
+                    part.copy_(whole)
+        return returned
+

@@ -1,0 +1,118 @@
+"""Muon in all layouts, compared with `torch.optim.Muon` on a plain model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.engine.optimizer import build_schedule
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import assert_pieces
+from tests.helpers.states import everything, pass_on
+from tests.helpers.steps import RECIPE, STEPS, Batch, check_resume, steps_of_batches, train
+from tests.helpers.training import run_of
+from tests.reference import ReferenceConfig, Weights, make_weights
+from tests.reference.model import reference_gradients
+
+MUON = [*RECIPE, *"--lr 1e-2 --global-batch-size 8 --optimizer muon".split()]
+
+
+def torch_training(
+    argv: list[str], world: int, weights: Weights, batches: list[list[Batch]]
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Train a plain model with torch's optimizers; return loss and gradient norm of every step, and the weights."""
+    run = run_of(argv, world)
+    rate, options = build_schedule(run).at, run.optimizer
+    current = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
+    hidden = [weight for name, weight in current.items() if name.startswith("layers.") and weight.ndim == 2]
+    vocabulary = [weight for name, weight in current.items() if not name.startswith("layers.") and weight.ndim == 2]
+    vectors = [weight for weight in current.values() if weight.ndim == 1]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(
+            hidden, weight_decay=0.1, momentum=options.muon_momentum, nesterov=options.muon_nesterov,
+            ns_steps=options.muon_ns_steps, adjust_lr_fn=options.muon_scale_mode,
+        ),
+        torch.optim.AdamW([{"params": vocabulary, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+                          betas=(0.9, 0.95)),
+    ]  # fmt: skip
+    history = []
+    for iteration, batch in enumerate(batches, start=1):
+        tokens = sum(float(mask.sum()) for _, _, mask in batch)
+        loss = 0.0
+        for weight in current.values():
+            weight.grad = torch.zeros_like(weight)
+        for micro_batch in batch:
+            part, gradients = reference_gradients(current, ReferenceConfig.like(run.model), *micro_batch, tokens)
+            loss += float(part)
+            for name, gradient in gradients.items():
+                current[name].grad += gradient
+        history.append((loss, float(torch.nn.utils.clip_grad_norm_(current.values(), 0.5))))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(iteration)
+            optimizer.step()
+    return history, {name: weight.detach() for name, weight in current.items()}
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (1, "--zero-stage 0"),
+        pytest.param(
+            *(4, "--zero-stage 0 --tensor-model-parallel-size 2 --residual-mode ladder --add-attention-output-bias"),
+            marks=pytest.mark.slow,
+        ),
+        (4, "--zero-stage 1 --tensor-model-parallel-size 4 --muon-scale-mode original --no-muon-nesterov"),
+        pytest.param(
+            *(4, "--zero-stage 1 --tensor-model-parallel-size 2 --residual-mode ladder-parallel --qk-layernorm"),
+            marks=pytest.mark.slow,
+        ),
+        (4, "--zero-stage 1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --tie-embeddings"),
+        (2, "--zero-stage 2 --muon-ns-steps 3 --muon-momentum 0.8"),
+    ],
+)
+def test_steps_equal_torch_muon(
+    gloo_pools: GlooPools, monkeypatch: pytest.MonkeyPatch, world: int, words: str
+) -> None:
+    """torch's Muon orthogonalises in bf16; without that cast it is exact, and so is the comparison."""
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
+    argv = [*MUON, *words.split()]
+    weights = make_weights(ReferenceConfig.like(run_of(argv, world).model), seed=1, dtype=torch.float32)
+    batches = steps_of_batches(STEPS, 4)
+    expected, final = torch_training(argv, world, weights, batches)
+    results = gloo_pools(world).run(train, argv, weights, batches)
+    for history, _ in results:
+        for found, wanted in zip(history, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5)
+    assert_pieces([pieces for _, pieces in results], final, 2e-4)
+
+
+def test_resumed_steps_equal_uninterrupted_ones_bitwise(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    check_resume(gloo_pools, tmp_path, [*MUON, "--zero-stage", "1", "--bf16"], 2)
+
+
+LAYOUTS = [
+    ("--zero-stage 0", 1),
+    ("--zero-stage 1 --tensor-model-parallel-size 2", 4),
+    ("--zero-stage 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4),
+    ("--zero-stage 0 --tensor-model-parallel-size 2", 2),
+]
+
+
+def test_a_run_continues_in_other_layouts(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    """A step in each layout, with saves in between, gives the state of as many steps in one layout."""
+    argv = [*MUON, "--add-mlp-bias"]
+    load: dict[str, str | None] = {"one": None, "many": None}
+    for number, (words, world) in enumerate(LAYOUTS):
+        for name, (layout, ranks) in {"one": LAYOUTS[0], "many": (words, world)}.items():
+            save = str(tmp_path / f"{name}.{number}")
+            steps = gloo_pools(ranks).run(pass_on, [*argv, *layout.split()], load[name], save, 1)
+            assert steps == [number + 1] * ranks
+            load[name] = save
+    found, expected = (everything(Path(str(load[name]))) for name in ("many", "one"))
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        torch.testing.assert_close(found[key], values, rtol=1e-3, atol=2e-5)
+    first, second = ({name for name, kind in found if kind == moment} for moment in ("exp_avg", "exp_avg_sq"))
+    assert first - second == {name for name in first if name.endswith("_proj.weight")}

@@ -1,0 +1,76 @@
+"""Muon on flat partitions, compared with `torch.optim.Muon` on whole matrices."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_ladder.checkpoint.optimizer_state import Span
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
+from megatron_ladder.parallel.layout import Section
+
+FUSED = {"q": (8, 24), "k": (3, 24)}
+"""Matrices whose rows are in one parameter."""
+SHAPES = {**FUSED, "down": (24, 10)}
+CUTS = (0, 37, 264, 301, 504)
+"""Borders of the spans: 11 x 24 elements of the fused parameter, then 24 x 10 of the other one."""
+
+
+def spans_of(flat: torch.Tensor) -> list[Span]:
+    sections = [Section("q", FUSED["q"], length=8), Section("k", FUSED["k"], length=3, local_start=8)]
+    fused, down = (sections, (11, 24)), ([Section("down", SHAPES["down"], dim=1, length=10)], SHAPES["down"])
+    found = []
+    for low, high in zip(CUTS, CUTS[1:], strict=False):
+        held, shape = fused if high <= 264 else down
+        start = low if high <= 264 else low - 264
+        found.append(Span(held, shape, start, flat.detach()[low:high], flat, low, owned=True))
+    return found
+
+
+@pytest.mark.parametrize("scale_mode", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_updates_in_bf16_equal_torch_muon_bitwise(scale_mode: str, nesterov: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    matrices = {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in SHAPES.items()}
+    bias, flat_bias = torch.zeros(5, requires_grad=True), torch.zeros(5, requires_grad=True)
+    flat = torch.cat([matrix.detach().reshape(-1) for matrix in matrices.values()]).requires_grad_()
+    muon = torch.optim.Muon(
+        matrices.values(), lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov, ns_steps=4,
+        adjust_lr_fn=scale_mode,
+    )  # fmt: skip
+    adamw = torch.optim.AdamW([bias], lr=0.02, weight_decay=0.0)
+    config = OptimizerConfig(
+        lr=0.02, muon_momentum=0.9, muon_nesterov=nesterov, muon_ns_steps=4, muon_scale_mode=scale_mode
+    )  # type: ignore[arg-type]
+    groups = [
+        {"params": [flat], "weight_decay": 0.1, ORTHOGONAL: True},
+        {"params": [flat_bias], "weight_decay": 0.0, ORTHOGONAL: False},
+    ]
+    ours = MuonWithAdamW(groups, config, torch.bfloat16, lr=0.02)
+    ours.distribute(spans_of(flat), CommGroup.alone())
+    for _ in range(3):
+        for matrix in matrices.values():
+            matrix.grad = torch.randn(matrix.shape, generator=generator)
+        bias.grad = torch.randn(5, generator=generator)
+        flat.grad = torch.cat([matrix.grad.reshape(-1) for matrix in matrices.values() if matrix.grad is not None])
+        flat_bias.grad = bias.grad.clone()
+        for optimizer in (muon, adamw, ours):
+            optimizer.step()
+    expected = torch.cat([matrix.detach().reshape(-1) for matrix in matrices.values()])
+    assert torch.equal(flat.detach(), expected) and torch.equal(flat_bias, bias)
+
+
+def test_the_update_is_nearly_orthogonal_and_as_large_as_adamws() -> None:
+    """After the first step, singular values are equal up to the factor of about 1.5 of the iteration."""
+    flat = torch.zeros(24 * 10).requires_grad_()
+    flat.grad = torch.randn(240, generator=torch.Generator().manual_seed(1))
+    groups = [{"params": [flat], "weight_decay": 0.0, ORTHOGONAL: True}]
+    ours = MuonWithAdamW(groups, OptimizerConfig(lr=1.0), torch.float32, lr=1.0)
+    section = Section("down", (24, 10), dim=1, length=10)
+    ours.distribute([Span([section], (24, 10), 0, flat.detach(), flat, 0, owned=True)], CommGroup.alone())
+    ours.step()
+    singular = torch.linalg.svdvals(flat.detach().view(24, 10)) / (0.2 * math.sqrt(24))
+    assert bool(((singular > 0.6) & (singular < 1.3)).all())
+    assert 0.1 < float(flat.detach().square().mean().sqrt()) < 0.3
