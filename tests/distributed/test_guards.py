@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron_ladder.checkpoint.optimizer_state import MOMENTS
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
@@ -20,7 +19,8 @@ LAYOUTS = [
     "--zero-stage 0", "--zero-stage 1", "--zero-stage 1 --bf16", "--zero-stage 2", "--zero-stage 3",
     "--zero-stage 1 --offload-optimizer cpu", "--zero-stage 0 --tensor-model-parallel-size 2",
     "--zero-stage 1 --bf16 --tensor-model-parallel-size 2",
-    "--zero-stage 1 --pipeline-model-parallel-size 2", "--zero-stage 1 --bf16 --pipeline-model-parallel-size 2",
+    "--zero-stage 1 --bf16 --optimizer muon", "--zero-stage 1 --pipeline-model-parallel-size 2",
+    "--zero-stage 1 --bf16 --pipeline-model-parallel-size 2",
 ]  # fmt: skip
 SPOILED = "layers.2.mlp.down_proj.weight"
 
@@ -57,7 +57,7 @@ def steps_around(
                 result = train_step(trainer, own_batches(trainer, batch), iteration)
             # Read the moments as a save does; before the first update they do not exist yet.
             state = trainer.engine.state
-            moments = [state.moment(span, which) for span in state.spans() for which in MOMENTS]
+            moments = [state.moment(span, which) for span in state.spans() for which in span.moments]
             assert iteration > 1 or not any(moment.any() for moment in moments)
         else:
             result = train_step(trainer, own_batches(trainer, batch), iteration)

@@ -15,6 +15,7 @@ from megatron_ladder.lab.cost.memory import (
     _head_activation_bytes,
     _layers_activation_bytes,
     _state_bytes,
+    orthogonal_parameters,
     stage_parameters,
 )
 from megatron_ladder.lab.plan.calibration import ClusterCalibration, apply_calibration
@@ -55,8 +56,11 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def state_of_a_step(argv: list[str]) -> tuple[int, int]:
-    """Return per rank the bytes that a trainer holds between micro-batches of its second step, and its parameters."""
+def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
+    """Return per rank the bytes that a trainer holds between micro-batches of its second step, and its parameters.
+
+    The last number is how many of these are in matrices of layers.
+    """
     batches = steps_of_batches(2, 2 * torch.distributed.get_world_size())
     before = live_bytes()
     trainer = build_trainer_here([*SHAPE, *argv])
@@ -66,14 +70,21 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int]:
     trainer.engine.wrapped.backward(loss, scale_wrt_gas=False)
     del loss
     held = live_bytes() - before
-    return held, stage_parameters(trainer.run.model, Layout(), 0)
+    model = trainer.run.model
+    return held, stage_parameters(model, Layout(), 0), orthogonal_parameters(model, Layout(muon=True), 0)
 
 
-@pytest.mark.parametrize(("precision", "zero"), [("fp32", 0), ("fp32", 1), ("bf16", 1)])
-def test_states_are_what_the_engine_allocates(gloo_pools: GlooPools, precision: Precision, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("precision", "zero", "optimizer"),
+    [("fp32", 0, "adamw"), ("fp32", 0, "muon"), ("fp32", 1, "muon"), ("fp32", 1, "adamw"), ("bf16", 1, "adamw")],
+)
+def test_states_are_what_the_engine_allocates(
+    gloo_pools: GlooPools, precision: Precision, zero: int, optimizer: str
+) -> None:
     argv = ["--zero-stage", str(zero), "--global-batch-size", "8", *(["--bf16"] if precision == "bf16" else [])]
-    for held, parameters in gloo_pools(2).run(state_of_a_step, argv):
-        expected = sum(_state_bytes(parameters, Layout(data=2, zero=zero), precision))
+    for held, parameters, matrices in gloo_pools(2).run(state_of_a_step, [*argv, "--optimizer", optimizer]):
+        orthogonal = matrices if optimizer == "muon" else 0
+        expected = sum(_state_bytes(parameters, Layout(data=2, zero=zero), precision, orthogonal))
         expected += BUCKET_BYTES if (precision, zero) == ("fp32", 1) else 0
         assert held == pytest.approx(expected, abs=TOLERANCE * 12 * parameters)
 

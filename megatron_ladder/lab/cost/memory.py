@@ -12,6 +12,8 @@ parameter of the GPU (those of its tensor- and pipeline-parallel share) are:
     bf16, 2            2         4 / D       12 / D
     bf16, 3            2 / D     4 / D       12 / D
 
+Muon has no second moment of the matrices of the layers: 4 bytes (/ D) less for each of their elements.
+
 Activations that autograd keeps for backward, in numbers, for T = s b tokens and t tensor-parallel ranks:
 
     sub-block          its input and the output of its norm         2 T h   (T h / t each with sequence parallelism)
@@ -45,7 +47,7 @@ class Layout:
     """How a model and its batch are distributed.
 
     `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. Fused norms keep only
-    their input, as those of torch and apex do on CUDA; torch's norm keeps more on a CPU.
+    their input, as those of torch and apex do on CUDA; torch's norm keeps more on a CPU. `muon` is the optimizer.
     """
 
     tensor: int = 1
@@ -56,6 +58,7 @@ class Layout:
     recompute: bool = False
     sequence_parallel: bool = False
     fused_norms: bool = True
+    muon: bool = False
 
     @property
     def gpus(self) -> int:
@@ -82,6 +85,14 @@ def _layer_parameters(model: ModelConfig, tensor: int) -> int:
     return sum(sub_block.parameters(tensor) for sub_block in layer_tensors(model)[0])
 
 
+def orthogonal_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
+    """Return how many of a stage's parameters per rank are updated by Muon: the matrices of its layers."""
+    branches = (branch for sub_block in layer_tensors(model)[0] for branch in sub_block.branches)
+    matrices = (matrix for branch in branches for matrix in (*branch.inputs, branch.output))
+    of_layer = sum(matrix.weight.local_numel(layout.tensor) for matrix in matrices)
+    return stage_layers(model, layout.pipeline, stage) * of_layer if layout.muon else 0
+
+
 def stage_layers(model: ModelConfig, pipeline: int, stage: int) -> int:
     """Return the layers of a pipeline stage; the first stages have one more if the layers do not divide evenly."""
     return model.num_layers // pipeline + (stage < model.num_layers % pipeline)
@@ -99,8 +110,13 @@ def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
     return count + matrix * (stage == last and not (model.tie_embeddings and stage == 0))
 
 
-def _state_bytes(parameters: int, layout: Layout, precision: Precision) -> tuple[float, float, float]:
-    """Return the bytes of weights, gradients and optimizer state by the table at the top of this file."""
+def _state_bytes(
+    parameters: int, layout: Layout, precision: Precision, orthogonal: int = 0
+) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and optimizer state by the table at the top of this file.
+
+    `orthogonal` is the number of parameters that Muon updates.
+    """
     # DeepSpeed would step the masters on zero gradients.
     if precision == "bf16" and layout.zero == 0:
         raise ValueError("bf16 needs ZeRO 1 or more")
@@ -110,6 +126,7 @@ def _state_bytes(parameters: int, layout: Layout, precision: Precision) -> tuple
     if precision == "bf16" and layout.zero == 1:
         gradients += _NUMBER_BYTES[precision] * parameters
     optimizer = 2 * FP32_BYTES * parameters if layout.zero == 0 else 3 * FP32_BYTES * parameters * share
+    optimizer -= FP32_BYTES * orthogonal * (1 if layout.zero == 0 else share)
     return weights, gradients, optimizer
 
 
@@ -166,7 +183,8 @@ def _stage_memory(
     model: ModelConfig, layout: Layout, stage: int, sequence: int, micro_batches: int, precision: Precision = "bf16"
 ) -> Memory:
     size, tokens = _NUMBER_BYTES[precision], sequence * layout.micro_batch
-    weights, gradients, optimizer = _state_bytes(stage_parameters(model, layout, stage), layout, precision)
+    parameters, orthogonal = stage_parameters(model, layout, stage), orthogonal_parameters(model, layout, stage)
+    weights, gradients, optimizer = _state_bytes(parameters, layout, precision, orthogonal)
     held = min(layout.pipeline - stage, micro_batches)
     activations = held * _layers_activation_bytes(model, layout, stage, tokens, precision)
     if layout.recompute:

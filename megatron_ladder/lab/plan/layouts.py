@@ -27,6 +27,7 @@ class PlanRequest:
     global_batch: int
     sequence: int
     wirings: tuple[ResidualMode, ...]
+    muon: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,10 @@ def _layouts(request: PlanRequest) -> Iterator[Layout]:
             data = request.gpus // (tensor * pipeline)
             sequence_parallel = (False, True) if tensor > 1 and request.sequence % tensor == 0 else (False,)
             zeros = (1, 2, 3) if pipeline == 1 and data > 1 else (1,)
+            zeros = tuple(zero for zero in zeros if not (request.muon and zero == 3))
             for micro_batch, zero, recompute, cut in product(MICRO_BATCHES, zeros, (False, True), sequence_parallel):
                 if request.global_batch % (data * micro_batch) == 0:
-                    yield Layout(tensor, pipeline, data, zero, micro_batch, recompute, cut)
+                    yield Layout(tensor, pipeline, data, zero, micro_batch, recompute, cut, muon=request.muon)
 
 
 def _divisors(number: int, most: int) -> list[int]:

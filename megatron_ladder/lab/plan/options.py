@@ -32,6 +32,8 @@ class LayoutOptions:
     """Tokens per sample."""
     wirings: tuple[str, ...] = flag(SHARED_STREAM_MODES, choices=SHARED_STREAM_MODES)
     """Wirings to compare."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer, for the memory of its state; the time of its step is not estimated."""
     top: int = flag(10, minimum=1)
     """Number of layouts to list."""
     calibration: Path | None = None

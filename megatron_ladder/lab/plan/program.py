@@ -48,7 +48,8 @@ def print_layouts(options: LayoutOptions) -> None:
         raise UserError("--plot: matplotlib is not installed: pip install matplotlib")
     model, cluster = find_size(options.model), _cluster_of(options)
     wirings = tuple(wiring for wiring in SHARED_STREAM_MODES if wiring in options.wirings)
-    request = PlanRequest(model, cluster, options.gpus, options.global_batch_size, options.seq_length, wirings)
+    muon = options.optimizer == "muon"
+    request = PlanRequest(model, cluster, options.gpus, options.global_batch_size, options.seq_length, wirings, muon)
     plans = fitting_plans(request)
     if not plans:
         raise UserError(
@@ -149,6 +150,7 @@ def _training_words(request: PlanRequest, plan: LayoutPlan) -> list[str]:
         words += [name, str(value)] if value != default else []
     words += ["--sequence-parallel"] * layout.sequence_parallel
     words += ["--recompute-granularity", "full"] * layout.recompute
+    words += ["--optimizer", "muon"] * layout.muon
     return [*words, "--bf16"]
 
 

@@ -103,7 +103,7 @@ def test_figures_that_nobody_measured_are_ranges() -> None:
 
 @pytest.mark.parametrize("model", ["llama-1b", "llama-70b", "paper-3.5b"])
 def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
-    asked = request_of(model, 64, 128)
+    asked = replace(request_of(model, 64, 128), muon=model == "llama-1b")
     for plan in best_of_each_grid(fitting_plans(asked)):
         errors: list[str] = []
         words = [*_training_words(asked, plan), "--train-iters", "10", "--lr", "1e-3"]
@@ -115,6 +115,7 @@ def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
             layout.tensor, layout.pipeline,
         )  # fmt: skip
         assert (run.data_parallel_size, int(parallel.zero_stage)) == (layout.data, layout.zero)
+        assert run.optimizer.optimizer == ("muon" if asked.muon else "adamw")
         assert (run.training.micro_batch_size, run.global_batch_size) == (layout.micro_batch, 128)
         assert (run.recompute_layers > 0, parallel.sequence_parallel) == (layout.recompute, layout.sequence_parallel)
         assert run.training.bf16 and run.training.seq_length == 4096
