@@ -5,6 +5,7 @@ On a terminal a bar is redrawn in place. Elsewhere a line is printed every few s
 
 import sys
 import threading
+import time
 from typing import Any, Self, TextIO
 
 from tqdm import tqdm
@@ -16,6 +17,8 @@ PLAIN_SECONDS = 10.0
 class _Bar(tqdm):  # type: ignore[misc]
     # No monitor thread and no lock shared between processes: callers fork workers.
     monitor_interval = 0
+    # tqdm reads the wall clock: after it was set back, no line would appear until it has caught up.
+    _time = property(lambda bar: time.monotonic, lambda bar, clock: None)
     _lock = threading.RLock()
 
 

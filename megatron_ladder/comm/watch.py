@@ -11,6 +11,7 @@ The collectives come from torch's flight recorder, which records all collectives
 import contextlib
 import faulthandler
 import json
+import math
 import sys
 import tempfile
 import threading
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class _RecordedCollective:
 
     `name` is torch's name for it, such as all_reduce; `number` counts from 1 in its process group, which `group`
     describes. `ranks` are global, and empty if the group no longer exists; `shapes` are those of the inputs, with
-    dtypes. `started` is in seconds since the epoch. A finished collective may have failed.
+    dtypes. A finished collective may have failed.
     """
 
     name: str
@@ -51,12 +52,26 @@ class _RecordedCollective:
     ranks: tuple[int, ...]
     number: int
     shapes: str
-    started: float
     finished: bool
 
     def __str__(self) -> str:
         members = f" of {name_ranks(self.ranks)}" if self.ranks else ""
         return f"{self.name} {self.number} in group {self.group!r}{members}, {self.shapes}"
+
+
+def _dump_recorder(collectives: bool) -> dict[str, Any]:
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json", None)
+    return {} if dump is None else json.loads(dump(includeCollectives=collectives))
+
+
+def _launches() -> dict[str, Any]:
+    """Return the number of the last collective in each process group; reading it takes less than 0.1 ms.
+
+    The recorder's times are those of the wall clock, which may be set, so they measure no duration.
+    """
+    groups = _dump_recorder(False).get("pg_status", {})
+    return {name: status["last_enqueued_collective"] for name, status in groups.items()}
 
 
 def _recorded_collectives() -> list[_RecordedCollective]:
@@ -65,13 +80,9 @@ def _recorded_collectives() -> list[_RecordedCollective]:
     The recorder keeps the last TORCH_FR_BUFFER_SIZE collectives. The list is empty if that is 0 or if torch has no
     recorder.
     """
-    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json", None)
-    if dump is None:
-        return []
     groups = {group.group_name: group for group in distributed_c10d._world.pg_map}
     found = []
-    for entry in json.loads(dump()).get("entries", []):
+    for entry in _dump_recorder(True).get("entries", []):
         group_name, description = entry["process_group"]
         group = groups.get(group_name)
         inputs = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
@@ -82,7 +93,6 @@ def _recorded_collectives() -> list[_RecordedCollective]:
                 ranks=() if group is None else tuple(dist.get_process_group_ranks(group)),
                 number=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
                 shapes=", ".join(f"{dtype}{size}" for dtype, size in inputs) or "no data",
-                started=entry["time_created_ns"] / 1e9,
                 finished=entry["retired"],
             )
         )
@@ -168,13 +178,13 @@ class HangWatch:
         self._peers = peers
         self._on_loss = on_loss
         self._iteration = 0
-        self._last_beat = 0.0
+        self._last_beat = -math.inf
         self._startup = startup
         self._running = min(startup, running)
         self._limit = startup
         self._rank = dist.get_rank()
         self._stepped = False
-        self._progress = time.time()
+        self._progress = time.monotonic()
         self._reported = False
         self._worker = 0
         self._stop = threading.Event()
@@ -193,7 +203,7 @@ class HangWatch:
 
     def step_done(self, iteration: int = 0) -> None:
         """Record progress; call this after every optimizer step."""
-        self._progress, self._iteration = time.time(), iteration
+        self._progress, self._iteration = time.monotonic(), iteration
         if not self._stepped:
             self._stepped = True
             self._set_limit(self._running)
@@ -206,21 +216,22 @@ class HangWatch:
         self._set_limit(self._running if self._stepped else self._startup)
 
     def _set_limit(self, limit: timedelta) -> None:
-        self._progress = time.time()
+        self._progress = time.monotonic()
         self._limit = limit
         # All process groups of this rank, including DeepSpeed's.
         for group in list(distributed_c10d._world.pg_map):
             distributed_c10d._set_pg_timeout(limit, group)
 
     def _watch(self) -> None:
-        while not self._stop.wait(min(1.0, self._limit.total_seconds() / 20)):
-            limit = self._limit.total_seconds()
-            if time.time() - self._last_beat > BEAT_SECONDS:
-                self._last_beat = time.time()
+        launches = _launches()
+        while not self._stop.wait(min(1.0, self._running.total_seconds() / 20)):
+            limit, now = self._limit.total_seconds(), time.monotonic()
+            if now - self._last_beat > BEAT_SECONDS:
+                self._last_beat = now
                 self._peers.beat(self._rank, self._iteration)
-            # The recorder is read only if no step has finished for a long time.
-            collectives = _recorded_collectives() if time.time() - self._progress >= limit * REPORT_AT else []
-            silent = time.time() - max([self._progress, *(one.started for one in collectives[-1:])])
+            if (latest := _launches()) != launches:
+                launches, self._progress = latest, now
+            silent = now - self._progress
             if silent < limit * REPORT_AT:
                 if self._reported:
                     self._reported = False
@@ -229,7 +240,8 @@ class HangWatch:
             if not self._reported:
                 self._reported = True
                 # A rank in no collective is the one that others wait for, so it does not report that it waits.
-                if _awaited_peer(self._worker) is not None or not all(one.finished for one in collectives):
+                waits = _awaited_peer(self._worker) is not None
+                if waits or not all(one.finished for one in _recorded_collectives()):
                     self._peers.say_waiting(self._rank, True)
                 self._report(silent)
             peer = _awaited_peer(self._worker)

@@ -4,6 +4,7 @@ import io
 import threading
 
 import pytest
+import tqdm.std
 
 from megatron_ladder import progress
 from megatron_ladder.progress import ProgressBar
@@ -33,6 +34,16 @@ def test_a_short_operation_is_silent_in_a_log() -> None:
     with ProgressBar("copied", 10, stream=log) as bar:
         bar.advance(10)
     assert log.getvalue() == ""
+
+
+def test_a_clock_that_is_set_back_stops_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    clock = iter(range(1000, 0, -1))
+    monkeypatch.setattr(tqdm.std, "time", lambda: next(clock))
+    log = io.StringIO()
+    with ProgressBar("copied", 10, unit=" files", stream=log) as bar:
+        bar.advance(5)
+    assert "50%" in log.getvalue()
 
 
 def test_a_terminal_gets_one_line_that_is_redrawn() -> None:
