@@ -14,8 +14,8 @@ from megatron_ladder.lab.cost.memory import (
     Precision,
     _head_activation_bytes,
     _layers_activation_bytes,
+    _orthogonal_parameters,
     _state_bytes,
-    orthogonal_parameters,
     stage_parameters,
 )
 from megatron_ladder.lab.plan.calibration import ClusterCalibration, apply_calibration
@@ -71,7 +71,7 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
     del loss
     held = live_bytes() - before
     model = trainer.run.model
-    return held, stage_parameters(model, Layout(), 0), orthogonal_parameters(model, Layout(muon=True), 0)
+    return held, stage_parameters(model, Layout(), 0), _orthogonal_parameters(model, Layout(muon=True), 0)
 
 
 @pytest.mark.parametrize(

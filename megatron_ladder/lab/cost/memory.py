@@ -85,7 +85,7 @@ def _layer_parameters(model: ModelConfig, tensor: int) -> int:
     return sum(sub_block.parameters(tensor) for sub_block in layer_tensors(model)[0])
 
 
-def orthogonal_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
+def _orthogonal_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
     """Return how many of a stage's parameters per rank are updated by Muon: the matrices of its layers."""
     branches = (branch for sub_block in layer_tensors(model)[0] for branch in sub_block.branches)
     matrices = (matrix for branch in branches for matrix in (*branch.inputs, branch.output))
@@ -183,7 +183,7 @@ def _stage_memory(
     model: ModelConfig, layout: Layout, stage: int, sequence: int, micro_batches: int, precision: Precision = "bf16"
 ) -> Memory:
     size, tokens = _NUMBER_BYTES[precision], sequence * layout.micro_batch
-    parameters, orthogonal = stage_parameters(model, layout, stage), orthogonal_parameters(model, layout, stage)
+    parameters, orthogonal = stage_parameters(model, layout, stage), _orthogonal_parameters(model, layout, stage)
     weights, gradients, optimizer = _state_bytes(parameters, layout, precision, orthogonal)
     held = min(layout.pipeline - stage, micro_batches)
     activations = held * _layers_activation_bytes(model, layout, stage, tokens, precision)

@@ -55,8 +55,7 @@ def _layouts(request: PlanRequest) -> Iterator[Layout]:
         for pipeline in _divisors(request.gpus // tensor, request.model.num_layers):
             data = request.gpus // (tensor * pipeline)
             sequence_parallel = (False, True) if tensor > 1 and request.sequence % tensor == 0 else (False,)
-            zeros = (1, 2, 3) if pipeline == 1 and data > 1 else (1,)
-            zeros = tuple(zero for zero in zeros if not (request.muon and zero == 3))
+            zeros = [1, 2, 3][: 2 if request.muon else 3] if pipeline == 1 and data > 1 else [1]
             for micro_batch, zero, recompute, cut in product(MICRO_BATCHES, zeros, (False, True), sequence_parallel):
                 if request.global_batch % (data * micro_batch) == 0:
                     yield Layout(tensor, pipeline, data, zero, micro_batch, recompute, cut, muon=request.muon)
