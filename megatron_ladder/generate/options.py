@@ -161,6 +161,8 @@ class ServeOptions:
     number of the model's positions, but at most 4096."""
     max_body_bytes: int = flag(1 << 20, minimum=1, requires="--serve")
     """Largest size of a request's body."""
+    max_connections: int = flag(512, minimum=1, requires="--serve")
+    """Largest number of connections, with and without a request. Further ones are closed with status 503."""
     grace_seconds: float = flag(10.0, minimum=0, requires="--serve")
     """Time that running requests have to finish after SIGTERM or Ctrl-C."""
 

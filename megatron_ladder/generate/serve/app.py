@@ -1,23 +1,18 @@
-"""The HTTP side of the server: requests in progress, the ASGI application, and uvicorn's protocol with more timeouts.
-
-Timeouts of a connection:
-
-    header                                    HEADER_SECONDS from the connection or from the next request's first byte
-    body                                      _BODY_SECONDS; the client gets an error response
-    response that the client does not read    UNREAD_SECONDS without any progress
-    next request                              uvicorn's keep-alive timeout
-"""
+"""The HTTP side of the server: requests in progress and the ASGI application."""
 
 import asyncio
+import contextlib
 import hmac
+import ipaddress
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
@@ -26,10 +21,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.requests import NewToken
+from megatron_ladder.generate.serve.connection import BODY_SECONDS
 from megatron_ladder.generate.serve.protocol import (
     ApiError,
     ApiRequest,
@@ -40,9 +35,13 @@ from megatron_ladder.generate.serve.protocol import (
 )
 from megatron_ladder.generate.serve.scheduler import Aborted, Event, Scheduler, Ticket
 
+_AMBIGUOUS = "ambiguous_length"
 _HEALTH = "/health"
 """The only path that requires no key."""
-HEADER_SECONDS = _BODY_SECONDS = UNREAD_SECONDS = 30.0
+_SMALL_BODY = 1 << 16
+"""Bytes of a body that do not count as a large one."""
+_LARGE_BODIES = 16
+"""Number of largest bodies whose bytes the server holds at the same time while they arrive."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,10 @@ class Service:
         self.metrics = _Metrics()
         # Whether new requests are rejected because the server shuts down; any thread can set it.
         self.stopping = False
+        local = setup.listener is not None and ipaddress.ip_address(setup.listener.getsockname()[0]).is_loopback
+        self.only_local_hosts = local and not setup.api_keys
         self._outstanding = 0
+        self._arriving_bytes = 0
         # Not in the server's thread, where a long text would delay the streams. One thread only, because tokenizers
         # need not be thread-safe.
         self._parser = ThreadPoolExecutor(1, "parser")
@@ -89,6 +91,21 @@ class Service:
         # All keys are compared, so that the duration reveals nothing about them.
         matches = [hmac.compare_digest(key.strip(), known) for known in self.setup.api_keys]
         return kind.lower() == b"bearer" and any(matches)
+
+    def refusal(self, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
+        """Return the error of a request whose body is not needed to reject it."""
+        if {b"content-length", b"transfer-encoding"} <= headers.keys():
+            # A proxy may find another end of the body than this server.
+            message = "the request has both Content-Length and Transfer-Encoding; send one of them"
+            return ApiError(400, message, code=_AMBIGUOUS)
+        if path != _HEALTH and not self.is_authorized(headers.get(b"authorization", b"")):
+            return ApiError(401, "send one of this server's keys as the bearer token", code="invalid_api_key")
+        host = headers.get(b"host", b"localhost").decode("latin-1")
+        if self.only_local_hosts and not _is_local(host, self.setup.options.host):
+            # A web page whose name resolves to this machine could use the server through its visitors' browsers.
+            message = f"the Host header is {host!r}; without --api-key-file only this machine's own names are allowed"
+            return ApiError(403, message, code="invalid_host")
+        return None
 
     async def parse(self, parse: Callable[[bytes, ServedModel], ApiRequest], body: bytes) -> ApiRequest:
         """Parse a body in another thread; raises ApiError."""
@@ -125,6 +142,25 @@ class Service:
             message = f"{self._outstanding} samples are in progress, and the limit is {limit}; try again later"
             raise ApiError(429, message, code="queue_full")
         self._outstanding += samples
+
+    @contextlib.contextmanager
+    def arriving_body(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that takes the size of a body so far; it raises ApiError if there is no room for it."""
+        limit = _LARGE_BODIES * self.setup.options.max_body_bytes
+        counted = 0
+
+        def count(size: int) -> None:
+            nonlocal counted
+            added = max(0, size - _SMALL_BODY) - counted
+            if self._arriving_bytes + added > limit:
+                raise ApiError(429, "too many large bodies are arriving; try again later", code="queue_full")
+            counted += added
+            self._arriving_bytes += added
+
+        try:
+            yield count
+        finally:
+            self._arriving_bytes -= counted
 
     def release(self) -> None:
         """Free the room of one sample."""
@@ -236,12 +272,8 @@ def build_app(service: Service) -> ASGIApp:
                 service.metrics.responses[path, message["status"]] += 1
             await send(message)
 
-        if path == _HEALTH or service.is_authorized(dict(scope["headers"]).get(b"authorization", b"")):
-            await app(scope, receive, counted_send)
-        else:
-            error = ApiError(401, "send one of this server's keys as the bearer token", code="invalid_api_key")
-            refusal = _json_response(error.to_dict(), 401, {"WWW-Authenticate": "Bearer"})
-            await refusal(scope, receive, counted_send)
+        error = service.refusal(path, dict(scope["headers"]))
+        await (app if error is None else await _on_error(None, error))(scope, receive, counted_send)
 
     return checked_and_counted
 
@@ -307,18 +339,19 @@ async def _read_body(request: Request, service: Service) -> bytes:
         raise ApiError(415, f"the content type is {kind!r}; expected application/json")
     limit = service.setup.options.max_body_bytes
     too_large = ApiError(413, f"the body is larger than {limit} bytes")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
+    if int(request.headers.get("content-length", 0)) > limit:
         raise too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            async for part in request.stream():
-                body += part
-                if len(body) > limit:
-                    raise too_large
+        with service.arriving_body() as count:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_large
+                    count(len(body))
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:g} s") from None
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
     except ClientDisconnect:
         raise ApiError(400, "the body is incomplete") from None
     return bytes(body)
@@ -328,73 +361,28 @@ def _json_response(values: object, status: int = 200, headers: dict[str, str] | 
     return Response(msgspec.json.encode(values), status, headers, "application/json")
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
+def _is_local(host: str, own: str) -> bool:
+    """Return whether a Host header names this machine: localhost, a loopback address, or --host (`own`)."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name in ("localhost", own) or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+async def _on_error(request: Request | None, error: Exception) -> Response:
     """Return OpenAI's error object for an ApiError, or for the router's error about a path or method."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
+        assert request is not None
         headers = dict(error.headers or {})
         error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     assert isinstance(error, ApiError)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):
         headers["Retry-After"] = "1"
-    if error.status in (408, 413):
+    if error.status in (408, 413) or error.code == _AMBIGUOUS:
         # The rest of the body would be parsed as the next request.
         headers["Connection"] = "close"
     return _json_response(error.to_dict(), error.status, headers)
-
-
-class LimitedConnection(H11Protocol):
-    """uvicorn's connection to a client, with timeouts for headers and for responses that the client does not read."""
-
-    _header_timer: asyncio.TimerHandle | None = None
-    _unread_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first header."""
-        super().connection_made(transport)
-        # With this limit, writing is paused exactly while the operating system does not accept all bytes.
-        transport.set_write_buffer_limits(high=0)
-        self._watch_header()
-
-    def data_received(self, data: bytes) -> None:
-        """Take bytes of a header or body."""
-        super().data_received(data)
-        self._watch_header()
-
-    def pause_writing(self) -> None:
-        """Start the timer: the client reads more slowly than the server writes."""
-        super().pause_writing()
-        self._watch_unread()
-
-    def resume_writing(self) -> None:
-        """Stop the timer: all bytes were accepted."""
-        super().resume_writing()
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all timers."""
-        super().connection_lost(exc)
-        for timer in (self._header_timer, self._unread_timer):
-            if timer is not None:
-                timer.cancel()
-
-    def _watch_header(self) -> None:
-        responding = self.cycle is not None and not self.cycle.response_complete
-        if self._header_timer is None and not responding:
-            self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
-        elif self._header_timer is not None and responding:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _watch_unread(self) -> None:
-        unread = self.transport.get_write_buffer_size()
-
-        def check() -> None:
-            # Closing instead of aborting would wait for the client to read the rest.
-            if self.transport.get_write_buffer_size() >= unread:
-                self.transport.abort()
-            else:
-                self._watch_unread()
-
-        self._unread_timer = self.loop.call_later(UNREAD_SECONDS, check)

@@ -4,11 +4,13 @@ No parameter is ignored silently. An unknown or unsupported parameter is rejecte
 what happens anyway.
 """
 
+import json
 import math
 import re
 import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeVar
@@ -64,8 +66,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-@dataclass(frozen=True)
-class _StreamOptions:
+class _StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
@@ -90,13 +91,13 @@ class _CommonRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class _CompletionRequest(_CommonRequest):
-    prompt: str | list[str | int | list[int]]
+    prompt: str | Annotated[list[str | int | list[int]], msgspec.Meta(min_length=1)]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_ALTERNATIVES)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ChatRequest(_CommonRequest):
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
     max_completion_tokens: _PositiveInt | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_ALTERNATIVES)] = 0
@@ -175,7 +176,8 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
 def _parse(body: bytes, kind: type[B], model: ServedModel) -> B:
     try:
         raw = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        json.loads(body, object_pairs_hook=_reject_repeated_keys)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not a JSON object: {error}") from None
     values = {name: value for name, value in raw.items() if value is not None and name not in _IGNORED}
     for name in values.keys() - {entry.name for entry in fields(kind)}:
@@ -196,6 +198,13 @@ def _parse(body: bytes, kind: type[B], model: ServedModel) -> B:
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options requires stream: true", "stream_options")
     return request
+
+
+def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
+    """Readers disagree about which of the values counts."""
+    repeated = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if repeated:
+        raise ApiError(400, f"the body has the key {repeated[0]!r} more than once in one object", repeated[0])
 
 
 def _message(given: Mapping[str, Any]) -> Message:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ipaddress
+import resource
 import signal
 import socket
 import sys
@@ -20,12 +21,15 @@ from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel
 from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.prompts import PromptEncoder
-from megatron_ladder.generate.serve.app import LimitedConnection, ServerSetup, Service, build_app
+from megatron_ladder.generate.serve.app import ServerSetup, Service, build_app
+from megatron_ladder.generate.serve.connection import LimitedConnection
 from megatron_ladder.generate.serve.protocol import ServedModel
 from megatron_ladder.generate.serve.scheduler import PLAN_TIMEOUT, Event, Scheduler, Ticket, run_plans
 
 _DEFAULT_POSITIONS = 4096
 """Largest default of --max-request-tokens, because every slot needs memory for so many tokens."""
+_OTHER_FILES = 128
+"""File descriptors for purposes other than connections."""
 _FLUSH_SECONDS = 2.0
 """Time after the grace period to send the last bytes."""
 
@@ -45,6 +49,13 @@ def prepare_server(rank_info: RankInfo, options: ServeOptions, stored: StoredMod
     if options.api_key_file is not None:
         with errors.collect():
             keys = _read_keys(options.api_key_file)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if options.max_connections + _OTHER_FILES > files:
+        errors.add(
+            f"--max-connections {options.max_connections}: this process can open only {files} files, of which "
+            f"{_OTHER_FILES} are for other purposes; reduce the value or run: ulimit -n "
+            f"{options.max_connections + _OTHER_FILES}"
+        )
     errors.raise_if_any()
     tokenizer = stored.tokenizer
     assert tokenizer is not None
@@ -132,9 +143,10 @@ class _ServerThread(threading.Thread):
         self.service = Service(self.scheduler, setup)
         self._listener = listener
         self._loop = asyncio.new_event_loop()
+        connection = type("_Connection", (LimitedConnection,), {"most_connections": options.max_connections})
         self._server = uvicorn.Server(
             uvicorn.Config(
-                build_app(self.service), loop="asyncio", http=LimitedConnection, ws="none", lifespan="off",
+                build_app(self.service), loop="asyncio", http=connection, ws="none", lifespan="off",
                 log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False,
                 timeout_keep_alive=30, timeout_graceful_shutdown=int(options.grace_seconds + _FLUSH_SECONDS),
             )

@@ -29,8 +29,22 @@ from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_engin
 
 CONFIG = tiny_config(vocab_size=256, residual_mode="ladder", ladder_layers=(1, 2), max_position_embeddings=300)
 WEIGHTS, REFERENCE = reference_of(CONFIG)
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
 EOS = 226
 """The eighth id of the greedy continuation of 17."""
+
+
+def body(**changes: Any) -> bytes:
+    """Return the body of a completion; `...` removes a parameter."""
+    values = {"model": "tiny", "prompt": [5], "max_tokens": 2} | changes
+    return json.dumps({name: value for name, value in values.items() if value is not ...}).encode()
+
+
+def chat(**changes: Any) -> bytes:
+    """Return the body of a chat; see `body`."""
+    return body(**{"prompt": ..., "messages": [{"role": "user", "content": "a"}]} | changes)
 
 
 def ids_of(text: str) -> list[int]:

@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from megatron_ladder.generate.serve import app as app_module
-from megatron_ladder.generate.serve.app import LimitedConnection
+from megatron_ladder.generate.serve import connection as connection_module
+from megatron_ladder.generate.serve.connection import LimitedConnection
 
 HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n"
 BUFFER_BYTES = 16384
@@ -21,8 +21,8 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def set_timeouts(monkeypatch: pytest.MonkeyPatch, header: float = 1000.0, unread: float = 1000.0) -> None:
-    monkeypatch.setattr(app_module, "HEADER_SECONDS", header)
-    monkeypatch.setattr(app_module, "UNREAD_SECONDS", unread)
+    monkeypatch.setattr(connection_module, "HEADER_SECONDS", header)
+    monkeypatch.setattr(connection_module, "UNREAD_SECONDS", unread)
 
 
 def responding(body: bytes, seconds: float = 0.0) -> App:

@@ -12,18 +12,15 @@ from typing import Any
 
 import openai
 import pytest
-import torch
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import parse_options
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
-from megatron_ladder.generate.serve import app as app_module
 from megatron_ladder.generate.serve.protocol import ApiRequest, ResponseWriter, parse_completion
 from megatron_ladder.generate.serve.server import _handled_signals, _listen, _read_keys
 from tests.unit.generate.plain_tokenizers import Bytes
-from tests.unit.generate.served import CONFIG, EOS, WEIGHTS, Served, greedy_ids, ids_of, serving
-from tests.unit.generate.tiny_model import tiny_engine
+from tests.unit.generate.served import EOS, HEAD, Served, body, chat, greedy_ids, ids_of, serving
 
 PROMPTS = [(5, 9, 1), (17,), tuple(range(1, 31)), (60, 200, 2, 11, 9), (8, 8), (250, 1, 77), (100,)]
 LONG = {"model": "tiny", "prompt": [5, 9], "max_tokens": 200, "ignore_eos": True}
@@ -194,15 +191,6 @@ def test_tokens_outside_the_tokenizer_have_empty_texts(as_chat: bool) -> None:
         assert (logprobs["tokens"], logprobs["top_logprobs"]) == (["", "b"], [{"": -0.5, "a": -0.7}, {}])
 
 
-def body(**changes: Any) -> bytes:
-    values = {"model": "tiny", "prompt": [5], "max_tokens": 2} | changes
-    return json.dumps({name: value for name, value in values.items() if value is not ...}).encode()
-
-
-def chat(**changes: Any) -> bytes:
-    return body(**{"prompt": ..., "messages": [{"role": "user", "content": "a"}]} | changes)
-
-
 @pytest.mark.parametrize(
     ("content", "status", "param"),
     [
@@ -216,7 +204,10 @@ def chat(**changes: Any) -> bytes:
         (body(model=...), 400, "model"),
         (body(prompt=...), 400, "prompt"),
         (body(prompt=""), 400, "prompt"),
-        (body(prompt=[]), 400, "n"),
+        (body(prompt=[]), 400, "prompt"),
+        (b'{"model": "tiny", "prompt": [5], "max_tokens": 2, "prompt": [6]}', 400, "prompt"),
+        (b'{"model": "tiny", "prompt": [5], "stream": true, "stream_options": {"a": 1, "a": 2}}', 400, "a"),
+        (b'{"seed": ' + b"9" * 4400 + b"}", 400, None),
         (body(prompt=[[]]), 400, "prompt"),
         (body(prompt=[256]), 400, "prompt"),
         (body(prompt=[-1]), 400, "prompt"),
@@ -244,7 +235,9 @@ def chat(**changes: Any) -> bytes:
         (chat(top_logprobs=2), 400, "top_logprobs"),
         (body(echo=True), 400, "echo"),
         (body(stream_options={"include_usage": True}), 400, "stream_options"),
+        (body(stream=True, stream_options={"include_usage": True, "x": 1}), 400, "stream_options"),
         (body(max_token=5), 400, "max_token"),
+        (chat(messages=[]), 400, "messages"),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, "messages"),
         (chat(messages=[{"role": "tool", "content": "a"}]), 400, "messages"),
         (chat(messages=[{"role": "user", "content": "a", "tool_calls": []}]), 400, "messages"),
@@ -276,8 +269,7 @@ def test_paths_methods_types_and_sizes_are_limited(served: Served) -> None:
     assert served.post("/v1/completions", body(), {"Content-Type": "text/plain"})[0] == 415
     assert served.post("/v1/completions", body(prompt="a" * 6000))[0] == 413
     with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 6000"
-        connection.sendall(head.encode() + b"\r\n\r\n")
+        connection.sendall(HEAD % 6000)
         assert b" 413 " in connection.recv(1000), "the server waits for a body that it will reject"
     pieces = (b"%x\r\n%s\r\n" % (len(piece), piece) for piece in [b"a" * 1000] * 6)
     assert served.post("/v1/completions", pieces, {"Transfer-Encoding": "chunked"})[0] == 413
@@ -287,34 +279,11 @@ def test_paths_methods_types_and_sizes_are_limited(served: Served) -> None:
         served.client().models.retrieve("other")
 
 
-def test_a_connection_without_a_request_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "HEADER_SECONDS", 0.1)
-    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
-        assert connection.recv(1) == b""
-
-
-def test_all_paths_but_health_require_a_key(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("first-key\n\nsecond-key\n")
-    with serving(api_key_file=file) as served:
-        for wrong in ("", "first", "first-key2", "none", "FIRST-KEY"):
-            header = {"Authorization": f"Bearer {wrong}"}
-            for path, method in (("/v1/completions", "POST"), ("/v1/models", "GET"), ("/metrics", "GET")):
-                status, answer = served.post(path, body(), header, method)
-                assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-        assert served.post("/v1/models", b"", {"Authorization": "Basic first-key"}, "GET")[0] == 401
-        assert served.post("/v1/models", b"", method="GET")[0] == 401
-        assert served.post("/health", b"", method="GET") == (200, {"status": "ok"})
-        for key in ("first-key", "second-key"):
-            assert served.client(key).completions.create(model="tiny", prompt=[5], max_tokens=2).choices
-
-
 def send_request(served: Served, content: dict[str, Any]) -> socket.socket:
     """Send a request and return its connection."""
     connection = socket.create_connection(("127.0.0.1", served.port), timeout=20)
     data = json.dumps(content).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    connection.sendall(head.encode() + b"\r\n\r\n" + data)
+    connection.sendall(HEAD % len(data) + data)
     return connection
 
 
@@ -345,26 +314,6 @@ def test_a_disconnected_client_frees_its_slot_and_its_place_in_the_queue(stream:
         assert counted['responses_total{path="/v1/completions",status="429"}'] == 1
         assert 4 <= counted["generated_tokens_total"] < 100 and counted["prompt_tokens_total"] == 5
         assert served.client().completions.create(**parameters, n=3).choices[2].text
-
-
-def test_a_sample_with_bad_numbers_fails_alone() -> None:
-    """One token's embedding is not a number. The sample's cache must not reach the next sample of the slot."""
-    weights = dict(WEIGHTS)
-    weights["embedding.weight"] = weights["embedding.weight"].clone()
-    weights["embedding.weight"][97] = torch.nan
-    greedy: dict[str, Any] = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
-    for slots in (1, 2):
-        with serving(engine=tiny_engine(CONFIG, weights), max_concurrent=slots, step_seconds=0.01) as served:
-            client = served.client()
-            stream = client.completions.create(prompt=list(PROMPTS[2]), max_tokens=40, stream=True, **greedy)
-            pieces = [next(stream)]
-            with pytest.raises(openai.InternalServerError, match="logits are not finite"):
-                client.completions.create(prompt=[5] * 20 + [97], max_tokens=2, **greedy)
-            # The next sample is shorter than the stream, so its attention covers later columns of its slot, masked.
-            after = client.completions.create(prompt=[5, 9, 1], max_tokens=9, **greedy)
-            assert ids_of(after.choices[0].text) == greedy_ids((5, 9, 1), 9)
-            pieces += stream
-            assert ids_of("".join(piece.choices[0].text for piece in pieces)) == greedy_ids(PROMPTS[2], 40)
 
 
 def test_stop_lets_requests_finish_within_the_grace_period() -> None:

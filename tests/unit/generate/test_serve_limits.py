@@ -1,0 +1,116 @@
+"""The server's limits, and clients that try to get around them, over real sockets."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from megatron_ladder.errors import UserError
+from megatron_ladder.generate.serve import connection as connection_module
+from tests.unit.generate.served import CONFIG, HEAD, WEIGHTS, Served, body, greedy_ids, ids_of, serving
+from tests.unit.generate.tiny_model import tiny_engine
+
+LONGER = tuple(range(1, 31))
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as running:
+        yield running
+
+
+def test_ambiguous_lengths_and_foreign_hosts_are_rejected(served: Served) -> None:
+    """Without a key, a page whose name resolves to this machine must not reach the server (DNS rebinding)."""
+
+    def answer(*head: str) -> bytes:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+            connection.sendall("\r\n".join([*head, "", ""]).encode() + b"0\r\n\r\n")
+            return b"".join(iter(lambda: connection.recv(10_000), b""))
+
+    for start in ("GET /health", "POST /v1/completions"):
+        both = ("Host: localhost", "Content-Length: 5", "Transfer-Encoding: chunked")
+        found = answer(f"{start} HTTP/1.1", *both)
+        assert b" 400 " in found and b"ambiguous_length" in found and found.count(b"HTTP/1.1") == 1
+    for host, status in (
+        ("attacker.example", b"403"), ("127.0.0.1.attacker.example:80", b"403"), ("93.184.216.34", b"403"),
+        ("", b"403"), ("[::1", b"403"), ("[::1]:8000", b"200"), ("127.0.0.1:80", b"200"), ("LOCALHOST", b"200"),
+    ):  # fmt: skip
+        found = answer("GET /v1/models HTTP/1.1", f"Host: {host}", "Connection: close")
+        assert found.startswith(b"HTTP/1.1 " + status), (host, found)
+
+
+def test_connections_and_unfinished_bodies_are_limited() -> None:
+    """Clients that do not finish their bodies must not use up the memory, and small bodies still arrive."""
+    with serving(max_body_bytes=200_000, max_connections=40) as served, contextlib.ExitStack() as open_connections:
+        service, connections = served.server.service, served.server._server.server_state.connections
+
+        def connect() -> socket.socket:
+            return open_connections.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=5))
+
+        # The first 64 KiB of a body are always accepted; the others share 16 bodies.
+        held, room = 199_999 - (1 << 16), 16 * 200_000
+        for count in range(1, room // held + 1):
+            connect().sendall(HEAD % 200_000 + b" " * 199_999)
+            served.wait_until(lambda expected=count * held: service._arriving_bytes == expected)
+        status, answer = served.post("/v1/completions", body(user="a" * 199_000))
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        assert served.post("/v1/completions", body(user="a" * 60_000))[0] == 200
+        served.wait_until(lambda: len(connections) == room // held)
+        for _ in range(room // held, 40):
+            connect()
+        served.wait_until(lambda: len(connections) == 40)
+        with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+            found = b"".join(iter(lambda: connection.recv(1000), b""))
+            assert found.startswith(b"HTTP/1.1 503 ") and b"too many connections" in found
+        open_connections.close()
+        served.wait_until(lambda: service._arriving_bytes == 0)
+        assert served.post("/v1/completions", body(user="a" * 199_000))[0] == 200
+    with pytest.raises(UserError, match="--max-connections 999999: this process can open only"):
+        serving(max_connections=999_999).__enter__()
+
+
+def test_a_connection_without_a_request_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "HEADER_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+        assert connection.recv(1) == b""
+
+
+def test_all_paths_but_health_require_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("first-key\n\nsecond-key\n")
+    with serving(api_key_file=file) as served:
+        for wrong in ("", "first", "first-key2", "none", "FIRST-KEY"):
+            header = {"Authorization": f"Bearer {wrong}"}
+            for path, method in (("/v1/completions", "POST"), ("/v1/models", "GET"), ("/metrics", "GET")):
+                status, answer = served.post(path, body(), header, method)
+                assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert served.post("/v1/models", b"", {"Authorization": "Basic first-key"}, "GET")[0] == 401
+        assert served.post("/v1/models", b"", method="GET")[0] == 401
+        assert served.post("/health", b"", method="GET") == (200, {"status": "ok"})
+        for key in ("first-key", "second-key"):
+            assert served.client(key).completions.create(model="tiny", prompt=[5], max_tokens=2).choices
+
+
+def test_a_sample_with_bad_numbers_fails_alone() -> None:
+    """One token's embedding is not a number. The sample's cache must not reach the next sample of the slot."""
+    weights = dict(WEIGHTS)
+    weights["embedding.weight"] = weights["embedding.weight"].clone()
+    weights["embedding.weight"][97] = torch.nan
+    greedy: dict[str, Any] = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    for slots in (1, 2):
+        with serving(engine=tiny_engine(CONFIG, weights), max_concurrent=slots, step_seconds=0.01) as served:
+            client = served.client()
+            stream = client.completions.create(prompt=list(LONGER), max_tokens=40, stream=True, **greedy)
+            pieces = [next(stream)]
+            with pytest.raises(openai.InternalServerError, match="logits are not finite"):
+                client.completions.create(prompt=[5] * 20 + [97], max_tokens=2, **greedy)
+            # The next sample is shorter than the stream, so its attention covers later columns of its slot, masked.
+            after = client.completions.create(prompt=[5, 9, 1], max_tokens=9, **greedy)
+            assert ids_of(after.choices[0].text) == greedy_ids((5, 9, 1), 9)
+            pieces += stream
+            assert ids_of("".join(piece.choices[0].text for piece in pieces)) == greedy_ids(LONGER, 40)
