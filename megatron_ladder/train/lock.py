@@ -4,8 +4,7 @@
 
 The kernel's lock on that file decides on one machine, and on file systems that share locks between machines. On other
 file systems the content decides: on the same machine, whether the process is alive; for another machine, whether the
-file's modification time still changes, because the holder updates it every few seconds. Clocks of different machines are
-not compared.
+file's modification time still changes, because the holder updates it every few seconds. No clocks are compared.
 """
 
 import contextlib
