@@ -82,6 +82,8 @@ def test_two_ranks_serve_the_openai_client(tmp_path: Path, capsys: pytest.Captur
     model = write_checkpoint_with_tokenizer(tmp_path)[0]
     main(["--model", str(model), "--prompt", "def größe", "--temperature", "0", "--max-new-tokens", "12", "--json"])
     expected = json.loads(capsys.readouterr().out)["text"]
+    main(["--model", str(model), "--prompt", "def größe", "--score", "--logprobs", "--json"])
+    scores = json.loads(capsys.readouterr().out)["logprobs"]
     with serving_command("--model", model, "--tp", "2") as (process, address):
         ranks = psutil.Process(process.pid).children()
         with openai.OpenAI(base_url=address, api_key="none", timeout=30, max_retries=0) as client:
@@ -89,8 +91,16 @@ def test_two_ranks_serve_the_openai_client(tmp_path: Path, capsys: pytest.Captur
             stream = client.completions.create(
                 model="run", prompt=["def größe", "class"], temperature=0, max_tokens=12, stream=True
             )
+            scored = client.completions.create(model="run", prompt="def größe", max_tokens=0, echo=True, logprobs=2)
             streamed = "".join(choice.text for piece in stream for choice in piece.choices if choice.index == 0)
         assert (answer.choices[0].text, streamed) == (expected, expected)
+        logprobs = scored.choices[0].logprobs
+        assert scored.choices[0].text == "def größe" and logprobs is not None and logprobs.tokens is not None
+        assert logprobs.token_logprobs is not None and logprobs.token_logprobs[0] is None
+        assert logprobs.token_logprobs[1:] == pytest.approx(scores, abs=1e-4)
+        assert [*zip(logprobs.tokens, logprobs.text_offset or (), strict=True)][-3:] == [
+            (r"bytes:\xc3", 7), (r"bytes:\x9f", 7), ("e", 8)
+        ]  # fmt: skip
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)

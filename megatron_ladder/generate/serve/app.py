@@ -310,7 +310,9 @@ class _GeneratedResponse:
         if not self._request.stream:
             async for _ in active.tokens():
                 pass
-            await _json_response(writer.complete(active.choices))(scope, receive, send)
+            # Not in the server's thread, because a long prompt can have thousands of scores.
+            response = await asyncio.to_thread(lambda: _json_response(writer.complete(active.choices)))
+            await response(scope, receive, send)
             return
 
         async def send_events(chunks: Iterable[dict[str, Any] | None]) -> None:

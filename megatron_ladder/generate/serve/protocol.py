@@ -11,8 +11,9 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -27,7 +28,8 @@ from megatron_ladder.generate.options import (
 )
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
-from megatron_ladder.generate.text import INCOMPLETE
+from megatron_ladder.generate.scoring import Alternatives
+from megatron_ladder.generate.text import TextOffsets, token_name, token_text
 
 B = TypeVar("B", bound="_CommonRequest")
 
@@ -92,7 +94,9 @@ class _CommonRequest:
 @dataclass(frozen=True, kw_only=True)
 class _CompletionRequest(_CommonRequest):
     prompt: str | Annotated[list[str | int | list[int]], msgspec.Meta(min_length=1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    echo: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +125,10 @@ class ServedModel:
     """Largest number of samples of one request."""
     eos_ids: frozenset[int]
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; the model's vocabulary may be larger than its tokenizer's."""
+        return self.tokenizer.decode([number for number in ids if number < self.tokenizer.vocab_size])
+
 
 @dataclass(frozen=True)
 class ApiRequest:
@@ -136,6 +144,10 @@ class ApiRequest:
     """Number of most likely tokens to return with the log-probability of each token; None for no log-probabilities."""
     prompt_tokens: int
     """Sum over all prompts."""
+    echoed: tuple[str, ...] | None = None
+    """The prompt of each sample, if responses repeat it."""
+    continues: bool = True
+    """False if the response omits the token that the engine generates."""
 
 
 def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
@@ -151,7 +163,16 @@ def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
         prompts = [tuple(ids) for ids in given]
     else:
         raise ApiError(400, "a list of prompts must contain only texts, only ids, or only lists of ids", "prompt")
-    return _validate(request, prompts, request.max_tokens or _COMPLETION_TOKENS, request.logprobs, "prompt", model)
+    limit = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if limit == 0 and not request.echo:
+        raise ApiError(400, "max_tokens: 0 requires echo: true", "max_tokens")
+    valid = _validate(request, prompts, limit, request.logprobs, "prompt", model)
+    if not request.echo:
+        return valid
+    texts = given if kinds <= {str} else [model.text(ids) for ids in prompts]
+    samples = tuple(replace(sample, score_prompt=request.logprobs is not None) for sample in valid.samples)
+    echoed = tuple(text for text in texts for _ in range(request.n))
+    return replace(valid, samples=samples, echoed=echoed, continues=limit > 0)
 
 
 def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
@@ -210,6 +231,9 @@ def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
 def _message(given: Mapping[str, Any]) -> Message:
     # Clients send the message of a response back unchanged, with "refusal": null.
     given = {name: value for name, value in given.items() if value is not None}
+    # lm-eval adds "type": "text" to every message.
+    if given.get("type") == "text":
+        del given["type"]
     unknown = given.keys() - {"role", "content", "name"}
     if unknown:
         raise ApiError(400, f"{sorted(unknown)[0]} of a message is not supported", "messages")
@@ -261,7 +285,7 @@ def _validate(
     for ids in prompts:
         for index in range(request.n):
             seed = secrets.randbits(64) if request.seed is None else request_seed(request.seed, ids, index)
-            samples.append(GenerationRequest(ids, limit, replace(sampling, seed=seed), eos_ids, stop))
+            samples.append(GenerationRequest(ids, max(1, limit), replace(sampling, seed=seed), eos_ids, stop))
     options = request.stream_options or _StreamOptions()
     chat, prompt_tokens = isinstance(request, _ChatRequest), sum(map(len, prompts))
     return ApiRequest(tuple(samples), chat, request.stream, options.include_usage, logprobs, prompt_tokens)
@@ -276,12 +300,16 @@ class ResponseWriter:
         self._chunk_kind = "chat.completion.chunk" if request.chat else "text_completion"
         self._id = f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"created": int(time.time()), "model": model_name}
+        self._text_of = cache(partial(token_text, tokenizer))
+        self._offsets = [
+            TextOffsets(tokenizer, () if request.echoed else sample.prompt_ids) for sample in request.samples
+        ]
 
     def complete(self, choices: Sequence[Sequence[NewToken]]) -> dict[str, Any]:
         """Return the response when all samples are finished."""
         written = []
         for index, tokens in enumerate(choices):
-            text = "".join(token.text for token in tokens)
+            text = self._text(index, tokens, is_first=True)
             content: dict[str, Any] = {"text": text}
             if self._request.chat:
                 content = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -289,7 +317,9 @@ class ResponseWriter:
         return self._object(self._kind, written) | {"usage": self._usage(choices)}
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
-        """Return the chunk before a sample's first token; only chats have one."""
+        """Return the chunk before a sample's first token; None if the response has none."""
+        if self._request.echoed is not None:
+            return self._chunk(self._choice(index, {"text": self._request.echoed[index]}, ()))
         if not self._request.chat:
             return None
         return self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": ""}}, ()))
@@ -298,17 +328,22 @@ class ResponseWriter:
         """Return the chunk of a sample's next token; None if the token adds nothing to the response."""
         if not (token.text or token.finish_reason or self._request.logprobs is not None):
             return None
-        content: dict[str, Any] = {"text": token.text}
+        text = self._text(index, [token])
+        content: dict[str, Any] = {"text": text}
         if self._request.chat:
-            content = {"delta": {"content": token.text} if token.text else {}}
+            content = {"delta": {"content": text} if text else {}}
         return self._chunk(self._choice(index, content, [token]))
 
     def last_chunk(self, choices: Sequence[Sequence[NewToken]]) -> dict[str, Any] | None:
         """Return the chunk with token counts, if the request includes usage."""
         return self._chunk() | {"usage": self._usage(choices)} if self._request.include_usage else None
 
+    def _text(self, index: int, tokens: Sequence[NewToken], is_first: bool = False) -> str:
+        echoed = self._request.echoed[index] if self._request.echoed is not None and is_first else ""
+        return echoed + "".join(token.text for token in tokens if self._request.continues)
+
     def _usage(self, choices: Sequence[Sequence[NewToken]]) -> dict[str, int]:
-        prompt, generated = self._request.prompt_tokens, sum(map(len, choices))
+        prompt, generated = self._request.prompt_tokens, sum(map(len, choices)) if self._request.continues else 0
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
@@ -320,35 +355,49 @@ class ResponseWriter:
 
     def _choice(self, index: int, content: dict[str, Any], tokens: Sequence[NewToken]) -> dict[str, Any]:
         reason = tokens[-1].finish_reason if tokens else None
-        logprobs = self._logprobs(tokens) if self._request.logprobs is not None and tokens else None
+        logprobs = self._logprobs(index, tokens) if self._request.logprobs is not None and tokens else None
         reason_name = "stop" if reason == "eos" else reason
+        if reason is not None and not self._request.continues:
+            reason_name = "length"
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason_name}
 
-    def _logprobs(self, tokens: Sequence[NewToken]) -> dict[str, Any]:
-        texts = [self._text(token.id) for token in tokens]
-        values = [token.logprob for token in tokens]
-        alternatives = [
-            [(self._text(other), logprob) for other, logprob in token.alternatives or ()] for token in tokens
-        ]
+    def _logprobs(self, index: int, tokens: Sequence[NewToken]) -> dict[str, Any]:
+        ids: list[int] = []
+        values: list[float | None] = []
+        alternatives: list[Alternatives | None] = []
+        if scores := tokens[0].prompt_scores:
+            # The first token of a prompt has no score, because there is no token before it.
+            ids += self._request.samples[index].prompt_ids
+            values += [None, *scores.logprobs]
+            alternatives += [None, *scores.alternatives]
+        if self._request.continues:
+            ids += [token.id for token in tokens]
+            values += [token.logprob for token in tokens]
+            alternatives += [token.alternatives or () for token in tokens]
+        texts = [self._text_of(number) for number in ids]
         if self._request.chat:
             content = [
-                _chat_token(text, value) | {"top_logprobs": [_chat_token(*other) for other in others]}
-                for text, value, others in zip(texts, values, alternatives, strict=True)
+                self._chat_token(number, value) | {"top_logprobs": [self._chat_token(*other) for other in others or ()]}
+                for number, value, others in zip(ids, values, alternatives, strict=True)
             ]
             return {"content": content, "refusal": None}
-        by_text: list[dict[str, float]] = [{} for _ in tokens]
-        for named, others in zip(by_text, alternatives, strict=True):
-            for text, logprob in others:
-                # Of tokens with equal text, the most likely one counts.
-                named.setdefault(text, logprob)
-        top_logprobs = by_text if self._request.logprobs else None
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top_logprobs, "text_offset": None}
+        top_logprobs = None
+        if self._request.logprobs:
+            top_logprobs = [
+                others if others is None else self._by_text((*others, (number, value)))
+                for number, value, others in zip(ids, values, alternatives, strict=True)
+            ]
+        offsets = [self._offsets[index].push(number) for number in ids]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top_logprobs, "text_offset": offsets}
 
-    def _text(self, token: int) -> str:
-        # A model's vocabulary may be larger than its tokenizer's; the additional tokens have no text.
-        return self._tokenizer.decode([token]) if token < self._tokenizer.vocab_size else ""
+    def _by_text(self, scored: Iterable[tuple[int, float | None]]) -> dict[str, float | None]:
+        """Return log-probabilities by text; a second token of equal text is named by its id."""
+        named: dict[str, tuple[int, float | None]] = {}
+        for number, logprob in scored:
+            if named.setdefault(self._text_of(number), (number, logprob))[0] != number:
+                named[token_name(number)] = number, logprob
+        return {text: logprob for text, (_, logprob) in named.items()}
 
-
-def _chat_token(text: str, logprob: float | None) -> dict[str, Any]:
-    content = None if INCOMPLETE in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": content}
+    def _chat_token(self, number: int, logprob: float | None) -> dict[str, Any]:
+        content = self._tokenizer.token_bytes(number) if number < self._tokenizer.vocab_size else b""
+        return {"token": self._text_of(number), "logprob": logprob, "bytes": list(content)}

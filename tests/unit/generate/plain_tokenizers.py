@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ladder.data.tokenizers import Tokenizer
 
-class Bytes:
+
+class Bytes(Tokenizer):
     """Ids are bytes; several ids can form one character."""
 
     kind = "bytes"
@@ -23,9 +25,15 @@ class Bytes:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
+    def token_bytes(self, number: int) -> bytes:
+        return bytes([number])
+
 
 class Words(Bytes):
     """Every id except 0 is a word; words are joined with spaces."""
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(f" w{number}" for number in ids if number).removeprefix(" ")
+
+    def token_bytes(self, number: int) -> bytes:
+        return self.decode([number]).encode()
