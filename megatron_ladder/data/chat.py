@@ -79,7 +79,7 @@ class ConversationEncoder:
                 f"--chat: --tokenizer-type {tokenizer.kind} does not recognise special tokens in a text: use "
                 "HuggingFaceTokenizer with a tokenizer.json"
             )
-        self.template: ChatTemplate = load_chat_template(path, template)
+        self.template: ChatTemplate = load_chat_template(path, template, fix="pass one with --chat-template FILE")
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()

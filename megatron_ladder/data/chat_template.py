@@ -130,8 +130,14 @@ def _without_marks(text: str, begin: str, end: str) -> RenderedConversation:
     return RenderedConversation(plain, tuple(answers))
 
 
-def load_chat_template(tokenizer_file: Path, given: Path | None) -> ChatTemplate:
-    """Load the template next to a tokenizer.json, or `given`; raises UserError if it is missing or unreadable."""
+def load_chat_template(
+    tokenizer_file: Path, given: Path | None = None, flag: str = "--chat: ",
+    fix: str = f"copy one to {_TEMPLATE_FILE} there, or remove --chat",
+) -> ChatTemplate:  # fmt: skip
+    """Load the template next to a tokenizer.json, or `given`; raises UserError if it is missing or unreadable.
+
+    `flag` begins the error if there is none, and `fix` ends it.
+    """
     folder = tokenizer_file.parent
     config, mapped = (
         parse_json_object(file, file.read_bytes()) if file.is_file() else {}
@@ -154,8 +160,7 @@ def load_chat_template(tokenizer_file: Path, given: Path | None) -> ChatTemplate
         templates = next((entry.get("template") for entry in templates if entry.get("name") == "default"), None)
     if not isinstance(templates, str):
         raise UserError(
-            f"--chat: {folder} has no chat template (no {_TEMPLATE_FILE}, and no chat_template in {_CONFIG_FILE}): "
-            "pass one with --chat-template FILE"
+            f"{flag}{folder} has no chat template (no {_TEMPLATE_FILE}, and no chat_template in {_CONFIG_FILE}): {fix}"
         )
     return ChatTemplate(templates, tokens, str(folder / _CONFIG_FILE))
 

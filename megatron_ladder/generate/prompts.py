@@ -36,7 +36,7 @@ class PromptEncoder:
         self._tokenizer, self._prefix = tokenizer, tuple(prefix)
         if chat and not tokenizer.files:
             raise UserError(f"--chat: {tokenizer.kind} has no chat template; remove --chat")
-        self._template = load_chat_template(tokenizer.files[0], None) if chat else None
+        self._template = load_chat_template(tokenizer.files[0]) if chat else None
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     @property

@@ -63,8 +63,9 @@ def prepare_server(rank_info: RankInfo, options: ServeOptions, stored: StoredMod
     if rank_info.rank == 0:
         with reporting_errors(rank_info):
             listener = _listen(options.host, options.port)
+        fix = "copy one to chat_template.jinja there"
         try:
-            template = load_chat_template(tokenizer.files[0], None) if tokenizer.files else None
+            template = load_chat_template(tokenizer.files[0], None, "", fix) if tokenizer.files else None
         except UserError as error:
             print(f"warning: /v1/chat/completions is not available: {error}", file=sys.stderr)
     model = ServedModel(

@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +152,22 @@ def test_prompts_get_special_tokens_or_the_chat_template(chat_model: Path, capsy
     main([*argv, "--chat", "--max-new-tokens", "3", "--temperature", "0"])
     assert "hello" not in capsys.readouterr().out
     assert open_model(chat_model, None, None).eos_ids == {2, 77}
+
+
+def test_a_missing_chat_template_can_be_added(
+    chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error recommends only flags that the program has, and its advice works."""
+    folder = shutil.copytree(chat_model, tmp_path / "base")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    argv = ["--model", str(folder), "--prompt", "hello you", "--chat"]
+    with pytest.raises(UserError) as raised:
+        main(argv)
+    assert str(raised.value).startswith(f"--chat: {folder} has no chat template ")
+    assert set(re.findall(r"--[a-z-]+", str(raised.value))) <= {"--chat"}
+    assert "copy one to chat_template.jinja there" in str(raised.value)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    assert ids_of(argv, capsys) == [3, 7, 8, 6]
 
 
 def test_a_conversation_includes_its_history(
