@@ -36,6 +36,9 @@ class TrainingConfig:
     """Steps without overflow after which --fp16 doubles the loss scale."""
     hysteresis: int = flag(2, minimum=1)
     """Overflows that --fp16 tolerates before it halves the loss scale."""
+    z_loss_coeff: float = flag(0.0, minimum=0)
+    """Coefficient of the z-loss, the squared log of the softmax's normaliser at each target token, which keeps logits
+    from drifting; PaLM uses 1e-4. It is reported separately: losses do not contain it."""
     seed: int = 1234
     """Random seed of the initial weights and of the order of samples."""
     recompute_granularity: Literal["full", "selective"] | None = None

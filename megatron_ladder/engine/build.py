@@ -77,12 +77,18 @@ def build_model(
     recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
     options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)
     if run.parallel.zero_stage != "3":
-        model = LanguageModel(run.model, mesh, options, layers=layers, device=device, seed=training.seed)
+        model = LanguageModel(
+            run.model, mesh, options, layers=layers, device=device, seed=training.seed,
+            z_loss_coeff=training.z_loss_coeff,
+        )  # fmt: skip
         return model, description
 
     import deepspeed
 
-    model = LanguageModel(run.model, mesh, options, layers=layers, device=torch.device("meta"))
+    meta = torch.device("meta")
+    model = LanguageModel(
+        run.model, mesh, options, layers=layers, device=meta, z_loss_coeff=training.z_loss_coeff
+    )
     dtype = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
     # One module after another, so that no rank ever holds more than its partition and one module.
     for module in model.modules():

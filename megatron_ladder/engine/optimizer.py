@@ -58,7 +58,8 @@ def build_optimizer(
     fused = offload or device.type == "cuda"
     if config.optimizer == "muon":
         optimizer = MuonWithAdamW(groups, config, muon_dtype, fused=fused, **settings)
-        return optimizer, f"torch AdamW, and Muon in {str(muon_dtype).removeprefix('torch.')}"
+        name = str(muon_dtype).removeprefix("torch.")
+        return optimizer, f"torch; Muon in {name} for the matrices of the layers"
     if offload:
         return torch.optim.AdamW(list(groups), fused=True, **settings), "torch, on the host"
     if wanted == "torch" or (wanted == "auto" and not (fused and apex_counts_steps)):

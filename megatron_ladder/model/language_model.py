@@ -54,6 +54,7 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         seed: int | None = None,
+        z_loss_coeff: float = 0.0,
     ) -> None:
         """Build all layers, or those of a pipeline stage. Without a seed, weights stay uninitialised.
 
@@ -65,6 +66,8 @@ class LanguageModel(nn.Module):
         build = BuildContext(config, mesh, options.operations, dtype, device)
         self.config = config
         self.group = mesh.tensor
+        self._z_loss_coeff = z_loss_coeff
+        self._z_loss_sum = torch.zeros((), dtype=torch.float64)
         self.compute_dtype = dtype
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         self.copies_embedding = config.tie_embeddings and self.is_last and not self.is_first
@@ -130,10 +133,27 @@ class LanguageModel(nn.Module):
         return leaving
 
     def loss(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-        """The stream after the last layer [s, b, h] -> the loss as `forward` returns it."""
+        """The stream after the last layer [s, b, h] -> the loss as `forward` returns it.
+
+        In training it also has the gradient of the z-loss, but not its value, so that losses with and without it are
+        comparable; see `take_z_loss`.
+        """
         logits = self.logits_shard(hidden_states)
-        losses = vocab_parallel_cross_entropy(logits, labels.t(), self.head.start, self.head.valid, self.group)
-        return losses.sum() if loss_mask is None else (losses * loss_mask.t()).sum()
+        losses, normalizers = vocab_parallel_cross_entropy(
+            logits, labels.t(), self.head.start, self.head.valid, self.group
+        )
+        loss = losses.sum() if loss_mask is None else (losses * loss_mask.t()).sum()
+        if self._z_loss_coeff == 0.0 or not torch.is_grad_enabled():
+            return loss
+        squares = normalizers.square()
+        z_loss = self._z_loss_coeff * (squares.sum() if loss_mask is None else (squares * loss_mask.t()).sum())
+        self._z_loss_sum = self._z_loss_sum.to(z_loss.device) + z_loss.detach()
+        return loss + (z_loss - z_loss.detach())
+
+    def take_z_loss(self) -> Tensor:
+        """Return the z-loss of all target tokens since the last call, a scalar in fp64, and forget it."""
+        taken, self._z_loss_sum = self._z_loss_sum, torch.zeros_like(self._z_loss_sum)
+        return taken
 
     def training_context(
         self, tokens: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None

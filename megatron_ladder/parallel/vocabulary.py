@@ -4,7 +4,8 @@ With V words and t ranks, each rank holds `padded / t` rows, where `padded` is V
 Rows beyond V are zero, no token looks them up, and the loss ignores them.
 
 With logits z and target y, `loss = log(sum exp(z - m)) - (z_y - m)`, where m is the maximum over all ranks. Only three
-numbers per token cross the ranks; no rank ever holds the logits of the whole vocabulary.
+numbers per token cross the ranks; no rank ever holds the logits of the whole vocabulary. The z-loss of PaLM (arXiv
+2204.02311) keeps `log sum exp z` near 0, which the cross entropy does not determine.
 """
 
 from collections.abc import Callable
@@ -71,13 +72,14 @@ class VocabParallelHead(VocabParallelMatrix):
 
 class _VocabParallelCrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits_shard_v: Tensor, labels: Tensor, start: int, valid: int, group: CommGroup) -> Tensor:
+    def forward(
+        ctx: Any, logits_shard_v: Tensor, labels: Tensor, start: int, valid: int, group: CommGroup
+    ) -> tuple[Tensor, Tensor]:
         logits = logits_shard_v[..., :valid]
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
-        maximum = (
-            logits.amax(-1) if valid else torch.full_like(labels, torch.finfo(logits.dtype).min, dtype=logits.dtype)
-        )
+        # Contiguous on every rank, as the collective needs it.
+        maximum = logits.amax(-1) if valid else logits.new_full(labels.shape, torch.finfo(logits.dtype).min)
         group.all_reduce(maximum, op=dist.ReduceOp.MAX)
         exponentials = torch.exp(logits - maximum.unsqueeze(-1))
         local = labels - start
@@ -91,12 +93,17 @@ class _VocabParallelCrossEntropy(Function):
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), local, elsewhere)
         ctx.padding = logits_shard_v.shape[-1] - valid
         ctx.dtype = logits_shard_v.dtype
-        return torch.log(total) - target
+        ctx.set_materialize_grads(False)
+        log_total = torch.log(total)
+        return log_total - target, log_total + maximum
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor, normalizer_gradient: Tensor | None
+    ) -> tuple[Tensor, None, None, None, None]:
         probabilities, local, elsewhere = ctx.saved_tensors
-        result = probabilities * gradient.unsqueeze(-1)
+        of_both = gradient if normalizer_gradient is None else gradient + normalizer_gradient
+        result = probabilities * of_both.unsqueeze(-1)
         if result.shape[-1]:
             at_target = gradient.masked_fill(elsewhere, 0.0).neg().unsqueeze(-1)
             result.scatter_add_(-1, local.unsqueeze(-1), at_target)
@@ -106,8 +113,8 @@ class _VocabParallelCrossEntropy(Function):
 
 def vocab_parallel_cross_entropy(
     logits_shard_v: Tensor, labels: Tensor, start: int, valid: int, group: CommGroup
-) -> Tensor:
-    """Return the loss of each token, not averaged.
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and the log normalizer, log sum exp, of each token, not averaged.
 
     Args:
         logits_shard_v: [s, b, padded V / t], any floating dtype; computed in fp32 at least.
@@ -116,6 +123,6 @@ def vocab_parallel_cross_entropy(
         valid: the number of words that this rank holds; columns beyond are padding and get no gradient.
 
     Returns:
-        [s, b] in fp32 (fp64 for fp64 logits), equal on every rank.
+        Two tensors [s, b] in fp32 (fp64 for fp64 logits), equal on every rank.
     """
     return _VocabParallelCrossEntropy.apply(logits_shard_v, labels, start, valid, group)

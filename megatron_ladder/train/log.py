@@ -121,8 +121,8 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self._curves.close(self._last)
 
-    def training(self, iteration: int, loss: float, learning_rate: float, gradient_norm: float) -> None:
-        """Report the steps since the last call; `loss` is their mean."""
+    def training(self, iteration: int, loss: float, last: StepResult) -> None:
+        """Report the steps since the last call; `loss` is their mean, `last` the last one's result."""
         now = time.perf_counter()
         steps, seconds = iteration - self._last, now - self._interval_start
         self._interval_start, self._last = now, iteration
@@ -133,10 +133,12 @@ class RunLog:
         minutes, left = divmod(round((total - iteration) * step_seconds), 60)
         hours, minutes = divmod(minutes, 60)
         eta = f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+        z_loss = f"| z loss {last.z_loss:.4g} " if self._run.training.z_loss_coeff else ""
         print_rank_0(
-            f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} "
-            f"| learning rate {learning_rate:.3e} | grad norm {gradient_norm:.3f} | {tokens_per_second:,.0f} tokens/s "
-            f"| {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step | ETA {eta}",
+            f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} {z_loss}"
+            f"| learning rate {last.learning_rate:.3e} | grad norm {last.gradient_norm:.3f} "
+            f"| {tokens_per_second:,.0f} tokens/s | {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step "
+            f"| ETA {eta}",
             self._rank,
         )
         self._record.write(
@@ -149,8 +151,9 @@ class RunLog:
             peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         values = {
             "train/lm loss": loss,
-            "train/learning rate": learning_rate,
-            "train/grad norm": gradient_norm,
+            **({"train/z loss": last.z_loss} if z_loss else {}),
+            "train/learning rate": last.learning_rate,
+            "train/grad norm": last.gradient_norm,
             "speed/tokens per second": tokens_per_second,
             "speed/model TFLOP per second": flops / 1e12,
             "speed/seconds per step": step_seconds,

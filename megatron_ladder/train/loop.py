@@ -137,7 +137,7 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
             if iteration == first:
                 log.activations(meter.largest(trainer.mesh.world))
             if losses and (is_final or _is_due(iteration, run.logging.log_interval)):
-                log.training(iteration, sum(losses) / len(losses), result.learning_rate, result.gradient_norm)
+                log.training(iteration, sum(losses) / len(losses), result)
                 losses.clear()
             # The checkpoint comes before the evaluation, so that a failing evaluation does not cost the last steps.
             if is_final or _is_due(iteration, run.checkpoint.save_interval):

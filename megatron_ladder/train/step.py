@@ -28,6 +28,8 @@ class StepResult(NamedTuple):
     learning_rate: float
     loss: float
     """The loss of the global batch, the same on every rank."""
+    z_loss: float = 0.0
+    """The z-loss of the global batch, which `loss` does not contain, the same on every rank."""
     finding: Finding | None = None
     extra_sums: Sequence[float] = ()
 
@@ -52,14 +54,17 @@ def train_step(
     engine, state, mesh = trainer.engine, trainer.engine.state, trainer.mesh
     learning_rate = trainer.schedule.at(iteration)
     state.set_learning_rate(learning_rate)
-    loss_sum = engine.forward_backward(micro_batches, 1.0 / max(_count_targets(trainer, micro_batches), 1.0))
+    scale = 1.0 / max(_count_targets(trainer, micro_batches), 1.0)
+    trainer.model.take_z_loss()
+    loss_sum = engine.forward_backward(micro_batches, scale)
     # DeepSpeed multiplies the loss, and so the gradients, by the loss scale until its step.
     pieces, loss_scale = state.gradient_pieces(), state.loss_scale
     numbers = torch.tensor(extra_numbers(), dtype=torch.float64, device=trainer.device)
-    packed = torch.cat([loss_sum.detach().double().reshape(1), numbers])
-    scaled_norm, (losses, *extra_sums) = gradient_norm(pieces, mesh.world, trainer.device, packed)
+    z_loss_sum = trainer.model.take_z_loss().to(trainer.device) * scale
+    packed = torch.cat([loss_sum.detach().double().reshape(1), numbers, z_loss_sum.reshape(1)])
+    scaled_norm, (losses, *extra_sums, z_losses) = gradient_norm(pieces, mesh.world, trainer.device, packed)
     # Every tensor-parallel rank contributed the same loss.
-    norm, loss = scaled_norm / loss_scale, losses / mesh.tensor.size
+    norm, loss, z_loss = scaled_norm / loss_scale, losses / mesh.tensor.size, z_losses / mesh.tensor.size
     if math.isfinite(norm):
         clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
     text = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}"
@@ -83,7 +88,7 @@ def train_step(
     if state.overflowed():
         scale = state.loss_scale
         finding = Finding("overflow", True, f"overflow in fp16; loss scale {scale:g}", {"loss_scale": scale})
-    return StepResult(loss_sum, norm, learning_rate, loss, finding, extra_sums)
+    return StepResult(loss_sum, norm, learning_rate, loss, z_loss, finding, extra_sums)
 
 
 def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> float:

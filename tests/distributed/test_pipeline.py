@@ -197,7 +197,7 @@ def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, 
     meter = ActivationMeter(trainer.engine.module, trainer.device)
     with printing as printed, RunLog(trainer, 1, RunRecord(None)) as log, meter:
         result = train_step(trainer, own_batches(trainer, batch), 1)
-        log.training(1, result.loss, result.learning_rate, result.gradient_norm)
+        log.training(1, result.loss, result)
     assert meter.kept_bytes is not None
     return printed.getvalue(), result.loss_sum.item(), meter.kept_bytes, banner(trainer)
 

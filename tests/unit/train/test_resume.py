@@ -25,7 +25,7 @@ def run_of(words: str) -> RunConfig:
 
 def checkpoint_of(run: RunConfig, kinds: tuple[str, ...] = ("weight", "exp_avg")) -> Any:
     manifest = {"run": run.to_dict()}
-    checkpoint: Any = Checkpoint(Path("c/iter_0000050"), manifest, {})
+    checkpoint: Any = Checkpoint(Path("c/iter_0000050"), manifest, {}, "")
     checkpoint.stored = lambda kind: {"w": 1} if kind in kinds else {}
     return checkpoint
 
