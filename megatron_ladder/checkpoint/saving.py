@@ -96,6 +96,16 @@ class CheckpointWriter:
             piece = flat_tensor[begin : begin + box.numel].view(box.extent)
             self.add(name, kind, global_shape, box.offset, piece)
 
+    def first_not_finite(self) -> str | None:
+        """Return the kind and name of the first recorded tensor with an infinity or a NaN."""
+        tensors = (item for items in self._tensors.values() for item in items)
+        for key, tensor in tensors:
+            # One pass without a copy; a NaN is both the smallest and the largest element.
+            if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+                kind, _, name = key.rpartition("@")[0].partition(":")
+                return f"{kind} of {name}"
+        return None
+
     def finish(self) -> FileIndex:
         """Write and fsync the files, and return their index; raise FileExistsError if this rank wrote here before."""
         index: FileIndex = {"files": [], "boxes": self._boxes}
@@ -126,13 +136,15 @@ class SaveOutcome(NamedTuple):
     """The result of a save, on rank 0: the published directory (empty if it failed), and why it failed.
 
     `removed` are the older checkpoints that were removed. `notes` has one line for each thing that could not be
-    removed, which is harmless except for the disk space.
+    removed, which is harmless except for the disk space. `bad_numbers` means that the state is not finite, so that no
+    later save can succeed either.
     """
 
     directory: str
     error: str | None
     removed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    bad_numbers: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,7 +207,7 @@ class TrainingSave:
         """Write this rank's files; on rank 0 wait for the other ranks and publish. Returns None on other ranks.
 
         Raises:
-            RuntimeError: on rank 0: on some rank, a master does not round to its weight.
+            RuntimeError: on rank 0: on some rank, a finite master does not round to its weight.
         """
         try:
             parts = gather(self._write_own())
@@ -206,6 +218,8 @@ class TrainingSave:
         if faults := [part["fault"] for part in parts if "fault" in part]:
             self._give_up("")
             raise RuntimeError(faults[0])
+        if bad := [part["bad"] for part in parts if "bad" in part]:
+            return self._give_up(f"{bad[0]} is not finite")._replace(bad_numbers=True)
         if errors := dict.fromkeys(part["error"] for part in parts if "error" in part):
             return self._give_up("; ".join(errors))
         indices, algorithm = [part["index"] for part in parts], self._options.checksum
@@ -226,8 +240,11 @@ class TrainingSave:
 
     def _write_own(self) -> dict[str, Any]:
         """Write this rank's files, and return their index or why there is none."""
+        if (bad := self._writer.first_not_finite()) is not None:
+            return {"bad": bad}
         for name, master, weight in self._pairs:
-            if not torch.equal(master.to(weight.device, weight.dtype), weight):
+            bits = torch.int16 if weight.element_size() == 2 else torch.int32
+            if not torch.equal(master.to(weight.device, weight.dtype).view(bits), weight.view(bits)):
                 return {"fault": f"the fp32 master of {name} does not round to the model's weight"}
         try:
             return {"index": self._writer.finish()}

@@ -25,7 +25,7 @@ from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.checkpoint.retention import Retention
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions, SaveOutcome, TrainingSave
 from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import print_rank_0
@@ -151,6 +151,7 @@ class CheckpointSaver:
         """Publish a checkpoint in --save, or start to; does nothing without --save, or if the run has saved it already.
 
         Waits for a save in flight first. The `final` save of a run is synchronous, and raises UserError if it fails.
+        Raises BadNumbersError, like `wait`, if a saved state is not finite.
         """
         config, world = self._config, self._world
         in_flight = None if self._in_flight is None else self._in_flight.iteration
@@ -176,6 +177,7 @@ class CheckpointSaver:
                 return
             outcome = world.broadcast_object(saving.write(world.gather_objects))
             self._report(saving, reason, start, time.perf_counter() - start, outcome)
+            _raise_if_bad(iteration, outcome)
         except SaveError as error:
             self._report_failure(iteration, reason, str(error))
         if final and self._saved != iteration:
@@ -197,7 +199,9 @@ class CheckpointSaver:
         outcome = self._world.broadcast_object(self._outcome)
         if outcome.error is None:
             self._saved = self._in_flight.iteration
+        iteration = self._in_flight.iteration
         self._in_flight, self._outcome = None, None
+        _raise_if_bad(iteration, outcome)
 
     def _header(self, iteration: int, consumed_samples: int) -> dict[str, Any]:
         run, tokenizer = self._trainer.run, self._inputs.tokenizer
@@ -243,6 +247,15 @@ class CheckpointSaver:
         text = f"iteration {iteration} was not saved: {error}; earlier checkpoints are as they were"
         self._print(f"*** --save {self._config.save}: {text} ***")
         self._event("save failed", iteration=iteration, reason=reason, error=error)
+
+
+def _raise_if_bad(iteration: int, outcome: SaveOutcome) -> None:
+    """Raise BadNumbersError, on every rank, if the state is not finite."""
+    if outcome.bad_numbers:
+        raise BadNumbersError(
+            f"iteration {iteration}: {outcome.error}, so it was not saved: continue from an earlier checkpoint, and if "
+            "it was loaded so, convert or train it again"
+        )
 
 
 class _SmallFiles:

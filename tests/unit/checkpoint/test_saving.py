@@ -23,7 +23,7 @@ from megatron_ladder.checkpoint.async_save import HostMemory, gather_through_fil
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, published_checkpoints
-from megatron_ladder.checkpoint.retention import Retention, remove_old_checkpoints
+from megatron_ladder.checkpoint.retention import Retention
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import UserError
@@ -137,6 +137,37 @@ def test_a_master_that_does_not_round_to_its_weight_is_a_bug(tmp_path: Path) -> 
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", ["weight", "exp_avg_sq"])
+@pytest.mark.parametrize("has_masters", [True, False], ids=["bf16", "fp32"])
+def test_a_state_that_is_not_finite_is_not_published(
+    tmp_path: Path, value: float, kind: str, has_masters: bool
+) -> None:
+    save_of_ranks(tmp_path, 100, 1)
+
+    def save(world: CommGroup) -> Any:
+        state = TinyState(2, world.rank, world.size)
+        spans = list(state.spans())
+        (spans[1].master if kind == "weight" else state.moment(spans[1], kind))[3] = value if world.rank else 1.0
+        state.copy_masters_to_weights()
+        if not has_masters:
+            state._spans = [span._replace(weight=span.master) for span in spans]
+        return save_at_once(tmp_path, 200, state, world)
+
+    for outcome in on_ranks(2, save):
+        assert outcome.bad_numbers and outcome.error == f"{kind} of norm.weight is not finite"
+    assert names(tmp_path) == ["iter_0000100", "latest"] and holds(tmp_path, TinyState(1).whole)
+
+
+def test_a_weight_with_other_bits_than_its_master_is_a_bug(tmp_path: Path) -> None:
+    """The signs of zeros count too."""
+    state = TinyState(1)
+    span = next(state.spans())
+    span.master[3], span.weight[3] = 0.0, -0.0
+    with pytest.raises(RuntimeError, match="does not round"):
+        save_at_once(tmp_path, 100, state, CommGroup.alone())
+
+
 def test_no_save_begins_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for the bytes of all ranks and for the manifest."""
     save_of_ranks(tmp_path, 100, 1)
@@ -172,54 +203,6 @@ def test_a_full_disk_only_fails_the_save(tmp_path: Path) -> None:
     assert all("a checkpoint needs 1.0 MiB, and 0.0 MiB are free" in answer for answer in too_small)
     # The ranks' files, the tokenizer, the manifest and `latest`: the disk was full at each of their pages.
     assert len(full) >= 8 and all("No space left on device" in answer for (answer,) in full)
-
-
-RETAINED = [
-    (Retention(), [50, 100, 150, 200]),
-    (Retention(keep_last=2), [150, 200]),
-    (Retention(keep_last=9), [50, 100, 150, 200]),
-    (Retention(interval=100), [100, 200]),
-    (Retention(keep_last=2, interval=100), [100, 150, 200]),
-    (Retention(interval=1000), [200]),
-    (Retention(keep_last=1, protected=Path("iter_0000050")), [50, 200]),
-]
-
-
-@pytest.mark.parametrize(("retention", "kept"), RETAINED)
-def test_retention(tmp_path: Path, retention: Retention, kept: list[int]) -> None:
-    for iteration in (50, 100, 150):
-        save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
-    protected = None if retention.protected is None else tmp_path / retention.protected
-    options = SaveOptions(retention=Retention(retention.keep_last, retention.interval, protected))
-    outcome = save_at_once(tmp_path, 200, TinyState(2), CommGroup.alone(), options)
-    assert names(tmp_path) == [*(f"iter_{iteration:07d}" for iteration in kept), "latest"]
-    assert list(outcome.removed) == [f"iter_{i:07d}" for i in (50, 100, 150) if i not in kept]
-    assert holds(tmp_path, TinyState(2).whole)
-
-
-def test_iterations_saved_again_do_not_count(tmp_path: Path) -> None:
-    """A damaged checkpoint that was saved again does not replace an undamaged one."""
-    for iteration in (50, 100, 150, 150, 200, 200):
-        save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
-    # The run saved the iteration again from which it was loaded.
-    retention = Retention(keep_last=2, interval=50, protected=tmp_path / "iter_0000150")
-    assert retention.to_remove(tmp_path) == ["iter_0000200"]
-    retention = Retention(keep_last=2)
-    assert retention.to_remove(tmp_path) == ["iter_0000150", "iter_0000200", "iter_0000050", "iter_0000100"]
-    assert remove_old_checkpoints(tmp_path, retention)[1] == ()
-    assert names(tmp_path) == ["iter_0000150.1", "iter_0000200.1", "latest"]
-
-
-def test_checkpoints_newer_than_latest_are_kept(tmp_path: Path) -> None:
-    """A run continues from iteration 50 in the directory of a run that had reached 200."""
-    for iteration in (50, 100, 200):
-        save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
-    options = SaveOptions(retention=Retention(keep_last=1))
-    save_at_once(tmp_path, 100, TinyState(2), CommGroup.alone(), options)
-    assert published_checkpoints(tmp_path) == ["iter_0000100.1", "iter_0000200"]
-    assert holds(tmp_path, TinyState(2).whole)
-    (tmp_path / "latest").unlink()
-    assert remove_old_checkpoints(tmp_path, Retention(keep_last=1)) == ((), ())
 
 
 def test_failing_retention_does_not_fail_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
