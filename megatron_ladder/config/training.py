@@ -157,6 +157,16 @@ class LoggingConfig:
     in --save."""
     tensorboard_dir: Path | None = None
     """Directory for TensorBoard event files."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases that receives the curves. Needs the package wandb, whose environment variables apply:
+    WANDB_MODE=offline writes files for `wandb sync`. A resumed run continues its curves."""
+    wandb_exp_name: str | None = flag(None, requires="--wandb-project")
+    """Name of the run in --wandb-project."""
+    wandb_save_dir: Path | None = flag(None, requires="--wandb-project")
+    """Directory for the files of wandb; --save by default."""
+    mlflow_experiment: str | None = None
+    """Experiment of MLflow that receives the curves, at the address MLFLOW_TRACKING_URI. Needs the package
+    mlflow-skinny or mlflow. A resumed run continues its curves."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler
 from megatron_ladder.train.resume import check_same_data, check_save_directory, open_checkpoint, resumed_run
+from megatron_ladder.train.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,13 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
     if run.training.compile_sub_blocks:
         with errors.collect():
             require_compiler("--compile-sub-blocks")
+    if place.rank == 0:
+        with errors.collect():
+            check_trackers(run)
     folders = {
         "--save": run.checkpoint.save,
         "--tensorboard-dir": run.logging.tensorboard_dir,
+        "--wandb-save-dir": run.logging.wandb_save_dir,
         "--profile-dir": run.profile.profile_dir if run.profile.profile else None,
     }
     for flag, folder in folders.items():

@@ -1,4 +1,4 @@
-"""What a run reports: a banner, one line per interval, TensorBoard curves, and events in the record."""
+"""What a run reports: a banner, one line per interval, curves for trackers, and events in the record."""
 
 import contextlib
 import hashlib
@@ -7,9 +7,9 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -23,6 +23,7 @@ from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of
 from megatron_ladder.train.record import EVALUATES, RunRecord
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import StepResult
+from megatron_ladder.train.trackers import TrackerThread, open_trackers
 
 
 def print_rank_0(text: str, rank: int) -> None:
@@ -99,7 +100,7 @@ def _overlap(run: RunConfig) -> str:
 
 
 class RunLog:
-    """Console, TensorBoard and record of rank 0. The other ranks call it too, without effect."""
+    """Console, trackers and record of rank 0. The other ranks call it too, without effect."""
 
     def __init__(self, trainer: Trainer, first_iteration: int, record: RunRecord, trains: bool = True) -> None:
         """`first_iteration` is the first step of this process; `trains` is False if it takes no step."""
@@ -109,17 +110,20 @@ class RunLog:
         self._rank = trainer.mesh.world.rank
         self._device = trainer.device
         self._flops_per_step = ModelFlops(run.model, run.training.seq_length).training * run.global_batch_size
-        configuration = f"```json\n{json.dumps(run.to_dict(), indent=2)}\n```"
-        folder = run.logging.tensorboard_dir if self._rank == 0 else None
-        self._curves = _Curves(folder, first_iteration - 1, configuration, hide_later=trains)
+        self._trackers: list[TrackerThread] = []
+        if self._rank == 0:
+            # Stdout may be on the same full disk as a tracker's files.
+            warn = partial(print_rank_0, rank=0)
+            self._trackers = open_trackers(run, first_iteration - 1, trains, record, warn)
         self._interval_start = time.perf_counter()
         self._last = first_iteration - 1
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._curves.close(self._last)
+    def __exit__(self, error_type: object, *_: object) -> None:
+        for tracker in self._trackers:
+            tracker.close(self._last, failed=error_type is not None)
 
     def training(self, iteration: int, loss: float, last: StepResult) -> None:
         """Report the steps since the last call; `loss` is their mean, `last` the last one's result."""
@@ -159,7 +163,7 @@ class RunLog:
             "speed/seconds per step": step_seconds,
             "memory/peak GB": peak_memory / 1e9,
         }
-        self._curves.scalars(iteration, values)
+        self._log_metrics(iteration, values)
 
     def activations(self, kept_bytes: int) -> None:
         """Report the memory that the first forward pass keeps for backward, on the rank with the most."""
@@ -170,7 +174,11 @@ class RunLog:
         """Report an evaluation."""
         print_rank_0(f"iteration {iteration} | valid lm loss {loss:.4f}", self._rank)
         self._record.write_first("evaluation", iteration=iteration, loss=loss)
-        self._curves.scalars(iteration, {"valid/lm loss": loss})
+        self._log_metrics(iteration, {"valid/lm loss": loss})
+
+    def _log_metrics(self, iteration: int, values: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log_metrics(iteration, values)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -187,51 +195,6 @@ def _engineering(value: float) -> str:
         if value >= size:
             return f"{value / size:.2f} {prefix}"
     return f"{value:.0f} "
-
-
-class _Curves:
-    """TensorBoard curves. The first write that fails is reported and ends the curves, but not the run."""
-
-    def __init__(self, folder: Path | None, iteration: int, configuration: str, hide_later: bool = True) -> None:
-        """Write to a new file in `folder`; None writes nothing. `configuration` is Markdown, shown next to the curves.
-
-        `iteration` steps were done before; `hide_later` hides points after them, which an interrupted run wrote.
-        """
-        self._folder = folder
-        self._writer: Any = None
-        if folder is not None:
-
-            def open_writer() -> None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._writer = SummaryWriter(str(folder), purge_step=iteration + 1 if hide_later else None)
-                self._writer.add_text("configuration", configuration, 0)
-
-            self._try(iteration, open_writer)
-
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
-        def write() -> None:
-            for tag, value in values.items():
-                self._writer.add_scalar(tag, value, iteration)
-            self._writer.flush()
-
-        if self._writer is not None:
-            self._try(iteration, write)
-
-    def close(self, iteration: int) -> None:
-        if self._writer is not None:
-            self._try(iteration, self._writer.close)
-
-    def _try(self, iteration: int, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except ImportError:
-            raise
-        except Exception as error:  # File systems of many kinds raise errors without a common base class.
-            self._writer = None
-            problem = f"cannot be written ({error}): no more curves from iteration {iteration} on"
-            # Stdout may be on the same full disk.
-            print_rank_0(f"*** --tensorboard-dir {self._folder}: {problem} ***", 0)
 
 
 def describe_start(trainer: Trainer, iteration: int) -> dict[str, Any]:

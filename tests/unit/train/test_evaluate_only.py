@@ -22,14 +22,14 @@ def test_the_start_event_has_its_reason(skips: bool, iteration: int, reason: str
 def test_an_evaluation_hides_no_points(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
 
-    def curves(folder: object, iteration: int, configuration: str, hide_later: bool) -> MagicMock:
+    def trackers(run: object, iteration: int, hide_later: bool, *_: object) -> list[MagicMock]:
         opened.append((iteration, hide_later))
-        return MagicMock()
+        return []
 
     trainer = MagicMock()
-    trainer.run.to_dict.return_value = {}
+    trainer.mesh.world.rank = 0
     monkeypatch.setattr(log, "ModelFlops", MagicMock())
-    monkeypatch.setattr(log, "_Curves", curves)
+    monkeypatch.setattr(log, "open_trackers", trackers)
     monkeypatch.setattr(loop, "evaluate", lambda *_: 2.0)
     monkeypatch.setattr(loop, "sample_batches", MagicMock())
     assert loop._evaluate_loaded(trainer, MagicMock(), 4) == "evaluated"
