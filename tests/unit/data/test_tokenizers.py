@@ -85,7 +85,8 @@ def test_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
 
 def test_bytes_of_tokens_are_those_of_llguidance(hugging_face_directory: Path, tmp_path: Path) -> None:
     """For every token of a byte-level vocabulary, and of a Llama-2 one with bytes, spaces and added tokens."""
-    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581a", "a", "\u00e9", "b\u2581"]
+    bytes_as_words = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["<unk>", "</s>", *bytes_as_words, "\u2581", "\u2581a", "a", "\u00e9", "b\u2581"]
     model = tokenizers.models.BPE({word: number for number, word in enumerate(words)}, [], byte_fallback=True)
     library = tokenizers.Tokenizer(model)
     kinds = tokenizers.decoders
