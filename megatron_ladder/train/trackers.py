@@ -48,7 +48,7 @@ class Tracker(Protocol):
         """Finish the tracker's run; `failed`: the training ended with an error."""
 
 
-class TensorBoardTracker(Tracker):
+class _TensorBoard(Tracker):
     """Event files in a directory."""
 
     def __init__(self, folder: Path, run: RunConfig, iteration: int, hide_later: bool) -> None:
@@ -79,7 +79,7 @@ class TensorBoardTracker(Tracker):
         self._writer.close()
 
 
-class WandbTracker(Tracker):
+class _WeightsAndBiases(Tracker):
     """A run of Weights & Biases; its own environment variables and settings apply."""
 
     def __init__(self, run: RunConfig) -> None:
@@ -116,7 +116,7 @@ class WandbTracker(Tracker):
         self._wandb.teardown()
 
 
-class MlflowTracker(Tracker):
+class _Mlflow(Tracker):
     """A run of an MLflow experiment, at MLFLOW_TRACKING_URI."""
 
     def __init__(self, run: RunConfig) -> None:
@@ -165,8 +165,8 @@ class MlflowTracker(Tracker):
 
 
 _SERVICES: dict[str, tuple[Callable[[RunConfig], Tracker], str]] = {
-    "wandb_project": (WandbTracker, "run `wandb login`, or set WANDB_MODE=offline"),
-    "mlflow_experiment": (MlflowTracker, "set MLFLOW_TRACKING_URI to the address of a server"),
+    "wandb_project": (_WeightsAndBiases, "run `wandb login`, or set WANDB_MODE=offline"),
+    "mlflow_experiment": (_Mlflow, "set MLFLOW_TRACKING_URI to the address of a server"),
 }
 """Field of the flag -> its tracker, and how to fix an error of its constructor."""
 
@@ -193,12 +193,12 @@ def check_trackers(run: RunConfig) -> None:
 def open_trackers(
     run: RunConfig, iteration: int, hide_later: bool, record: RunRecord, warn: Callable[[str], None]
 ) -> "list[TrackerThread]":
-    """Open the trackers of a run after `iteration` steps, each in a thread; `hide_later` as in TensorBoardTracker.
+    """Open the trackers of a run after `iteration` steps, each in a thread; `hide_later` hides points of later steps.
 
     A tracker continues its run of earlier steps of the same record.
     """
     folder = run.logging.tensorboard_dir
-    trackers: list[Tracker] = [] if folder is None else [TensorBoardTracker(folder, run, iteration, hide_later)]
+    trackers: list[Tracker] = [] if folder is None else [_TensorBoard(folder, run, iteration, hide_later)]
     trackers += [_SERVICES[field][0](run) for field in _services(run)]
     threads = []
     for tracker in trackers:
