@@ -6,10 +6,11 @@ an exit code, in the same way for all programs.
 
 import contextlib
 import os
+import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from enum import IntEnum
 from typing import NoReturn
 
@@ -86,6 +87,17 @@ def raise_user_errors(messages: Iterable[str]) -> None:
     """Raise a UserError with the messages if there are any."""
     if found := list(messages):
         raise UserError(*found)
+
+
+def faulty_flags(messages: Iterable[str]) -> set[str]:
+    """Return the flags with an error: the first word of each message, and the spelling that it suggests."""
+    names = [re.findall(r"^--[\w-]+|(?<=did you mean )[\w-]+", message) for message in messages]
+    return {"--" + name.removeprefix("--").replace("_", "-") for found in names for name in found}
+
+
+def names_any(message: str, flags: Set[str]) -> bool:
+    """Return whether a message names one of these flags."""
+    return not flags.isdisjoint(re.findall(r"--[\w-]+", message))
 
 
 GRACE_SECONDS = 5.0

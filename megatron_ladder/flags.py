@@ -4,7 +4,8 @@ A field `micro_batch_size: int = flag(1, minimum=1)` with a docstring below it b
 docstring is its help. The type determines how many values the flag takes and how they are read:
 
     int, float, str, Path      one value
-    bool                       a switch: `--bf16`; a switch that is on by default becomes `--no-...`
+    bool                       a switch: `--bf16`; a switch that is on by default becomes `--no-...`. The opposite
+                               spelling restores the default, for a value that comes from a file
     Literal["a", "b"]          one of the words
     tuple[T, ...]              one or more values after one flag
     T | None                   as T; None if the flag is not given
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union
 
 from megatron_ladder import __version__
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.errors import UserError, faulty_flags, raise_user_errors
 
 Config = TypeVar("Config")
 
@@ -211,6 +212,11 @@ def _build_parser(config_classes: Sequence[type], program: str, description: str
             options: dict[str, Any] = {"dest": one.field_name, "help": text}
             if not one.placeholder:
                 options |= {"action": "store_const", "const": "false" if one.turns_off else "true"}
+                opposite = flag_name(one.field_name if one.turns_off else f"no_{one.field_name}")
+                const = "true" if one.turns_off else "false"
+                group.add_argument(
+                    opposite, dest=one.field_name, action="store_const", const=const, help=argparse.SUPPRESS
+                )
             elif one.many:
                 options |= {"action": "extend", "nargs": "+", "metavar": one.placeholder}
             else:
@@ -265,13 +271,18 @@ def section_flags(config_class: type) -> list[Flag]:
 
 
 def parse_command_line(
-    config_classes: Sequence[type], argv: Sequence[str], program: str, description: str, found: list[str] | None = None
-) -> list[Any]:
+    config_classes: Sequence[type], argv: Sequence[str], program: str, description: str,
+    found: list[str] | None = None, settings: Mapping[str, str | list[str] | None] = types.MappingProxyType({}),
+    given: set[str] | None = None,
+) -> list[Any]:  # fmt: skip
     """Read `argv` into one instance of each dataclass, in order.
 
     Args:
         found: list to which errors are appended instead of raising them, for a caller that checks more. A value that
-            cannot be read is then the default, or 1 if there is none.
+            cannot be read is then the default, or 1 if there is none. Flags with an error in this list are not also
+            reported as missing.
+        settings: the words of flags that are not in `argv`, by the name of the field; None is a value that is None.
+        given: receives the names of the fields whose values are in `argv` or `settings` and could be read.
 
     Raise a UserError with one message per error of the command line.
     """
@@ -284,8 +295,12 @@ def parse_command_line(
     except UserError as error:
         raise UserError(*(found or ()), *errors, *error.messages) from None
     unread: set[str] = set()
-    configs = [cls(**_read_values(cls, vars(namespace), errors, unread)) for cls in config_classes]
+    words_of = {**settings, **vars(namespace)}
+    faulty = faulty_flags([*errors, *(found or ())])
+    configs = [cls(**_read_values(cls, words_of, faulty, errors, unread)) for cls in config_classes]
     errors += value_errors(configs, unread)
+    if given is not None:
+        given |= {name for name, words in words_of.items() if words is not None} - unread
     _raise_or_append(errors, found)
     return configs
 
@@ -360,12 +375,13 @@ def value_errors(configs: Sequence[Any], skipped: Collection[str] = ()) -> list[
             if limits is None or field.name in skipped:
                 continue
             value, name = getattr(config, field.name), _spelling(field)
+            before = len(errors)
             for one in value if isinstance(value, tuple) else (value,):
                 if isinstance(one, int | float) and not limits.contain(one):
                     errors.append(f"{name} {one}: expected {limits.bounds}")
                 if isinstance(one, str) and limits.choices and one not in limits.choices:
                     errors.append(f"{name} {one}: expected one of {', '.join(limits.choices)}")
-            if value == field.default:
+            if value == field.default or len(errors) > before:
                 continue
             shown = name if isinstance(value, bool | tuple) else f"{name} {value}"
             errors += [f"{shown} requires {other}" for other in limits.requires if not _has(configs, other)]
@@ -407,19 +423,23 @@ def _take_unknown_flags(words: list[str], known: Sequence[str], errors: list[str
     return kept
 
 
-def _read_values(config_class: type, given: Mapping[str, Any], errors: list[str], unread: set[str]) -> dict[str, Any]:
+def _read_values(
+    config_class: type, given: Mapping[str, Any], faulty: Collection[str], errors: list[str], unread: set[str]
+) -> dict[str, Any]:
+    """Return the values of the given fields. Flags that are already `faulty` are not reported as missing."""
     hints = typing.get_type_hints(config_class)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):
         name, value_type = field.name, ValueType.of(hints[field.name])
         if name in given:
             try:
-                values[name] = value_type.read(given[name])
+                values[name] = None if given[name] is None else value_type.read(given[name])
                 continue
             except ValueError as error:
                 errors.append(f"{flag_name(name)}: {error}")
         elif field.default is dataclasses.MISSING:
-            errors.append(f"{flag_name(name)} is required")
+            if flag_name(name) not in faulty:
+                errors.append(f"{flag_name(name)} is required")
         else:
             continue
         unread.add(name)

@@ -213,7 +213,9 @@ def resolve_model(
     A harmless value replaces one that cannot be derived.
     """
     hidden, heads = flags.hidden_size, max(flags.num_attention_heads, 1)
+    head_dim = hidden // heads
     if flags.head_dim is None and hidden % heads:
+        head_dim = 2
         errors.append(
             f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: "
             "change one of them, or give --head-dim"
@@ -229,13 +231,13 @@ def resolve_model(
     try:
         layers = parse_layers("all" if flags.ladder_layers is None else flags.ladder_layers, flags.num_layers)
     except ValueError as error:
-        errors.append(f"--ladder-layers {flags.ladder_layers}: {error}")
+        errors.append(f"--ladder-layers {flags.ladder_layers}: {error} (--num-layers {flags.num_layers})")
         layers = ()
     desync = wiring.stream == "per rank"
     derived = {
         "ffn_hidden_size": -(-8 * hidden // 3 // FFN_MULTIPLE) * FFN_MULTIPLE,
         "num_key_value_heads": heads,
-        "head_dim": hidden // heads,
+        "head_dim": head_dim,
         "max_position_embeddings": seq_length,
     }
     given = {field.name: getattr(flags, field.name) for field in fields(ModelFlags)}
@@ -249,6 +251,16 @@ def resolve_model(
     config = ModelConfig(**values)
     errors += model_errors(config)
     return config
+
+
+def flags_of(config: ModelConfig) -> ModelFlags:
+    """Return flags that `resolve_model` resolves to this model."""
+    values = {field.name: getattr(config, field.name) for field in fields(ModelFlags)}
+    layers = config.ladder_layers
+    text = "all" if len(layers) == config.num_layers else str(list(layers)) if layers else "none"
+    values["ladder_layers"] = text if config.wiring.late else None
+    values["desync_interval"] = config.desync_interval or ModelFlags.desync_interval
+    return ModelFlags(**values)
 
 
 def model_errors(config: ModelConfig) -> list[str]:
@@ -299,7 +311,8 @@ def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int) -> list[st
                 f"--tensor-model-parallel-size {tensor_parallel}"
             )
     kv_heads = config.num_key_value_heads
-    if kv_heads % tensor_parallel and tensor_parallel % kv_heads:
+    # With as many of them as query heads, the error above is the cause.
+    if kv_heads != config.num_attention_heads and kv_heads % tensor_parallel and tensor_parallel % kv_heads:
         errors.append(
             f"--num-key-value-heads {kv_heads} and --tensor-model-parallel-size {tensor_parallel}: "
             "one must divide the other (heads are sharded or replicated)"

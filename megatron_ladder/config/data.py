@@ -31,14 +31,18 @@ class DataConfig:
     per_split_data_args_path: Path | None = None
     """JSON file with the arguments of --train-data-path, --valid-data-path and --test-data-path, as lists or strings
     under the keys train, valid and test."""
-    split: str = "969,30,1"
+    split: str = flag(
+        "969,30,1",
+        excludes=("--train-data-path", "--valid-data-path", "--test-data-path", "--per-split-data-args-path",
+                  "--streaming"),
+    )  # fmt: skip
     """Proportions of training, validation and test documents in --data-path."""
     data_cache_path: Path | None = None
     """Directory that caches the order of samples. The processes of a machine then compute the order only once and share
     its memory. Useful for about a million documents or more."""
     megatron_order: bool = False
     """Read training samples in the order of Megatron-LM core, which depends on the length of the run."""
-    allow_data_change: bool = False
+    allow_data_change: bool = flag(False, requires="--load")
     """Resume a checkpoint with data, or an order of data, that differs from its earlier training."""
     tokenizer_type: TokenizerType | None = None
     """Type of the tokenizer: SentencePiece (three names), Hugging Face (two names), GPT-2's byte pairs (merges.txt next
@@ -56,7 +60,6 @@ class DataConfig:
     if the data marks them."""
     streaming: tuple[str, ...] = flag(
         (),
-        requires="--tokenizer-type",
         excludes=("--data-path", "--train-data-path", "--data-args-path", "--megatron-order", "--loss-on assistant"),
     )
     """Text to train on without token files, instead of --data-path: JSON lines (also .gz and .zst), Parquet or plain
@@ -85,31 +88,36 @@ class CheckpointConfig:
     overwrite_checkpoints: bool = flag(False, requires="--save")
     """Start a new run in a --save directory that holds checkpoints of another run. They are not removed, but `latest`
     names the new ones, so --load continues the new run. Without this flag it is an error."""
-    save_interval: int | None = flag(None, minimum=1)
+    save_interval: int | None = flag(None, minimum=1, requires="--save")
     """Steps between checkpoints; by default only the end of the run is saved."""
-    async_save: bool = False
+    async_save: bool = flag(False, requires="--save")
     """Copy the state to host memory and write it while training continues, one checkpoint at a time. Needs host memory
     for the state of all ranks of a host."""
-    keep_last_n_checkpoints: int | None = flag(None, minimum=1)
+    keep_last_n_checkpoints: int | None = flag(None, minimum=1, requires="--save")
     """Keep only the newest N checkpoints. Without this flag and --save-retain-interval, all are kept."""
-    save_retain_interval: int | None = flag(None, minimum=1)
+    save_retain_interval: int | None = flag(None, minimum=1, requires="--save")
     """Keep checkpoints whose iteration is a multiple of N, in addition to --keep-last-n-checkpoints or else the newest
     one, and remove all others."""
-    checksum: Literal["xxh3_128", "sha256"] = "xxh3_128"
+    checksum: Literal["xxh3_128", "sha256"] = flag("xxh3_128", requires="--save")
     """Checksum of checkpoint files, computed while they are written."""
-    exit_on_missing_checkpoint: bool = False
+    exit_on_missing_checkpoint: bool = flag(False, requires="--load")
     """Exit with an error if --load has no checkpoint, instead of starting from scratch."""
     finetune: bool = flag(False, requires="--load")
     """Load only the weights: start at iteration 0 with a new optimizer, and with other data if given."""
-    load_optim: bool = True
+    load_optim: bool = flag(True, requires="--load")
     """Do not load the optimizer state: AdamW starts from zero moments at the iteration of the checkpoint."""
-    load_rng: bool = True
+    load_rng: bool = flag(True, requires="--load")
     """Do not load the states of the random number generators."""
     override_opt_param_scheduler: bool = flag(
-        False, aliases=("--override-opt_param-scheduler",), excludes="--use-checkpoint-opt-param-scheduler"
+        False,
+        aliases=("--override-opt_param-scheduler",),
+        requires="--load",
+        excludes="--use-checkpoint-opt-param-scheduler",
     )
     """Take the learning rate, its schedule and the optimizer's hyperparameters from the command line, even if they
     differ from those of the checkpoint. Without this flag a difference is an error."""
-    use_checkpoint_opt_param_scheduler: bool = flag(False, aliases=("--use-checkpoint-opt_param-scheduler",))
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, aliases=("--use-checkpoint-opt_param-scheduler",), requires="--load"
+    )
     """Take the learning rate, its schedule and the optimizer's hyperparameters from the checkpoint, and ignore those of
     the command line."""

@@ -16,7 +16,7 @@ _SWITCHES = """
     --use-mcore-models --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm --log-throughput
     --use-pytorch-profiler --log-timers-to-tensorboard --log-memory-to-tensorboard --log-batch-size-to-tensorboard
     --log-validation-ppl-to-tensorboard --no-pipeline-parallel --no-create-moe-param-group --exit-signal-handler
-    --check-for-nan-in-loss-and-grad
+    --check-for-nan-in-loss-and-grad --use-checkpoint-args
 """
 ACCEPTED: dict[str, tuple[str, ...]] = dict.fromkeys(_SWITCHES.split(), ()) | {
     "--normalization": ("rmsnorm",),
@@ -76,7 +76,6 @@ _REFUSED_BY_REASON = {
     "put merges.txt next to the --vocab-file, where GPT2BPETokenizer finds it": "--merge-file",
     "use --rope-scaling linear --rope-scaling-factor": "--rotary-seq-len-interpolation-factor",
     "the training process reads the samples; leave the flag out": "--num-workers",
-    "give the model's flags: a difference from the checkpoint is an error": "--use-checkpoint-args",
     "use --override-opt-param-scheduler": "--no-load-lr-state",
     "every checkpoint can be loaded in any layout; leave the flag out": "--universal-checkpoint",
     "use --offload-optimizer cpu": "--cpu-optimizer",

@@ -1,12 +1,14 @@
 """The configuration of one run: parses its flags, derives open values, and checks their combinations."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_errors
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, flags_of, resolve_model, tensor_parallel_errors
 from megatron_ladder.config.data import CheckpointConfig, DataConfig
+from megatron_ladder.config.file import NOT_IN_FILES, FileFlags, flag_values, read_config_file
 from megatron_ladder.config.megatron_flags import take_megatron_flags
 from megatron_ladder.config.training import (
     LoggingConfig,
@@ -16,6 +18,7 @@ from megatron_ladder.config.training import (
     ReliabilityConfig,
     TrainingConfig,
 )
+from megatron_ladder.errors import ErrorCollector, faulty_flags, names_any, raise_user_errors
 from megatron_ladder.flags import parse_command_line, to_plain
 
 PROGRAM = "pretrain_ladder.py"
@@ -38,9 +41,30 @@ class _Sections:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags(_Sections):
-    """The values of the command line."""
+    """The values of the command line and of the file of --config."""
 
     model: ModelFlags
+    """Sizes and wiring, some of them still open."""
+    given: frozenset[str] = frozenset()
+    """Names of the fields that have a valid value on the command line or in the file."""
+    faulty: frozenset[str] = frozenset()
+    """Flags that have an error of their own. Other errors that name one of them are consequences."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """File and line of each flag that the file sets."""
+
+    def explain(self, errors: Sequence[str]) -> list[str]:
+        """Return errors found after parsing with their places, without consequences of flags that are faulty."""
+        causes = [error for error in errors if not names_any(error, self.faulty)]
+        return [_with_place(error, self.places) for error in causes]
+
+    def describe(self, run: "RunConfig") -> dict[str, Any]:
+        """Return the values of all flags in `run`, by key of a configuration file that repeats it."""
+        # A tokenizer or a checkpoint determines the vocabulary unless the flag was given.
+        model = replace(flags_of(run.model), vocab_size=self.model.vocab_size)
+        completed = replace(run, optimizer=run.optimizer.completed(run.training.train_iters))
+        sections = [to_plain(model), *(to_plain(getattr(completed, name)) for name in _Sections.__annotations__)]
+        values = {name: value for section in sections for name, value in section.items() if name not in NOT_IN_FILES}
+        return values | {"global_batch_size": run.global_batch_size}
 
 
 _SECTION_TYPES: dict[str, type] = {"model": ModelFlags, **_Sections.__annotations__}
@@ -84,13 +108,41 @@ class RunConfig(_Sections):
 
 def parse_run(argv: Sequence[str], errors: list[str]) -> RunFlags:
     """Read the command line, appending one line to `errors` for each value that is not valid by itself."""
-    words = take_megatron_flags(argv, errors)
-    sections = parse_command_line(SECTIONS, words, PROGRAM, DESCRIPTION, found=errors)
-    return RunFlags(**dict(zip(_SECTION_TYPES, sections, strict=True)))
+    found, file = ErrorCollector(), FileFlags({}, [], {})
+    path = flag_values(argv).get("--config")
+    if path is not None:
+        with found.collect():
+            file = read_config_file(Path(path), SECTIONS, found.messages)
+    places = {flag: place for flag, place in file.places.items() if flag not in flag_values(argv)}
+    given, sections = set[str](), list[Any]()
+    with found.collect():
+        words = take_megatron_flags([*file.words, *argv], found.messages)
+        sections = parse_command_line(
+            SECTIONS, words, PROGRAM, DESCRIPTION, found=found.messages, settings=file.settings, given=given
+        )
+    errors += [_with_place(message, places) for message in found.messages]
+    if not sections:
+        raise_user_errors(errors)
+    faulty = frozenset(faulty_flags(errors))
+    return RunFlags(
+        **dict(zip(_SECTION_TYPES, sections, strict=True)), given=frozenset(given), faulty=faulty, places=places
+    )
+
+
+def _with_place(error: str, places: Mapping[str, str]) -> str:
+    place = places.get(error.split(" ")[0].rstrip(":"))
+    return error if place is None else f"{error} ({place})"
 
 
 def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str]) -> RunConfig:
     """Derive the values that the flags leave open, appending one line to `errors` for each invalid combination."""
+    found: list[str] = []
+    run = _resolve(flags, vocab_size, world_size, found)
+    errors += flags.explain(found)
+    return run
+
+
+def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str]) -> RunConfig:
     training, parallel = flags.training, flags.parallel
     tensor_parallel = max(1, parallel.tensor_model_parallel_size)
     stages = max(1, parallel.pipeline_model_parallel_size)
@@ -115,7 +167,9 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, errors: list[
     if global_batch_size % samples_at_once:
         errors.append(
             f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size "
-            f"{training.micro_batch_size} x {data_parallel} data-parallel processes = {samples_at_once}"
+            f"{training.micro_batch_size} x {data_parallel} data-parallel processes = {samples_at_once} "
+            f"({world_size} processes / --tensor-model-parallel-size {tensor_parallel} / "
+            f"--pipeline-model-parallel-size {stages})"
         )
     return RunConfig(
         **{name: getattr(flags, name) for name in _SECTION_TYPES} | {"model": model},
@@ -129,14 +183,16 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, errors: list[
 def _training_errors(training: TrainingConfig, optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}"
-    decay_iters = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
+    decay_iters, end = optimizer.lr_decay_iters, f"--lr-decay-iters {optimizer.lr_decay_iters}"
+    if decay_iters is None:
+        decay_iters, end = training.train_iters, f"--train-iters {training.train_iters}"
     if (optimizer.lr_wsd_decay_iters or 0) > max(0, decay_iters - optimizer.lr_warmup_iters):
         yield (
-            f"--lr-wsd-decay-iters {optimizer.lr_wsd_decay_iters} is more than the {decay_iters} decay iterations "
-            f"leave after --lr-warmup-iters {optimizer.lr_warmup_iters}"
+            f"--lr-wsd-decay-iters {optimizer.lr_wsd_decay_iters} is more than {end} leaves after --lr-warmup-iters "
+            f"{optimizer.lr_warmup_iters}"
         )
     if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters > 0:
-        yield f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves no step of the {decay_iters} decay iterations"
+        yield f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves no step of {end} for the decay"
     if training.fp16:
         scale, is_dynamic = training.initial_loss_scale, training.loss_scale is None
         if is_dynamic and (scale < 1 or not math.log2(scale).is_integer()):

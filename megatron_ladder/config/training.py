@@ -1,6 +1,6 @@
 """Flags of the training loop: batches, optimizer, layout of processes, logging, profiling, and stopping."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,9 @@ class TrainingConfig:
 
     train_iters: int = flag(minimum=1)
     """Optimizer steps of the whole run, including the steps of earlier runs that it resumes."""
+    config: Path | None = None
+    """YAML or TOML file with values of flags. Its keys are flags without dashes, as in `micro_batch_size: 4`; switches
+    are true or false. Flags of the command line override the file."""
     seq_length: int = flag(2048, minimum=1)
     """Tokens per sample."""
     micro_batch_size: int = flag(1, minimum=1)
@@ -26,15 +29,15 @@ class TrainingConfig:
     fp16: bool = flag(False, excludes="--bf16")
     """Compute in float16, with fp32 master weights, fp32 gradient accumulation and loss scaling. A step whose gradient
     overflows is skipped, and the loss scale is lowered."""
-    loss_scale: float | None = flag(None, above=0)
+    loss_scale: float | None = flag(None, above=0, requires="--fp16")
     """Constant loss scale for --fp16; an overflow then ends the run. By default the loss scale is dynamic."""
-    initial_loss_scale: float = 65536.0
+    initial_loss_scale: float = flag(65536.0, requires="--fp16", excludes="--loss-scale")
     """Initial dynamic loss scale for --fp16; must be a power of two."""
-    min_loss_scale: float = flag(1.0, above=0)
+    min_loss_scale: float = flag(1.0, above=0, requires="--fp16", excludes="--loss-scale")
     """Lowest dynamic loss scale for --fp16; an overflow at this scale ends the run."""
-    loss_scale_window: int = flag(1000, minimum=1)
+    loss_scale_window: int = flag(1000, minimum=1, requires="--fp16", excludes="--loss-scale")
     """Steps without overflow after which --fp16 doubles the loss scale."""
-    hysteresis: int = flag(2, minimum=1)
+    hysteresis: int = flag(2, minimum=1, requires="--fp16", excludes="--loss-scale")
     """Overflows that --fp16 tolerates before it halves the loss scale."""
     z_loss_coeff: float = flag(0.0, minimum=0)
     """Coefficient of the z-loss, the squared log of the softmax's normaliser at each target token, which keeps logits
@@ -64,18 +67,20 @@ class OptimizerConfig:
     optimizer: Literal["adamw", "adam", "muon"] = "adamw"
     """adamw, which Megatron calls adam; or muon, which moves each matrix of the layers by its orthogonalised momentum,
     and everything else (embedding, output head, norms, biases) by AdamW."""
-    min_lr: float = flag(0.0, minimum=0)
+    min_lr: float = flag(0.0, minimum=0, excludes="--lr-decay-style constant")
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
     """Learning-rate schedule after the warm-up. WSD (warm-up, stable, decay) keeps --lr constant until the last
     --lr-wsd-decay-iters steps."""
     lr_warmup_iters: int = flag(0, minimum=0)
     """Steps over which the learning rate rises linearly from 0."""
-    lr_decay_iters: int | None = flag(None, minimum=1)
+    lr_decay_iters: int | None = flag(None, minimum=1, excludes="--lr-decay-style constant")
     """Step at which the decay ends; --train-iters by default."""
-    lr_wsd_decay_iters: int | None = flag(None, minimum=1)
+    lr_wsd_decay_iters: int | None = flag(None, minimum=1, requires="--lr-decay-style WSD")
     """Steps of the WSD decay; a tenth of the decay iterations by default."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
+        "exponential", requires="--lr-decay-style WSD"
+    )
     """Shape of the WSD decay."""
     weight_decay: float = flag(0.1, minimum=0)
     """Decoupled weight decay of matrices. Norms and biases are not decayed."""
@@ -100,6 +105,15 @@ class OptimizerConfig:
     optimizer_implementation: Literal["auto", "torch", "apex"] = "auto"
     """Implementation of AdamW. auto: NVIDIA apex on CUDA if it is installed, otherwise torch."""
 
+    def completed(self, train_iters: int) -> "OptimizerConfig":
+        """Return the same schedule with all parts that its style uses."""
+        decay_iters, wsd_decay_iters = self.lr_decay_iters, self.lr_wsd_decay_iters
+        if decay_iters is None and self.lr_decay_style != "constant":
+            decay_iters = train_iters
+        if wsd_decay_iters is None and decay_iters is not None and self.lr_decay_style == "WSD":
+            wsd_decay_iters = max(1, decay_iters // 10)
+        return replace(self, lr_decay_iters=decay_iters, lr_wsd_decay_iters=wsd_decay_iters)
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -110,7 +124,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = flag(1, minimum=1)
     """Pipeline stages; each holds a contiguous range of layers. The micro-batches of a global batch fill the pipeline,
     so use several times as many accumulation steps as stages."""
-    pipeline_partition: Literal["uniform", "parameters"] = "uniform"
+    pipeline_partition: Literal["uniform", "parameters"] = flag("uniform", requires="--pipeline-model-parallel-size")
     """How layers are assigned to stages. uniform: equal numbers of layers; the first stages get one more if the number
     is not divisible. parameters: minimise the parameters of the largest stage, counting embedding and output head."""
     zero_stage: Literal["0", "1", "2", "3"] = "1"
@@ -206,7 +220,7 @@ class ReliabilityConfig:
     loss_spike_factor: float | None = flag(None, above=1)
     """Report a step whose loss exceeds this multiple of the median loss of the last --loss-spike-window steps. Off by
     default."""
-    loss_spike_window: int = flag(64, minimum=1)
+    loss_spike_window: int = flag(64, minimum=1, requires="--loss-spike-factor")
     """Number of previous steps, including spikes, whose median loss --loss-spike-factor multiplies."""
     skip_loss_spikes: bool = flag(False, requires="--loss-spike-factor")
     """Skip the update of steps that --loss-spike-factor reports."""

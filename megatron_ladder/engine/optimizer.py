@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -119,20 +119,11 @@ class LearningRateSchedule:
         return self.min_lr + remaining * (self.lr - self.min_lr)
 
 
-def complete_schedule(optimizer: OptimizerConfig, train_iters: int) -> OptimizerConfig:
-    """Fill in the parts of the schedule that the command line left open and that follow from others."""
-    decay_iters = train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
-    wsd_decay_iters = optimizer.lr_wsd_decay_iters
-    if wsd_decay_iters is None:
-        wsd_decay_iters = max(1, decay_iters // 10)
-    return replace(optimizer, lr_decay_iters=decay_iters, lr_wsd_decay_iters=wsd_decay_iters)
-
-
 def build_schedule(run: RunConfig) -> LearningRateSchedule:
     """Return the learning rate schedule of a run."""
-    config = complete_schedule(run.optimizer, run.training.train_iters)
-    assert config.lr_decay_iters is not None and config.lr_wsd_decay_iters is not None
+    train_iters = run.training.train_iters
+    config = run.optimizer.completed(train_iters)
     return LearningRateSchedule(
-        config.lr, config.lr_decay_iters, config.min_lr, config.lr_decay_style, config.lr_warmup_iters,
-        config.lr_wsd_decay_iters, config.lr_wsd_decay_style,
+        config.lr, config.lr_decay_iters or train_iters, config.min_lr, config.lr_decay_style, config.lr_warmup_iters,
+        config.lr_wsd_decay_iters or 0, config.lr_wsd_decay_style,
     )  # fmt: skip

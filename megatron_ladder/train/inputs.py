@@ -2,24 +2,39 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.data import DataConfig
-from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_run
 from megatron_ladder.data.identity import describe_training
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, find_data, open_sources
 from megatron_ladder.data.shards import find_input
 from megatron_ladder.data.sidecar import read_sidecar, sidecar_path
 from megatron_ladder.data.streaming import StreamPlan, choose_streams
-from megatron_ladder.data.tokenizers import WITHOUT_FILES, NullTokenizer, Tokenizer, TokenizerSource, load_source
+from megatron_ladder.data.tokenizers import (
+    DESCRIPTION_FILE,
+    WITHOUT_FILES,
+    NullTokenizer,
+    Tokenizer,
+    TokenizerSource,
+    load_source,
+    load_tokenizer_from_directory,
+)
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler
-from megatron_ladder.train.resume import check_same_data, check_save_directory, open_checkpoint, resumed_run
+from megatron_ladder.train.resume import (
+    check_same_data,
+    check_save_directory,
+    complete_flags,
+    model_differences,
+    open_checkpoint,
+    resumed_run,
+)
 from megatron_ladder.train.trackers import check_trackers
 
 
@@ -36,48 +51,61 @@ class RunInputs:
     """The data's end-of-document token, if a tokenizer or a data set's sidecar defines it."""
     stream: StreamPlan | None = None
     """The training input of --streaming, which replaces the training source."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """The values of all flags, by key of a configuration file."""
 
 
 def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
     """Read the command line and open the files that it names; raises UserError with one line per error."""
-    errors = ErrorCollector()
+    errors, found = ErrorCollector(), ErrorCollector()
     flags = parse_run(argv, errors.messages)
-    tokenizer_errors: list[str] = []
-    tokenizer, vocab_size = _load_vocabulary(flags.data, flags.model.vocab_size, tokenizer_errors)
+    checkpoint, load_errors = None, ErrorCollector()
+    with load_errors.collect():
+        checkpoint = open_checkpoint(flags)
+        if checkpoint is not None:
+            flags = complete_flags(flags, checkpoint)
+    if load_errors.messages:
+        errors.add(*flags.explain(load_errors.messages))
+        # The sizes that it would provide are unknown.
+        unknown = {"load", *(one.name for one in fields(flags.model) if one.name not in flags.given)}
+        flags = replace(flags, faulty=flags.faulty | set(map(flag_name, unknown)))
+    tokenizer, vocab_size = None, None
+    with found.collect():
+        tokenizer, vocab_size = _load_vocabulary(flags, checkpoint)
     run = resolve_run(flags, vocab_size or 1, place.world_size, errors.messages)
-    errors.add(*tokenizer_errors)
-    _check_machine(run, place, errors)
-    flags_are_valid = not errors.messages
-    deepspeed = deepspeed_json(run, errors.messages)
-    checkpoint = open_checkpoint(run, vocab_size is not None, errors)
+    _check_machine(run, place, found)
+    flags_are_valid = not errors.messages and not found.messages
+    deepspeed = deepspeed_json(run, found.messages)
     if not run.logging.skip_train:
-        with errors.collect():
+        with found.collect():
             check_save_directory(run.checkpoint)
     if checkpoint is not None:
-        run = resumed_run(run, checkpoint, errors)
+        found.add(*model_differences(run, checkpoint, vocab_size is not None))
+        run = resumed_run(run, checkpoint, found)
     sources, stream, eod_id = None, None, None
-    with errors.collect():
+    with found.collect():
         if run.training.seq_length > 0:
             sources = _open_sources(run, tokenizer)
             eod_id = _find_eod(run.data, sources, tokenizer)
     if run.logging.skip_train:
         if run.checkpoint.load is None:
-            errors.add("--skip-train evaluates the model of a checkpoint: give --load as well")
+            found.add("--skip-train evaluates the model of a checkpoint: give --load as well")
         if run.logging.eval_iters < 1:
-            errors.add(f"--eval-iters {run.logging.eval_iters}: --skip-train only evaluates: give 1 or more")
+            found.add(f"--eval-iters {run.logging.eval_iters}: --skip-train only evaluates: give 1 or more")
         elif sources is not None and sources.valid is None:
-            errors.add("--skip-train needs validation data: give --valid-data-path, or a --split with a share of it")
+            found.add("--skip-train needs validation data: give --valid-data-path, or a --split with a share of it")
     elif run.data.streaming and flags_are_valid:
-        with errors.collect():
+        with found.collect():
             stream = _open_stream(run, tokenizer, checkpoint)
     knows_data = sources is not None and (sources.train is not None or stream is not None)
     if checkpoint is not None and sources is not None and knows_data and not run.loads_only_weights:
-        with errors.collect():
+        with found.collect():
             data = describe_data(sources, tokenizer, stream)
             check_same_data(checkpoint, data, run.data.allow_data_change, place.rank)
+    errors.add(*flags.explain(found.messages))
     errors.raise_if_any()
     assert sources is not None
-    return RunInputs(run, deepspeed, tokenizer, sources, checkpoint, eod_id, stream)
+    return RunInputs(run, deepspeed, tokenizer, sources, checkpoint, eod_id, stream, flags.describe(run))
 
 
 def describe_data(sources: Sources, tokenizer: Tokenizer | None, stream: StreamPlan | None = None) -> dict[str, Any]:
@@ -88,29 +116,37 @@ def describe_data(sources: Sources, tokenizer: Tokenizer | None, stream: StreamP
     return {"tokenizer_sha256": sha256, **({} if stream is None else {"stream": stream.describe()})}
 
 
-def _load_vocabulary(
-    data: DataConfig, vocab_size: int | None, errors: list[str]
-) -> tuple[Tokenizer | None, int | None]:
-    """Return the tokenizer, if one was named, and the number of token ids; None if it is unknown."""
+def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[Tokenizer | None, int | None]:
+    """Return the tokenizer, if one is named or the checkpoint provides it, and the number of token ids.
+
+    Raises UserError if neither flags nor a checkpoint determine the vocabulary, or the tokenizer cannot be read.
+    """
+    data, vocab_size = flags.data, flags.model.vocab_size
     needs_model = data.tokenizer_type not in (None, *WITHOUT_FILES)
     if needs_model != (data.tokenizer_model is not None):
-        errors.append("--tokenizer-type and --tokenizer-model belong together: give both")
-    elif data.tokenizer_type is not None:
-        try:
-            tokenizer = load_source(TokenizerSource(data.tokenizer_type, data.tokenizer_model, vocab_size=vocab_size))
-        except UserError as error:
-            errors += error.messages
-            return None, vocab_size
-        known = tokenizer.vocab_size
-        # The --vocab-size of this one does not count the end-of-document token.
-        if vocab_size is None or tokenizer.kind == NullTokenizer.kind:
-            return tokenizer, known
-        if vocab_size < known:
-            errors.append(f"--vocab-size {vocab_size} is smaller than the tokenizer's {known} ids: leave it out")
-        return tokenizer, vocab_size
-    elif vocab_size is None:
-        errors.append("--tokenizer-type and --tokenizer-model, or --vocab-size, are required")
-    return None, vocab_size
+        raise UserError("--tokenizer-type and --tokenizer-model belong together: give both")
+    stored = None if checkpoint is None else checkpoint.model().vocab_size
+    tokenizer: Tokenizer | None = None
+    if data.tokenizer_type is not None:
+        size = stored - 1 if vocab_size is None and stored is not None else vocab_size
+        tokenizer = load_source(TokenizerSource(data.tokenizer_type, data.tokenizer_model, vocab_size=size))
+    elif vocab_size is None and checkpoint is not None and (checkpoint.directory / DESCRIPTION_FILE).is_file():
+        tokenizer = load_tokenizer_from_directory(checkpoint.directory)
+    elif vocab_size is None and stored is None:
+        raise UserError(
+            "--tokenizer-type and --tokenizer-model, or --vocab-size, are required without a --load that provides them"
+        )
+    elif data.streaming:
+        raise UserError("--streaming requires --tokenizer-type and --tokenizer-model")
+    if tokenizer is None:
+        return None, stored if vocab_size is None else vocab_size
+    known = tokenizer.vocab_size
+    # The --vocab-size of this one does not count the end-of-document token.
+    if tokenizer.kind == NullTokenizer.kind:
+        return tokenizer, known
+    if vocab_size is not None and vocab_size < known:
+        raise UserError(f"--vocab-size {vocab_size} is smaller than the tokenizer's {known} ids: leave it out")
+    return tokenizer, max(known, stored or 0) if vocab_size is None else vocab_size
 
 
 def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from megatron_ladder.comm.launch import (
     stop_process_group,
 )
 from megatron_ladder.comm.watch import HangWatch
+from megatron_ladder.config.file import CONFIG_NAME, config_file_text
+from megatron_ladder.files import write_atomically
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.inputs import RunInputs, read_inputs
 from megatron_ladder.train.lock import SaveLock
@@ -69,6 +72,8 @@ def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
             with CheckpointSaver(trainer, inputs, record.write, streams) as checkpoints:
                 iteration, consumed_samples = checkpoints.resume()
                 record.write_first("start", **describe_start(trainer, iteration))
+                if folder is not None and place.rank == 0 and not inputs.run.logging.skip_train:
+                    _write_config(folder, inputs)
                 session = _Session(inputs, streams, checkpoints, stopper, record)
                 if inputs.run.logging.skip_train:
                     reason = _evaluate_loaded(trainer, session, iteration)
@@ -76,6 +81,15 @@ def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
                     reason = _train(trainer, session, iteration, consumed_samples)
             record.write_first("stop", reason=reason, code=0)
             stop_process_group()
+
+
+def _write_config(folder: Path, inputs: RunInputs) -> None:
+    note = f"All values of a run on {inputs.run.world_size} processes; --config of this file repeats the run."
+    try:
+        write_atomically(folder / CONFIG_NAME, config_file_text(inputs.values, note))
+    except OSError as error:
+        # A failing save is no reason to stop, either.
+        print(f"*** {folder / CONFIG_NAME}: could not be written: {error.strerror} ***", flush=True)
 
 
 def _evaluate_loaded(trainer: Trainer, session: _Session, iteration: int) -> str:

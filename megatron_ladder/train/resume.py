@@ -9,15 +9,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ladder.blueprint.model import flags_of
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.lineage import Lineage
 from megatron_ladder.checkpoint.manifest import read_lineage
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, is_published_name, published_checkpoints, read_latest
 from megatron_ladder.config.data import CheckpointConfig
-from megatron_ladder.config.run import RunConfig
+from megatron_ladder.config.run import RunConfig, RunFlags
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.data.identity import data_changes
-from megatron_ladder.engine.optimizer import complete_schedule
 from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.flags import flag_name
 
@@ -25,6 +25,10 @@ _FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
 """Fields of the model that a resumed run may change, because they affect no stored tensor and no step."""
 _DEFINES_ORDER = ("seed", "seq_length")
 """Fields that a resumed run must not change, because they determine the order of samples."""
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
+"""Flags without which no model is trained from scratch under --load."""
+_WIRING = ("ladder_layers", "residual_staleness", "desync_interval")
+"""Fields of the model whose meaning depends on --residual-mode."""
 _ALWAYS = (
     "lr", "lr_warmup_iters", "lr_decay_style", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps",
 )  # fmt: skip
@@ -36,28 +40,26 @@ _WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
 """Only effective in the style `WSD`."""
 
 
-def open_checkpoint(run: RunConfig, vocabulary_is_known: bool, errors: ErrorCollector) -> Checkpoint | None:
-    """Return the checkpoint that --load names, if any; `errors` receives its differences from the command line.
-
-    `vocabulary_is_known` is False if the vocabulary's size is only a placeholder.
-    """
-    load = run.checkpoint.load
+def open_checkpoint(flags: RunFlags) -> Checkpoint | None:
+    """Return the checkpoint that --load names, if any; raise UserError if it is damaged, or the run requires one."""
+    load = flags.checkpoint.load
     if load is None:
         return None
     if is_published_name(load.name) and not load.exists():
-        errors.add(f"--load {load}: there is no such checkpoint")
-        return None
-    with errors.collect():
-        checkpoint = find_checkpoint(load)
-        if checkpoint is not None:
-            errors.add(*_model_differences(run, checkpoint, vocabulary_is_known))
-            return checkpoint
-        for flag, required in (
-            ("--exit-on-missing-checkpoint", run.checkpoint.exit_on_missing_checkpoint),
-            ("--skip-train", run.logging.skip_train),
-        ):
-            if required:
-                raise UserError(f"--load {load}: holds no checkpoint, and {flag} requires one")
+        raise UserError(f"--load {load}: there is no such checkpoint")
+    if (checkpoint := find_checkpoint(load)) is not None:
+        return checkpoint
+    for flag, required in (
+        ("--exit-on-missing-checkpoint", flags.checkpoint.exit_on_missing_checkpoint),
+        ("--skip-train", flags.logging.skip_train),
+    ):
+        if required:
+            raise UserError(f"--load {load}: holds no checkpoint, and {flag} requires one")
+    if missing := [flag_name(name) for name in _SIZES if name not in flags.given]:
+        raise UserError(
+            f"--load {load}: holds no checkpoint that would provide {', '.join(missing)}: give the sizes to start from "
+            "scratch, or a directory with a checkpoint"
+        )
     return None
 
 
@@ -105,7 +107,30 @@ def _is_within(load: Path, save: Path) -> bool:
     return directory.resolve() == save.resolve()
 
 
-def _model_differences(run: RunConfig, checkpoint: Checkpoint, vocabulary_is_known: bool) -> list[str]:
+def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
+    """Return flags whose model is the checkpoint's, except for values that were given.
+
+    A resumed run also takes the order of samples, of which the sequence length is a part.
+    """
+    stored, given = checkpoint.model(), flags.given
+    values = {name: value for name, value in vars(flags_of(stored)).items() if name not in given}
+    if flags.model.residual_mode != stored.residual_mode and "residual_mode" in given:
+        values = {name: value for name, value in values.items() if name not in _WIRING}
+    order = {} if flags.checkpoint.finetune else checkpoint.manifest.get("run", {}).get("training", {})
+    kept = {name: order[name] for name in _DEFINES_ORDER if name in order and name not in given}
+    training = replace(flags.training, **kept)
+    if "max_position_embeddings" in values:
+        values["max_position_embeddings"] = max(stored.max_position_embeddings, training.seq_length)
+    # The tokenizer may determine the size of the vocabulary.
+    values.pop("vocab_size", None)
+    return replace(flags, model=replace(flags.model, **values), training=training)
+
+
+def model_differences(run: RunConfig, checkpoint: Checkpoint, vocabulary_is_known: bool) -> list[str]:
+    """Return one line per difference between the run's model and order of samples and those of a checkpoint.
+
+    `vocabulary_is_known` is False if the vocabulary's size is only a placeholder.
+    """
     model = checkpoint.model()
     stored, given = model.to_dict(), run.model.to_dict()
     ignored = _FREE_TO_CHANGE if vocabulary_is_known else (*_FREE_TO_CHANGE, "vocab_size")
@@ -115,7 +140,7 @@ def _model_differences(run: RunConfig, checkpoint: Checkpoint, vocabulary_is_kno
     if model.residual_mode == run.model.residual_mode:
         pairs["tensor_model_parallel_size"] = streams
     else:
-        del pairs["desync_interval"]
+        pairs = {name: values for name, values in pairs.items() if name not in _WIRING}
     training = checkpoint.manifest.get("run", {}).get("training", {})
     if not run.loads_only_weights:
         pairs |= {name: (getattr(run.training, name), training[name]) for name in _DEFINES_ORDER if name in training}
@@ -153,10 +178,9 @@ def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) 
     theirs = _complete(run.optimizer, stored["optimizer"], train_iters)
     if options.use_checkpoint_opt_param_scheduler:
         return replace(run, optimizer=replace(run.optimizer, **theirs))
-    ours = _complete(run.optimizer, {}, theirs["lr_decay_iters"])
-    styles = {ours["lr_decay_style"], theirs["lr_decay_style"]}
-    muon = _MUON if run.optimizer.optimizer == "muon" and options.load_optim else ()
-    compared = (*_ALWAYS, *muon, *(_DECAY if styles != {"constant"} else ()), *(_WSD if "WSD" in styles else ()))
+    ours, has_muon = _complete(run.optimizer, {}, theirs["lr_decay_iters"]), run.optimizer.optimizer == "muon"
+    in_theirs = _in_effect(theirs["lr_decay_style"], has_muon and options.load_optim)
+    compared = [name for name in _in_effect(ours["lr_decay_style"], has_muon) if name in in_theirs]
     errors.add(*(
         f"{flag_name(name)} {ours[name]}: {directory} was trained with {theirs[name]}: give "
         "--override-opt-param-scheduler to change it, or --use-checkpoint-opt-param-scheduler to keep the stored value"
@@ -167,11 +191,18 @@ def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) 
 
 
 def _complete(optimizer: OptimizerConfig, changes: dict[str, Any], train_iters: int) -> dict[str, Any]:
-    """Return the hyperparameters of schedule and optimizer, with derived values filled in."""
+    """Return the hyperparameters of schedule and optimizer: derived values, and defaults of those without effect."""
     names = (*_ALWAYS, *_MUON, *_DECAY, *_WSD)
     known = {name: value for name, value in changes.items() if name in names}
-    values = asdict(complete_schedule(replace(optimizer, **known), train_iters))
-    return {name: values[name] for name in names}
+    values = asdict(replace(optimizer, **known).completed(train_iters))
+    used = _in_effect(values["lr_decay_style"], optimizer.optimizer == "muon")
+    return {name: values[name] if name in used else getattr(OptimizerConfig, name) for name in names}
+
+
+def _in_effect(style: str, has_muon: bool) -> tuple[str, ...]:
+    """Return the hyperparameters that a style of the decay and the optimizer use."""
+    decay = (*(_DECAY if style != "constant" else ()), *(_WSD if style == "WSD" else ()))
+    return (*_ALWAYS, *(_MUON if has_muon else ()), *decay)
 
 
 def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:

@@ -124,6 +124,10 @@ def _read_tool(script: str, words: Sequence[str]) -> list[str]:
 
 
 def _read_training(words: Sequence[str], processes: int | None, open_end: bool, errors: list[str]) -> None:
+    if "--config" in words:
+        # The file may be written when the command runs, and may have the required flags.
+        position = list(words).index("--config")
+        words, open_end = [*words[:position], *words[position + 2 :], "--train-iters", "1", "--lr", "1"], True
     flags = parse_run(words, errors)
     if open_end:
         return

@@ -41,7 +41,8 @@ def known_flags() -> set[str]:
         for command in load_program(program).COMMANDS
         for section in command.sections
         for one in section_flags(section)
-        for spelling in one.spellings
+        # The opposite of a switch overrides a configuration file.
+        for spelling in (*one.spellings, flag_name(one.field_name), flag_name(f"no_{one.field_name}"))
     }
     scripts = {
         name

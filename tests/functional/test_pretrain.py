@@ -63,8 +63,10 @@ def test_a_resumed_run_equals_an_uninterrupted_run_bitwise(tokens: Path, tmp_pat
     saves = ["--save", tmp_path / "a", "--save-interval", "4", "--async-save"]
     whole = run_command([*deepspeed(2), *argv, *saves], timeout=120)
     assert whole.returncode == 0, whole.stdout + whole.stderr
+    config = tmp_path / "a" / "config.yaml"
     part = run_command(
-        [*torchrun(2), *argv, "--load", tmp_path / "a" / "iter_0000004", "--save", tmp_path / "b"], timeout=120
+        [*torchrun(2), "--config", config, "--load", tmp_path / "a" / "iter_0000004", "--save", tmp_path / "b"],
+        timeout=120,
     )
     assert part.returncode == 0, part.stdout + part.stderr
     assert "4 steps done" in part.stdout
@@ -74,6 +76,8 @@ def test_a_resumed_run_equals_an_uninterrupted_run_bitwise(tokens: Path, tmp_pat
     for key, tensor in first.items():
         assert torch.equal(tensor, second[key]), key
     assert Checkpoint.open(tmp_path / "b").consumed_samples == 16
+    ours, theirs = ((tmp_path / name / "config.yaml").read_text().splitlines() for name in "ab")
+    assert {line.split(":")[0] for line in set(ours) ^ set(theirs)} == {"save", "load"}
     assert not [path for path in (tmp_path / "a").iterdir() if ".tmp" in path.name]
 
 
@@ -101,11 +105,11 @@ def test_one_process_reports_a_start_from_scratch_and_never_compiles(tokens: Pat
 
 
 def check_evaluation_of_what_was_saved(tokens: Path, tmp_path: Path) -> None:
-    """The loss equals that after the last step of the checkpoint, with its wiring and data split."""
+    """The loss equals that after the last step of the checkpoint, whose sizes and wiring need no flags."""
     done = run_command(
         [
-            sys.executable, "pretrain_ladder.py", *RECIPE, "--data-path", tokens, "--split", "90,10,0",
-            "--train-iters", "9", "--lr", "1", "--load", tmp_path / "saved", "--eval-iters", "1", "--skip-train",
+            sys.executable, "pretrain_ladder.py", "--data-path", tokens, "--split", "90,10,0", "--train-iters", "9",
+            "--micro-batch-size", "2", "--lr", "1", "--load", tmp_path / "saved", "--eval-iters", "1", "--skip-train",
             "--save", tmp_path / "evaluated",
         ],
         timeout=90,

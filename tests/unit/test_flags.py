@@ -54,10 +54,16 @@ def test_all_errors_are_reported_together() -> None:
     )
     assert found == [
         "--lrr is not a flag of this program: did you mean --lr?",
-        "--lr is required",
         "--steps: 'many' is not a whole number",
         "--style: 'round' is not one of linear, cosine",
     ]
+
+
+def test_the_opposite_of_a_switch_restores_its_default() -> None:
+    assert parse("--lr 1 --bf16 --no-overlap --no-bf16 --overlap") == Example(1.0)
+    settings = {"lr": "1e-4", "bf16": "true", "overlap": "false", "ids": ["1", "2"], "folder": None, "style": "cosine"}
+    assert parse("", settings=settings) == Example(1e-4, 3, "cosine", False, True, (1, 2))
+    assert parse("--no-bf16 --overlap --ids 3 --lr 2", settings=settings) == Example(2.0, 3, "cosine", ids=(3,))
 
 
 def test_a_missing_value_is_an_error() -> None:

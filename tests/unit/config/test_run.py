@@ -63,12 +63,13 @@ def test_batches_follow_from_the_layout() -> None:
         ("--adam-beta2 1", "--adam-beta2 1.0: expected 0 or more, below 1"),
         ("--train-iters 0", "--train-iters 0: expected 1 or more"),
         ("--lr-decay-iters -5", "--lr-decay-iters -5: expected 1 or more"),
-        ("--lr-warmup-iters 5 --lr-wsd-decay-iters 96", "--lr-wsd-decay-iters 96 is more than the 100 decay"),
         ("--optimizer sgd", "--optimizer: 'sgd' is not one of adamw, adam, muon"),
         ("--optimizer muon --zero-stage 3", "whole gradients on the device, not --zero-stage 3: use --zero-stage 0"),
         ("--optimizer muon --offload-optimizer cpu", "on the device, not --offload-optimizer cpu: use"),
         ("--optimizer muon --optimizer-implementation apex", "muon has no --optimizer-implementation apex"),
         ("--muon-momentum 0.9", "--muon-momentum 0.9 requires --optimizer muon"),
+        ("--lr-decay-style WSD --lr-warmup-iters 5 --lr-wsd-decay-iters 96",
+         "--lr-wsd-decay-iters 96 is more than --train-iters 100"),
         ("--weight-decay -1", "--weight-decay -1.0: expected 0 or more"),
     ],
 )
@@ -78,9 +79,9 @@ def test_an_invalid_value_or_combination_is_one_error(words: str, message: str) 
 
 
 def test_all_errors_are_reported_together() -> None:
-    found = read("--hidden-sizes 3 --num-experts 4 --hidden-size 65 --global-batch-size 6 --min-lr 5")[1]
+    found = read("--colour 3 --num-experts 4 --hidden-size 65 --global-batch-size 6 --min-lr 5")[1]
     assert [line.split(" ")[0] for line in found] == [
-        "--num-experts", "--hidden-sizes", "--hidden-size", "--min-lr", "--global-batch-size",
+        "--num-experts", "--colour", "--hidden-size", "--min-lr", "--global-batch-size",
     ]  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def test_megatron_spellings_are_accepted() -> None:
         "--swiglu --normalization rmsnorm --use-rotary-position-embeddings --disable-bias-linear "
         "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0.0 --use-flash-attn "
         "--lr-decay-style cosine --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 "
-        "--init-method-std 0.02 --split 969,30,1 --save-interval 10 --eval-interval 10 --eval-iters 0 "
+        "--init-method-std 0.02 --split 969,30,1 --save s --save-interval 10 --eval-interval 10 --eval-iters 0 "
         "--log-interval 1 --tensorboard-dir tb --profile --use-pytorch-profiler --profile-ranks 0 1 "
         "--pipeline-model-parallel-size 1 --deterministic-mode --optimizer adam"
     )

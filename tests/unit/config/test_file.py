@@ -1,0 +1,194 @@
+"""The configuration file: values of flags in YAML and TOML, next to those of the command line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder.config.file import config_file_text
+from megatron_ladder.config.run import RunFlags, parse_run, resolve_run
+
+BASE = "train_iters: 10\nlr: 1e-4\n"
+
+
+def read(tmp_path: Path, text: str | bytes, words: str = "", name: str = "run.yaml") -> tuple[RunFlags, list[str]]:
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    errors: list[str] = []
+    flags = parse_run(["--config", str(path), *words.split()], errors)
+    resolve_run(flags, 1000, 1, errors)
+    return flags, [error.replace(str(path), name) for error in errors]
+
+
+FLAGS = (
+    "--train-iters 10 --lr 1e-4 --micro-batch-size 4 --bf16 --no-tp-overlap --data-path 0.3 a 0.7 b --split 99,1 "
+    "--num-layers 24 --residual-mode ladder --ladder-layers 16-23 --rope-scaling none --profile-ranks 0 "
+    "--adam-eps 1E-9 --tokenizer-model yes --attention-dropout 0 --swiglu --num-query-groups 4"
+)
+YAML = """
+# The same flags.
+train_iters: 10
+lr: 1e-4                       # YAML 1.1 reads this as a text
+micro-batch-size: 4
+bf16: on
+tp_overlap: no
+data_path: [0.3, a, 0.7, b]
+split: 99,1
+num_layers: 0024               # an octal number in YAML 1.1
+residual_mode: ladder
+ladder_layers: 16-23
+rope_scaling: none
+profile_ranks: 0
+adam_eps: 1E-9
+tokenizer_model: yes           # a switch in YAML 1.1
+save_interval:
+attention_dropout: 0.0
+swiglu: true
+use_distributed_optimizer: false
+num_query_groups: 4
+"""
+TOML = """
+train_iters = 10
+lr = 1e-4
+micro-batch-size = 4
+bf16 = true
+tp_overlap = false
+data_path = [0.3, "a", 0.7, "b"]
+split = "99,1"
+num_layers = 24
+residual_mode = "ladder"
+ladder_layers = "16-23"
+rope_scaling = "none"
+profile_ranks = [0]
+adam_eps = 1E-9
+tokenizer_model = "yes"
+swiglu = true
+num_query_groups = 4
+"""
+
+
+def sections(flags: RunFlags) -> list[object]:
+    return [getattr(flags, name) for name in ("model", "optimizer", "parallel", "data", "checkpoint", "profile")]
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.yaml", YAML), ("run.toml", TOML)])
+def test_a_file_means_the_same_as_flags(tmp_path: Path, name: str, text: str) -> None:
+    expected = parse_run(FLAGS.split(), [])
+    flags, errors = read(tmp_path, text, name=name)
+    assert errors == [] and sections(flags) == sections(expected)
+    assert flags.training.bf16 and flags.given - {"config"} == expected.given
+
+
+MODELS = (
+    "",
+    "--residual-mode ladder --ladder-layers 3,7 --residual-staleness 2 --tie-embeddings --ffn-hidden-size 100",
+    "--residual-mode ladder-parallel --ladder-layers none --num-key-value-heads 4 --vocab-size 77 --qk-layernorm",
+    "--residual-mode desync --desync-interval 4 --max-position-embeddings 4096 --rope-scaling linear "
+    "--rope-scaling-factor 3",
+)
+RUNS = (
+    "--global-batch-size 24 --fp16 --hysteresis 3 --zero-stage 3 --offload-optimizer cpu --no-tp-overlap",
+    "--lr-decay-style constant --loss-spike-factor 1.1 --skip-loss-spikes --clip-grad 0 --adam-eps 1e-9",
+    "--lr-decay-style WSD --min-lr 1e-5 --lr-wsd-decay-style linear --save no --tokenizer-type NullTokenizer",
+    "--train-data-path 0.3 a 0.7 b --valid-data-path 1e3 --kill-switch-file null --tensorboard-dir ~/1_0",
+    "--recompute-granularity full --profile --profile-ranks 1 0 --profile-dir 0x10 --eval-iters 0 --bf16",
+)
+
+
+@pytest.mark.parametrize("words", [f"{model} {run}" for model in MODELS for run in (RUNS[0], RUNS[1])] + [*RUNS[2:]])
+def test_the_written_configuration_repeats_the_run(tmp_path: Path, words: str) -> None:
+    errors: list[str] = []
+    flags = parse_run(f"--train-iters 30 --lr 1e-5 --tensor-model-parallel-size 2 {words}".split(), errors)
+    run = resolve_run(flags, 1000, 4, errors)
+    path = tmp_path / "config.yaml"
+    path.write_text(config_file_text(flags.describe(run), "A note."))
+    again = parse_run(["--config", str(path)], errors)
+    repeated = resolve_run(again, 1000, 4, errors)
+    assert errors == [] and again.model.vocab_size == flags.model.vocab_size
+    assert run.model == repeated.model and config_file_text(again.describe(repeated), "A note.") == path.read_text()
+    for section in ("data", "checkpoint", "logging", "profile", "reliability", "parallel"):
+        assert getattr(run, section) == getattr(repeated, section)
+    assert run.optimizer.completed(30) == repeated.optimizer and run.accumulation_steps == repeated.accumulation_steps
+
+
+def test_the_command_line_wins(tmp_path: Path) -> None:
+    text = f"{BASE}bf16: true\ntp_overlap: false\ndata_path: [a, b]\nsave: x\nmicro_batch_size: many\nseed: 5\n"
+    flags, errors = read(tmp_path, text, "--lr 2 --no-bf16 --tp-overlap --data-path c --micro-batch-size 2 --seed x1")
+    assert errors == ["--seed: 'x1' is not a whole number"]
+    assert (flags.optimizer.lr, flags.training.bf16, flags.parallel.tp_overlap) == (2.0, False, True)
+    assert flags.data.data_path == (Path("c"),) and flags.checkpoint.save == Path("x")
+    assert flags.training.micro_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("micro_batch_sise: 4", "--config run.yaml:3: micro_batch_sise is not a flag of this program: did you mean "
+         "micro_batch_size?"),
+        ("no_bf16: 1", "--config run.yaml:3: no_bf16 is not a flag of this program: "),
+        ("colour: red", "--config run.yaml:3: colour is not a flag of this program: keys are the flags of --help"),
+        ("config: other.yaml", "--config run.yaml:3: config is not a flag of this program"),
+        ("lr: 2", "--config run.yaml:3: lr is set twice, first in line 2"),
+        ("layernorm_epsilon: 1\nnorm-epsilon: 1", "--config run.yaml:4: norm_epsilon is set twice, first in line 3"),
+        ("micro_batch_size: [4]", "--micro-batch-size: expected a whole number, found a list (run.yaml:3)"),
+        ("training:\n  seed: 1", "--config run.yaml:3: training is not a flag"),
+        ("adam_eps: {a: 1}", "--adam-eps: expected a number, found a section: keys are not nested (run.yaml:3)"),
+        ("micro_batch_size:", "--micro-batch-size: expected a whole number, found no value (run.yaml:3)"),
+        ("micro_batch_size: 1.5", "--micro-batch-size: '1.5' is not a whole number (run.yaml:3)"),
+        ("micro_batch_size: true", "--micro-batch-size: 'true' is not a whole number (run.yaml:3)"),
+        ("micro_batch_size: 0", "--micro-batch-size 0: expected 1 or more (run.yaml:3)"),
+        ("bf16: 1", "--bf16: expected true or false, found '1' (run.yaml:3)"),
+        ('bf16: "yes"', "--bf16: expected true or false, found 'yes' (run.yaml:3)"),
+        ("rope_scaling: no", "--rope-scaling: 'no' is not one of none, linear, llama3 (run.yaml:3)"),
+        ("lr_warmup_iters: .inf", "--lr-warmup-iters: '.inf' is not a whole number (run.yaml:3)"),
+        ("data_path: [[a]]", "--data-path: expected a path in the list, found a list (run.yaml:3)"),
+        ("hidden_size: 65", "--hidden-size 65 is not divisible by --num-attention-heads 12: change one of them, or "
+         "give --head-dim (run.yaml:3)"),
+        ("num_experts: 8", "--num-experts is not supported: layers are dense"),
+        ("normalization: LayerNorm", "--normalization LayerNorm: only rmsnorm is supported; leave the flag"),
+    ],
+)  # fmt: skip
+def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message: str) -> None:
+    found = read(tmp_path, BASE + line + "\n")[1]
+    assert len(found) == 1 and found[0].startswith(message), found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"lr: [1", "--config run.yaml:1: not YAML: expected ',' or ']'"),
+        (b"lr: 1\n\tseed: 2", "--config run.yaml:2: not YAML: found character"),
+        (b"lr: 1\n---\nlr: 2", "--config run.yaml:2: not YAML: but found another document"),
+        (b"lr: \xff", "--config run.yaml: not YAML: 'utf-8' codec"),
+        (b"lr: \x00", "--config run.yaml: not YAML: unacceptable character"),
+        (b"[" * 500, "--config run.yaml: not YAML: maximum recursion"),
+        (b"- lr", "--config run.yaml: expected a line `flag_name: value` for each flag, found a list"),
+        (b"lr 1e-4", "--config run.yaml: expected a line `flag_name: value` for each flag, found 'lr 1e-4'"),
+    ],
+)
+def test_an_unreadable_file_is_reported_with_the_other_errors(tmp_path: Path, text: bytes, message: str) -> None:
+    found = read(tmp_path, text, "--lr 1 --train-iters x")[1]
+    assert len(found) == 2 and found[0].startswith(message), found
+    assert found[1] == "--train-iters: 'x' is not a whole number"
+
+
+def test_other_unreadable_files(tmp_path: Path) -> None:
+    found = read(tmp_path, "lr = 1\nlr = 2\n", "--lr 1 --train-iters 1", "run.toml")[1]
+    assert len(found) == 1 and found[0].startswith("--config run.toml: not TOML: Cannot overwrite a value"), found
+    assert read(tmp_path, "", "--lr 1 --train-iters 1")[1] == []
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "absent.yaml", "No such file or directory")):
+        errors: list[str] = []
+        parse_run(["--config", str(path), "--lr", "1", "--train-iters", "1"], errors)
+        assert errors == [f"--config {path}: cannot be read: {reason}"]
+
+
+def test_reading_a_file_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(BASE)
+    script = (
+        "import sys; from megatron_ladder.config.run import parse_run; errors = []; "
+        f"print(parse_run(['--config', {str(tmp_path / 'run.yaml')!r}], errors).optimizer.lr, errors, "
+        "sorted({'torch', 'numpy', 'deepspeed'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0.0001", "[]", "[]"]
