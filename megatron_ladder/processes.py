@@ -1,7 +1,8 @@
 """Child processes that do not outlive their parent, and the signals that end a program.
 
 A parent starts children with `start_child`, collects signals with `received_signals`, and ends the children with
-`end_children`. If the parent is killed, the kernel signals its children.
+`end_children`. If the parent is killed, the kernel signals its children. Descendants behind a launcher, which may end
+without them, find the parent by an environment variable with `find_supervisor`.
 """
 
 import contextlib
@@ -10,13 +11,17 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 # Options of prctl(2), from <linux/prctl.h>.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+_SUPERVISOR = "MEGATRON_LADDER_SUPERVISOR"
+"""Environment variable: the process that called `start_child`."""
 
 Child = subprocess.Popen[bytes]
 
@@ -33,6 +38,7 @@ def start_child(
     receive the terminal's Ctrl-C and can be killed together with its own children. Raise OSError if it cannot start.
     """
     parent = os.getpid()
+    environment = {**(popen_options.pop("env", None) or os.environ), _SUPERVISOR: _identity(parent)}
 
     def prepare() -> None:
         for number in ignored_signals:
@@ -42,7 +48,39 @@ def start_child(
             # The parent died before prctl took effect.
             os._exit(1)
 
-    return subprocess.Popen(command, preexec_fn=prepare, **popen_options)
+    return subprocess.Popen(command, preexec_fn=prepare, env=environment, **popen_options)
+
+
+def find_supervisor(environment: Mapping[str, str]) -> int | None:
+    """Return the process that started a process with this environment, directly or behind a launcher, by `start_child`.
+
+    The result is 0 if the supervisor has ended, and None if there is none on this machine.
+    """
+    known = environment.get(_SUPERVISOR, "")
+    place, _, pid = known.rpartition("/")[0].rpartition("/")
+    if not pid.isdecimal() or place != _identity(int(pid)).rsplit("/", 2)[0]:
+        return None
+    return int(pid) if known == _identity(int(pid)) else 0
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return the clock ticks from boot to the start of a process; None if it does not exist or is a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    # proc(5): the state is field 3 and the start time field 22; the first two precede the closing parenthesis.
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def boot_id() -> str:
+    """Return a name of this machine's current boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _identity(pid: int) -> str:
+    """Return a name of a process that no other process has, on any machine: BOOT/NAMESPACE/PID/START."""
+    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}/{pid}/{start_ticks(pid)}"
 
 
 def end_children(

@@ -13,7 +13,8 @@ import psutil
 
 from megatron_ladder.cli.run_resilient import ResilientConfig
 from megatron_ladder.errors import ExitCode, UserError
-from megatron_ladder.processes import Child, adopt_orphans, received_signals, start_child
+from megatron_ladder.processes import Child, adopt_orphans, find_supervisor, received_signals, start_child
+from megatron_ladder.train.lock import lock_holder
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import SAME_SECONDS
 
@@ -26,9 +27,22 @@ def run_supervised(command: Sequence[str], config: ResilientConfig, save: Path) 
     """Run a command that saves in `save`; raises as `main` of cli/run_resilient.py."""
     adopt_orphans()
     with received_signals(merge_seconds=SAME_SECONDS) as received:
+        _wait_for_orphans(save, config, received)
         code = _supervise(config, save, received, lambda: _attempt(command, config, received, save))
     if code != 0:
         sys.exit(code)
+
+
+def _wait_for_orphans(save: Path, config: ResilientConfig, received: Sequence[int]) -> None:
+    """Wait for a run in the same directory that stops because its supervisor was killed."""
+    holder = lock_holder(save)
+    with contextlib.suppress(psutil.Error):
+        if holder is None or find_supervisor(holder.environ()) != 0:
+            return
+        print(f"*** {save}: pid {holder.pid} is saving after its supervisor was killed: waits for it ***", flush=True)
+        deadline = time.monotonic() + 60 * config.stop_minutes
+        while lock_holder(save) == holder and time.monotonic() < deadline and not received:
+            time.sleep(POLL_SECONDS)
 
 
 def _supervise(config: ResilientConfig, save: Path, received: Sequence[int], attempt: Callable[[], int]) -> int:

@@ -21,6 +21,7 @@ import psutil
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import lock_file
+from megatron_ladder.processes import boot_id, start_ticks
 
 _LOCK_NAME = "run.lock"
 _MOST_BYTES = 4096
@@ -79,7 +80,7 @@ class SaveLock:
         """Return whether the holder's process is alive; on another host, wait until its lock is updated or stale."""
         if holder.get("host") == me["host"]:
             same_boot = holder.get("boot") == me["boot"]
-            return same_boot and holder.get("born") == _start_ticks(int(holder.get("pid", -1)))
+            return same_boot and holder.get("born") == start_ticks(int(holder.get("pid", -1)))
         changed, deadline = os.fstat(self._descriptor).st_mtime_ns, time.monotonic() + self._stale_seconds
         while os.stat(self._path).st_mtime_ns == changed:
             if (remaining := deadline - time.monotonic()) <= 0:
@@ -106,22 +107,23 @@ class SaveLock:
                 os.utime(self._descriptor)
 
 
+def lock_holder(folder: Path) -> psutil.Process | None:
+    """Return the process of this machine that holds the lock of a directory, if any."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, psutil.Error):
+        holder = json.loads((folder / _LOCK_NAME).read_bytes()[:_MOST_BYTES])
+        me = _this_process()
+        if [holder[key] for key in ("host", "boot")] == [me["host"], me["boot"]]:
+            process = psutil.Process(holder["pid"])
+            return process if holder["born"] == start_ticks(process.pid) else None
+    return None
+
+
 def _this_process() -> dict[str, Any]:
     seconds = psutil.Process().create_time()
     return {
         "host": socket.gethostname(),
-        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "boot": boot_id(),
         "pid": os.getpid(),
-        "born": _start_ticks(os.getpid()),
+        "born": start_ticks(os.getpid()),
         "started": datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds"),
     }
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Return the clock ticks from boot to the start of a process; None if it does not exist or is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    # proc(5): the state is field 3 and the start time field 22; the first two precede the closing parenthesis.
-    return None if fields[0] in "ZX" else int(fields[19])

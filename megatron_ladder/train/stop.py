@@ -8,6 +8,7 @@ Importing this file does not import torch, so that signals are handled before an
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from megatron_ladder.config.training import ReliabilityConfig
+from megatron_ladder.processes import find_supervisor
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SECONDS = 2.0
@@ -27,6 +29,7 @@ _LOOK_SECONDS = 1.0
 class StopSignals:
     """Context manager that notes SIGTERM and SIGINT; the second signal ends the process.
 
+    The end of a supervisor counts as a SIGTERM, because the launcher between them may end without its ranks.
     A thread reads what the C handler writes to a pipe. So the second signal ends even a process whose main thread is
     blocked in a collective, where it cannot run a Python handler. A signal that the parent ignores stays ignored.
     """
@@ -47,6 +50,8 @@ class StopSignals:
             if handler is not signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)
         self._thread.start()
+        if (supervisor := find_supervisor(os.environ)) is not None:
+            threading.Thread(target=self._follow, args=(supervisor,), name="supervisor", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,6 +74,20 @@ class StopSignals:
                 sys.stderr.write(f"a second {signal.Signals(number[0]).name}: ends at once\n")
                 sys.stderr.flush()
                 os._exit(128 + number[0])
+
+
+    def _follow(self, supervisor: int) -> None:
+        """Wait for the end of a process, which is 0 if it has ended."""
+        try:
+            if supervisor:
+                select.select([os.pidfd_open(supervisor)], [], [])
+        except ProcessLookupError:
+            pass
+        except OSError:
+            return  # a kernel without pidfd_open
+        if not self.received:
+            print("*** the supervisor of this run has ended: stops as after SIGTERM ***", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class StopReason(NamedTuple):

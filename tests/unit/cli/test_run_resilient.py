@@ -15,6 +15,7 @@ import pytest
 from megatron_ladder.cli.run_resilient import ResilientConfig, _find_save_directory
 from megatron_ladder.cli.supervise import _supervise
 from megatron_ladder.errors import UserError
+from megatron_ladder.processes import start_ticks
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import SAME_SECONDS
 from tests.helpers.commands import REPOSITORY_ROOT
@@ -159,7 +160,9 @@ run_resilient.entry_point()
 """
 
 
-def start(tmp_path: Path, rank: str, *program: str, launcher: str = LAUNCHER) -> "subprocess.Popen[str]":
+def start(
+    tmp_path: Path, rank: str, *program: str, launcher: str = LAUNCHER, begins: str = ""
+) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", launcher, rank, "--save", str(tmp_path), "--load", str(tmp_path)]
     process = subprocess.Popen(
         [sys.executable, *(program or ["tools/run_resilient.py"]), "--max-restarts", "0", "--", *command],
@@ -167,6 +170,7 @@ def start(tmp_path: Path, rank: str, *program: str, launcher: str = LAUNCHER) ->
         env={**os.environ, "RECORD": str(tmp_path / "run.jsonl")},
     )  # fmt: skip
     assert process.stdout is not None
+    assert not begins or process.stdout.readline().startswith(begins)
     assert [process.stdout.readline() for _ in range(2)] == ["rank up\n"] * 2
     return process
 
@@ -206,6 +210,40 @@ def test_exit_code_0_without_a_recorded_end_is_a_failure(tmp_path: Path) -> None
     output, _ = process.communicate(timeout=20)
     assert f"exit code 0, but no successful end is recorded in {tmp_path}" in output and process.returncode == 1
     assert [event["code"] for event in read_record(tmp_path)] == [0, 0]
+
+
+FOLLOWING = """
+import os, sys, time
+from contextlib import ExitStack
+from pathlib import Path
+from megatron_ladder.train.lock import SaveLock
+from megatron_ladder.train.record import RunRecord
+from megatron_ladder.train.stop import StopSignals
+folder = Path(os.environ["RECORD"]).parent
+with ExitStack() as stack, StopSignals() as signals:
+    if os.environ["RANK"] == "0":
+        stack.enter_context(SaveLock(folder))
+    print("rank up\\n", end="", flush=True)
+    while not signals.received:
+        time.sleep(0.01)
+    time.sleep(0.5 * (os.environ["RANK"] == "0"))
+    RunRecord(folder).write("stop", rank=int(os.environ["RANK"]), code=0)
+"""
+
+
+def test_ranks_follow_a_killed_supervisor_and_the_next_one_waits_for_them(tmp_path: Path) -> None:
+    """The launcher ends without its ranks, as `deepspeed` does."""
+    first = start(tmp_path, FOLLOWING)
+    ranks = [one for one in psutil.Process(first.pid).children(recursive=True) if "RANK" in one.environ()]
+    assert len(ranks) == 2
+    first.kill()
+    second = start(tmp_path, FOLLOWING, begins=f"*** {tmp_path}: pid ")
+    assert [event["code"] for event in read_record(tmp_path)] == [0, 0]
+    assert [start_ticks(one.pid) for one in ranks] == [None, None]
+    second.terminate()
+    second.communicate(timeout=20)
+    assert second.returncode == 0 and len(read_record(tmp_path)) == 4
+    first.communicate(timeout=20)
 
 
 def test_nothing_outlives_a_second_signal(tmp_path: Path) -> None:

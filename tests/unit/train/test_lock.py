@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.train.lock import _LOCK_NAME, SaveLock, _start_ticks, _this_process
+from megatron_ladder.processes import start_ticks
+from megatron_ladder.train.lock import _LOCK_NAME, SaveLock, _this_process
 from tests.helpers.commands import REPOSITORY_ROOT
 
 HOLDER = """
@@ -125,9 +126,9 @@ def test_a_holder_updates_its_lock(tmp_path: Path) -> None:
 
 
 def test_zombies_and_missing_processes_have_no_start_time() -> None:
-    assert _start_ticks(os.getpid()) == _this_process()["born"]
-    assert _start_ticks(2**22 + 1) is None
+    assert start_ticks(os.getpid()) == _this_process()["born"]
+    assert start_ticks(2**22 + 1) is None
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert _start_ticks(child.pid) is None
+    assert start_ticks(child.pid) is None
     child.wait()
