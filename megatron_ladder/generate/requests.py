@@ -25,6 +25,8 @@ class GenerationRequest:
     """Non-empty strings that end the continuation and are cut from its text. They require a tokenizer."""
     score_prompt: bool = False
     """Whether to score the prompt's tokens as well, with as many alternatives as those of the continuation."""
+    grammar: str | None = None
+    """Grammar of the continuation, from `structured.json_grammar`; requires a tokenizer and `eos_ids`."""
 
 
 class NewToken(NamedTuple):

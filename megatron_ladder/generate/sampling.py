@@ -1,6 +1,6 @@
 """Sampling: choose the next tokens from vocabulary-parallel logits.
 
-    penalties for seen tokens  ->  logits / temperature  ->  top_k  ->  top_p  ->  min_p  ->  draw
+    penalties for seen tokens  ->  grammar  ->  logits / temperature  ->  top_k  ->  top_p  ->  min_p  ->  draw
 
 The draw inverts the cumulative distribution in vocabulary order with one uniform number per token. A seed therefore
 gives the same tokens at any tensor-parallel size and in any batch, wherever the logits agree up to rounding.
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.generate.scoring import Alternatives, score_tokens, vocabulary_logits
+from megatron_ladder.generate.structured import TokenMatcher
 
 NO_TOKEN = -1
 """Chosen where logits are not finite."""
@@ -119,12 +120,18 @@ class Sampler:
         self._parameters = [GREEDY] * slots
         # On the CPU, so that a seed draws the same numbers on every device.
         self._generators = [torch.Generator() for _ in range(slots)]
+        self._matchers: dict[int, TokenMatcher] = {}
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
 
-    def assign(self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int]) -> None:
-        """Assign a slot to another request."""
+    def assign(
+        self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int], matcher: TokenMatcher | None = None
+    ) -> None:
+        """Assign a slot to another request; `matcher` restricts its tokens, and must be equal on every rank."""
         self._parameters[slot] = parameters
+        self._matchers.pop(slot, None)
+        if matcher is not None:
+            self._matchers[slot] = matcher
         self._generators[slot].manual_seed(parameters.seed)
         shape = (len(self._parameters), self._vocab_size)
         if parameters.repetition_penalty != 1 and self._seen is None:
@@ -141,13 +148,15 @@ class Sampler:
         """Choose the next tokens of `slots`, equal on every rank, from logits [b, padded V / t]; padding is ignored."""
         parameters = [self._parameters[slot] for slot in slots]
         model_logits = vocabulary_logits(logits_shard_v, self._start, self._vocab_size)
-        logits = self._penalized(model_logits, parameters, slots)
+        logits = self._restricted(self._penalized(model_logits, parameters, slots), slots)
         tokens = self._choose_tokens(logits, parameters, slots)
         for token, slot in zip(tokens.tolist(), slots, strict=True):
             if self._seen is not None and token != NO_TOKEN:
                 self._seen[slot, token] = True
             if self._counts is not None and token != NO_TOKEN:
                 self._counts[slot, token] += 1
+            if slot in self._matchers and token != NO_TOKEN:
+                self._matchers[slot].consume(token)
         if not any(one.logprobs for one in parameters):
             return Chosen(tokens.tolist(), None)
         wanted = [one.top_logprobs if one.logprobs else 0 for one in parameters]
@@ -167,6 +176,19 @@ class Sampler:
             counts = self._own_columns(self._counts, slots, logits.shape[1])
             logits = logits - column([one.frequency_penalty for one in parameters]) * counts
             logits = logits - column([one.presence_penalty for one in parameters]) * (counts > 0)
+        return logits
+
+    def _restricted(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
+        """Return logits with -inf for tokens that a slot's matcher does not allow."""
+        rows = [row for row, slot in enumerate(slots) if slot in self._matchers]
+        if not rows:
+            return logits
+        excluded = torch.ones(len(rows), logits.shape[1], dtype=torch.bool)
+        for place, row in enumerate(rows):
+            own = self._matchers[slots[row]].allowed()[self._start : self._start + logits.shape[1]]
+            excluded[place, : len(own)] = torch.from_numpy(~own)
+        logits = logits.clone()
+        logits[rows] = logits[rows].masked_fill(excluded.to(self._device), -math.inf)
         return logits
 
     def _own_columns(self, table: Tensor, slots: Sequence[int], width: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.cli.generate import main
-from megatron_ladder.data.tokenizers import NullTokenizer
+from megatron_ladder.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, check_tensor_parallel, load_model, open_model
@@ -26,6 +26,7 @@ from megatron_ladder.generate.prompts import PromptEncoder
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.generate.scoring import TokenScores
+from megatron_ladder.generate.structured import json_grammar
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.commands import REPOSITORY_ROOT, free_port, run_command
 from tests.helpers.pool import GlooPools
@@ -265,6 +266,42 @@ def test_scores_over_two_ranks(gloo_pools: GlooPools) -> None:
     expected = [logprobs[place, token].item() for place, token in enumerate(ids[1:])]
     for found in gloo_pools(2).run(scores_here, config, weights):
         assert found == pytest.approx(expected, abs=1e-4)
+
+
+def structured_answers(engine: GenerationEngine) -> list[str | None]:
+    """Return answers to a schema, next to an unrestricted sample."""
+    engine.tokenizer = tokenizer = ByteTokenizer()
+    eos_ids = frozenset({tokenizer.eod_id})
+    schema = {"type": "array", "items": {"enum": ["ä", "b", 1]}, "minItems": 4, "maxItems": 4}
+    grammar = json_grammar(schema, tokenizer, eos_ids)
+    requests = [
+        GenerationRequest((5, 9), 60, sampling, eos_ids, grammar=text)
+        for sampling, text in (
+            (GREEDY, grammar), (SamplingParameters(seed=3), grammar), (SamplingParameters(seed=3), None),
+            (SamplingParameters(seed=4, top_p=0.8, repetition_penalty=1.2), grammar),
+        )
+    ]  # fmt: skip
+    return [generation.text for generation in engine.generate(requests)]
+
+
+def structured_here(config: ModelConfig, weights: Mapping[str, Tensor], tensor_parallel: int) -> list[str | None]:
+    mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
+    model = build(config, weights, tensor_parallel, StackOptions(), lean=True)
+    return structured_answers(GenerationEngine(model, mesh))
+
+
+def test_structured_answers_are_equal_at_any_size(gloo_pools: GlooPools) -> None:
+    """The model's vocabulary is larger than the tokenizer's; the parts of two of four ranks are beyond it."""
+    config = tiny_config(**MODELS["ladder"], vocab_size=700)
+    weights, _ = reference_of(config)
+    alone = structured_answers(tiny_engine(config, weights))
+    for text in (alone[0], alone[1], alone[3]):
+        values = json.loads(text or "")
+        assert len(values) == 4 and set(values) <= {"ä", "b", 1}
+    assert alone[1] != alone[0]
+    for tensor_parallel in (2, 4):
+        found = gloo_pools(tensor_parallel).run(structured_here, config, weights, tensor_parallel)
+        assert found == [alone] * tensor_parallel
 
 
 def test_standard_input_and_its_errors_reach_two_ranks(model: Path) -> None:

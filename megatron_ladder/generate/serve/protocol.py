@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, Message
 from megatron_ladder.data.tokenizers import Tokenizer
+from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import (
     LARGEST_PENALTY,
     LARGEST_REPETITION_PENALTY,
@@ -29,6 +30,7 @@ from megatron_ladder.generate.options import (
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 from megatron_ladder.generate.scoring import Alternatives
+from megatron_ladder.generate.structured import json_grammar
 from megatron_ladder.generate.text import TextOffsets, token_name, token_text
 
 B = TypeVar("B", bound="_CommonRequest")
@@ -41,10 +43,11 @@ _IGNORED = frozenset({"user", "safety_identifier", "metadata"})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},), "echo": (False,), "suffix": ("",),
     "best_of": (1,), "tools": ([],), "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "parallel_tool_calls": (True, False), "modalities": (["text"],),
     "store": (False,), "service_tier": ("auto", "default"),
 }  # fmt: skip
 """Unsupported parameters, with their values that have no effect."""
+_INSTEAD = {name: "remove it, or serve an exported directory with vLLM" for name in ("tools", "tool_choice")}
 
 _PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)]
@@ -72,6 +75,18 @@ class _StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
+class _JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    schema: dict[str, Any]
+    name: str = ""
+    description: str = ""
+    strict: bool = True
+
+
+class _ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class _CommonRequest:
     model: str
@@ -89,6 +104,7 @@ class _CommonRequest:
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     ignore_eos: bool = False
+    response_format: _ResponseFormat | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +221,8 @@ def _parse(body: bytes, kind: type[B], model: ServedModel) -> B:
         if name not in _NEUTRAL:
             raise ApiError(400, f"unknown parameter: {name}", name, "unknown_parameter")
         if values.pop(name) not in _NEUTRAL[name]:
-            raise ApiError(400, f"{name} is not supported; remove it", name, "unsupported_parameter")
+            fix = _INSTEAD.get(name, "remove it")
+            raise ApiError(400, f"{name} is not supported; {fix}", name, "unsupported_parameter")
     try:
         request = msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -281,14 +298,30 @@ def _validate(
         top_logprobs=logprobs or 0,
     )
     eos_ids = frozenset[int]() if request.ignore_eos else model.eos_ids
+    grammar = _grammar(request.response_format, eos_ids, model)
     samples = []
     for ids in prompts:
         for index in range(request.n):
             seed = secrets.randbits(64) if request.seed is None else request_seed(request.seed, ids, index)
-            samples.append(GenerationRequest(ids, max(1, limit), replace(sampling, seed=seed), eos_ids, stop))
+            drawn = replace(sampling, seed=seed)
+            samples.append(GenerationRequest(ids, max(1, limit), drawn, eos_ids, stop, grammar=grammar))
     options = request.stream_options or _StreamOptions()
     chat, prompt_tokens = isinstance(request, _ChatRequest), sum(map(len, prompts))
     return ApiRequest(tuple(samples), chat, request.stream, options.include_usage, logprobs, prompt_tokens)
+
+
+def _grammar(wanted: _ResponseFormat | None, eos_ids: frozenset[int], model: ServedModel) -> str | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    schema: dict[str, Any] = {"type": "object"}
+    if wanted.type == "json_schema":
+        if wanted.json_schema is None:
+            raise ApiError(400, "response_format: the type json_schema requires json_schema", "response_format")
+        schema = wanted.json_schema.schema
+    try:
+        return json_grammar(schema, model.tokenizer, eos_ids)
+    except UserError as error:
+        raise ApiError(400, f"response_format: {error}", "response_format") from None
 
 
 class ResponseWriter:

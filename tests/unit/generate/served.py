@@ -24,7 +24,7 @@ from megatron_ladder.generate.serve.scheduler import run_plans
 from megatron_ladder.generate.serve.server import _ServerThread, prepare_server
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, kill_tree
 from tests.reference import greedy_continuation
-from tests.unit.generate.plain_tokenizers import Words
+from tests.unit.generate.plain_tokenizers import Bytes, Words
 from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_engine
 
 CONFIG = tiny_config(vocab_size=256, residual_mode="ladder", ladder_layers=(1, 2), max_position_embeddings=300)
@@ -98,20 +98,23 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    step_seconds: float = 0.0, files: tuple[Path, ...] = (), engine: GenerationEngine | None = None, **options: Any
-) -> Iterator[Served]:
+    step_seconds: float = 0.0, files: tuple[Path, ...] = (), engine: GenerationEngine | None = None,
+    tokenizer: Bytes | None = None, **options: Any,
+) -> Iterator[Served]:  # fmt: skip
     """Run a server on a free port; at the end of the block, abort its requests and stop it.
 
     Args:
         step_seconds: additional duration of each step.
         files: files of the tokenizer.
         engine: replaces the tiny model.
+        tokenizer: replaces `Words`.
     """
     engine = engine or tiny_engine(CONFIG, WEIGHTS)
     config = engine.model.config
-    engine.tokenizer = tokenizer = Words()
+    eos_ids = frozenset({EOS} if tokenizer is None else {tokenizer.eod_id})
+    engine.tokenizer = tokenizer = tokenizer or Words()
     tokenizer.files, tokenizer.vocab_size = files, config.vocab_size
-    stored = StoredModel(Path("tiny"), config, tokenizer, frozenset({EOS}), (), lambda model: None)
+    stored = StoredModel(Path("tiny"), config, tokenizer, eos_ids, (), lambda model: None)
     flags = ServeOptions(**{"serve": True, "port": 0, "max_concurrent": 3, "grace_seconds": 0.0} | options)
     setup = prepare_server(RankInfo(0, 1, 0), flags, stored, Path("/models/tiny"))
     assert setup.listener is not None

@@ -235,7 +235,7 @@ def test_a_conversation_accepts_the_message_of_a_response(served: Served) -> Non
         (chat(messages=[{"role": "user", "content": "a", "tool_calls": []}]), 400, "messages"),
         (chat(max_tokens=2, max_completion_tokens=3), 400, "max_completion_tokens"),
         (chat(tools=[{"type": "function"}]), 400, "tools"),
-        (chat(response_format={"type": "json_object"}), 400, "response_format"),
+        (chat(response_format={"type": "xml"}), 400, "response_format"),
     ],
 )
 def test_invalid_requests_name_the_parameter(content: bytes, status: int, param: str, served: Served) -> None:
