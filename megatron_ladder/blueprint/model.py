@@ -1,6 +1,7 @@
 """The sizes, rotary embedding, biases and wiring of a Llama-family decoder, as flags and resolved."""
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
@@ -11,6 +12,10 @@ from megatron_ladder.flags import ValueType, flag, flag_name, to_plain, value_er
 
 FFN_MULTIPLE = 256
 """The default MLP width, 8/3 of the hidden size, is rounded up to a multiple of this."""
+
+
+LARGEST_SIZE = 2**31 - 1
+"""Upper limit of every size in a stored description of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +30,9 @@ class ModelTraits:
     """Method that scales rotary frequencies for longer contexts."""
     rope_scaling_factor: float = flag(1.0, above=0)
     """Factor by which the context grows (linear and llama3)."""
-    rope_low_freq_factor: float = 1.0
+    rope_low_freq_factor: float = flag(1.0, above=0)
     """Llama 3 scaling: wavelengths above original positions / this factor are scaled in full."""
-    rope_high_freq_factor: float = 4.0
+    rope_high_freq_factor: float = flag(4.0, above=0)
     """Llama 3 scaling: wavelengths below original positions / this factor are not scaled."""
     rope_original_max_position_embeddings: int = flag(8192, minimum=1)
     """Llama 3 scaling: maximum positions of the model before scaling."""
@@ -153,31 +158,51 @@ class ModelConfig(ModelTraits):
         return words
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any], source: str) -> "ModelConfig":
+    def from_dict(values: Mapping[str, Any], source: str, tensors: int | None = None) -> "ModelConfig":
         """Read a stored model, or raise a UserError that names the file `source`.
 
-        `ladder_layers` can be a list, an int N (the upper N layers) or null (none).
+        `ladder_layers` can be a list, an int N (the upper N layers) or null (none). `tensors` is the number of stored
+        weights, if known, which no number of layers can exceed.
         """
         known = {field.name: field for field in fields(ModelConfig)}
         unknown = sorted(values.keys() - known.keys())
         absent = sorted(name for name, field in known.items() if field.default is MISSING and name not in values)
         if unknown or absent:
             raise UserError(f"{source}: not a model of this version: unknown keys {unknown}, missing keys {absent}")
-        read = dict(values)
-        layers = read.get("ladder_layers")
+        layers = values.get("ladder_layers")
         try:
-            if isinstance(layers, int):
-                layers = range(read["num_layers"] - layers, read["num_layers"])
-            read["ladder_layers"] = tuple(sorted(int(layer) for layer in layers or ()))
-            for name, field in known.items():
-                kind = ValueType.of(field.type)
-                if name in read and name != "ladder_layers" and not (kind.optional and read[name] is None):
-                    read[name] = kind.scalar(read[name])
-        except (TypeError, ValueError) as error:
+            read = {
+                name: _stored_value(name, value, ValueType.of(known[name].type))
+                for name, value in values.items()
+                if name != "ladder_layers"
+            }
+            count = read["num_layers"]
+            if tensors is not None and count > tensors:
+                raise ValueError(f"num_layers is {count}, and only {tensors} weights are stored")
+            if type(layers) is int and 0 <= layers <= count:
+                layers = list(range(count - layers, count))
+            indices = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+            if layers is not None and not (indices and len(set(layers)) == len(layers)):
+                raise ValueError(f"ladder_layers is {layers!r:.60}, expected layers of 0-{count - 1}")
+        except ValueError as error:
             raise UserError(f"{source}: the model's description cannot be read: {error}") from None
-        config = ModelConfig(**read)
+        config = ModelConfig(**read, ladder_layers=tuple(sorted(layers or ())))
         raise_user_errors(f"{source}: {error}" for error in model_errors(config))
         return config
+
+
+def _stored_value(name: str, value: Any, expected: ValueType) -> Any:
+    """Return a value of a stored description; raise ValueError if it has another type or is too large."""
+    if value is None and expected.optional:
+        return None
+    if type(value) not in ((int, float) if expected.scalar is float else (expected.scalar,)):
+        raise ValueError(f"{name} is {value!r:.60}, expected {expected.scalar.__name__}")
+    limit = {int: LARGEST_SIZE, float: sys.float_info.max}.get(expected.scalar)
+    if limit is not None and not abs(value) <= limit:
+        raise ValueError(f"{name} is {value!r:.60}, expected at most {limit}")
+    if expected.choices and value not in expected.choices:
+        raise ValueError(f"{name} is {value!r:.60}, expected {', '.join(expected.choices)}")
+    return expected.scalar(value)
 
 
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:

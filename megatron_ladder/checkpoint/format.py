@@ -106,7 +106,8 @@ class Checkpoint:
 
     def model(self) -> ModelConfig:
         """Return sizes and wiring of the stored model; raise UserError if they are invalid."""
-        return ModelConfig.from_dict(self.manifest["model"], source=str(self.directory / MANIFEST_NAME))
+        source = str(self.directory / MANIFEST_NAME)
+        return ModelConfig.from_dict(self.manifest["model"], source, tensors=len(self._table["weight"]))
 
     @property
     def lineage(self) -> Lineage:

@@ -138,7 +138,7 @@ def parse_json(text: str) -> Any:
     """Parse JSON strictly: two readers must not see different values.
 
     Raises:
-        ValueError: the text is not JSON, is nested too deeply, or has duplicate keys, NaN or Infinity.
+        ValueError: the text is not JSON, is nested too deeply, or has duplicate keys or numbers that are not finite.
     """
 
     def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -148,11 +148,13 @@ def parse_json(text: str) -> Any:
             raise ValueError(f"the key {key!r} occurs more than once")
         return found
 
-    def reject_constant(name: str) -> None:
-        raise ValueError(f"{name} is not a number")
+    def finite(number: str) -> float:
+        if not math.isfinite(value := float(number)):
+            raise ValueError(f"{number:.40} is not a finite number")
+        return value
 
     try:
-        return json.loads(text, object_pairs_hook=unique_keys, parse_constant=reject_constant)
+        return json.loads(text, object_pairs_hook=unique_keys, parse_constant=finite, parse_float=finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -1,11 +1,12 @@
 """The common part of all conversions: report, check, copy, write the other files, verify, publish."""
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ladder.checkpoint.checksum import file_error
-from megatron_ladder.convert.copying import copy_tensors, verify_files
+from megatron_ladder.convert.copying import UnusableNumberError, copy_tensors, verify_files
 from megatron_ladder.convert.measures import Measures, Report, size_text
 from megatron_ladder.convert.options import ConversionOptions
 from megatron_ladder.convert.outputs import check_space, work_directory
@@ -45,7 +46,8 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Report
     """Execute a conversion, or with --dry-run only report it.
 
     Raises:
-        UserError: a source is damaged or can no longer be read, or there is no space.
+        UserError: a source is damaged, has a weight that cannot be converted, or can no longer be read, or there is no
+            space.
         RuntimeError: verification failed.
     """
     plan = conversion.plan
@@ -87,6 +89,10 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Report
                     if conversion.check_logits is not None:
                         report(conversion.check_logits(work))
             published = conversion.publish(work)
+    except UnusableNumberError as error:
+        # No source that can be converted has the same plan.
+        shutil.rmtree(work)
+        raise UserError(f"{error}; nothing was written") from None
     except OSError as error:
         raise UserError(f"{work}: {error.strerror or error}; run the same command again to continue") from error
     report(measures.summary(plan.total_bytes))

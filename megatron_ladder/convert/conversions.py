@@ -27,9 +27,9 @@ from megatron_ladder.convert.outputs import check_hf_target, check_save_target, 
 from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, SourceTensor, TargetBox, make_plan
 from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.convert.tokenizer_files import (
-    TOKEN_KEYS,
     describe_tokenizer,
     exported_tokenizer,
+    hf_token_ids,
     json_file,
     read_carried,
     token_ids,
@@ -72,7 +72,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         "consumed_samples": 0,
         "model": model.to_dict(),
         "tokenizer": tokenizer,
-        "hugging_face": {"model_type": model_type, **token_ids(directory.config, options.hf)},
+        "hugging_face": {"model_type": model_type, **hf_token_ids(directory)},
         "versions": {"megatron_ladder": __version__},
     }
     parameters = sum(tensor.whole.numel for tensor in directory.tensors.values())
@@ -162,8 +162,7 @@ def plan_export(options: ExportOptions) -> Conversion:
     new_dtype = dtype if options.dtype or len({tensor.dtype for tensor in weights.values()}) == 1 else None
     plan = _plan_shards(weights, new_dtype, shard_bytes(options.max_shard_size))
     other_files, ids = exported_tokenizer(checkpoint.directory, source.other_files)
-    if isinstance(imported := checkpoint.manifest.get("hugging_face"), dict):
-        ids |= {key: imported[key] for key in TOKEN_KEYS if key in imported}
+    ids |= token_ids(checkpoint.manifest.get("hugging_face") or {}, checkpoint.directory / MANIFEST_NAME)
     other_files.setdefault(GENERATION_CONFIG, json_file({**ids, "_from_model_config": True}))
     code = module_files(source.model)
     other_files |= {**code, CONFIG_NAME: json_file(hf_config(source.model, dtype=dtype, **ids))}

@@ -37,7 +37,14 @@ _NATIVE: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float16":
 
 _FILES_OPEN = 64
 
+_EXPONENT = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+"""Bits of an element that are all set in NaN and infinity only."""
+
 RawArray = NDArray[np.unsignedinteger]
+
+
+class UnusableNumberError(Exception):
+    """A weight is not finite, or does not fit in the new element type."""
 
 
 class _Reader:
@@ -124,7 +131,8 @@ def copy_tensors(
         File name -> checksum; "" without `checksums`.
 
     Raises:
-        UserError: a source cannot be read, or a number does not fit the new element type.
+        UserError: a source cannot be read.
+        UnusableNumberError: a weight is not finite, or a number does not fit in the new element type.
         OSError: writing fails.
     """
     done: dict[str, str] = {}
@@ -145,6 +153,9 @@ def copy_tensors(
                     file = written[target.file] = _FileInProgress(directory, planned[target.file], measures, checksums)
                     stack.callback(file.close)
             for target, data in _target_bytes(tensor, reader, targets):
+                if tensor.kind == "weight" and not _is_finite(data, tensor.dtype):
+                    paths = ", ".join(sorted({str(stored.path) for stored in tensor.source.boxes}))
+                    raise UnusableNumberError(f"{paths}: {tensor.source.name}: contains NaN or infinity")
                 written[target.file].append(data)
                 progress.advance(len(data))
             measures.sample_memory()
@@ -153,6 +164,11 @@ def copy_tensors(
                 if checksum is not None:
                     done[target.file] = checksum
     return done
+
+
+def _is_finite(data: memoryview, dtype: str) -> bool:
+    exponent = _RAW[BY_NAME[dtype].size].type(_EXPONENT[dtype])
+    return bool((np.frombuffer(data, exponent.dtype) & exponent).max() < exponent)
 
 
 def _target_bytes(
@@ -171,7 +187,8 @@ def _tensor_rows(tensor: CopiedTensor, reader: _Reader, wanted: Sequence[Box]) -
     Blocks that share no elements with the boxes `wanted` are skipped.
 
     Raises:
-        UserError: a source cannot be read, or a number does not fit in the new element type.
+        UserError: a source cannot be read.
+        UnusableNumberError: a number does not fit in the new element type.
     """
     source = tensor.source
     raw = _RAW[BY_NAME[source.dtype].size]
@@ -195,7 +212,8 @@ def _tensor_rows(tensor: CopiedTensor, reader: _Reader, wanted: Sequence[Box]) -
         try:
             yield rows, _cast(array, source.dtype, tensor.dtype)
         except OverflowError as error:
-            raise UserError(f"{source.name}: {error} does not fit in {tensor.dtype}; choose another --dtype") from None
+            reason = f"{error} does not fit in {tensor.dtype}; choose another --dtype"
+            raise UnusableNumberError(f"{source.name}: {reason}") from None
 
 
 def _as_bytes(array: RawArray) -> memoryview:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.blueprint.model import ModelConfig
@@ -120,7 +119,7 @@ def read_json_file(directory: Path, name: str) -> dict[str, Any]:
     """Read a JSON object from a file in a directory.
 
     Raises:
-        UserError: the file is missing, too large, not a JSON object, or has duplicate keys.
+        UserError: the file is missing, too large, not a JSON object, or `parse_json` rejects it.
     """
     path = safe_path(directory, name)
     try:
@@ -150,8 +149,8 @@ def open_hf_directory(path: Path) -> HFDirectory:
             f"{source}: auto_map names custom code, which is not run, so the computation of this {model_type} is "
             f"unknown; if it is a plain {model_type}, remove auto_map"
         )
-    model = model_config_from_hf(config, source)
     found = _read_tensors(path)
+    model = model_config_from_hf(config, source, len(found))
     errors: list[str] = []
     tensors = _expected_tensors(path, model, found, errors)
     tied_head = found.pop(_HEAD, None) if model.tie_embeddings else None
@@ -236,8 +235,8 @@ def _read_pickled(path: Path) -> dict[str, SourceTensor]:
 
     try:
         held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-        reason = str(error).split("\n")[0]
+    except Exception as error:  # The unpickler raises errors of any kind for invalid files.
+        reason = str(error).split("\n")[0] or type(error).__name__
         raise UserError(f"{path}: cannot be read with weights_only=True: {reason}") from None
     if not isinstance(held, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in held.items()
@@ -245,8 +244,11 @@ def _read_pickled(path: Path) -> dict[str, SourceTensor]:
         raise UserError(f"{path}: is not a dictionary of tensors")
     found = {}
     for name, tensor in held.items():
-        if not tensor.is_contiguous() or tensor.is_sparse or tensor.is_quantized:
-            raise UserError(f"{path}: {name}: is not contiguous; save the model as safetensors")
+        if tensor.device.type != "cpu":
+            raise UserError(f"{path}: {name}: is a {tensor.device} tensor, whose data the file lacks; save it again")
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not plain or not tensor.is_contiguous() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            raise UserError(f"{path}: {name}: is not a plain contiguous tensor; save the model as safetensors")
         shape = tuple(tensor.shape)
         data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
         box = StoredBox(path, 0, whole_box(shape), mapped=data)

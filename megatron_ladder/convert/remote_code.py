@@ -5,11 +5,12 @@ reads Llama can open it. Any other model gets the project's own type, whose code
 do not run that code reject the directory, whereas they would silently compute wrong results for a type such as llama.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import ModelConfig, model_errors
+from megatron_ladder.blueprint.model import LARGEST_SIZE, ModelConfig, model_errors
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, SUB_BLOCK_TABLE, WIRINGS
 from megatron_ladder.errors import UserError, raise_user_errors
 
@@ -44,15 +45,15 @@ class _Keys:
 
     def error(self, key: str, found: object, expected: str) -> None:
         """Record an error."""
-        self.errors.append(f"{self._source}: {key}: found {found}, expected {expected}")
+        self.errors.append(f"{self._source}: {key}: found {found!s:.500}, expected {expected}")
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a size, or `default` if the key is missing or null, which is an error without a default."""
         value = self._config.get(key)
         value = default if value is None else value
-        if type(value) is int and value > 0:
+        if type(value) is int and 0 < value <= LARGEST_SIZE:
             return value
-        self.error(key, self._found(key), "an integer above zero")
+        self.error(key, self._found(key), f"an integer from 1 to {LARGEST_SIZE}")
         return 1
 
     def number(self, key: str, default: float | None = None, holder: str | None = None) -> float:
@@ -64,7 +65,7 @@ class _Keys:
         values = self._config if holder is None else self._config[holder]
         value = values.get(key)
         value = default if value is None else value
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
             return float(value)
         found = repr(value) if key in values else "no such key"
         self.error(key if holder is None else f"{holder}.{key}", found, "a number")
@@ -146,7 +147,7 @@ class _Keys:
             self.error(f"{key}.type", repr(rope["type"]), f"the same as rope_type, {kind!r}")
         if any(isinstance(value, dict) for value in rope.values()):
             kind = "one for each kind of layer"
-        if kind not in ROPE_TYPES:
+        if not isinstance(kind, str) or kind not in ROPE_TYPES:
             self.error(f"{key}.rope_type", repr(kind), " or ".join(ROPE_TYPES))
             return None
         if rope.get("partial_rotary_factor") not in (None, 1.0):
@@ -163,6 +164,8 @@ class _Keys:
             original = self.number(name, outer or self._config.get("max_position_embeddings"), holder=key)
             if outer is not None and outer != original:
                 self.error(f"{name} and {key}.{name}", f"{outer} and {original}", "one number")
+            if not original.is_integer() or original > LARGEST_SIZE:
+                self.error(f"{key}.{name}", original, f"an integer from 1 to {LARGEST_SIZE}")
             fields[f"rope_{name}"] = int(original)
         return fields
 
@@ -291,10 +294,15 @@ def _rope_keys(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def model_config_from_hf(config: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+def model_config_from_hf(
+    config: Mapping[str, Any], source: str = "config.json", tensors: int | None = None
+) -> ModelConfig:
     """Read the `config.json` of a Llama, Mistral, Qwen2, Qwen3, of the paper's authors' or of the project's own type.
 
     Sizes must be present: the defaults of other programs are not assumed.
+
+    Args:
+        tensors: number of stored tensors, if known, which no number of layers can exceed.
 
     Raises:
         UserError: the model is not supported, or the file contradicts itself; each line names `source`, the key, what
@@ -309,12 +317,16 @@ def model_config_from_hf(config: Mapping[str, Any], source: str = "config.json")
     keys.expect("hidden_act", ("silu", "swish"), default="silu")
     keys.expect("partial_rotary_factor", (1.0, None))
     keys.check_full_attention(model_type)
+    layers = keys.integer("num_hidden_layers")
+    if tensors is not None and layers > tensors:
+        keys.error("num_hidden_layers", layers, f"at most {tensors}, the number of stored tensors")
+        raise_user_errors(keys.errors)
     heads = keys.integer("num_attention_heads")
     hidden_size = keys.integer("hidden_size")
     usual_head_dim = max(hidden_size // heads, 1) if model_type != "qwen3" else None
     default_heads = heads if model_type in ("llama", AUTHORS_TYPE) else None
     values: dict[str, Any] = {
-        "num_layers": keys.integer("num_hidden_layers"),
+        "num_layers": layers,
         "hidden_size": hidden_size,
         "ffn_hidden_size": keys.integer("intermediate_size"),
         "num_attention_heads": heads,
@@ -327,7 +339,7 @@ def model_config_from_hf(config: Mapping[str, Any], source: str = "config.json")
         "init_method_std": keys.number("initializer_range", 0.02),
         **keys.rope(),
         **_biases(keys, model_type),
-        **_wiring(keys, model_type),
+        **_wiring(keys, model_type, layers),
     }
     raise_user_errors(keys.errors)
     model = ModelConfig(**values)
@@ -353,9 +365,9 @@ def _biases(keys: _Keys, model_type: str) -> dict[str, bool]:
     }
 
 
-def _wiring(keys: _Keys, model_type: str) -> dict[str, Any]:
+def _wiring(keys: _Keys, model_type: str, num_layers: int) -> dict[str, Any]:
     """Return `residual_mode`, `ladder_layers` and `residual_staleness`."""
-    layers = keys.layers("ladder_layers", keys.integer("num_hidden_layers"))
+    layers = keys.layers("ladder_layers", num_layers)
     if model_type == AUTHORS_TYPE:
         return {"residual_mode": "ladder" if layers else "standard", "ladder_layers": layers}
     if model_type != OWN_TYPE:

@@ -103,7 +103,7 @@ def _check_settings(output_dir: Path, settings: dict[str, Any]) -> None:
         return
     try:
         found = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if found != settings:
         raise UserError(

@@ -68,7 +68,7 @@ def _read(flag: str, path: Path) -> str:
 def _read_parts(flag: str, path: Path) -> dict[str, list[str]]:
     try:
         values: Any = json.loads(_read(flag, path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{flag} {path}: not JSON: {error}") from None
     unknown = [key for key in values if key not in _PARTS] if isinstance(values, dict) else [values]
     if unknown:

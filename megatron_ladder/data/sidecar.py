@@ -5,6 +5,7 @@ A data set without a sidecar (such as Megatron's own) is read without the checks
 
 import dataclasses
 import json
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,12 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
         values = json.loads(path.read_bytes())
         if values["format_version"] > _FORMAT_VERSION:
             raise UserError(f"{path}: found format version {values['format_version']}, expected {_FORMAT_VERSION}")
-        names = [field.name for field in dataclasses.fields(Sidecar)]
-        return Sidecar(**{name: values[name] for name in names if name in values})
-    except (ValueError, KeyError, TypeError) as error:
+        types = typing.get_type_hints(Sidecar)
+        known = {name: values[name] for name in types if name in values}
+        if wrong := [name for name, value in known.items() if not isinstance(value, types[name])]:
+            raise TypeError(f"{wrong[0]} is {known[wrong[0]]!r:.60}")
+        return Sidecar(**known)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not the sidecar of a data set ({error!r}): preprocess the data again") from None
 
 

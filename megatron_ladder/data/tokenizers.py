@@ -182,6 +182,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._added = library.get_added_tokens_decoder()
         self._is_byte_level = "ByteLevel" in repr(library.decoder)
         vocabulary = library.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError(f"--tokenizer-model {self.files[0]}: has an empty vocabulary")
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod_id = self._find_eod(vocabulary)
 
@@ -191,8 +193,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 continue
             token = parse_json_object(companion, content).get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
-            if token is not None and token not in vocabulary:
-                raise UserError(f"{companion}: eos_token {token!r} is not in the vocabulary of {self.files[0]}")
+            if token is not None and not (isinstance(token, str) and token in vocabulary):
+                raise UserError(f"{companion}: eos_token {token!r:.60} is not in the vocabulary of {self.files[0]}")
             if token is not None:
                 return vocabulary[token]
         for token in _COMMON_END_TOKENS:
@@ -350,8 +352,10 @@ def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
         directory / Path(name).name if isinstance(name, str) else None
         for name in (description["file"], description.get("merge_file"))
     ]
-    vocab_size = description.get("vocab_size", 2) - 1
-    tokenizer = load_source(TokenizerSource(description["tokenizer_type"], files[0], files[1], vocab_size))
+    vocab_size = description.get("vocab_size", 2)
+    if type(vocab_size) is not int:
+        raise UserError(f"{path}: vocab_size is {vocab_size!r:.60}, expected an integer: copy the tokenizer again")
+    tokenizer = load_source(TokenizerSource(description["tokenizer_type"], files[0], files[1], vocab_size - 1))
     if tokenizer.sha256 != description["sha256"]:
         changed = tokenizer.files[0] if tokenizer.files else path
         raise UserError(
@@ -378,7 +382,7 @@ def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
     """Return the object in the content of a file; raises UserError for other content."""
     try:
         values = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error})") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(values).__name__}")

@@ -92,7 +92,7 @@ def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
             given = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             errors.append(f"--deepspeed_config {path}: cannot be read: {error.strerror}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             errors.append(f"--deepspeed_config {path}: not JSON: {error}")
         else:
             derived = _merge(derived, given, path, "", errors)

@@ -18,10 +18,11 @@ from torch import nn
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
+from megatron_ladder.checkpoint.publish import MANIFEST_NAME
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory, safe_path
-from megatron_ladder.convert.tokenizer_files import token_ids
+from megatron_ladder.convert.tokenizer_files import hf_token_ids, token_ids
 from megatron_ladder.data.tokenizers import DESCRIPTION_FILE, Tokenizer, load_tokenizer, load_tokenizer_from_directory
 from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
@@ -83,7 +84,8 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None) -> StoredMode
     directory = checkpoint.directory
     if tokenizer is None and (directory / DESCRIPTION_FILE).is_file():
         tokenizer = load_tokenizer_from_directory(directory)
-    eos_ids = _eos_ids(checkpoint.manifest.get("hugging_face") or {}, tokenizer)
+    imported = token_ids(checkpoint.manifest.get("hugging_face") or {}, directory / MANIFEST_NAME)
+    eos_ids = _eos_ids(imported, tokenizer)
     fill = partial(load_weights, source=checkpoint)
 
     def verify(rank: int, ranks: int) -> None:
@@ -109,7 +111,7 @@ def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
             whole = tokenizers.Tokenizer.from_file(str(path))
             plain, special = (whole.encode("a", add_special_tokens=added).ids for added in (False, True))
             prefix = next((special[:at] for at in range(len(special)) if special[at:][: len(plain)] == plain), [])
-    eos_ids = _eos_ids(token_ids(found.config, directory), tokenizer)
+    eos_ids = _eos_ids(hf_token_ids(found), tokenizer)
     return StoredModel(directory, found.model, tokenizer, eos_ids, tuple(prefix), partial(load_weights, source=found))
 
 

@@ -289,7 +289,7 @@ class _SmallFiles:
                     f"{', '.join(lost)}"
                 )
             return notes
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             settings = json.loads(self._files.get("tokenizer_config.json", b""))
             if isinstance(settings, dict) and "chat_template" in settings:
                 # The inherited file would override the run's own template.

@@ -65,7 +65,7 @@ def read_record(folder: Path) -> list[dict[str, Any]]:
     """Return a directory's events in order, without incomplete lines; raises OSError if the record cannot be read."""
     events = []
     for line in (folder / RECORD_NAME).read_bytes().splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             event = json.loads(line)
             if isinstance(event, Mapping) and isinstance(event.get("event"), str):
                 events.append({**event, "time": datetime.fromisoformat(event["time"])})

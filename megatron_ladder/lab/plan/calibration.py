@@ -124,7 +124,7 @@ def read_calibration(path: Path) -> ClusterCalibration:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{where}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: is not JSON: {error}") from None
     fix = "write one with `plan.py calibrate`"
     if not isinstance(found, dict) or found.get("format") != FORMAT:

@@ -164,7 +164,13 @@ def test_the_stored_form_round_trips() -> None:
 @pytest.mark.parametrize(
     "change",
     [{"hidden_size": "wide"}, {"unknown": 1}, {"num_layers": -1}, {"ladder_layers": [99]}, {"residual_mode": "x"},
-     {"hidden_size": None}],
+     {"hidden_size": None}, {"hidden_size": True}, {"hidden_size": 2.5}, {"hidden_size": 10**400}, {"num_layers": "2"},
+     {"hidden_size": "12"}, {"norm_epsilon": float("inf")}, {"norm_epsilon": float("nan")}, {"norm_epsilon": 10**400},
+     {"norm_epsilon": -1.0}, {"rotary_base": "1"}, {"rotary_base": True}, {"tie_embeddings": 1},
+     {"tie_embeddings": "no"}, {"residual_mode": 5}, {"residual_mode": ["ladder"]}, {"rope_scaling": "yarn"},
+     {"rope_low_freq_factor": 0.0},
+     {"desync_tp": "2"}, {"ladder_layers": 13}, {"ladder_layers": True}, {"ladder_layers": "all"},
+     {"ladder_layers": [1.0]}, {"ladder_layers": [1, 1]}, {"ladder_layers": {"1": 2}}],
 )
 def test_a_damaged_stored_form_names_its_file(change: dict[str, object]) -> None:
     with pytest.raises(UserError, match="file"):

@@ -16,6 +16,7 @@ from megatron_ladder.checkpoint.manifest import encode_manifest
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import (
     CONFIG,
+    ELEMENT_BYTES,
     SHAPES,
     entries,
     safetensors,
@@ -87,6 +88,39 @@ def test_json(tmp_path: Path, text: str, words: list[str]) -> None:
     message = rejection(write_directory(tmp_path / "hf", text))
     for word in words:
         assert word in message, message
+
+
+HOSTILE_NUMBERS = ["1e400", "-1e400", "NaN", "1" + "0" * 400, "-1", "true", '"8"', "[8]", '{"a": 8}', "0"]
+"""Values in JSON that are not acceptable for any of the numbers below."""
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", HOSTILE_NUMBERS)
+def test_numbers_of_a_configuration(tmp_path: Path, value: str) -> None:
+    directory = write_directory(tmp_path / "hf")
+    valid = {**CONFIG, "initializer_range": 0.02, "rope_scaling": LLAMA3}
+    (directory / "config.json").write_text(json.dumps(valid))
+    convert("import", "--hf", directory, "--save", tmp_path / "ours", "--dry-run")
+    tokens = {key: 1 for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    for key, number in {**valid, **LLAMA3, **tokens}.items():
+        is_valid = (key in (*tokens, "initializer_range") and value == "0") or (
+            (key, value) in (("eos_token_id", "[8]"), ("bos_token_id", "-1"), ("pad_token_id", "-1"))
+        )
+        if type(number) not in (int, float) or is_valid:
+            continue
+        changed = {**valid, **tokens, "rope_scaling": {**LLAMA3}}
+        (changed["rope_scaling"] if key in LLAMA3 else changed)[key] = "HOSTILE"  # type: ignore[index]
+        (directory / "config.json").write_text(json.dumps(changed).replace('"HOSTILE"', value))
+        message = rejection(directory)
+        assert "config.json" in message and len(message) < 1000, key
+
+
+def test_more_layers_than_tensors_are_rejected_before_they_are_counted(tmp_path: Path) -> None:
+    """Memory for a thousand million layers would not be available."""
+    change = {"model_type": "llamaLadder", "num_hidden_layers": 10**9, "ladder_layers": 10**9}
+    message = rejection(write_directory(tmp_path / "hf", {**CONFIG, **change}))
+    assert "num_hidden_layers: found 1000000000, expected at most 21, the number of stored tensors" in message
 
 
 def overlapping() -> bytes:
@@ -241,8 +275,37 @@ def test_pickled_weights_are_read_without_running_code(tmp_path: Path) -> None:
     assert "weights_only=True" in rejection(directory) and not touched.exists()
     (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Command(touched)))
     assert "pytorch_model.bin" in rejection(directory) and not touched.exists()
+    for odd in (
+        torch.empty(8, 8, dtype=torch.bfloat16, device="meta"), torch.eye(8).to_sparse(), torch.eye(8)[:, ::2],
+        torch.quantize_per_tensor(torch.eye(8), 0.1, 0, torch.qint8), torch.eye(8, dtype=torch.complex64).conj(),
+    ):  # fmt: skip
+        torch.save({**good, Q: odd}, directory / "pytorch_model.bin")
+        assert "pytorch_model.bin" in (message := rejection(directory)) and Q in message
+    whole = bytearray((directory / "pytorch_model.bin").read_bytes())
+    for position in range(whole.find(b"data.pkl"), whole.find(b"data.pkl") + 400, 7):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0x55
+        (directory / "pytorch_model.bin").write_bytes(damaged)
+        assert "pytorch_model.bin" in rejection(directory)
     torch.save([1, 2], directory / "pytorch_model.bin")
     assert "not a dictionary of tensors" in rejection(directory)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("BF16", 0x7FC0), ("F32", 0xFF800000)], ids=["nan", "infinity"])
+def test_weights_that_are_not_finite(tmp_path: Path, dtype: str, number: int) -> None:
+    header = entries(SHAPES, dtype)
+    begin, end = header[Q]["data_offsets"]
+    size = ELEMENT_BYTES[dtype]
+    data = bytearray(max(entry["data_offsets"][1] for entry in header.values()))
+    data[end - size : end] = number.to_bytes(size, "little")
+    directory = write_directory(tmp_path / "hf", weights=safetensors(header, data=bytes(data)))
+    with pytest.raises(UserError, match=rf"model\.safetensors: {Q}: contains NaN or infinity; nothing was written"):
+        convert("import", "--hf", directory, "--save", tmp_path / "ours")
+    assert not list((tmp_path / "ours").iterdir())
+    # The largest finite numbers are weights like all others.
+    data[end - size : end] = (0x7F7F if dtype == "BF16" else 0x7F7FFFFF).to_bytes(size, "little")
+    write_directory(directory, weights=safetensors(header, data=bytes(data)))
+    convert("import", "--hf", directory, "--save", tmp_path / "ours")
 
 
 def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> None:
@@ -287,8 +350,9 @@ def test_tensors_of_a_checkpoint_must_be_those_of_its_model(tmp_path: Path) -> N
     manifest = tmp_path / "ours" / "iter_0000000" / "manifest.json"
     other = json.loads(manifest.read_text())
     other.pop("manifest_checksum")
-    other["model"]["num_layers"] = 3
-    manifest.write_bytes(encode_manifest(other))
-    with pytest.raises(UserError, match=r"layers\.2\.attention_norm\.weight is missing"):
-        convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
+    for layers, words in ((3, r"layers\.2\.attention_norm\.weight is missing"), (10**9, "only 21 weights are stored")):
+        other["model"]["num_layers"] = layers
+        manifest.write_bytes(encode_manifest(other))
+        with pytest.raises(UserError, match=words):
+            convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
     assert not (tmp_path / "back").exists()

@@ -98,7 +98,7 @@ def test_configs_of_published_models() -> None:
         ({"model_type": None}, "model_type None"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: found a quantised checkpoint"),
         ({"hidden_act": "gelu"}, "hidden_act: found 'gelu', expected 'silu'"),
-        ({"hidden_size": None}, "hidden_size: found None, expected an integer above zero"),
+        ({"hidden_size": None}, "hidden_size: found None, expected an integer from 1"),
         ({"vocab_size": "many"}, "vocab_size: found 'many'"),
         ({"num_hidden_layers": True}, "num_hidden_layers: found True"),
         ({"rms_norm_eps": None}, "rms_norm_eps: found None, expected a number"),

@@ -160,7 +160,10 @@ def test_a_sidecar_of_a_later_release_and_a_missing_one(make_dataset: MakeDatase
     values = json.loads(sidecar_path(prefix).read_text())
     sidecar_path(prefix).write_text(json.dumps(values | {"checksum": "new"}))
     assert read_sidecar(prefix) == sidecar
-    for text in (json.dumps(values | {"format_version": 2}), "{", "[]", '{"format_version": 1}'):
+    names = ("largest_id", "eod_id")
+    wrong_types = [json.dumps(values | {name: value}) for name in names for value in ("9", None, 1.5)]
+    deep = "[" * 100_000 + "]" * 100_000
+    for text in (json.dumps(values | {"format_version": 2}), "{", "[]", '{"format_version": 1}', deep, *wrong_types):
         sidecar_path(prefix).write_text(text)
         with pytest.raises(UserError, match=r"numbers\.json: (found format version|not the sidecar)"):
             read_sidecar(prefix)

@@ -159,6 +159,25 @@ def test_the_end_of_sequence_token_is_found(hugging_face_directory: Path, tmp_pa
     assert HuggingFaceTokenizer(alone).eod_id == 0
 
 
+def test_hostile_files_next_to_a_tokenizer_are_rejected(hugging_face_directory: Path, tmp_path: Path) -> None:
+    content = (hugging_face_directory / "tokenizer.json").read_text()
+    deep = "[" * 100_000 + "]" * 100_000
+    for path, text, words in (
+        ("tokenizer.json", deep, "not a tokenizer.json"),
+        ("tokenizer.json", content.strip().removesuffix("}") + f', "more": {deep}}}', "not a tokenizer.json"),
+        ("tokenizer.json", json.dumps(json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())), "empty"),
+        ("tokenizer_config.json", deep, "not JSON"),
+        ("tokenizer_config.json", f'{{"eos_token": {deep}}}', "not JSON"),
+        ("tokenizer_config.json", '{"eos_token": [1]}', r"eos_token \[1\] is not in the vocabulary"),
+        ("special_tokens_map.json", '{"eos_token": {"content": {}}}', "eos_token {} is not in the vocabulary"),
+    ):
+        (tmp_path / "tokenizer.json").write_text(content)
+        (tmp_path / path).write_text(text)
+        with pytest.raises(UserError, match=words):
+            HuggingFaceTokenizer(tmp_path)
+        (tmp_path / path).unlink()
+
+
 def test_truncation_and_padding_of_the_file_are_ignored(hugging_face_directory: Path, tmp_path: Path) -> None:
     library = tokenizers.Tokenizer.from_file(str(hugging_face_directory / "tokenizer.json"))
     expected = library.encode(NASTY[3]).ids
@@ -223,6 +242,11 @@ def test_a_changed_copy_is_rejected(
     (tmp_path / "megatron_ladder_tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="lacks file, sha256, tokenizer_type"):
         load_tokenizer_from_directory(tmp_path)
+    for vocab_size in ("null", "[]", '"2"', "1e400"):
+        text = f'{{"tokenizer_type": "NullTokenizer", "file": null, "sha256": "", "vocab_size": {vocab_size}}}'
+        (tmp_path / "megatron_ladder_tokenizer.json").write_text(text)
+        with pytest.raises(UserError, match="vocab_size is .*, expected an integer"):
+            load_tokenizer_from_directory(tmp_path)
     with pytest.raises(UserError, match="contains no tokenizer"):
         load_tokenizer_from_directory(tmp_path / "nowhere")
 
