@@ -19,7 +19,7 @@ from megatron_ladder.data.chat_template import (
     ChatTemplateError,
     Message,
     RenderedConversation,
-    load_chat_template,
+    read_chat_template,
 )
 from megatron_ladder.data.encoding import KeyTokens, Task, load_unchanged
 from megatron_ladder.data.reading.protocol import BadRecord, Parsed, Reading
@@ -79,7 +79,9 @@ class ConversationEncoder:
                 f"--chat: --tokenizer-type {tokenizer.kind} does not recognise special tokens in a text: use "
                 "HuggingFaceTokenizer with a tokenizer.json"
             )
-        self.template: ChatTemplate = load_chat_template(path, template, fix="pass one with --chat-template FILE")
+        self.template: ChatTemplate = ChatTemplate(
+            *read_chat_template(path, template, fix="pass one with --chat-template FILE")
+        )
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()

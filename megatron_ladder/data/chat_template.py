@@ -56,11 +56,21 @@ class _Generation(Extension):
         return caller().join(marks)
 
 
+class TemplateSource(NamedTuple):
+    """A template that is not compiled. Compiling it would already compute its constant expressions."""
+
+    source: str
+    tokens: Mapping[str, str]
+    """Names such as `bos_token` with their texts."""
+    name: str
+    """The template's place, for messages."""
+
+
 class ChatTemplate:
-    """A template, and the special tokens that it may refer to."""
+    """A compiled template."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], name: str) -> None:
-        """`tokens` maps names such as `bos_token` to texts, `name` is for messages; raises UserError if invalid."""
+        """The arguments are those of `TemplateSource`; raises UserError if the template is invalid."""
         self.source, self.name = source, name
         # Random, so that no conversation can contain them.
         key = secrets.token_hex(16)
@@ -80,7 +90,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self._has_generation_blocks = environment.parse(source).find(nodes.ExtensionAttribute) is not None
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise UserError(f"{name}: not a chat template: {error}") from None
 
     def render(self, messages: Sequence[Message], turn_ends: tuple[str, ...] = ()) -> RenderedConversation:
@@ -115,8 +125,9 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise ChatTemplateError(str(error)) from None
+        except Exception as error:  # A template is a program, which can raise anything.
+            reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+            raise ChatTemplateError(reason) from None
 
 
 def _without_marks(text: str, begin: str, end: str) -> RenderedConversation:
@@ -130,11 +141,11 @@ def _without_marks(text: str, begin: str, end: str) -> RenderedConversation:
     return RenderedConversation(plain, tuple(answers))
 
 
-def load_chat_template(
+def read_chat_template(
     tokenizer_file: Path, given: Path | None = None, flag: str = "--chat: ",
     fix: str = f"copy one to {_TEMPLATE_FILE} there, or remove --chat",
-) -> ChatTemplate:  # fmt: skip
-    """Load the template next to a tokenizer.json, or `given`; raises UserError if it is missing or unreadable.
+) -> TemplateSource:  # fmt: skip
+    """Read the template next to a tokenizer.json, or `given`; raises UserError if it is missing or unreadable.
 
     `flag` begins the error if there is none, and `fix` ends it.
     """
@@ -150,10 +161,10 @@ def load_chat_template(
     }
     tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
     if given is not None:
-        return ChatTemplate(_read_text(given, "--chat-template "), tokens, str(given))
+        return TemplateSource(_read_text(given, "--chat-template "), tokens, str(given))
     file = folder / _TEMPLATE_FILE
     if file.is_file():
-        return ChatTemplate(_read_text(file), tokens, str(file))
+        return TemplateSource(_read_text(file), tokens, str(file))
     templates = config.get("chat_template")
     if isinstance(templates, list):
         # Several named templates; "default" is the one for plain conversations.
@@ -162,7 +173,7 @@ def load_chat_template(
         raise UserError(
             f"{flag}{folder} has no chat template (no {_TEMPLATE_FILE}, and no chat_template in {_CONFIG_FILE}): {fix}"
         )
-    return ChatTemplate(templates, tokens, str(folder / _CONFIG_FILE))
+    return TemplateSource(templates, tokens, str(folder / _CONFIG_FILE))
 
 
 def _read_text(path: Path, flag: str = "") -> str:

@@ -1,12 +1,13 @@
 """Read prompts, encode them, and check that the model can continue them."""
 
 import json
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.data.chat_template import ChatTemplateError, Message, load_chat_template
+from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, Message, read_chat_template
 from megatron_ladder.data.reading.protocol import BYTE_ORDER_MARK, is_json_lines
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
@@ -36,7 +37,7 @@ class PromptEncoder:
         self._tokenizer, self._prefix = tokenizer, tuple(prefix)
         if chat and not tokenizer.files:
             raise UserError(f"--chat: {tokenizer.kind} has no chat template; remove --chat")
-        self._template = load_chat_template(tokenizer.files[0]) if chat else None
+        self._template = ChatTemplate(*read_chat_template(tokenizer.files[0])) if chat else None
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     @property
@@ -50,10 +51,51 @@ class PromptEncoder:
             encoded = self._tokenizer.encode(text)
             return (*self._prefix, *encoded) if encoded else ()
         try:
-            rendered = self._template.prompt([*self._system, *history, {"role": "user", "content": text}])
+            messages = [*self._system, *history, {"role": "user", "content": text}]
+            return encode_conversation(messages, self._template, self._tokenizer)
         except ChatTemplateError as error:
             raise UserError(f"{self._template.name}: the template rejects this conversation: {error}") from None
-        return tuple(self._tokenizer.encode(rendered))
+
+
+class LongPromptError(Exception):
+    """A prompt has more characters than the tokens of the context can have."""
+
+
+def encode_conversation(
+    messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer, most_characters: int | None = None
+) -> tuple[int, ...]:
+    """Return the ids up to the assistant's answer; raises ChatTemplateError, or LongPromptError before encoding.
+
+    A control token that a message spells out is encoded as text; otherwise a message could end the user's turn.
+    """
+    # Characters for private use and digits, which templates leave as they are. Nobody can guess the number.
+    key = secrets.randbits(64)
+    begin, end = f"\ue000{key}\ue001", f"\ue000{key}\ue002"
+
+    def marked(value: object) -> object:
+        if isinstance(value, str) and tokenizer.encode(value) != tokenizer.encode_plain(value):
+            return f"{begin}{value}{end}"
+        return value
+
+    rendered = template.prompt(messages)
+    if most_characters is not None and len(rendered) > most_characters:
+        raise LongPromptError(long_prompt(len(rendered), most_characters))
+    marked_messages = [{name: marked(value) for name, value in message.items()} for message in messages]
+    if marked_messages == messages:
+        return tuple(tokenizer.encode(rendered))
+    first, *pieces = template.prompt(marked_messages).split(begin)
+    parts = [piece.partition(end) for piece in pieces]
+    if rendered != first + "".join(text + rest for text, _, rest in parts):
+        raise ChatTemplateError("it changes a message that spells out a control token")
+    ids = tokenizer.encode(first)
+    for text, _, rest in parts:
+        ids += tokenizer.encode_plain(text) + tokenizer.encode(rest)
+    return tuple(ids)
+
+
+def long_prompt(characters: int, most: int) -> str:
+    """Return the message for a prompt that is too long to be encoded."""
+    return f"the prompt has {characters} characters; the tokens of the context have at most {most}"
 
 
 def check_characters(source: str, text: str) -> None:

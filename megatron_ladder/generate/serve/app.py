@@ -7,7 +7,7 @@ import ipaddress
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,9 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megatron_ladder.generate.options import ServeOptions
 from megatron_ladder.generate.requests import NewToken
 from megatron_ladder.generate.serve.connection import BODY_SECONDS
+from megatron_ladder.generate.serve.prompt_process import PromptError, PromptProcess, PromptSetup
 from megatron_ladder.generate.serve.protocol import (
     ApiError,
     ApiRequest,
+    ParsedRequest,
     ResponseWriter,
     ServedModel,
     parse_chat,
@@ -50,6 +52,7 @@ class ServerSetup:
 
     options: ServeOptions
     model: ServedModel
+    prompts: PromptSetup
     api_keys: tuple[bytes, ...]
     """A request must have one of them; if there are none, no key is required."""
     listener: socket.socket | None
@@ -67,6 +70,9 @@ class _Metrics:
     """Sum over all samples of the time to their first token."""
 
 
+_Parse = Callable[[bytes, ServedModel], ParsedRequest]
+
+
 class Service:
     """Connects HTTP with the scheduler. All methods are called in the server's thread."""
 
@@ -79,9 +85,9 @@ class Service:
         self.only_local_hosts = local and not setup.api_keys
         self._outstanding = 0
         self._arriving_bytes = 0
-        # Not in the server's thread, where a long text would delay the streams. One thread only, because tokenizers
-        # need not be thread-safe.
+        # Not in the server's thread, where a long body would delay the streams.
         self._parser = ThreadPoolExecutor(1, "parser")
+        self.prompts = PromptProcess(setup.prompts)
 
     def is_authorized(self, authorization: bytes) -> bool:
         """Return whether the Authorization header has a valid key."""
@@ -107,9 +113,25 @@ class Service:
             return ApiError(403, message, code="invalid_host")
         return None
 
-    async def parse(self, parse: Callable[[bytes, ServedModel], ApiRequest], body: bytes) -> ApiRequest:
+    async def parse(self, parse: _Parse, body: bytes) -> ParsedRequest:
         """Parse a body in another thread; raises ApiError."""
         return await asyncio.get_running_loop().run_in_executor(self._parser, parse, body, self.model)
+
+    async def complete(self, parsed: ParsedRequest) -> ApiRequest:
+        """Encode the prompts; reserve room for the samples before. Raises ApiError if there is none."""
+        self.acquire(parsed.count)
+        try:
+            prompts: Sequence[Sequence[int]] = parsed.prompts
+            if not isinstance(prompts[0], list):
+                encoded = await asyncio.wrap_future(self.prompts.encode(prompts))
+                prompts = encoded
+            return await asyncio.get_running_loop().run_in_executor(self._parser, parsed.complete, prompts)
+        except BaseException as error:
+            for _ in range(parsed.count):
+                self.release()
+            if isinstance(error, PromptError):
+                raise ApiError(500 if error.is_fault else 400, error.message, parsed.param, error.code) from None
+            raise
 
     def metrics_text(self) -> str:
         """Return the response of /metrics, in Prometheus's text format."""
@@ -168,11 +190,9 @@ class Service:
 
 
 class _ActiveRequest:
-    """A request in progress, with the tokens of each choice so far; it must be closed."""
+    """A request in progress, with the tokens of each choice so far; it must be closed, which frees its room."""
 
     def __init__(self, service: Service, request: ApiRequest) -> None:
-        """Raises ApiError if the server has no room for the samples."""
-        service.acquire(len(request.samples))
         self._service = service
         self.choices: list[list[NewToken]] = [[] for _ in request.samples]
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -232,10 +252,11 @@ def build_app(service: Service) -> ASGIApp:
         "max_model_len": service.model.positions,
     }  # fmt: skip
 
-    def generating(parse: Callable[[bytes, ServedModel], ApiRequest]) -> Callable[[Request], Any]:
+    def generating(parse: _Parse) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> "_GeneratedResponse":
-            body = await _read_body(request, service)
-            return _GeneratedResponse(service, await service.parse(parse, body))
+            with service.arriving_body() as count:
+                body = await _read_body(request, service.setup.options.max_body_bytes, count)
+                return _GeneratedResponse(service, await service.parse(parse, body))
 
         return endpoint
 
@@ -279,42 +300,41 @@ def build_app(service: Service) -> ASGIApp:
 
 
 class _GeneratedResponse:
-    """Generates and sends a response; the samples are cancelled if the client disconnects."""
+    """Generates and sends a response; prompts and samples are cancelled if the client disconnects."""
 
-    def __init__(self, service: Service, request: ApiRequest) -> None:
-        self._service, self._request = service, request
-        self._writer = ResponseWriter(request, service.model.name, service.model.tokenizer)
+    def __init__(self, service: Service, parsed: ParsedRequest) -> None:
+        self._service, self._parsed = service, parsed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def until_disconnected() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        active = _ActiveRequest(self._service, self._request)
+        work = asyncio.ensure_future(self._respond(scope, receive, send))
+        disconnected = asyncio.ensure_future(until_disconnected())
         try:
-            work = asyncio.ensure_future(self._send(active, scope, receive, send))
-            disconnected = asyncio.ensure_future(until_disconnected())
-            try:
-                await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    work.result()
-            finally:
-                work.cancel()
-                disconnected.cancel()
-                await asyncio.wait({work, disconnected})
+            await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
         finally:
-            active.close()
+            work.cancel()
+            disconnected.cancel()
+            await asyncio.wait({work, disconnected})
 
-    async def _send(self, active: _ActiveRequest, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = self._writer
-        if not self._request.stream:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = await self._service.complete(self._parsed)
+        writer = ResponseWriter(request, self._service.model.name, self._service.model.tokenizer)
+        with contextlib.closing(_ActiveRequest(self._service, request)) as active:
+            if request.stream:
+                await self._stream(active, writer, send)
+                return
             async for _ in active.tokens():
                 pass
             # Not in the server's thread, because a long prompt can have thousands of scores.
             response = await asyncio.to_thread(lambda: _json_response(writer.complete(active.choices)))
             await response(scope, receive, send)
-            return
 
+    async def _stream(self, active: _ActiveRequest, writer: ResponseWriter, send: Send) -> None:
         async def send_events(chunks: Iterable[dict[str, Any] | None]) -> None:
             events = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks if chunk is not None]
             await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
@@ -333,25 +353,26 @@ class _GeneratedResponse:
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
-async def _read_body(request: Request, service: Service) -> bytes:
-    """Return the body; raises ApiError if it is not JSON, too large, too slow, or incomplete."""
+async def _read_body(request: Request, limit: int, count: Callable[[int], None]) -> bytes:
+    """Return the body; raises ApiError if it is not JSON, too large, too slow, or incomplete.
+
+    `count` is called with the number of bytes so far, and may raise ApiError as well.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A web page can send other content types to any server without the server's consent.
     if kind != "application/json":
         raise ApiError(415, f"the content type is {kind!r}; expected application/json")
-    limit = service.setup.options.max_body_bytes
     too_large = ApiError(413, f"the body is larger than {limit} bytes")
     if int(request.headers.get("content-length", 0)) > limit:
         raise too_large
     body = bytearray()
     try:
-        with service.arriving_body() as count:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > limit:
-                        raise too_large
-                    count(len(body))
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise too_large
+                count(len(body))
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
     except ClientDisconnect:

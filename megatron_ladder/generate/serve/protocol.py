@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, Message
+from megatron_ladder.data.chat_template import Message
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import (
@@ -27,6 +27,7 @@ from megatron_ladder.generate.options import (
     MAX_ALTERNATIVES,
     SMALLEST_REPETITION_PENALTY,
 )
+from megatron_ladder.generate.prompts import long_prompt
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 from megatron_ladder.generate.scoring import Alternatives
@@ -129,14 +130,14 @@ class ServedModel:
 
     name: str
     """Required value of `model`."""
-    encode: Callable[[str], tuple[int, ...]]
-    """Returns the ids of a text, with the tokenizer's prefix; none for an empty text."""
     tokenizer: Tokenizer
-    template: ChatTemplate | None
-    """None if the tokenizer has no chat template."""
+    has_template: bool
+    """Whether the tokenizer has a chat template."""
     vocab_size: int
     positions: int
     """Largest sum of the tokens of prompt and continuation."""
+    most_characters: int
+    """Largest number of characters that so many tokens can have."""
     max_samples: int
     """Largest number of samples of one request."""
     eos_ids: frozenset[int]
@@ -166,48 +167,74 @@ class ApiRequest:
     """False if the response omits the token that the engine generates."""
 
 
-def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A valid body, before its prompts are encoded."""
+
+    prompts: list[Any]
+    """Texts, or lists of ids, or the messages of one conversation."""
+    param: str
+    """The parameter that contains them."""
+    count: int
+    """Number of samples."""
+    complete: Callable[[Sequence[Sequence[int]]], ApiRequest]
+    """Returns the request, given the ids of each prompt; raises ApiError."""
+
+
+def parse_completion(body: bytes, model: ServedModel) -> ParsedRequest:
     """Parse the body of /v1/completions; raises ApiError."""
     request = _parse(body, _CompletionRequest, model)
     given: list[Any] = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     kinds = {type(part) for part in given}
-    if kinds <= {str}:
-        prompts = [model.encode(text) for text in given]
-    elif kinds == {int}:
-        prompts = [tuple(given)]
-    elif kinds == {list}:
-        prompts = [tuple(ids) for ids in given]
-    else:
+    if kinds == {int}:
+        given = [given]
+    elif len(kinds) != 1:
         raise ApiError(400, "a list of prompts must contain only texts, only ids, or only lists of ids", "prompt")
     limit = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if limit == 0 and not request.echo:
         raise ApiError(400, "max_tokens: 0 requires echo: true", "max_tokens")
-    valid = _validate(request, prompts, limit, request.logprobs, "prompt", model)
-    if not request.echo:
-        return valid
-    texts = given if kinds <= {str} else [model.text(ids) for ids in prompts]
-    samples = tuple(replace(sample, score_prompt=request.logprobs is not None) for sample in valid.samples)
-    echoed = tuple(text for text in texts for _ in range(request.n))
-    return replace(valid, samples=samples, echoed=echoed, continues=limit > 0)
+
+    def complete(prompts: Sequence[Sequence[int]]) -> ApiRequest:
+        valid = _validate(request, prompts, limit, request.logprobs, "prompt", model)
+        if not request.echo:
+            return valid
+        texts = given if kinds == {str} else [model.text(ids) for ids in prompts]
+        samples = tuple(replace(sample, score_prompt=request.logprobs is not None) for sample in valid.samples)
+        echoed = tuple(text for text in texts for _ in range(request.n))
+        return replace(valid, samples=samples, echoed=echoed, continues=limit > 0)
+
+    return ParsedRequest(given, "prompt", _sample_count(request, given, model), complete)
 
 
-def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
+def parse_chat(body: bytes, model: ServedModel) -> ParsedRequest:
     """Parse the body of /v1/chat/completions; raises ApiError."""
     request = _parse(body, _ChatRequest, model)
-    if model.template is None:
+    if not model.has_template:
         raise ApiError(400, "the model's tokenizer has no chat template; use /v1/completions")
-    try:
-        rendered = model.template.prompt([_message(message) for message in request.messages])
-    except ChatTemplateError as error:
-        raise ApiError(400, f"the chat template rejects these messages: {error}", "messages") from None
-    prompt = tuple(model.tokenizer.encode(rendered))
+    messages = [_message(message) for message in request.messages]
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise ApiError(400, "max_tokens and max_completion_tokens differ; use one of them", "max_completion_tokens")
-    limit = next(iter(limits), None) or max(1, model.positions - len(prompt))
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
-    return _validate(request, [prompt], limit, request.top_logprobs if request.logprobs else None, "messages", model)
+
+    def complete(prompts: Sequence[Sequence[int]]) -> ApiRequest:
+        limit = next(iter(limits), None) or max(1, model.positions - len(prompts[0]))
+        logprobs = request.top_logprobs if request.logprobs else None
+        return _validate(request, prompts, limit, logprobs, "messages", model)
+
+    return ParsedRequest(messages, "messages", _sample_count(request, [""], model), complete)
+
+
+def _sample_count(request: _CommonRequest, prompts: Sequence[str | list[int]], model: ServedModel) -> int:
+    """Return the number of samples; raises ApiError if there are too many, or a prompt is certainly too long."""
+    count = len(prompts) * request.n
+    if count > model.max_samples:
+        raise ApiError(400, f"{count} samples in one request; 1 to {model.max_samples} are allowed", "n")
+    longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
+    if longest > model.most_characters:
+        raise ApiError(400, long_prompt(longest, model.most_characters), "prompt", "context_length_exceeded")
+    return count
 
 
 def _parse(body: bytes, kind: type[B], model: ServedModel) -> B:
@@ -269,22 +296,19 @@ def _message(given: Mapping[str, Any]) -> Message:
 
 
 def _validate(
-    request: _CommonRequest, prompts: Sequence[tuple[int, ...]], limit: int, logprobs: int | None, param: str,
+    request: _CommonRequest, prompts: Sequence[Sequence[int]], limit: int, logprobs: int | None, param: str,
     model: ServedModel,
 ) -> ApiRequest:  # fmt: skip
     """Return the request to the engine; `limit` is the largest number of tokens per sample."""
-    count = len(prompts) * request.n
-    if not 1 <= count <= model.max_samples:
-        raise ApiError(400, f"{count} samples in one request; 1 to {model.max_samples} are allowed", "n")
     for ids in prompts:
         if not ids:
             raise ApiError(400, "the prompt is empty; at least one token is required", param)
-        outside = [number for number in ids if not 0 <= number < model.vocab_size]
-        if outside:
-            raise ApiError(400, f"the id {outside[0]} is outside the model's vocabulary of {model.vocab_size}", param)
         if len(ids) + limit > model.positions:
             sizes = f"the prompt has {len(ids)} tokens and max_tokens is {limit}"
             raise ApiError(400, f"{sizes}; the sum must be at most {model.positions}", param, "context_length_exceeded")
+        outside = [number for number in ids if not 0 <= number < model.vocab_size]
+        if outside:
+            raise ApiError(400, f"the id {outside[0]} is outside the model's vocabulary of {model.vocab_size}", param)
     stop = (request.stop,) if isinstance(request.stop, str) else request.stop
     if len(stop) > _MAX_STOPS or not all(0 < len(text) <= _MAX_STOP_LENGTH for text in stop):
         allowed = f"at most {_MAX_STOPS} texts of 1 to {_MAX_STOP_LENGTH} characters"
@@ -304,7 +328,7 @@ def _validate(
         for index in range(request.n):
             seed = secrets.randbits(64) if request.seed is None else request_seed(request.seed, ids, index)
             drawn = replace(sampling, seed=seed)
-            samples.append(GenerationRequest(ids, max(1, limit), drawn, eos_ids, stop, grammar=grammar))
+            samples.append(GenerationRequest(tuple(ids), max(1, limit), drawn, eos_ids, stop, grammar=grammar))
     options = request.stream_options or _StreamOptions()
     chat, prompt_tokens = isinstance(request, _ChatRequest), sum(map(len, prompts))
     return ApiRequest(tuple(samples), chat, request.stream, options.include_usage, logprobs, prompt_tokens)

@@ -15,14 +15,14 @@ from types import FrameType
 import uvicorn
 
 from megatron_ladder.comm.launch import RankInfo, reporting_errors
-from megatron_ladder.data.chat_template import load_chat_template
+from megatron_ladder.data.chat_template import read_chat_template
 from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel
 from megatron_ladder.generate.options import ServeOptions
-from megatron_ladder.generate.prompts import PromptEncoder
 from megatron_ladder.generate.serve.app import ServerSetup, Service, build_app
 from megatron_ladder.generate.serve.connection import LimitedConnection
+from megatron_ladder.generate.serve.prompt_process import PromptError, PromptSetup
 from megatron_ladder.generate.serve.protocol import ServedModel
 from megatron_ladder.generate.serve.scheduler import PLAN_TIMEOUT, Event, Scheduler, Ticket, run_plans
 
@@ -60,25 +60,32 @@ def prepare_server(rank_info: RankInfo, options: ServeOptions, stored: StoredMod
     tokenizer = stored.tokenizer
     assert tokenizer is not None
     listener = template = None
+    most_characters = 0
     if rank_info.rank == 0:
         with reporting_errors(rank_info):
             listener = _listen(options.host, options.port)
         fix = "copy one to chat_template.jinja there"
         try:
-            template = load_chat_template(tokenizer.files[0], None, "", fix) if tokenizer.files else None
+            template = read_chat_template(tokenizer.files[0], None, "", fix) if tokenizer.files else None
         except UserError as error:
-            print(f"warning: /v1/chat/completions is not available: {error}", file=sys.stderr)
+            _warn_about_chats(error)
+        most_characters = positions * max(len(tokenizer.spelling(number)) for number in range(tokenizer.vocab_size))
     model = ServedModel(
         name=options.model_name or directory.resolve().name,
-        encode=PromptEncoder(tokenizer, stored.prefix, chat=False, system=None).encode,
         tokenizer=tokenizer,
-        template=template,
+        has_template=template is not None,
         vocab_size=stored.config.vocab_size,
         positions=positions,
+        most_characters=most_characters,
         max_samples=options.max_concurrent + options.max_queue,
         eos_ids=stored.eos_ids,
     )
-    return ServerSetup(options, model, keys, listener)
+    prompts = PromptSetup(tokenizer, stored.prefix, template, most_characters)
+    return ServerSetup(options, model, prompts, keys, listener)
+
+
+def _warn_about_chats(error: Exception) -> None:
+    print(f"warning: /v1/chat/completions is not available: {error}", file=sys.stderr, flush=True)
 
 
 def _read_keys(path: Path) -> tuple[bytes, ...]:
@@ -117,6 +124,11 @@ def serve(engine: GenerationEngine, setup: ServerSetup) -> None:
     address = f"[{host}]" if ":" in host else host
     with _handled_signals(lambda number, frame: server.stop()):
         server.start()
+        if setup.model.has_template:
+            try:
+                server.service.prompts.check_template()
+            except PromptError as error:
+                _warn_about_chats(error)
         print(
             f"serving {setup.model.name} at http://{address}:{port}/v1: {options.max_concurrent} samples at a time, "
             f"{setup.model.positions} tokens each",
@@ -161,6 +173,7 @@ class _ServerThread(threading.Thread):
                 self._loop.run_until_complete(self._server.serve([self._listener]))
         except BaseException as raised:
             error = raised
+        self.service.prompts.close()
         self.scheduler.close(error)
 
     def stop(self) -> None:

@@ -37,3 +37,15 @@ class Words(Bytes):
 
     def token_bytes(self, number: int) -> bytes:
         return self.decode([number]).encode()
+
+
+class Gated(Words):
+    """Encodes a text "wait..." only after a named pipe has been opened and closed by a writer."""
+
+    def __init__(self, gate: Path) -> None:
+        self._gate = gate
+
+    def encode(self, text: str) -> list[int]:
+        if text.startswith("wait"):
+            self._gate.read_bytes()
+        return list(text.encode())

@@ -251,7 +251,8 @@ def test_values_without_effect_are_accepted(served: Served) -> None:
     # More than the vocabulary, and more than 64 bits.
     for top_k in (257, 1 << 63, 1 << 70):
         assert served.post("/v1/completions", body(top_k=top_k))[0] == 200
-    assert parse_completion(body(top_k=1 << 70), served.server.service.model).samples[0].sampling.top_k == 256
+    parsed = parse_completion(body(top_k=1 << 70), served.server.service.model)
+    assert parsed.complete(parsed.prompts).samples[0].sampling.top_k == 256
 
 
 def test_paths_methods_types_and_sizes_are_limited(served: Served) -> None:

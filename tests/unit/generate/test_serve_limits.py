@@ -1,8 +1,11 @@
 """The server's limits, and clients that try to get around them, over real sockets."""
 
 import contextlib
+import json
+import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,12 @@ import torch
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.serve import connection as connection_module
-from tests.unit.generate.served import CONFIG, HEAD, WEIGHTS, Served, body, greedy_ids, ids_of, serving
+from tests.unit.generate.plain_tokenizers import Gated
+from tests.unit.generate.served import CONFIG, HEAD, WEIGHTS, Served, body, chat, greedy_ids, ids_of, serving
 from tests.unit.generate.tiny_model import tiny_engine
 
 LONGER = tuple(range(1, 31))
+PATH = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +77,54 @@ def test_connections_and_unfinished_bodies_are_limited() -> None:
         assert served.post("/v1/completions", body(user="a" * 199_000))[0] == 200
     with pytest.raises(UserError, match="--max-connections 999999: this process can open only"):
         serving(max_connections=999_999).__enter__()
+
+
+def test_long_and_many_prompts_are_rejected_before_they_are_encoded() -> None:
+    with serving() as served, ThreadPoolExecutor(10) as threads:
+        long, many = body(prompt="a" * 1_000_000), body(prompt=["a"] * 200_000)
+        for content, param, code in ((long, "prompt", "context_length_exceeded"), (many, "n", None)):
+            for status, answer in threads.map(lambda _, content=content: served.post(PATH, content), range(10)):
+                assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, param, code)
+        assert served.server.service.prompts._thread is None
+
+
+def test_waiting_prompts_are_limited_and_dropped_with_their_clients(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with serving(tokenizer=Gated(gate), max_concurrent=1, max_queue=1) as served, ThreadPoolExecutor(1) as threads:
+        service = served.server.service
+
+        def send(prompt: str) -> socket.socket:
+            connection = socket.create_connection(("127.0.0.1", served.port), timeout=20)
+            connection.sendall(HEAD % len(body(prompt=prompt)) + body(prompt=prompt))
+            return connection
+
+        with send("wait") as first, send("wait for longer") as second:
+            served.wait_until(lambda: service._outstanding == 2)
+            status, answer = served.post(PATH, body(prompt="a"))
+            assert (status, answer["error"]["code"]) == (429, "queue_full")
+            assert served.post("/health", b"", method="GET")[0] == 200
+            second.close()
+            served.wait_until(lambda: service._outstanding == 1)
+            third = threads.submit(served.post, PATH, body(prompt="a"))
+            with gate.open("w"):
+                pass
+            assert first.recv(100).startswith(b"HTTP/1.1 200 ")
+            assert third.result()[0] == 200
+        served.wait_until(lambda: service._outstanding == 0)
+
+
+def test_hostile_templates_are_errors_of_their_requests(tmp_path: Path) -> None:
+    template = "{{ 1 // (messages | length - 1) }}{{ messages[0].content * 2000 }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with serving(files=(tmp_path / "tokenizer.json",)) as served:
+        messages = [{"role": "user", "content": "a"}]
+        for given, code in ((messages, None), (messages * 2, "context_length_exceeded")):
+            status, answer = served.post("/v1/chat/completions", chat(messages=given))
+            error = answer["error"]
+            found = (status, error["type"], error["param"], error["code"])
+            assert found == (400, "invalid_request_error", "messages", code)
+        assert served.post(PATH, body(prompt="a"))[0] == 200
 
 
 def test_a_connection_without_a_request_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

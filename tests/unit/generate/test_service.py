@@ -17,11 +17,12 @@ def new_service(room: int) -> Service:
     model: Any = None
     scheduler = Scheduler(1, lambda events: None, grace_seconds=0.0)
     options = ServeOptions(max_concurrent=1, max_queue=room - 1)
-    return Service(scheduler, ServerSetup(options, model, (), None))
+    return Service(scheduler, ServerSetup(options, model, model, (), None))
 
 
 def start_request(service: Service, samples: int) -> _ActiveRequest:
     """Start a request whose tokens nobody takes."""
+    service.acquire(samples)
     requests = (GenerationRequest((1,), 5),) * samples
     return _ActiveRequest(
         service, ApiRequest(requests, chat=False, stream=True, include_usage=False, logprobs=None, prompt_tokens=1)
