@@ -11,9 +11,11 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 TEMPORARY_SUFFIX = ".partial"
+OutputKind = Literal["file", "directory", "prefix"]
+"""Kind of an output path; a prefix is the beginning of the names of several files."""
 
 
 def temporary_path(path: Path) -> Path:
@@ -25,6 +27,20 @@ def remove_temporary_files(path: Path) -> None:
     """Remove the temporary files that killed writers of `path` left; the caller must be the only writer."""
     for abandoned in path.parent.glob(f"{path.name}.*{TEMPORARY_SUFFIX}"):
         abandoned.unlink(missing_ok=True)
+
+
+def output_problem(path: Path, kind: OutputKind) -> str | None:
+    """Return why an output cannot be written, or None; create nothing. Missing directories are no problem."""
+    if kind == "prefix" and not path.name:
+        return "expected the beginning of a file name"
+    if kind == "file" and path.is_dir():
+        return "is a directory"
+    folder = path if kind == "directory" else path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"{folder} is not a directory"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not writable"
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union
 
 from megatron_ladder import __version__
 from megatron_ladder.errors import UserError, faulty_flags, raise_user_errors
+from megatron_ladder.files import OutputKind, output_problem
 
 Config = TypeVar("Config")
 
@@ -44,6 +45,7 @@ class _Limits:
     below: float | None = None
     requires: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
+    output: OutputKind | None = None
 
     def contain(self, number: float) -> bool:
         low = (self.minimum is None or number >= self.minimum) and (self.above is None or number > self.above)
@@ -80,6 +82,7 @@ def flag(
     below: float | None = None,
     requires: str | Sequence[str] = (),
     excludes: str | Sequence[str] = (),
+    output: OutputKind | None = None,
     details: str = "",
 ) -> Any:
     """Declare a dataclass field that is a flag.
@@ -93,11 +96,12 @@ def flag(
         requires: flags without which this one has no effect. A flag with a value (`"--optimizer adam"`) must have
             that value; without one it must have any value but its default.
         excludes: flags that contradict this one, in the same notation.
+        output: kind of a path that the program writes; it is an error if that is impossible.
         details: computed text that follows the docstring in the help.
     """
     requires = (requires,) if isinstance(requires, str) else tuple(requires)
     excludes = (excludes,) if isinstance(excludes, str) else tuple(excludes)
-    limits = _Limits(tuple(choices), minimum, maximum, above, below, requires, excludes)
+    limits = _Limits(tuple(choices), minimum, maximum, above, below, requires, excludes, output)
     return dataclasses.field(default=default, metadata={"aliases": aliases, "limits": limits, "details": details})
 
 
@@ -381,6 +385,8 @@ def value_errors(configs: Sequence[Any], skipped: Collection[str] = ()) -> list[
                     errors.append(f"{name} {one}: expected {limits.bounds}")
                 if isinstance(one, str) and limits.choices and one not in limits.choices:
                     errors.append(f"{name} {one}: expected one of {', '.join(limits.choices)}")
+                problem = output_problem(one, limits.output) if limits.output and isinstance(one, Path) else None
+                errors += [f"{name} {one}: cannot be written: {problem}: give another path"] if problem else []
             if value == field.default or len(errors) > before:
                 continue
             shown = name if isinstance(value, bool | tuple) else f"{name} {value}"

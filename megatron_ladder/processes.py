@@ -135,6 +135,23 @@ def received_signals(merge_seconds: float = 0.0) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Delay Ctrl-C inside the block, on the main thread; processes that are started in it ignore it from the beginning.
+
+    The terminal sends Ctrl-C to them too, but their parent ends them.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    # A blocked signal is kept although it is ignored. Ignoring it alone would lose it, and multiprocessing unblocks it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def adopt_orphans() -> None:
     """Make orphaned descendants children of this process, so that it can find and end them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

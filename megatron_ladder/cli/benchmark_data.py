@@ -30,7 +30,7 @@ class DataBenchmarkOptions:
     """MB of text to tokenize, unless a row has its own size."""
     folder: Path | None = None
     """Directory for the data of the measurements; the system's temporary directory by default."""
-    json: Path | None = None
+    json: Path | None = flag(None, output="file")
     """File for the results, as a list of rows."""
 
 
@@ -74,6 +74,7 @@ def main(argv: Sequence[str]) -> None:
     print("\n" + table(results))
     if options.json is not None:
         plain = [dataclasses.asdict(result) | {"met": result.met} for result in results]
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(options.json, json.dumps(plain, indent=1) + "\n")
 
 

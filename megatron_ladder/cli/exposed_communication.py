@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ladder.cli.images import image_errors
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import parse_config
+from megatron_ladder.flags import flag, parse_config
 from megatron_ladder.lab.bench import exposed
 from megatron_ladder.lab.bench.exposed import COMMUNICATION_KERNELS, ELSEWHERE, Communication, TracedCollective
 
@@ -25,9 +25,9 @@ class ExposedCommunicationConfig:
 
     trace: Path
     """Trace of one rank, written by --profile."""
-    json: Path | None = None
+    json: Path | None = flag(None, output="file")
     """File for the results."""
-    plot: Path | None = None
+    plot: Path | None = flag(None, output="file")
     """Image file (.png, .pdf or .svg) for a chart of the in-flight and exposed time of each sub-block."""
     communication_kernels: str = COMMUNICATION_KERNELS
     """Regular expression that matches the names of communication kernels on CUDA."""
@@ -139,6 +139,9 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--trace {config.trace}: {error}: give a file that --profile wrote") from None
     steps, sub_blocks = _step_rows(found), _sub_block_rows(found)
     print(_table(found.device, steps, sub_blocks))
+    for output in (config.json, config.plot):
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
     if config.json is not None:
         result = {"device": found.device, "steps": steps, "sub_blocks": sub_blocks}
         config.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -30,7 +30,7 @@ class PlotLossConfig:
     """Directories with TensorBoard event files, one per run."""
     labels: tuple[str, ...] = ()
     """Names of the runs in the legend, one per directory; the names of the directories by default."""
-    output: Path = Path("loss.png")
+    output: Path = flag(Path("loss.png"), output="file")
     """Image file: .png, .pdf or .svg."""
     title: str = "Language model loss"
     """Title of the picture."""

@@ -14,7 +14,7 @@ from megatron_ladder.flags import flag, parse_config
 class PrepareCorpusConfig:
     """Output."""
 
-    output_dir: Path
+    output_dir: Path = flag(output="directory")
     """Directory for tokenizer.model, train_text_document.* and valid_text_document.*; existing files are kept."""
     vocab_size: int = flag(4096, minimum=1)
     """Vocabulary size of the tokenizer, including 256 bytes and 3 control tokens."""

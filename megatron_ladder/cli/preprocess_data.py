@@ -22,9 +22,9 @@ class PreprocessConfig:
     hf://NAME[:CONFIG][@SPLIT] for the datasets library (NAME may be a local directory). .jsonl, .json and .ndjson files
     have one JSON object per line, and may be compressed (.gz, .zst). .parquet files have columns. Any other file is one
     document of plain text."""
-    output_prefix: Path
+    output_prefix: Path = flag(output="prefix")
     """Prefix of the output files: PREFIX_text_document.bin and .idx, and a .json file that describes them."""
-    tokenizer_type: TokenizerType
+    tokenizer_type: TokenizerType = flag()
     """Type of the tokenizer: SentencePiece (three names), Hugging Face (two names), GPT-2's byte pairs, bytes, or
     numbers that already are token ids. No type adds a bos token."""
     tokenizer_model: Path | None = flag(None, aliases=("--vocab-file",))
@@ -70,8 +70,6 @@ def _find_errors(config: PreprocessConfig) -> Iterator[str]:
         yield "--json-keys selects texts, but --chat reads conversations: use --chat-keys"
     if not 1 <= len(config.chat_keys) <= 3 or any(not key or "/" in key for key in config.chat_keys):
         yield f"--chat-keys {' '.join(config.chat_keys)}: expected one to three keys without /"
-    if not config.output_prefix.name:
-        yield f"--output-prefix {config.output_prefix}: expected the prefix of a file name"
     keys = " ".join(config.json_keys)
     if any(not key or "/" in key for key in config.json_keys):
         yield f"--json-keys {keys}: expected keys without /, because they become file names"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_ladder.cli.images import image_errors
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.errors import ErrorCollector, run_program
-from megatron_ladder.flags import parse_config
+from megatron_ladder.files import output_problem
+from megatron_ladder.flags import flag, parse_config
 from megatron_ladder.train.record import EVALUATES, RECORD_NAME, read_record
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class ReportRunConfig:
 
     run: Path
     """Directory of checkpoints (--save) with a run.jsonl file."""
-    output: Path | None = None
+    output: Path | None = flag(None, output="file")
     """Image file (.png, .pdf or .svg); report.png in the directory by default."""
 
 
@@ -82,11 +83,15 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
     of them kept, counts proportionally.
     """
     attempts: list[_Attempt] = []
+    is_starting = True
     for event in events:
         if event["event"] == "start":
-            trains = event.get("reason") != EVALUATES
+            trains, is_starting = event.get("reason") != EVALUATES, False
             attempts.append(_Attempt(event["time"], event["iteration"], trains, event["time"]))
-        elif attempts and event["event"] != "restart":
+        elif event["event"] in ("restart", "load", "fallback"):
+            # These precede the start to which they belong, possibly by hours.
+            is_starting = True
+        elif not is_starting:
             attempts[-1].last = event["time"]
             if event["event"] == "progress":
                 attempts[-1].progress.append(event)
@@ -191,10 +196,13 @@ def main(argv: Sequence[str]) -> None:
             errors.add(f"{config.run / RECORD_NAME}: records no start of a run")
     except OSError as error:
         errors.add(f"--run {config.run}: {RECORD_NAME} cannot be read: {error.strerror}: give the --save of a run")
-    errors.raise_if_any()
     output = config.output or config.run / "report.png"
+    if problem := output_problem(output, "file"):
+        errors.add(f"{output} cannot be written: {problem}: give another path with --output")
+    errors.raise_if_any()
     summary = _summarize(events)
     print(_describe(events, summary))
+    output.parent.mkdir(parents=True, exist_ok=True)
     _draw(events, summary).savefig(output, dpi=120)
     print(f"plot: {output}")
 

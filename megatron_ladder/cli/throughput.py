@@ -39,7 +39,7 @@ class ThroughputOptions:
     """Size of the square matrix product whose rate defines the lower bound of the time."""
     rounds: int = flag(7, minimum=FEWEST_ROUNDS)
     """Measured rounds; every variant runs once per round."""
-    json: Path | None = None
+    json: Path | None = flag(None, output="file")
     """File for the results, as a list of rows."""
 
 

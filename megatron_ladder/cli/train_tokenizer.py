@@ -21,7 +21,7 @@ class TrainTokenizerConfig:
     """Text to train on: files, glob patterns, - or hf://NAME, as in tools/preprocess_data.py."""
     vocab_size: int = flag(minimum=1)
     """Vocabulary size, including 256 bytes and 3 control tokens (bpe: 1)."""
-    model_prefix: Path = flag()
+    model_prefix: Path = flag(output="prefix")
     """Prefix of the output file: PREFIX.model, or PREFIX.json with bpe."""
     model_type: Literal["sentencepiece", "bpe"] = "sentencepiece"
     """sentencepiece: byte-pair pieces, for SentencePieceTokenizer. bpe: byte-level byte pairs like GPT-2's, for
@@ -47,8 +47,9 @@ def main(argv: Sequence[str]) -> None:
     sources = find_sources(config.input, reading)
     is_sentencepiece = config.model_type == "sentencepiece"
     sample = TextSample(sources, reading, config.max_megabytes * 1_000_000, in_lines=is_sentencepiece)
-    of = f" of {sample.input_bytes / 1e6:.1f}" if sample.input_bytes else ""
-    print(f"training {config.vocab_size} pieces on {sample.used_bytes / 1e6:.1f}{of} MB", flush=True)
+    amount = f"{sample.used_bytes / 1e6:.1f}"
+    amount = f"at most {amount}" if sample.input_bytes is None else f"{amount} of {sample.input_bytes / 1e6:.1f}"
+    print(f"training {config.vocab_size} pieces on {amount} MB", flush=True)
     begun = time.monotonic()
     model = (train_sentencepiece if is_sentencepiece else train_bpe)(sample, config.vocab_size)
     if sample.too_long:

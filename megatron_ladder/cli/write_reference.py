@@ -10,8 +10,8 @@ from types import ModuleType
 from megatron_ladder.cli.programs import PROGRAMS, Command, load_program, script_of
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
 from megatron_ladder.engine.deepspeed_json import FLAGS, REFUSED_KEYS
-from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import Flag, parse_config, section_flags
+from megatron_ladder.errors import run_program
+from megatron_ladder.flags import Flag, flag, parse_config, section_flags
 
 NOTE = "<!-- Written by tools/write_reference.py from the sources: change the docstrings there, not this page. -->"
 
@@ -20,7 +20,7 @@ NOTE = "<!-- Written by tools/write_reference.py from the sources: change the do
 class WriteReferenceConfig:
     """Output."""
 
-    output_dir: Path = Path("docs/reference")
+    output_dir: Path = flag(Path("docs/reference"), output="directory")
     """Directory for the pages."""
 
 
@@ -133,12 +133,9 @@ def main(argv: Sequence[str]) -> None:
     """Read the command line and write the pages."""
     config = parse_options(argv)
     pages = _reference_pages()
-    try:
-        config.output_dir.mkdir(parents=True, exist_ok=True)
-        for name, text in pages.items():
-            (config.output_dir / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output-dir {config.output_dir}: cannot be written: {error.strerror}") from error
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    for name, text in pages.items():
+        (config.output_dir / name).write_text(text, encoding="utf-8")
     print(f"{config.output_dir}: {len(pages)} pages")
 
 

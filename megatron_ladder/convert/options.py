@@ -26,7 +26,7 @@ class ConversionOptions:
 class CheckpointOptions(ConversionOptions):
     """Options of the training checkpoint to write: its directory, the cut of its files, its wiring."""
 
-    save: Path
+    save: Path = flag(output="directory")
     """Directory of checkpoints to write to, as for pretrain_ladder.py."""
     tensor_model_parallel_size: int = flag(1, minimum=1)
     """Cut the files for this many tensor-parallel ranks; any other number can read them too."""
@@ -56,7 +56,7 @@ class ExportOptions(ConversionOptions):
 
     load: Path
     """A directory of checkpoints, whose current one is read, or one checkpoint."""
-    hf: Path
+    hf: Path = flag(output="directory")
     """Directory to write."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Element type of the weights. Default: the one in which the model was trained."""

@@ -8,7 +8,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -25,6 +24,7 @@ from megatron_ladder.data.reading.protocol import GROUP_BYTES, BadRecord, Block,
 from megatron_ladder.data.sidecar import Sidecar
 from megatron_ladder.data.tokenizers import Tokenizer, source_of
 from megatron_ladder.errors import UserError
+from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar
 
 _COMMIT_SECONDS = 5.0
@@ -212,6 +212,10 @@ def _tokenize_all(
     # Not multiprocessing.Pool, which waits forever for a worker that was killed.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_initialize_worker)
     try:
+        with interrupts_blocked():
+            # A task starts a worker if none is idle.
+            for _ in range(workers):
+                pool.submit(os.getpid)
         ahead: deque[Future[_TokenizedGroup]] = deque(
             pool.submit(_tokenize_group, task, group) for group in itertools.islice(groups, 2 * workers)
         )
@@ -224,8 +228,7 @@ def _tokenize_all(
 
 
 def _initialize_worker() -> None:
-    """Ignore Ctrl-C, limit the tokenizer to one thread, and end the worker if its parent is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Limit the tokenizer to one thread, and end the worker if its parent is killed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def end_with_parent() -> None:

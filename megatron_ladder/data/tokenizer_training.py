@@ -1,8 +1,11 @@
 """Training of tokenizers: SentencePiece models and byte-level tokenizer.json files."""
 
+import contextlib
 import io
 import itertools
 import math
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
@@ -26,11 +29,17 @@ class TextSample:
     """Text for a trainer, sampled evenly from the whole input; counts the lines that are too long for it."""
 
     def __init__(self, sources: Sequence[Source], reading: Reading, most_bytes: int, in_lines: bool) -> None:
-        """Prepare a sample of about `most_bytes`, or that much of the beginning of an input of unknown size."""
-        self.input_bytes = sum(source.total_bytes or 0 for source in sources)
-        self.used_bytes = min(self.input_bytes, most_bytes) or most_bytes
+        """Prepare a sample of about `most_bytes`, or that much of the beginning of an input of unknown size.
+
+        Raise a UserError if the input is empty.
+        """
+        sizes = [source.total_bytes for source in sources]
+        self.input_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+        if self.input_bytes == 0:
+            raise UserError(f"--input {' '.join(source.name for source in sources)}: there is no text in it")
+        self.used_bytes = min(self.input_bytes or most_bytes, most_bytes)
         self.too_long = 0
-        self._share = self.used_bytes / self.input_bytes if self.input_bytes else 1.0
+        self._share = self.used_bytes / (self.input_bytes or self.used_bytes)
         self._most_bytes = math.inf if self.input_bytes else most_bytes
         self._sources, self._reading, self._in_lines = sources, reading, in_lines
 
@@ -69,6 +78,21 @@ class TextSample:
                     begin = end
 
 
+@contextlib.contextmanager
+def _ended_by_interrupts() -> Iterator[None]:
+    """Let Ctrl-C end the process inside the block, where libraries would ignore it for minutes or call it an error."""
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not raises or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@_ended_by_interrupts()
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     """Train a byte-pair SentencePiece model and return its .model file; raises UserError if `vocab_size` does not fit.
 
@@ -105,6 +129,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
+@_ended_by_interrupts()
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     """Return a tokenizer.json, trained like GPT-2's byte-pair encoding; raises UserError if `vocab_size` does not fit.
 

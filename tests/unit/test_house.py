@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "files": set(),
     "processes": set(),
     "progress": set(),
-    "flags": {"errors"},
+    "flags": {"errors", "files"},
     "blueprint": GROUND,
     "config": GROUND | {"blueprint"},
     "comm": LOW,

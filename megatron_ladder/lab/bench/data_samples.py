@@ -16,6 +16,7 @@ from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.data_table import DataBenchmark, DataResult, cpu_seconds
 from megatron_ladder.lab.bench.paired import measure
+from megatron_ladder.processes import interrupts_blocked
 
 _SEQ_LENGTH = 2048
 _BATCH = 64
@@ -84,7 +85,9 @@ def _write_dataset(prefix: Path, tokens: NDArray[np.uint16], lengths: NDArray[np
 
 def time_orders(benchmark: DataBenchmark) -> Sequence[DataResult]:
     """Build the order of an epoch of 10 million documents in a separate process, and measure its memory."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with interrupts_blocked():
+        workers = multiprocessing.get_context("spawn").Pool(1)
+    with workers as pool:
         rounds = np.array([pool.apply(_time_index) for _ in range(benchmark.rounds)])
     sample_index, whole, megabytes = np.median(rounds, 0).tolist()
     return [

@@ -35,6 +35,7 @@ from megatron_ladder.data.tokenizers import (
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.data_table import DataBenchmark, DataResult, cpu_seconds
 from megatron_ladder.lab.bench.paired import measure
+from megatron_ladder.processes import interrupts_blocked
 
 _CASES = (
     ("tokenizer.json", "tokenizers", 0.9, 0.1),
@@ -144,7 +145,8 @@ def _preprocess_line_by_line(lines: Path, prefix: Path, tokenizer: Tokenizer) ->
     """
     encode, dtype = functools.partial(_encode_line, source_of(tokenizer)), token_dtype(tokenizer.vocab_size)
     with open(lines, encoding="utf-8") as file, IndexedDatasetWriter(prefix, dtype) as writer:
-        pool = multiprocessing.get_context("spawn").Pool(_WORKERS)
+        with interrupts_blocked():
+            pool = multiprocessing.get_context("spawn").Pool(_WORKERS)
         for ids in pool.imap(encode, file, _CHUNK_LINES):
             writer.add_document(ids)
         writer.publish()

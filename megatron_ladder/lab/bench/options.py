@@ -70,9 +70,9 @@ class BenchmarkOptions:
     NVLink."""
     rounds: int = flag(7, minimum=FEWEST_ROUNDS)
     """Rounds that count; every wiring runs once in each."""
-    json: Path | None = None
+    json: Path | None = flag(None, output="file")
     """File for the results: a list of rows."""
-    plot: Path | None = None
+    plot: Path | None = flag(None, output="file")
     """PNG of the speed-up over the interconnect's time, for one size."""
 
     @property

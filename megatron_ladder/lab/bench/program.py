@@ -267,6 +267,9 @@ def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[Ben
             if place.rank == 0:
                 print(results_table(new), flush=True)
         benchmark.interconnect.close()
+    for output in (options.json, options.plot):
+        if place.rank == 0 and output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
     if place.rank == 0 and options.json is not None:
         write_atomically(options.json, json.dumps([vars(row) for row in rows], indent=1) + "\n")
     if place.rank == 0 and options.plot is not None:

@@ -216,5 +216,6 @@ def run(
         # Frees the models before those of the next length are built.
         timed.clear()
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps([vars(row) for row in found], indent=1) + "\n")
     return found

@@ -57,9 +57,9 @@ class LayoutOptions:
     """10^9 bytes per second from one GPU to another node, in one direction."""
     contention: float | None = flag(None, minimum=0, maximum=1)
     """Share of an overlap that a large collective gives back; about 0.2 if its multiprocessors are bounded."""
-    json: Path | None = None
+    json: Path | None = flag(None, output="file")
     """File for all layouts."""
-    plot: Path | None = None
+    plot: Path | None = flag(None, output="file")
     """PNG of the wirings' speed-up over the interconnect's time, at the best tensor-parallel layout."""
 
 
@@ -67,7 +67,7 @@ class LayoutOptions:
 class CalibrateOptions:
     """Calibration. Measures this machine with one process per GPU or CPU core; the processes share a model."""
 
-    output: Path
+    output: Path = flag(output="file")
     """File for the measurements, to be read with --calibration."""
     tp: int = flag(2, minimum=2)
     """Processes. The program starts them."""
@@ -85,7 +85,7 @@ class PaperOptions:
     """CSV with columns model, p2p, tensor_parallel, batch, wiring, prefill_seconds, decode_511_tokens_seconds."""
     predict: Path
     """CSV with the first five of these columns; further columns are kept."""
-    json: Path
+    json: Path = flag(output="file")
     """File for the rows of the second table with their predictions."""
 
 
@@ -124,6 +124,7 @@ def parse_options(argv: Sequence[str]) -> LayoutOptions | CalibrateOptions | Pap
 def write_output(path: Path, text: str) -> None:
     """Replace a file that the command line names; raise UserError if it cannot be written."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None

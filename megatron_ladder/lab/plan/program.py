@@ -259,4 +259,5 @@ def _plot_sweep(request: PlanRequest, layout: Layout, path: Path) -> None:
     axes.set_title(_describe_layout(layout))
     axes.grid(alpha=0.3)
     axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=120)

@@ -17,9 +17,9 @@ NONE = "none"
 class RunOptions:
     """Study. Flags after -- (parallelism, precision, data) are passed to pretrain_ladder.py for every trial."""
 
-    output_dir: Path
+    output_dir: Path = flag(output="directory")
     """Folder of the study. A study with the same settings in this folder is resumed."""
-    report_dir: Path | None = None
+    report_dir: Path | None = flag(None, output="directory")
     """Folder for report.md and its pictures; --output-dir if not given."""
     small: bool = False
     """Use smaller defaults, for a test of the whole program in about ten minutes on two cores. The results are not
@@ -122,9 +122,9 @@ class Request:
 class ReportOptions:
     """Report. Write report.md and its pictures again."""
 
-    output_dir: Path
+    output_dir: Path = flag(output="directory")
     """Folder of the study."""
-    report_dir: Path | None = None
+    report_dir: Path | None = flag(None, output="directory")
     """Folder for report.md and its pictures; --output-dir if not given."""
     compare_with: Path | None = None
     """Folder of a repetition of the study: also print whether its losses are within the spread of this study's."""

@@ -1,5 +1,6 @@
 """What all programs have in common: answers before anything heavy is imported, versions, and a missing environment."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_ladder import __version__
 from megatron_ladder.cli.programs import PROGRAMS, load_program, script_of
+from megatron_ladder.flags import flag_name, parse_command_line
 
 ROOT = Path(__file__).resolve().parents[3]
 BARE = [sys.executable, "-E", "-s", "-S"]
@@ -68,6 +70,23 @@ def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
 def test_a_mistake_lists_what_was_expected(program: str, words: list[str], expected: str) -> None:
     with pytest.raises(Exception, match="(?m)^" + expected.replace("?", r"\?")):
         load_program(program).parse_options(words)
+
+
+def test_programs_check_what_they_write_before_the_work(tmp_path: Path) -> None:
+    written = ("json", "plot", "output", "output_dir", "output_prefix", "model_prefix", "report_dir")
+    commands = [command for program in PROGRAMS for command in load_program(program).COMMANDS]
+    sections = {section for command in commands for section in command.sections}
+    flags = [(section, field) for section in sections for field in dataclasses.fields(section) if field.name in written]
+    # In generate.py, --json is a switch.
+    paths = [(section, flag_name(field.name)) for section, field in flags if field.type is not bool]
+    assert len(paths) >= 15
+    (tmp_path / "file").touch()
+    output = tmp_path / "file" / "x.png"
+    for section, name in paths:
+        errors: list[str] = []
+        parse_command_line([section], [name, str(output)], "program", "", errors)
+        problem = f"cannot be written: {output.parent} is not a directory: give another path"
+        assert f"{name} {output}: {problem}" in errors, section
 
 
 def test_without_the_environment_one_line_names_it(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import llguidance
@@ -22,6 +25,7 @@ from megatron_ladder.data.tokenizers import (
     source_of,
 )
 from megatron_ladder.errors import UserError
+from tests.helpers.commands import REPOSITORY_ROOT
 from tests.helpers.tokenizer_copies import copy_tokenizer
 
 NASTY = [
@@ -342,3 +346,28 @@ def test_lines_too_long_for_sentencepiece_are_counted(tmp_path: Path, capsys: py
     (tmp_path / "a.txt").write_text(f"{usual}\n{'long ' * 14_000}\n{'é' * 40_000}\n{usual}")
     train_tokenizer.main(f"--input {tmp_path}/a.txt --model-prefix {tmp_path}/m --vocab-size 400".split())
     assert "2 lines of more than 64 KiB were left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "bpe"])
+def test_ctrl_c_ends_training_without_a_message(kind: str, tmp_path: Path) -> None:
+    words = f"--input - --vocab-size 300 --model-type {kind} --model-prefix {tmp_path}/m".split()
+    process = subprocess.Popen(
+        [sys.executable, "tools/train_tokenizer.py", *words],
+        cwd=REPOSITORY_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "training 300 pieces on at most 100.0 MB\n"
+    # The trainer has begun when the pipe, which holds 64 KiB, has accepted more.
+    process.stdin.write('{"text": "some text"}\n' * 10_000)
+    process.stdin.flush()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == -signal.SIGINT
+    assert process.stderr.read() == "" and list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_input_and_an_unusable_output_are_found_before_training(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError, match="--input .*empty.txt: there is no text in it"):
+        train_tokenizer.main(f"--input {tmp_path}/empty.txt --vocab-size 300 --model-prefix {tmp_path}/m".split())
+    with pytest.raises(UserError, match="--model-prefix .*/m: cannot be written: .*empty.txt is not a directory"):
+        train_tokenizer.main(f"--input {tmp_path}/* --vocab-size 300 --model-prefix {tmp_path}/empty.txt/m".split())

@@ -1,11 +1,16 @@
 """Merging and inspecting data sets, and detecting damaged ones."""
 
+import contextlib
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import xxhash
 
@@ -13,9 +18,11 @@ from megatron_ladder.cli.inspect_data import main as inspect_data
 from megatron_ladder.cli.merge_datasets import main as merge_datasets
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.inspect import _histogram, parse_documents, verify
+from megatron_ladder.data.reading.protocol import GROUP_BYTES
 from megatron_ladder.data.sidecar import Sidecar, check_index, read_sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.errors import UserError
+from tests.helpers.commands import REPOSITORY_ROOT
 
 MakeDataset = Callable[..., IndexedDataset]
 SIDECAR = Sidecar("T", "ab", 100_000, 2, True, largest_id=0, documents=0, tokens=0)
@@ -194,7 +201,7 @@ def test_incompatible_parts_leave_no_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="empty: contains no data set"):
         merge_datasets(["--input", f"{tmp_path}/empty", "--output-prefix", f"{tmp_path}/out"])
     with pytest.raises(UserError, match="--output-prefix"):
-        merge_datasets(["--input", str(a), "--output-prefix", f"{tmp_path}/no/out"])
+        merge_datasets(["--input", str(a), "--output-prefix", f"{a}.bin/out"])
 
 
 def test_inspecting_prints_texts(
@@ -230,3 +237,24 @@ def test_lengths_between_powers_of_two() -> None:
         ["0", "1"], ["1-1", "2"], ["2-3", "2"], ["4-7", "2"], ["8-15", "1"], ["512-1,023", "1"], ["1,024-2,047", "1"],
     ]  # fmt: skip
     assert lines[0] == "  tokens per document: minimum 0, median 4, 90% 1,023, 99% 1,024, maximum 1,024"
+
+
+def test_ctrl_c_while_workers_start_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "some text"}\n' * (2 * GROUP_BYTES // 20))
+    words = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer".split()
+    process = subprocess.Popen(
+        [sys.executable, "tools/preprocess_data.py", *words, "--workers", "2"],
+        cwd=REPOSITORY_ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+
+    def is_importing(child: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error, OSError):
+            return "numpy" in Path(f"/proc/{child.pid}/maps").read_text()
+        return False
+
+    while not any(map(is_importing, psutil.Process(process.pid).children())):
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 1
+    assert process.stderr.read() == ""
