@@ -37,7 +37,7 @@ from megatron_ladder.generate.graph import StepGraph, captured_decode
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Sampler
 from megatron_ladder.generate.scoring import Alternatives, score_text
-from megatron_ladder.generate.structured import new_matcher
+from megatron_ladder.generate.structured import TokenMatcher
 from megatron_ladder.generate.text import IncrementalDecoder, StopFinder
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
@@ -178,7 +178,7 @@ class SlotBatch:
         for slot, request in requests.items():
             matcher = None
             if request.grammar is not None and self._tokenizer is not None:
-                matcher = new_matcher(request.grammar, self._tokenizer, request.eos_ids)
+                matcher = TokenMatcher(request.grammar, self._tokenizer, request.eos_ids)
             self._sampler.assign(slot, request.sampling, request.prompt_ids, matcher)
             decoder = None if self._tokenizer is None else IncrementalDecoder(self._tokenizer, request.prompt_ids)
             self.samples[slot] = _ActiveSample(request, decoder, StopFinder(request.stop))

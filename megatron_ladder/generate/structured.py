@@ -6,8 +6,10 @@ communication, and each rank masks its own part of the vocabulary.
 
 import functools
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,36 +17,40 @@ from numpy.typing import NDArray
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 
+_LARGEST_GRAMMAR = 1 << 16
+"""Characters."""
+_COMPILE = """
+import resource, sys, llguidance
+resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))
+matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), sys.stdin.read(), log_level=0)
+matcher.compute_bitmask()
+print(matcher.get_error())
+"""
+"""A program that compiles a grammar: some small schemas take hours, and the library cannot be interrupted."""
+_COMPILE_SECONDS = 20.0
+"""Time for that program on a busy machine."""
 
-class TokenMatcher(Protocol):
-    """The tokens that may follow, of one sample."""
+
+class TokenMatcher:
+    """The tokens that may come next in one sample; equal on every rank that consumes the same tokens."""
+
+    def __init__(self, grammar: str, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> None:
+        """Begin a text; `grammar` is one of `json_grammar`."""
+        import llguidance
+
+        library_tokenizer = _library_tokenizer(cast(Any, tokenizer), eos_ids)
+        self._matcher = llguidance.LLMatcher(library_tokenizer, grammar, log_level=0)
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return a mask [V or less] of the tokens that may come next; later tokens are not allowed."""
-
-    def consume(self, token: int) -> None:
-        """Continue after a token that was allowed."""
-
-
-class _GrammarMatcher:
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
-
-    def allowed(self) -> NDArray[np.bool_]:
-        # After the end of the grammar, and after an error, only the end-of-text tokens.
+        # After the end of the text, and after an error, these are the end-of-text tokens.
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little").view(np.bool_)
 
     def consume(self, token: int) -> None:
+        """Continue after a token."""
         self._matcher.consume_token(token)
-
-
-def new_matcher(grammar: str, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> TokenMatcher:
-    """Return a matcher at the beginning of a text; `grammar` is one of `json_grammar`."""
-    import llguidance
-
-    library_tokenizer = _library_tokenizer(cast(Any, tokenizer), eos_ids)
-    return _GrammarMatcher(llguidance.LLMatcher(library_tokenizer, grammar, log_level=0))
 
 
 def json_grammar(schema: Mapping[str, Any], tokenizer: Tokenizer, eos_ids: frozenset[int]) -> str:
@@ -59,9 +65,21 @@ def json_grammar(schema: Mapping[str, Any], tokenizer: Tokenizer, eos_ids: froze
         # At most one space between two tokens of JSON: a weak model could otherwise write spaces without end.
         json.dumps(schema), overrides={"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
     )  # fmt: skip
-    if error := llguidance.LLMatcher.validate_grammar(grammar, _library_tokenizer(cast(Any, tokenizer), eos_ids)):
+    if len(grammar) > _LARGEST_GRAMMAR:
+        raise UserError(f"the schema is larger than {_LARGEST_GRAMMAR} characters")
+    if error := _compile_error(grammar):
         raise UserError(error)
     return grammar
+
+
+@functools.lru_cache(maxsize=64)
+def _compile_error(grammar: str) -> str:
+    try:
+        words = [sys.executable, "-I", "-c", _COMPILE]
+        done = subprocess.run(words, input=grammar, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "the schema takes too long to compile"
+    return done.stdout.strip() if done.returncode == 0 else "the schema takes too much time or memory to compile"
 
 
 @functools.cache

@@ -20,7 +20,11 @@ class Answer(pydantic.BaseModel):
     kind: Literal["é", "b"]
 
 
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": Answer.model_json_schema()}}
+def schema(values: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": values, "strict": True}}
+
+
+SCHEMA = schema(Answer.model_json_schema())
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +62,7 @@ def test_any_object_and_any_schema(served: Served) -> None:
             # A random object need not end, but it begins as one.
             assert choice["message"]["content"].lstrip(" ").startswith("{")
     numbers = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 3, "maxItems": 3}
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": numbers}}
-    _, answer = served.post("/v1/completions", body(max_tokens=50, seed=1, response_format=wanted))
+    _, answer = served.post("/v1/completions", body(max_tokens=50, seed=1, response_format=schema(numbers)))
     values = json.loads(answer["choices"][0]["text"])
     assert len(values) == 3 and set(values) <= {1, 2}
 
@@ -70,8 +73,11 @@ def test_any_object_and_any_schema(served: Served) -> None:
         ({"response_format": {"type": "xml"}}, "Invalid enum value 'xml'"),
         ({"response_format": {"type": "json_schema"}}, "the type json_schema requires json_schema"),
         ({"response_format": SCHEMA | {"x": 1}}, "contains unknown field `x`"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "Invalid type: foo"),
+        ({"response_format": schema({"type": "foo"})}, "Invalid type: foo"),
         ({"response_format": SCHEMA, "ignore_eos": True}, "remove ignore_eos"),
+        ({"response_format": schema({"enum": [f"a{number}" for number in range(9000)]})}, "larger than 65536"),
+        # llguidance would compile it for hours, and cannot be interrupted.
+        ({"response_format": schema({"allOf": [{"pattern": f"a{{{n},}}b"} for n in range(60)]})}, "too much time"),
     ],
 )
 def test_invalid_formats_are_explained(changes: dict[str, Any], message: str, served: Served) -> None:
