@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.blueprint.tensors import layer_tensors
 from megatron_ladder.blueprint.wiring import SubBlockKind, pending_before
 from megatron_ladder.comm.inflight import InFlight
@@ -87,11 +88,14 @@ class TransformerStack(nn.Module):
     """
 
     def __init__(self, build: BuildContext, layers: range, options: StackOptions) -> None:
-        """Raise ValueError for a desync model of another tensor-parallel size."""
+        """Raise ValueError for a desync model of another tensor-parallel size, or other key-value replicas."""
         super().__init__()
         config, mesh = build.config, build.mesh
         if config.desync_tp not in (None, mesh.tensor.size):
             raise ValueError(f"a desync model of {config.desync_tp} tensor-parallel ranks on {mesh.tensor.size}")
+        if (replicas := key_value_replicas(config, mesh.tensor.size)) != mesh.kv_replica.size:
+            heads = f"{config.num_key_value_heads} key and value heads on {mesh.tensor.size} tensor-parallel ranks"
+            raise ValueError(f"{heads} have kv_replicas={replicas}, and the mesh has {mesh.kv_replica.size}")
         wired = config.wired_layers
         self.options = options
         self.mesh = mesh

@@ -1,6 +1,8 @@
 """Loss and full gradients for every wiring, layout and stack option, compared with a plain single-process model."""
 
 import itertools
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import SideQueue
 from megatron_ladder.model.language_model import LanguageModel
@@ -227,3 +230,12 @@ def test_initial_desync_model_is_standard_with_more_norms(gloo_pools: GlooPools,
 def test_a_desync_model_has_one_tensor_parallel_size() -> None:
     with pytest.raises(ValueError, match="of 2 tensor-parallel ranks on 1"):
         LanguageModel(small_model(**desync(2, 2)), ProcessMesh.single())
+
+
+def test_a_mesh_must_have_the_key_value_replicas_of_the_model() -> None:
+    """Otherwise the gradients of shared heads would miss the other ranks' parts."""
+    four = replace(ProcessMesh.single(), tensor=CommGroup(range(4), 0, None))
+    for heads, replicas, fits in ((2, 2, True), (2, 1, False), (2, 4, False), (4, 1, True), (4, 2, False)):
+        mesh = replace(four, kv_replica=CommGroup(range(replicas), 0, None))
+        with nullcontext() if fits else pytest.raises(ValueError, match=f"{heads} key and value heads on 4 "):
+            LanguageModel(small_model(num_key_value_heads=heads), mesh, device=torch.device("meta"))

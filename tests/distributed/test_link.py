@@ -459,8 +459,10 @@ class _LostGroup(CommGroup):
         raise LostPeerError("rank 1 is gone")
 
 
-def test_a_lost_peer_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_peer_or_an_interrupt_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "SHARED_FOLDER", tmp_path)
     with pytest.raises(LostPeerError, match="rank 1 is gone"):
         _map_shared(_LostGroup([0, 1], 0, None), 4096)
+    with patch("os.posix_fallocate", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        _map_shared(CommGroup.alone(), 4096)
     assert not list(tmp_path.iterdir())

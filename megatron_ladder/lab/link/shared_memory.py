@@ -80,6 +80,9 @@ def _create(num_bytes: int) -> tuple[str | None, str | None]:
     except OSError as error:
         os.unlink(path)
         return None, f"{SHARED_FOLDER} has no {num_bytes} bytes left ({error}): give it more (docker run --shm-size)"
+    except BaseException:
+        os.unlink(path)
+        raise
     finally:
         os.close(descriptor)
     return path, None
