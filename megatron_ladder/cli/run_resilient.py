@@ -48,12 +48,12 @@ def parse_options(argv: Sequence[str]) -> tuple[ResilientConfig, list[str], Path
 def _find_save_directory(command: Sequence[str]) -> Path:
     if not command:
         raise UserError("there is no command: give it after --, as in `run_resilient.py -- deepspeed ...`")
-    found: dict[str, str] = {}
-    for word, following in zip(command, [*command[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if name in ("--save", "--load"):
-            found[name] = value if equals else following
-    if "--finetune" in command:
+    words, settings = flag_values(command), dict[str, Any]()
+    if path := words.get("--config"):
+        # The command reports invalid keys itself.
+        settings = read_config_file(Path(path), (CheckpointConfig,), []).settings
+    found = {name: words.get(name) or str(settings.get(name[2:]) or "") for name in ("--save", "--load")}
+    if "--finetune" in command or settings.get("finetune") == "true":
         raise UserError(
             "--finetune: every restart would start at iteration 0 again: run the first step without run_resilient.py "
             "(--exit-interval 1), then leave --finetune out"

@@ -110,6 +110,18 @@ def test_a_command_that_would_start_from_scratch_is_rejected(words: list[str], m
     assert _find_save_directory(["train", "--save=a/b", "--load", "a/./b"]) == Path("a/b")
 
 
+def test_directories_may_be_in_a_configuration_file(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("save: a\nload: ./a\nlr: 1\n")
+    assert _find_save_directory(["train", "--config", str(config)]) == Path("a")
+    assert _find_save_directory(["train", f"--config={config}", "--save", "b", "--load", "b"]) == Path("b")
+    with pytest.raises(UserError, match="--load ./a is not --save b"):
+        _find_save_directory(["train", "--config", str(config), "--save", "b"])
+    config.write_text("save: a\nload: a\nfinetune: on\n")
+    with pytest.raises(UserError, match="--finetune: every restart"):
+        _find_save_directory(["train", "--config", str(config)])
+
+
 # A launcher that starts two ranks in separate sessions, and does not forward signals.
 LAUNCHER = """
 import os, subprocess, sys
