@@ -9,8 +9,11 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ladder.cli.programs import Command
+from megatron_ladder.config.data import CheckpointConfig
+from megatron_ladder.config.file import flag_values, read_config_file
 from megatron_ladder.errors import UserError, run_program
 from megatron_ladder.flags import flag, parse_config
 

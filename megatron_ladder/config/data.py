@@ -24,19 +24,16 @@ class DataConfig:
     """Prefix or blend of the training data, if it is a separate data set."""
     valid_data_path: tuple[Path, ...] = ()
     """Prefix or blend of the validation data, if it is a separate data set."""
-    test_data_path: tuple[Path, ...] = ()
-    """Prefix or blend of the test data, if it is a separate data set."""
     data_args_path: Path | None = None
     """File with the arguments of --data-path, separated by white space; for long blends."""
     per_split_data_args_path: Path | None = None
-    """JSON file with the arguments of --train-data-path, --valid-data-path and --test-data-path, as lists or strings
-    under the keys train, valid and test."""
+    """JSON file with the arguments of --train-data-path and --valid-data-path, as lists or strings under the keys train
+    and valid. A key test is accepted, and not read."""
     split: str = flag(
         "969,30,1",
-        excludes=("--train-data-path", "--valid-data-path", "--test-data-path", "--per-split-data-args-path",
-                  "--streaming"),
-    )  # fmt: skip
-    """Proportions of training, validation and test documents in --data-path."""
+        excludes=("--train-data-path", "--valid-data-path", "--per-split-data-args-path", "--streaming"),
+    )
+    """Proportions of training, validation and test documents in --data-path. The run leaves test documents out."""
     data_cache_path: Path | None = None
     """Directory that caches the order of samples. The processes of a machine then compute the order only once and share
     its memory. Useful for about a million documents or more."""

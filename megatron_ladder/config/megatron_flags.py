@@ -12,11 +12,10 @@ _SWITCHES = """
     --swiglu --use-rotary-position-embeddings --untie-embeddings-and-output-weights --disable-bias-linear
     --use-flash-attn --use-flash-attn-v2 --group-query-attention --no-query-key-layer-scaling
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
-    --no-async-tensor-model-parallel-allreduce --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
+    --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
     --use-mcore-models --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm --log-throughput
-    --use-pytorch-profiler --log-timers-to-tensorboard --log-memory-to-tensorboard --log-batch-size-to-tensorboard
-    --log-validation-ppl-to-tensorboard --no-pipeline-parallel --no-create-moe-param-group --exit-signal-handler
-    --check-for-nan-in-loss-and-grad --use-checkpoint-args
+    --use-pytorch-profiler --log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --no-pipeline-parallel
+    --no-create-moe-param-group --exit-signal-handler --check-for-nan-in-loss-and-grad --use-checkpoint-args
 """
 ACCEPTED: dict[str, tuple[str, ...]] = dict.fromkeys(_SWITCHES.split(), ()) | {
     "--normalization": ("rmsnorm",),
@@ -29,7 +28,6 @@ ACCEPTED: dict[str, tuple[str, ...]] = dict.fromkeys(_SWITCHES.split(), ()) | {
     "--attention-backend": ("auto", "flash"),
     "--timing-log-level": ("0",),
     "--dataloader-type": ("single",),
-    "--distributed-backend": ("nccl", "gloo"),
     "--rotary-percent": ("1",),
     "--ds-sequence-parallel-size": ("1",),
     "--context-parallel-size": ("1",),
@@ -53,6 +51,13 @@ _REFUSED_BY_REASON = {
     "use --zero-stage 1": "--use-distributed-optimizer",
     "gradients are reduced once per step; leave the flag out": "--overlap-grad-reduce",
     "leave the flag out": "--overlap-param-gather --mmap-warmup",
+    "training does not read test data: evaluate it with --skip-train --valid-data-path": "--test-data-path",
+    "use --no-tp-overlap": "--no-async-tensor-model-parallel-allreduce",
+    "the device determines the backend; leave the flag out": "--distributed-backend",
+    "the seconds of a step are always logged, and --profile shows its parts; leave the flag out": (
+        "--log-timers-to-tensorboard"
+    ),
+    "the batch size is constant; leave the flag out": "--log-batch-size-to-tensorboard",
     "the wiring overlaps all-reduces: use --residual-mode ladder": "--tp-comm-overlap",
     "use --residual-mode parallel": "--parallel-attn-mlp",
     "lengths are counted in steps: use --train-iters, --lr-decay-iters and --lr-warmup-iters": (
@@ -94,8 +99,11 @@ REFUSED: dict[str, str] = {flag: reason for reason, flags in _REFUSED_BY_REASON.
 """Flag -> the reason why it is rejected, or its replacement."""
 
 
-def take_megatron_flags(words: Sequence[str], errors: list[str]) -> list[str]:
-    """Return the words of a command line without these flags and their values, appending one line per error."""
+def take_megatron_flags(words: Sequence[str], errors: list[str], taken: set[str] | None = None) -> list[str]:
+    """Return the words of a command line without these flags and their values, appending one line per error.
+
+    `taken` receives the accepted flags.
+    """
     kept: list[str] = []
     position = 0
     while position < len(words):
@@ -115,6 +123,8 @@ def take_megatron_flags(words: Sequence[str], errors: list[str]) -> list[str]:
             errors.append(f"{name} {' '.join(values)}: only {expected} is supported; leave the flag out")
         elif not ACCEPTED[name] and values:
             errors.append(f"{name} takes no value, found {' '.join(values)}")
+        elif taken is not None:
+            taken.add(name)
     return kept
 
 

@@ -19,10 +19,12 @@ from megatron_ladder.config.training import (
     TrainingConfig,
 )
 from megatron_ladder.errors import ErrorCollector, faulty_flags, names_any, raise_user_errors
-from megatron_ladder.flags import parse_command_line, to_plain
+from megatron_ladder.flags import flag_name, parse_command_line, to_plain
 
 PROGRAM = "pretrain_ladder.py"
 DESCRIPTION = "Pretrains a Llama-family transformer with Ladder Residual, tensor-, pipeline- and data-parallel."
+
+_LLAMA3_ROPE = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +116,9 @@ def parse_run(argv: Sequence[str], errors: list[str]) -> RunFlags:
         with found.collect():
             file = read_config_file(Path(path), SECTIONS, found.messages)
     places = {flag: place for flag, place in file.places.items() if flag not in flag_values(argv)}
-    given, sections = set[str](), list[Any]()
+    given, taken, sections = set[str](), set[str](), list[Any]()
     with found.collect():
-        words = take_megatron_flags([*file.words, *argv], found.messages)
+        words = take_megatron_flags([*file.words, *argv], found.messages, taken)
         sections = parse_command_line(
             SECTIONS, words, PROGRAM, DESCRIPTION, found=found.messages, settings=file.settings, given=given
         )
@@ -124,9 +126,27 @@ def parse_run(argv: Sequence[str], errors: list[str]) -> RunFlags:
     if not sections:
         raise_user_errors(errors)
     faulty = frozenset(faulty_flags(errors))
-    return RunFlags(
+    flags = RunFlags(
         **dict(zip(_SECTION_TYPES, sections, strict=True)), given=frozenset(given), faulty=faulty, places=places
     )
+    errors += flags.explain([error for error in _megatron_errors(flags) if error.split()[0] in taken])
+    return flags
+
+
+def _megatron_errors(flags: RunFlags) -> Iterator[str]:
+    """Yield one line for each accepted flag of Megatron that these flags contradict."""
+    model, stages, load = flags.model, flags.parallel.pipeline_model_parallel_size, flags.checkpoint.load
+    if model.tie_embeddings:
+        yield "--untie-embeddings-and-output-weights and --tie-embeddings exclude each other: give one of them"
+    if model.add_attention_output_bias or model.add_mlp_bias:
+        given = "--add-mlp-bias" if model.add_mlp_bias else "--add-attention-output-bias"
+        yield f"--disable-bias-linear and {given} exclude each other: give one of them"
+    if model.num_key_value_heads is None and load is None:
+        yield "--group-query-attention requires --num-query-groups"
+    if stages > 1:
+        yield f"--no-pipeline-parallel and --pipeline-model-parallel-size {stages} exclude each other: give one of them"
+    if load is None:
+        yield "--use-checkpoint-args requires --load"
 
 
 def _with_place(error: str, places: Mapping[str, str]) -> str:
@@ -147,6 +167,13 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
     tensor_parallel = max(1, parallel.tensor_model_parallel_size)
     stages = max(1, parallel.pipeline_model_parallel_size)
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, errors)
+    errors += [
+        f"{flag_name(name)} {getattr(flags.model, name)} has no effect with --rope-scaling {model.rope_scaling}: give "
+        "--rope-scaling llama3, or leave it out"
+        for name in _LLAMA3_ROPE
+        # Checkpoints may contain values that earlier versions accepted.
+        if name in flags.given and model.rope_scaling != "llama3" and getattr(model, name) != getattr(ModelFlags, name)
+    ]
     errors += _training_errors(training, flags.optimizer, model)
     errors += _layout_errors(flags, model)
     errors += _engine_errors(training, flags.optimizer, parallel)

@@ -47,7 +47,7 @@ def find_data(data: DataConfig) -> DataArguments:
             words = _read("--data-args-path", data.data_args_path).split()
             if not words:
                 errors.add(f"--data-args-path {data.data_args_path}: names no data set")
-    own = {part: list(map(str, getattr(data, f"{part}_data_path"))) for part in _PARTS}
+    own = {part: list(map(str, getattr(data, f"{part}_data_path", ()))) for part in _PARTS}
     if data.per_split_data_args_path is not None:
         if any(own.values()):
             given = " ".join(f"--{part}-data-path" for part in _PARTS if own[part])
@@ -119,7 +119,7 @@ def open_sources(arguments: DataArguments, split: str, order: OrderOptions, part
     data_path = arguments.data_path
     errors = ErrorCollector()
     if data_path and (arguments.train or arguments.valid or arguments.test):
-        errors.add("--data-path (divided by --split) excludes --train-data-path, --valid-data-path, --test-data-path")
+        errors.add("--data-path (divided by --split) excludes --train-data-path and --valid-data-path")
     if not data_path and "train" in parts and not arguments.train:
         errors.add("--data-path is required: the path of a data set without .bin and .idx")
     blends: dict[str, Blend] = {}
