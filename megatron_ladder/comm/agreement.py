@@ -38,6 +38,8 @@ MOST_HOSTS = 8
 REPORT, DIGEST, VERDICT, READ = "start/report", "start/digest", "start/verdict", "start/read"
 """Keys of the store; all except the verdict are followed by a rank."""
 
+_STARTS = itertools.count()
+"""Counts the starts of this process: a script may leave a process group and start another in the same store."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -196,7 +198,7 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
             raise
         raise UserError(f"MASTER_PORT {port} is already in use: give the launcher another --master_port") from error
     # The store of torchrun outlives ranks that it restarts.
-    return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}_{next(_STARTS)}", store)
 
 
 def agree(store: Store, rank: int, world_size: int, report: RankReport, timeout: timedelta) -> list[Host]:

@@ -40,7 +40,13 @@ from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.loading import DTYPES, StoredModel, check_tensor_parallel, load_model, open_model
-from megatron_ladder.generate.options import BenchOptions, GenerateOptions, ModelOptions
+from megatron_ladder.generate.options import (
+    BenchOptions,
+    GenerateOptions,
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+)
 from megatron_ladder.generate.prompts import Prompt, PromptEncoder, check_characters, prompt_errors, read_prompts
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.sampling import GREEDY, SamplingParameters, request_seed
@@ -63,7 +69,7 @@ def generate(options: GenerateOptions) -> None:
     _check_hardware(rank_info, options.model, stored.config)
     run = _prepare_mode(rank_info, options, stored)
     with naming_lost_peers():
-        run(_build_engine(rank_info, options.model, stored))
+        run(build_engine(rank_info, options.model, stored))
         stop_process_group()
 
 
@@ -112,7 +118,8 @@ def _prepare_mode(rank_info: RankInfo, options: GenerateOptions, stored: StoredM
     return _prepare_prompts(options, stored, encoder)
 
 
-def _build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel) -> GenerationEngine:
+def build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel) -> GenerationEngine:
+    """Load this rank's part of the model, after joining the other ranks if there are any."""
     begun = time.monotonic()
     config, ranks = stored.config, rank_info.world_size
     if rank_info.launched:
@@ -184,7 +191,8 @@ def _continue(
 ) -> None:
     samples = range(options.sampling.num_samples)
     repeated = [prompt for prompt in prompts for _ in samples]
-    requests = [_new_request(options, stored, prompt, sample) for prompt in prompts for sample in samples]
+    sampling, output = options.sampling, options.output
+    requests = [new_request(sampling, output, stored, prompt, sample) for prompt in prompts for sample in samples]
     if engine.group.rank != 0:
         engine.generate(requests)
         return
@@ -194,14 +202,16 @@ def _continue(
     else:
         pieces: list[str] = []
         write = _write_stdout if options.output.stream else pieces.append
-        output = _TextOutput(repeated, engine.tokenizer, write, repeat=not options.prompts.chat)
-        generations = engine.generate(requests, output.add)
+        writer = _TextOutput(repeated, engine.tokenizer, write, repeat=not options.prompts.chat)
+        generations = engine.generate(requests, writer.add)
         _write_stdout("".join(pieces))
     print(_summary(generations), file=sys.stderr, flush=True)
 
 
-def _new_request(options: GenerateOptions, stored: StoredModel, prompt: Prompt, sample: int = 0) -> GenerationRequest:
-    sampling, output = options.sampling, options.output
+def new_request(
+    sampling: SamplingOptions, output: OutputOptions, stored: StoredModel, prompt: Prompt, sample: int = 0
+) -> GenerationRequest:
+    """Return the request for one of the continuations of a prompt."""
     seed = request_seed(sampling.seed, prompt.ids, sample)
     parameters = SamplingParameters.like(
         sampling, seed=seed, logprobs=output.logprobs, top_logprobs=output.top_logprobs
@@ -225,7 +235,7 @@ def _converse(engine: GenerationEngine, encoder: PromptEncoder, options: Generat
         prompt = group.broadcast_object(prompt)
         if prompt is None:
             return
-        request = _new_request(options, stored, prompt)
+        request = new_request(options.sampling, options.output, stored, prompt)
         if engine.group.rank != 0:
             engine.generate([request])
             continue

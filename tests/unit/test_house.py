@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "convert": MODEL | {"data", "checkpoint"},
     "generate": MODEL | {"data", "checkpoint", "convert"},
 }
+MAY_IMPORT["api"] = set(MAY_IMPORT)
 MAY_IMPORT["lab"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 

@@ -1,0 +1,170 @@
+"""The package from Python: trains, generates and converts in a notebook, or in a script under a launcher.
+
+Keyword arguments are the flags of the programs, as in `train_iters=100` for `--train-iters 100`. Invalid values raise a
+UserError. Under a launcher, all processes must make the same calls. `docs/api.md` has examples.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model
+from megatron_ladder.comm.agreement import Peers
+from megatron_ladder.comm.launch import check_device, read_rank_info, reporting_errors, stop_process_group
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.convert.carry_out import carry_out
+from megatron_ladder.convert.conversions import plan_export, plan_import
+from megatron_ladder.convert.measures import Measures
+from megatron_ladder.convert.options import ExportOptions, ImportOptions
+from megatron_ladder.data.batches import GlobalBatchLoader, UnreadBatches
+from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.flags import flag_name, parse_command_line
+from megatron_ladder.generate.loading import open_model
+from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
+from megatron_ladder.generate.program import build_engine, new_request
+from megatron_ladder.generate.prompts import PromptEncoder, prompt_errors, read_prompts
+from megatron_ladder.generate.requests import Generation
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.train.checkpoints import CheckpointSaver
+from megatron_ladder.train.inputs import read_inputs
+from megatron_ladder.train.lock import SaveLock
+from megatron_ladder.train.reading import TextStreams, sample_batches
+from megatron_ladder.train.setup import Trainer, build_trainer
+from megatron_ladder.train.step import StepResult, evaluate, train_step
+
+_POSITIONS = 2048
+"""Longest sequence of a model that is built without max_position_embeddings."""
+
+
+def _words(flags: Mapping[str, Any]) -> list[str]:
+    """Return keyword arguments as a command line; None leaves a flag out."""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(flag_name(name if value else f"no_{name}"))
+        elif value is not None:
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [f"{flag_name(name)}={one}" for one in values]
+    return words
+
+
+def build_model(vocab_size: int, seed: int = 1234, **flags: Any) -> LanguageModel:
+    """Return a whole model for one process, a torch module; `flags` are those of pretrain_ladder.py for the model."""
+    (chosen,) = parse_command_line([ModelFlags], _words({"vocab_size": vocab_size, **flags}), "build_model", "")
+    errors: list[str] = []
+    config = resolve_model(chosen, vocab_size, chosen.max_position_embeddings or _POSITIONS, 1, errors)
+    raise_user_errors(errors)
+    return LanguageModel(config, ProcessMesh.single(), seed=seed)
+
+
+class TrainingRun:
+    """A run between its steps; `training` creates it."""
+
+    def __init__(
+        self, trainer: Trainer, checkpoints: CheckpointSaver, batches: GlobalBatchLoader | UnreadBatches, valid: Any,
+        iteration: int,
+    ) -> None:  # fmt: skip
+        self._trainer, self._checkpoints, self._batches, self._valid = trainer, checkpoints, batches, valid
+        self.iteration = iteration
+        """Number of steps done, including those of the checkpoint that the run resumed."""
+
+    @property
+    def model(self) -> LanguageModel:
+        """This rank's part of the model, a torch module."""
+        return self._trainer.model
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes and wiring of the model."""
+        return self._trainer.run.model
+
+    def step(self) -> StepResult:
+        """Train on the next global batch; return its loss, gradient norm and learning rate."""
+        self.iteration += 1
+        return train_step(self._trainer, next(self._batches), self.iteration)
+
+    def evaluate(self) -> float:
+        """Return the mean loss over `eval_iters` batches of the validation data; raise UserError if there are none."""
+        if self._valid is None:
+            raise UserError("evaluate: the run has no validation data; give valid_data_path, or a share of the split")
+        with closing(sample_batches(self._trainer, self._valid, 0)) as batches:
+            return evaluate(self._trainer, batches, self._trainer.run.logging.eval_iters)
+
+    def save(self) -> None:
+        """Write a checkpoint to `save`."""
+        self._checkpoints.save(self.iteration, self._batches.consumed_samples, "call")
+
+
+@contextmanager
+def training(**flags: Any) -> Iterator[TrainingRun]:
+    """Open a training run with the flags of pretrain_ladder.py, and close it at the end of the block.
+
+    With `load`, the run resumes. The caller trains, evaluates and saves, so flags that schedule this have no effect.
+    """
+    place, peers = read_rank_info(), Peers()
+    with ExitStack() as stack:
+        with reporting_errors(place):
+            inputs = read_inputs(_words(flags), place)
+            check_device(place)
+            if inputs.run.checkpoint.save is not None and place.rank == 0:
+                stack.enter_context(SaveLock(inputs.run.checkpoint.save))
+        try:
+            trainer = build_trainer(inputs, place, peers)
+            streams = None if inputs.stream is None else TextStreams(trainer, inputs, inputs.stream)
+            with CheckpointSaver(trainer, inputs, lambda event, /, **fields: None, streams) as checkpoints:
+                iteration, consumed_samples = checkpoints.resume()
+                if streams is None:
+                    assert inputs.sources.train is not None
+                    batches = sample_batches(trainer, inputs.sources.train, consumed_samples)
+                else:
+                    batches = streams.batches(consumed_samples)
+                with closing(batches):
+                    yield TrainingRun(trainer, checkpoints, batches, inputs.sources.valid, iteration)
+            stop_process_group()
+        finally:
+            # After an error, without waiting for the other processes.
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class TextGenerator:
+    """A model that continues texts: a training checkpoint, or a Hugging Face directory."""
+
+    def __init__(self, model: str | Path, **flags: Any) -> None:
+        """`flags` are those of generate.py that concern the model, such as `dtype`."""
+        options: ModelOptions
+        (options,) = parse_command_line([ModelOptions], _words({"model": model, **flags}), "TextGenerator", "")
+        self._stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
+        self.engine = build_engine(read_rank_info(), options, self._stored)
+        """The engine, for requests of token ids."""
+
+    def generate(self, prompts: str | Sequence[str], **flags: Any) -> list[Generation]:
+        """Continue texts in one batch; `flags` are those of generate.py for prompts, sampling and output."""
+        words = _words({"prompt": [prompts] if isinstance(prompts, str) else prompts, **flags})
+        sections = [PromptOptions, SamplingOptions, OutputOptions]
+        chosen, sampling, output = parse_command_line(sections, words, "generate", "")
+        tokenizer = self._stored.tokenizer
+        if tokenizer is None:
+            raise UserError("generate: the model has no tokenizer; give tokenizer_type and tokenizer_model")
+        encoder = PromptEncoder(tokenizer, self._stored.prefix, chosen.chat, chosen.system)
+        found = read_prompts(chosen, encoder, None)
+        raise_user_errors(prompt_errors(found, self._stored.config, sampling.max_new_tokens))
+        samples = range(sampling.num_samples)
+        return self.engine.generate(
+            [new_request(sampling, output, self._stored, prompt, sample) for prompt in found for sample in samples]
+        )
+
+
+def import_model(hf: str | Path, save: str | Path, **flags: Any) -> None:
+    """Convert a Hugging Face directory to a training checkpoint, with the flags of `convert_checkpoint.py import`."""
+    (options,) = parse_command_line([ImportOptions], _words({"hf": hf, "save": save, **flags}), "import_model", "")
+    carry_out(plan_import(options), options, print, Measures())
+
+
+def export_model(load: str | Path, hf: str | Path, **flags: Any) -> None:
+    """Convert a training checkpoint to a Hugging Face directory, with the flags of `convert_checkpoint.py export`."""
+    (options,) = parse_command_line([ExportOptions], _words({"load": load, "hf": hf, **flags}), "export_model", "")
+    carry_out(plan_export(options), options, print, Measures())
