@@ -125,6 +125,17 @@ class ModelConfig(ModelTraits):
         layers, staleness = self.ladder_layers, self.residual_staleness
         return self.wiring.layers(self.num_layers, layers, staleness, self.desync_interval)
 
+    def canonical(self) -> "ModelConfig":
+        """Return the model itself, or if none of its layers reads late, the same computation in its plain wiring."""
+        if not self.wiring.late or self.ladder_layers:
+            return self
+        plain = [
+            name
+            for name, other in WIRINGS.items()
+            if not other.late and (other.sub_blocks, other.stream) == (self.wiring.sub_blocks, self.wiring.stream)
+        ]
+        return replace(self, residual_mode=plain[0], residual_staleness=1)
+
     def in_wiring(
         self, mode: ResidualMode, *, staleness: int = 1, desync_interval: int = 0, ranks: int = 1
     ) -> "ModelConfig":
@@ -188,7 +199,7 @@ class ModelConfig(ModelTraits):
             raise UserError(f"{source}: the model's description cannot be read: {error}") from None
         config = ModelConfig(**read, ladder_layers=tuple(sorted(layers or ())))
         raise_user_errors(f"{source}: {error}" for error in model_errors(config))
-        return config
+        return config.canonical()
 
 
 def _stored_value(name: str, value: Any, expected: ValueType) -> Any:
@@ -275,7 +286,7 @@ def resolve_model(
     )
     config = ModelConfig(**values)
     errors += model_errors(config)
-    return config
+    return config.canonical()
 
 
 def flags_of(config: ModelConfig) -> ModelFlags:

@@ -344,7 +344,7 @@ def model_config_from_hf(
     raise_user_errors(keys.errors)
     model = ModelConfig(**values)
     raise_user_errors(f"{source}: {error}" for error in model_errors(model))
-    return model
+    return model.canonical()
 
 
 def _biases(keys: _Keys, model_type: str) -> dict[str, bool]:

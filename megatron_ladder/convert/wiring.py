@@ -17,8 +17,8 @@ def wiring_text(model: ModelConfig) -> str:
         runs = groupby(enumerate(model.ladder_layers), lambda item: item[1] - item[0])
         ranges = ((layers[0][1], layers[-1][1]) for layers in (list(run) for _, run in runs))
         listed = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
-        some = f" in layers {listed} of {model.num_layers}"
-        text += {0: " in no layer", model.num_layers: " in all layers"}.get(len(model.ladder_layers), some)
+        is_whole = len(model.ladder_layers) == model.num_layers
+        text += " in all layers" if is_whole else f" in layers {listed} of {model.num_layers}"
         if model.residual_staleness != 1:
             text += f", {model.residual_staleness} sub-blocks late"
     if model.wiring.stream == "per rank":
@@ -69,6 +69,7 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
     raise_user_errors(errors)
     changed = replace(model, residual_mode=mode, ladder_layers=late_layers, residual_staleness=staleness or 1)
     raise_user_errors(model_errors(changed))
+    changed = changed.canonical()
     if wiring_text(changed) == wiring_text(model):
         return changed, []
     return changed, [f"the wiring of the source, {wiring_text(model)}, is overridden: {wiring_text(changed)}"]

@@ -158,7 +158,13 @@ def test_the_stored_form_round_trips() -> None:
     assert stored["ladder_layers"] == [9, 10, 11]
     assert ModelConfig.from_dict(stored, "file") == config
     assert ModelConfig.from_dict(stored | {"ladder_layers": 3}, "file") == config
-    assert ModelConfig.from_dict(stored | {"ladder_layers": None}, "file").ladder_layers == ()
+    for plain, late in (("standard", "ladder"), ("standard", "ladder-attention"), ("parallel", "ladder-parallel")):
+        # No layer that reads late is the plain wiring, by flags and in stored forms.
+        same, _ = resolve(residual_mode=plain, qk_layernorm=True, rotary_base=5e5)
+        assert resolve(
+            residual_mode=late, ladder_layers="none", residual_staleness=2, qk_layernorm=True, rotary_base=5e5
+        ) == (same, [])
+        assert ModelConfig.from_dict(stored | {"residual_mode": late, "ladder_layers": None}, "file") == same
 
 
 @pytest.mark.parametrize(

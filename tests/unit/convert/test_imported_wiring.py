@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.errors import UserError
+from megatron_ladder.train.resume import model_differences
 from tests.unit.convert.hand_made import CONFIG, write_directory
 from tests.unit.convert.saved_models import convert, our_logits, save_model
 
@@ -76,7 +78,7 @@ def test_every_mask_of_four_layers_follows_the_recurrence(tmp_path: Path) -> Non
         ({"model_type": "llamaLadder", "ladder_layers": [0]}, [], ("ladder", (0,), 1)),
         ({"model_type": "llamaLadder", "ladder_layers": None}, [], ("standard", (), 1)),
         ({"model_type": "llamaLadder", "ladder_layers": 1}, ["--residual-mode", "standard"], ("standard", (), 1)),
-        ({"model_type": "llamaLadder", "ladder_layers": 1}, ["--ladder-layers", "0"], ("ladder", (), 1)),
+        ({"model_type": "llamaLadder", "ladder_layers": 1}, ["--ladder-layers", "0"], ("standard", (), 1)),
         ({"model_type": "llamaLadder", "ladder_layers": 1}, ["--residual-staleness", "2"], ("ladder", (1,), 2)),
     ],
 )
@@ -88,6 +90,22 @@ def test_wirings(
     model = Checkpoint.open(tmp_path / "ours").model()
     assert (model.residual_mode, model.ladder_layers, model.residual_staleness) == expected
     assert ("is overridden" in capsys.readouterr().out) == bool(words)
+
+
+@pytest.mark.parametrize("words", [[], ["--residual-mode", "ladder"]])
+def test_no_ladder_layers_are_the_standard_wiring(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_directory(tmp_path / "hf")
+    convert("import", "--hf", directory, "--save", tmp_path / "ours", "--ladder-layers", "none", *words)
+    assert "is overridden" not in capsys.readouterr().out
+    checkpoint = Checkpoint.open(tmp_path / "ours")
+    sizes = "--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --num-key-value-heads 1"
+    for wiring in ("standard", "ladder --ladder-layers none"):
+        errors: list[str] = []
+        given = f"{sizes} --seq-length 32 --train-iters 1 --lr 1e-3 --load c --finetune --residual-mode {wiring}"
+        run = resolve_run(parse_run(given.split(), errors), 16, 1, errors)
+        assert not errors and not model_differences(run, checkpoint, vocabulary_is_known=True)
 
 
 def test_code_in_a_directory_is_neither_run_nor_copied(tmp_path: Path) -> None:
