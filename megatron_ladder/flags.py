@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union
 
 from megatron_ladder import __version__
-from megatron_ladder.errors import UserError, faulty_flags, raise_user_errors
+from megatron_ladder.errors import UserError, faulty_flags, names_any, raise_user_errors
 from megatron_ladder.files import OutputKind, output_problem
 
 Config = TypeVar("Config")
@@ -302,7 +302,8 @@ def parse_command_line(
     words_of = {**settings, **vars(namespace)}
     faulty = faulty_flags([*errors, *(found or ())])
     configs = [cls(**_read_values(cls, words_of, faulty, errors, unread)) for cls in config_classes]
-    errors += value_errors(configs, unread)
+    faulty = faulty_flags([*errors, *(found or ())])
+    errors += [error for error in value_errors(configs, unread) if not names_any(error, faulty)]
     if given is not None:
         given |= {name for name, words in words_of.items() if words is not None} - unread
     _raise_or_append(errors, found)

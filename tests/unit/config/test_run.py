@@ -78,6 +78,35 @@ def test_an_invalid_value_or_combination_is_one_error(words: str, message: str) 
     assert len(found) == 1 and message in found[0], found
 
 
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("--train-iters 1e3 --lr-warmup-iters 99 --profile --profile-dir p", "--train-iters: '1e3' is not a whole"),
+        ("--train-iters 0 --lr-warmup-iters 99", "--train-iters 0: expected 1 or more"),
+        ("--lr fast --min-lr 5", "--lr: 'fast' is not a number"),
+        ("--num-layers two --residual-mode ladder --ladder-layers 20", "--num-layers: 'two' is not a whole number"),
+        ("--residual-mode laddr --ladder-layers 4 --residual-staleness 2", "--residual-mode: 'laddr' is not one of"),
+        ("--residual-mod ladder --ladder-layers 4", "--residual-mod is not a flag of this program: did you mean"),
+        ("--hidden-size 6x --num-attention-heads 5", "--hidden-size: '6x' is not a whole number"),
+        ("--hidden-size 65", "--hidden-size 65 is not divisible by --num-attention-heads 4"),
+        ("--num-attention-heads x --tensor-model-parallel-size 4", "--num-attention-heads: 'x' is not a whole number"),
+        ("--hidden-size 96 --num-attention-heads 6 --tensor-model-parallel-size 4", "--num-attention-heads 6 is not"),
+        ("--micro-batch-size x --global-batch-size 6", "--micro-batch-size: 'x' is not a whole number"),
+        ("--tensor-model-parallel-size x --global-batch-size 2", "--tensor-model-parallel-size: 'x' is not a whole"),
+        ("--tensor-model-parallel-siz 4 --global-batch-size 1", "--tensor-model-parallel-siz is not a flag"),
+        ("--seq-length 1k --max-position-embeddings 64", "--seq-length: '1k' is not a whole number"),
+        ("--zero-stage 4 --bf16 --offload-optimizer cpu", "--zero-stage: '4' is not one of 0, 1, 2, 3"),
+        ("--optimizer mun --muon-momentum 0.9", "--optimizer: 'mun' is not one of"),
+        ("--saev d --save-interval 5 --async-save", "--saev is not a flag of this program: did you mean --save?"),
+        ("--keep-last-n-checkpoints 0", "--keep-last-n-checkpoints 0: expected 1 or more"),
+        ("--recompute-granularity ful --recompute-num-layers 9", "--recompute-granularity: 'ful' is not one of"),
+    ],
+)
+def test_one_mistake_is_one_error(words: str, cause: str) -> None:
+    found = read(words)[1]
+    assert len(found) == 1 and found[0].startswith(cause), found
+
+
 def test_all_errors_are_reported_together() -> None:
     found = read("--colour 3 --num-experts 4 --hidden-size 65 --global-batch-size 6 --min-lr 5")[1]
     assert [line.split(" ")[0] for line in found] == [
