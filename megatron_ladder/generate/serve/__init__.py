@@ -8,7 +8,8 @@ A request takes these steps:
 
     connection       limits clients and the time that they take
     app              receives it, checks limits, collects its tokens, and writes the response
-    protocol         parses it, and builds the JSON of the response
+    protocol         parses it
     prompt_process   renders its chat template, and encodes its prompts
     scheduler        assigns samples to slots as they become free, and broadcasts each step to all ranks, which run it
+    responses        builds the JSON of the response
 """

@@ -30,11 +30,11 @@ from megatron_ladder.generate.serve.protocol import (
     ApiError,
     ApiRequest,
     ParsedRequest,
-    ResponseWriter,
     ServedModel,
     parse_chat,
     parse_completion,
 )
+from megatron_ladder.generate.serve.responses import ResponseWriter
 from megatron_ladder.generate.serve.scheduler import Aborted, Event, Scheduler, Ticket
 
 _AMBIGUOUS = "ambiguous_length"
@@ -87,6 +87,7 @@ class Service:
         self._arriving_bytes = 0
         # Not in the server's thread, where a long body would delay the streams.
         self._parser = ThreadPoolExecutor(1, "parser")
+        self._schema_compiler = ThreadPoolExecutor(1, "schemas")
         self.prompts = PromptProcess(setup.prompts)
 
     def is_authorized(self, authorization: bytes) -> bool:
@@ -125,7 +126,8 @@ class Service:
             if not isinstance(prompts[0], list):
                 encoded = await asyncio.wrap_future(self.prompts.encode(prompts))
                 prompts = encoded
-            return await asyncio.get_running_loop().run_in_executor(self._parser, parsed.complete, prompts)
+            executor = self._schema_compiler if parsed.has_schema else self._parser
+            return await asyncio.get_running_loop().run_in_executor(executor, parsed.complete, prompts)
         except BaseException as error:
             for _ in range(parsed.count):
                 self.release()
@@ -282,7 +284,7 @@ def build_app(service: Service) -> ASGIApp:
         Route(_HEALTH, health),
         Route("/metrics", metrics),
     ]
-    app = Starlette(routes=routes, exception_handlers={ApiError: _on_error, HTTPException: _on_error})
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _on_error))
     paths = {route.path for route in routes}
 
     async def checked_and_counted(scope: Scope, receive: Receive, send: Send) -> None:
@@ -394,13 +396,15 @@ def _is_local(host: str, own: str) -> bool:
 
 
 async def _on_error(request: Request | None, error: Exception) -> Response:
-    """Return OpenAI's error object for an ApiError, or for the router's error about a path or method."""
+    """Return OpenAI's error object for an ApiError, for the router's error about a path or method, or for a bug."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         assert request is not None
         headers = dict(error.headers or {})
         error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    assert isinstance(error, ApiError)
+    if not isinstance(error, ApiError):
+        # uvicorn prints the traceback.
+        error = ApiError(500, f"internal error: {type(error).__name__}")
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):

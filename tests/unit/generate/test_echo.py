@@ -8,7 +8,8 @@ import torch
 
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.scoring import TokenScores
-from megatron_ladder.generate.serve.protocol import ApiRequest, ResponseWriter
+from megatron_ladder.generate.serve.protocol import ApiRequest
+from megatron_ladder.generate.serve.responses import ResponseWriter
 from tests.reference import greedy_continuation, reference_logits
 from tests.unit.generate.plain_tokenizers import Bytes
 from tests.unit.generate.served import REFERENCE, WEIGHTS, Served, body, serving

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -119,12 +120,31 @@ def test_hostile_templates_are_errors_of_their_requests(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with serving(files=(tmp_path / "tokenizer.json",)) as served:
         messages = [{"role": "user", "content": "a"}]
-        for given, code in ((messages, None), (messages * 2, "context_length_exceeded")):
+        long = "context_length_exceeded"
+        for given, code in ((messages, None), (messages * 2, long), (messages * 301, long)):
             status, answer = served.post("/v1/chat/completions", chat(messages=given))
             error = answer["error"]
             found = (status, error["type"], error["param"], error["code"])
             assert found == (400, "invalid_request_error", "messages", code)
         assert served.post(PATH, body(prompt="a"))[0] == 200
+
+
+def test_a_schema_delays_only_requests_with_schemas(served: Served) -> None:
+    compiled = threading.Event()
+    served.server.service._schema_compiler.submit(compiled.wait)
+    with ThreadPoolExecutor(1) as threads:
+        schema = threads.submit(served.post, PATH, body(response_format={"type": "json_object"}))
+        served.wait_until(lambda: served.server.service._outstanding == 1)
+        assert served.post(PATH, body())[0] == 200
+        assert not schema.done()
+        compiled.set()
+        assert schema.result()[1]["error"]["param"] == "response_format"
+
+
+def test_a_bug_is_reported_as_an_error_object(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.server.service, "acquire", lambda samples: 1 / 0)
+    status, answer = served.post(PATH, body())
+    assert (status, answer["error"]["type"]) == (500, "server_error")
 
 
 def test_a_connection_without_a_request_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
