@@ -5,6 +5,7 @@ an exit code, in the same way for all programs.
 """
 
 import contextlib
+import faulthandler
 import os
 import re
 import sys
@@ -116,6 +117,9 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
     other failure prints it with its rank, and ends its process at once, so that no rank hangs in a collective.
     """
     rank = int(os.environ.get("RANK", "0"))
+    # Prints the stack if the system ends the process, for example because a mapped file was truncated.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        faulthandler.enable()
     try:
         main(sys.argv[1:] if argv is None else argv)
     except UserError as error:

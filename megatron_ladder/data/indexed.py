@@ -16,6 +16,7 @@ We write each document as one sequence. Megatron may cut a document into several
 adjacent in .bin, so a document is one range of tokens in both cases, and the reader offers documents as such ranges.
 """
 
+import mmap
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -185,6 +186,7 @@ class IndexedDatasetWriter:
         """
         hasher = xxhash.xxh3_128()
         for begin in range(0, len(dataset.tokens), COPIED_TOKENS):
+            dataset.check_size()
             block = dataset.tokens[begin : begin + COPIED_TOKENS]
             hasher.update(block.data)
             self._bin.append(block)
@@ -232,16 +234,17 @@ class IndexedDataset:
     def __init__(self, prefix: Path) -> None:
         """Raises UserError if a file is missing, has another format, or contradicts itself or the other file."""
         self.prefix = prefix
+        self._mapped: dict[Path, mmap.mmap] = {}
         dtype = self._read_index()
         tokens = int(self.sequence_bounds[-1])
         if tokens == 0:
             raise UserError(f"{idx_path(prefix)}: has no token: preprocess an input with text")
         expected_by = f" by {idx_path(prefix)} ({tokens} tokens of {dtype.itemsize} bytes)"
-        self.tokens = _map_array(bin_path(prefix), dtype, tokens, expected_by)
+        self.tokens = self._map(bin_path(prefix), dtype, tokens, expected_by)
         self.loss_mask: NDArray[np.uint8] | None = None
         if loss_mask_path(prefix).is_file():
             one_each = f", one for each token of {bin_path(prefix)}"
-            self.loss_mask = _map_array(loss_mask_path(prefix), np.dtype(np.uint8), tokens, one_each)
+            self.loss_mask = self._map(loss_mask_path(prefix), np.dtype(np.uint8), tokens, one_each)
 
     def _read_index(self) -> "np.dtype[Any]":
         """Read and validate .idx and return the type of the tokens; of .bin only the existence is checked."""
@@ -283,6 +286,25 @@ class IndexedDataset:
         self.document_indices, self.idx_checksum = documents, format_checksum(xxhash.xxh3_128(content))
         return dtype
 
+    def _map(self, path: Path, dtype: "np.dtype[Any]", entries: int, reason: str) -> NDArray[Any]:
+        """Map a file of `entries` values; `reason` continues `N bytes expected` in the message about another size."""
+        with open(path, "rb") as file:
+            found, expected = os.fstat(file.fileno()).st_size, entries * dtype.itemsize
+            if found != expected:
+                what = f"{found} bytes found, {expected} expected{reason}"
+                raise UserError(f"{path}: {what}: preprocess or copy the data again")
+            self._mapped[path] = mmap.mmap(file.fileno(), expected, access=mmap.ACCESS_READ)
+        return np.frombuffer(self._mapped[path], dtype)
+
+    def check_size(self) -> None:
+        """Raise UserError if a file was truncated since it was opened: reading beyond its end kills the process."""
+        for path, mapped in self._mapped.items():
+            if (found := mapped.size()) < len(mapped):
+                raise UserError(
+                    f"{path}: {found} bytes found, {len(mapped)} when it was opened: another program changed the file "
+                    "during the run: preprocess or copy the data again"
+                )
+
     def __len__(self) -> int:
         """Number of documents."""
         return len(self.document_bounds) - 1
@@ -300,15 +322,6 @@ def sampled_checksum(array: NDArray[Any], blocks: int = SAMPLED_BLOCKS) -> str:
     for begin in np.unique(begins).tolist():
         hasher.update(content[begin : begin + _SAMPLED_BYTES].tobytes())
     return format_checksum(hasher)
-
-
-def _map_array(path: Path, dtype: "np.dtype[Any]", entries: int, reason: str) -> NDArray[Any]:
-    """Map a file of `entries` values; `reason` continues `N bytes expected` in the message about another size."""
-    found, expected = path.stat().st_size, entries * dtype.itemsize
-    if found != expected:
-        raise UserError(f"{path}: {found} bytes found, {expected} expected{reason}: preprocess or copy the data again")
-    # The plain-array view avoids NumPy's subclass handling on every slice.
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
 def _token_bounds(

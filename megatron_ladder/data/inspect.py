@@ -88,6 +88,7 @@ def verify(prefix: Path) -> list[str]:
     hasher = xxhash.xxh3_128()
     smallest, largest = 0, -1
     for begin in range(0, len(dataset.tokens), COPIED_TOKENS):
+        dataset.check_size()
         block = dataset.tokens[begin : begin + COPIED_TOKENS]
         hasher.update(block.data)
         smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))

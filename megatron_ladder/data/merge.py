@@ -134,6 +134,7 @@ def _merge_loss_masks(
         for dataset, sidecar in zip(datasets, sidecars, strict=True):
             mask, part = dataset.loss_mask, xxhash.xxh3_128()
             for begin in range(0, len(dataset.tokens), _MASK_BLOCK):
+                dataset.check_size()
                 size = min(_MASK_BLOCK, len(dataset.tokens) - begin)
                 block = np.ones(size, np.uint8) if mask is None else mask[begin : begin + size]
                 file.write(block.data)

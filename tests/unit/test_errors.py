@@ -1,5 +1,6 @@
 """Exit codes and messages for every way in which a program can end."""
 
+import signal
 import subprocess
 import sys
 
@@ -43,6 +44,12 @@ def test_a_bug_shows_its_traceback() -> None:
     assert done.returncode == 1
     assert "Traceback" in done.stderr and 'File "<string>", line 5, in main' in done.stderr
     assert "error: rank 3: ZeroDivisionError: " in done.stderr.splitlines()[-1]
+
+
+def test_a_process_that_the_system_ends_shows_its_stack() -> None:
+    done = run("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
+    assert done.returncode == -signal.SIGBUS
+    assert done.stderr.startswith("Fatal Python error: Bus error") and ", line 5 in main" in done.stderr
 
 
 def test_a_rank_reports_an_error_that_only_it_has() -> None:
