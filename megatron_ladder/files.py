@@ -7,6 +7,7 @@ fsynced, and renamed; then the directory is fsynced, so that the rename survives
 import errno
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,16 @@ from typing import BinaryIO, Literal
 TEMPORARY_SUFFIX = ".partial"
 OutputKind = Literal["file", "directory", "prefix"]
 """Kind of an output path; a prefix is the beginning of the names of several files."""
+
+
+def hub_hint(missing: Path) -> str:
+    """Return how to download a missing path that looks like a name on the Hugging Face hub; empty for other paths."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(missing)) or missing.parent.exists():
+        return ""
+    return (
+        "; if this is a name on the Hugging Face hub, run "
+        f"`hf download {missing} --local-dir {missing.name}`, and give {missing.name}"
+    )
 
 
 def temporary_path(path: Path) -> Path:

@@ -49,6 +49,7 @@ from megatron_ladder.checkpoint.tensor_file import (
     read_part,
 )
 from megatron_ladder.errors import UserError, limited, raise_user_errors
+from megatron_ladder.files import hub_hint
 from megatron_ladder.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class Checkpoint:
     @staticmethod
     def open(path: Path) -> Checkpoint:
         """Open a checkpoint, or the current one of a directory; raise UserError if none is complete."""
+        if not path.exists():
+            raise UserError(f"{path}: no such directory{hub_hint(path)}")
         if (found := find_checkpoint(path)) is None:
             raise UserError(f"{path}: no checkpoint found")
         return found

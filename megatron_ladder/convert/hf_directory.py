@@ -25,6 +25,7 @@ from megatron_ladder.checkpoint.tensor_file import BY_STORED_NAME, element_name,
 from megatron_ladder.convert.plan import SourceTensor, StoredBox, whole_box
 from megatron_ladder.convert.remote_code import AUTHORS_TYPE, OWN_TYPE, model_config_from_hf
 from megatron_ladder.errors import UserError, limited, raise_user_errors
+from megatron_ladder.files import hub_hint
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +141,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
         UserError: at most twenty errors, each with the file, the tensor, and what was found and expected.
     """
     if not path.is_dir():
-        raise UserError(f"--hf {path}: directory not found")
+        raise UserError(f"--hf {path}: no such directory{hub_hint(path)}")
     config = read_json_file(path, CONFIG_NAME)
     source = str(path / CONFIG_NAME)
     model_type = config.get("model_type")

@@ -17,6 +17,7 @@ from megatron_ladder.convert.measures import size_text
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.convert.wiring import wiring_text
 from megatron_ladder.errors import UserError, limited
+from megatron_ladder.files import hub_hint
 
 _FOREIGN = {
     "latest_checkpointed_iteration.txt": "a directory of Megatron-LM",
@@ -35,7 +36,7 @@ def inspect_directory(path: Path) -> Iterator[str]:
         UserError: the directory holds no supported checkpoint.
     """
     if not path.is_dir():
-        raise UserError(f"{path}: directory not found")
+        raise UserError(f"{path}: no such directory{hub_hint(path)}")
     names = published_checkpoints(path)
     if (path / MANIFEST_NAME).is_file() or is_published_name(path.name):
         yield from _training(path)

@@ -16,6 +16,7 @@ import tokenizers
 
 from megatron_ladder.config.data import TokenizerType
 from megatron_ladder.errors import UserError
+from megatron_ladder.files import hub_hint
 
 DESCRIPTION_FILE = "megatron_ladder_tokenizer.json"
 _FORMAT_VERSION = 1
@@ -385,7 +386,7 @@ def _unescaped(spelling: str) -> bytes:
 def _read_model_file(flag: str, model: Path, expected: str) -> bytes:
     if not model.is_file():
         found = "is a directory" if model.is_dir() else "no such file"
-        raise UserError(f"{flag} {model}: {found}, expected {expected}")
+        raise UserError(f"{flag} {model}: {found}, expected {expected}{hub_hint(model)}")
     return model.read_bytes()
 
 

@@ -276,6 +276,9 @@ def test_the_longest_possible_prompt(without_tokenizer: Path, capsys: pytest.Cap
 def test_unusable_model_directories(tmp_path: Path, run_folder: Path, without_tokenizer: Path) -> None:
     text = ["--prompt", "a"]
     (error,) = errors_of(["--model", str(tmp_path / "none"), *text])
+    assert error == f"--model {tmp_path / 'none'}: no such directory"
+    (tmp_path / "none").mkdir()
+    (error,) = errors_of(["--model", str(tmp_path / "none"), *text])
     assert error == f"--model {tmp_path / 'none'}: no checkpoint found"
     (error,) = errors_of(["--model", str(without_tokenizer), *text])
     assert error.startswith("--prompt 'a': the model's directory has no tokenizer; use --tokenizer-type")
