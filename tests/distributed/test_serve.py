@@ -24,7 +24,7 @@ SAMPLING = SamplingParameters(temperature=0.5, seed=(1 << 64) - 1, logprobs=True
 PLANS = [
     StepPlan(),
     StepPlan(release=(3, 1)),
-    StepPlan((0,), {2: GenerationRequest(tuple(range(20)), 5, SAMPLING, frozenset({7, 1}), ("\n", "größe"))}),
+    StepPlan((0,), {2: GenerationRequest((1,) * 20, 5, SAMPLING, frozenset({7, 1}), ("\n", "größe"), True, "ä")}),
     StepPlan(admit={slot: GenerationRequest(tuple(range(1000)), 5, SAMPLING) for slot in range(3)}),
     StepPlan(stop=True),
 ]
@@ -92,8 +92,13 @@ def test_two_ranks_serve_the_openai_client(tmp_path: Path, capsys: pytest.Captur
                 model="run", prompt=["def größe", "class"], temperature=0, max_tokens=12, stream=True
             )
             scored = client.completions.create(model="run", prompt="def größe", max_tokens=0, echo=True, logprobs=2)
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["größe", "b"]}}}
+            chosen = client.completions.create(
+                model="run", prompt="def", max_tokens=30, extra_body={"response_format": form}
+            )
             streamed = "".join(choice.text for piece in stream for choice in piece.choices if choice.index == 0)
         assert (answer.choices[0].text, streamed) == (expected, expected)
+        assert json.loads(chosen.choices[0].text) in ("größe", "b") and chosen.choices[0].finish_reason == "stop"
         logprobs = scored.choices[0].logprobs
         assert scored.choices[0].text == "def größe" and logprobs is not None and logprobs.tokens is not None
         assert logprobs.token_logprobs is not None and logprobs.token_logprobs[0] is None

@@ -36,7 +36,7 @@ class ForcedTokens:
         self.tokens = iter(tokens)
         self.logits: list[Tensor] = []
 
-    def assign(self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int]) -> None:
+    def assign(self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int], matcher: None) -> None:
         pass
 
     def choose(self, logits: Tensor, slots: Sequence[int]) -> Chosen:
