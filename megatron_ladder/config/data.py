@@ -23,7 +23,9 @@ class DataConfig:
     train_data_path: tuple[Path, ...] = ()
     """Prefix or blend of the training data, if it is a separate data set."""
     valid_data_path: tuple[Path, ...] = ()
-    """Prefix or blend of the validation data, if it is a separate data set."""
+    """Prefix or blend of the validation data, if it is a separate data set. Several sets are evaluated one after
+    another if each has a name: NAME1=PREFIX1 NAME2=WEIGHT2 PREFIX2 WEIGHT3 PREFIX3. Give a path that itself begins with
+    a word and = as an absolute path."""
     data_args_path: Path | None = None
     """File with the arguments of --data-path, separated by white space; for long blends."""
     per_split_data_args_path: Path | None = None

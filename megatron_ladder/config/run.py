@@ -1,6 +1,7 @@
 """The configuration of one run: parses its flags, derives open values, and checks their combinations."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -178,6 +179,9 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
     errors += _layout_errors(flags, model)
     errors += _engine_errors(training, flags.optimizer, parallel)
     errors += _profile_errors(flags.profile, training.train_iters, world_size, flags.logging)
+    name = flags.logging.eval_callable
+    if name is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+        errors.append(f"--eval-callable {name}: expected MODULE:FUNCTION")
     data_parallel = 1
     if world_size % (tensor_parallel * stages):
         errors.append(

@@ -163,12 +163,21 @@ class LoggingConfig:
     log_interval: int = flag(10, minimum=1)
     """Steps between log lines on the console and in TensorBoard."""
     eval_interval: int = flag(1000, minimum=1)
-    """Steps between evaluations on the validation split."""
+    """Steps between evaluations."""
     eval_iters: int = flag(100, minimum=0)
-    """Global batches per evaluation; 0 disables evaluation."""
+    """Global batches per validation set; 0 disables the evaluation of losses."""
+    sample_prompts: Path | None = None
+    """File of prompts that are continued greedily and logged at each evaluation: one per line, or JSON lines (.jsonl)
+    with the key prompt."""
+    sample_tokens: int = flag(64, minimum=1, requires="--sample-prompts")
+    """Number of new tokens for each of --sample-prompts. Each one costs a forward pass over --seq-length positions."""
+    eval_callable: str | None = None
+    """MODULE:FUNCTION to evaluate the model with. It receives an EvaluatedModel (docs/training.md) and returns metrics
+    by name, which are logged. Python finds the module in PYTHONPATH or the current directory."""
+    eval_callable_interval: int | None = flag(None, minimum=1, requires="--eval-callable")
+    """Steps between calls of --eval-callable; --eval-interval by default."""
     skip_train: bool = False
-    """Do not train or save: evaluate the model from --load on the validation data and exit. The result is recorded
-    in --save."""
+    """Do not train or save: evaluate the model from --load and exit. The results are recorded in --save."""
     tensorboard_dir: Path | None = None
     """Directory for TensorBoard event files."""
     wandb_project: str | None = None

@@ -2,7 +2,8 @@
 
 import itertools
 import json
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 
 _PARTS = ("train", "valid", "test")
+_SET_NAME = re.compile(r"[A-Za-z][\w.-]*")
 
 DataSource = SampleSource | PackedSource | BlendedSource
 
@@ -83,17 +85,45 @@ def _read_parts(flag: str, path: Path) -> dict[str, list[str]]:
     return {part: [str(word) for word in own.get(part, ())] for part in _PARTS}
 
 
+def _named_sets(flag: str, words: Sequence[str]) -> dict[str, list[str]]:
+    """`web=P1 code=W2 P2 W3 P3` -> the words of each set's blend; words without a name are the set ""."""
+    sets: dict[str, list[str]] = {}
+    for word in words:
+        name, equals, rest = word.partition("=")
+        if equals and _SET_NAME.fullmatch(name):
+            if name in sets:
+                raise UserError(f"{flag} {word}: the name {name} is given twice: give each set another name")
+            sets[name] = [rest] if rest else []
+        else:
+            sets.setdefault(next(reversed(sets), ""), []).append(word)
+    if "" in sets and len(sets) > 1:
+        raise UserError(f"{flag} {words[0]}: this set has no name, others do: write NAME={words[0]}")
+    raise_user_errors(f"{flag} {name}=: names no data set" for name, words in sets.items() if not words)
+    return sets
+
+
 class Sources(NamedTuple):
     """Samples of each part, or None. Only training is shuffled."""
 
     train: DataSource | None
-    valid: DataSource | None
+    valid: Mapping[str, DataSource]
+    """By the names in --valid-data-path; "" without names."""
     test: DataSource | None
+
+    @property
+    def labeled(self) -> dict[str, DataSource]:
+        """All sources, with labels for messages."""
+        valid = {f"valid {name}".rstrip(): source for name, source in self.valid.items()}
+        return {
+            label: source
+            for label, source in ({"train": self.train} | valid | {"test": self.test}).items()
+            if source is not None
+        }
 
     @property
     def datasets(self) -> list[IndexedDataset]:
         """All data sets, each once."""
-        members = [member for source in self if source is not None for member in source.sources]
+        members = [member for source in self.labeled.values() for member in source.sources]
         return list({member.dataset.prefix: member.dataset for member in members}.values())
 
 
@@ -122,12 +152,14 @@ def open_sources(arguments: DataArguments, split: str, order: OrderOptions, part
         errors.add("--data-path (divided by --split) excludes --train-data-path and --valid-data-path")
     if not data_path and "train" in parts and not arguments.train:
         errors.add("--data-path is required: the path of a data set without .bin and .idx")
-    blends: dict[str, Blend] = {}
+    blends: dict[tuple[str, str], Blend] = {}
     for part in _PARTS:
         if part in parts:
             with errors.collect():
                 flag, own = f"--{part}-data-path", getattr(arguments, part)
-                blends[part] = parse_blend("--data-path", data_path) if data_path else parse_blend(flag, own)
+                named = _named_sets(flag, own) if part == "valid" and not data_path else {"": data_path or own}
+                for name, words in named.items():
+                    blends[part, name] = parse_blend("--data-path" if data_path else flag, words)
     datasets: dict[Path, IndexedDataset] = {}
     for prefix in dict.fromkeys(prefix for found in blends.values() for prefix in found.prefixes):
         with errors.collect():
@@ -135,16 +167,17 @@ def open_sources(arguments: DataArguments, split: str, order: OrderOptions, part
             check_index(datasets[prefix])
     errors.raise_if_any()
     shares = _parse_split(split) if data_path else None
-    opened: dict[str, DataSource] = {}
-    for part, (prefixes, weights) in blends.items():
+    opened: dict[tuple[str, str], DataSource] = {}
+    for (part, name), (prefixes, weights) in blends.items():
         with errors.collect():
             source = _open_part(part, [datasets[prefix] for prefix in prefixes], weights, shares, order)
             if source is not None:
-                opened[part] = source
+                opened[part, name] = source
     errors.raise_if_any()
-    if "train" in parts and "train" not in opened:
+    if "train" in parts and ("train", "") not in opened:
         raise UserError(f"--split {split} leaves no document of {data_path[-1]} for training: enlarge its share")
-    return Sources(*(opened.get(part) for part in _PARTS))
+    valid = {name: source for (part, name), source in opened.items() if part == "valid"}
+    return Sources(opened.get(("train", "")), valid, opened.get(("test", "")))
 
 
 def _open_part(

@@ -36,12 +36,19 @@ class _Stage(nn.Module):
         self.coming: deque[ModelInputs] = deque()
         """The micro-batches that are still to be processed, in order."""
         self.loss_scale = 1.0
+        self.predictions: list[Tensor] | None = None
+        """Receives the predictions of each micro-batch, whose loss is then not computed."""
 
     def forward(self, entering: Tensor) -> Tensor:
         """Map the previous stage's state [1 + pending, s, b, h], or ids [b, s], to this one's, or to the loss."""
         _, labels, loss_mask, positions, document_bounds = to_device(self.coming.popleft(), entering.device)
         leaving = self.model.stage(entering, positions, document_bounds)
-        return self.model.loss(leaving[0], labels, loss_mask) * self.loss_scale if self.model.is_last else leaving
+        if not self.model.is_last:
+            return leaving
+        if self.predictions is None:
+            return self.model.loss(leaving[0], labels, loss_mask) * self.loss_scale
+        self.predictions.append(self.model.predictions(leaving[0], labels))
+        return leaving.new_zeros(())
 
 
 class _StagedModel(PipelineModule):  # type: ignore[misc]
@@ -113,6 +120,18 @@ class PipelinedEngine(Engine):
     def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
         self._stage.loss_scale = 1.0
         return self._run(self.wrapped._inference_schedule(len(micro_batches)), micro_batches)
+
+    @torch.no_grad()
+    def predict(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
+        found: list[Tensor] = []
+        self._stage.predictions = found
+        try:
+            self._run(self.wrapped._inference_schedule(len(micro_batches)), micro_batches)
+        finally:
+            self._stage.predictions = None
+        batch, length = micro_batches[0][0].shape
+        shape = (len(micro_batches), 2, length, batch)
+        return torch.stack(found) if found else torch.zeros(shape, dtype=torch.float64, device=self._device)
 
     def step(self) -> None:
         self.wrapped._exec_optimizer_step()

@@ -24,6 +24,7 @@ from megatron_ladder.parallel.vocabulary import (
     VocabParallelEmbedding,
     VocabParallelHead,
     VocabParallelMatrix,
+    vocab_parallel_argmax,
     vocab_parallel_cross_entropy,
 )
 
@@ -101,9 +102,9 @@ class LanguageModel(nn.Module):
 
     def forward(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None, positions: Tensor | None = None,
-        document_bounds: Tensor | None = None,
+        document_bounds: Tensor | None = None, predicts: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Return the loss summed over the target tokens that count.
+        """Return the loss summed over the target tokens that count, or the `predictions` if `predicts` is set.
 
         Args:
             tokens: [b, s] int64.
@@ -115,8 +116,8 @@ class LanguageModel(nn.Module):
         Return a scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. The caller divides by the
         number of tokens of the whole global batch.
         """
-        context = self.training_context(tokens, positions, document_bounds)
-        return self.loss(self.hidden_states(tokens, context), labels, loss_mask)
+        hidden_states = self.hidden_states(tokens, self.training_context(tokens, positions, document_bounds))
+        return self.predictions(hidden_states, labels) if predicts else self.loss(hidden_states, labels, loss_mask)
 
     def stage(self, entering: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None) -> Tensor:
         """Run a pipeline stage: token ids [b, s] on the first stage, a state on the others -> a state.
@@ -149,6 +150,16 @@ class LanguageModel(nn.Module):
         z_loss = self._z_loss_coeff * (squares.sum() if loss_mask is None else (squares * loss_mask.t()).sum())
         self._z_loss_sum = self._z_loss_sum.to(z_loss.device) + z_loss.detach()
         return loss + (z_loss - z_loss.detach())
+
+    def predictions(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """The stream after the last layer [s, b, h] -> the loss of each label, and the token with the largest logit.
+
+        Return [2, s, b] fp64, equal on every tensor-parallel rank.
+        """
+        logits, head = self.logits_shard(hidden_states), self.head
+        losses, _ = vocab_parallel_cross_entropy(logits, labels.t(), head.start, head.valid, self.group)
+        words = vocab_parallel_argmax(logits, head.start, head.valid, self.group)
+        return torch.stack((losses.double(), words.double()))
 
     def take_z_loss(self) -> Tensor:
         """Return the z-loss of all target tokens since the last call, a scalar in fp64, and forget it."""

@@ -126,3 +126,17 @@ def vocab_parallel_cross_entropy(
         Two tensors [s, b] in fp32 (fp64 for fp64 logits), equal on every rank.
     """
     return _VocabParallelCrossEntropy.apply(logits_shard_v, labels, start, valid, group)
+
+
+def vocab_parallel_argmax(logits_shard_v: Tensor, start: int, valid: int, group: CommGroup) -> Tensor:
+    """Return the word with the largest logit, the first of equal ones: [s, b, padded V / t] -> [s, b] int64.
+
+    `start` and `valid` are as in `vocab_parallel_cross_entropy`; the result is equal on every rank.
+    """
+    if valid:
+        largest, words = logits_shard_v[..., :valid].max(-1)
+        best = torch.stack((largest.double(), (words + start).double()))
+    else:
+        best = logits_shard_v.new_full((2, *logits_shard_v.shape[:-1]), -torch.inf, dtype=torch.float64)
+    largest_of_ranks, words_of_ranks = group.all_gather(best.unsqueeze(0), 0).unbind(1)
+    return words_of_ranks.gather(0, largest_of_ranks.argmax(0, keepdim=True))[0].long()

@@ -1,5 +1,6 @@
 """From a command line to everything that a run is made of; all errors are found before a process group exists."""
 
+import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -11,6 +12,7 @@ from megatron_ladder.config.data import DataConfig
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_run
 from megatron_ladder.data.identity import describe_training
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, find_data, open_sources
+from megatron_ladder.data.reading.protocol import BYTE_ORDER_MARK, is_json_lines
 from megatron_ladder.data.shards import find_input
 from megatron_ladder.data.sidecar import read_sidecar, sidecar_path
 from megatron_ladder.data.streaming import StreamPlan, choose_streams
@@ -37,6 +39,9 @@ from megatron_ladder.train.resume import (
 )
 from megatron_ladder.train.trackers import check_trackers
 
+SamplePrompt = tuple[str, tuple[int, ...]]
+"""The text and the ids of one of --sample-prompts."""
+
 
 @dataclass(frozen=True)
 class RunInputs:
@@ -53,6 +58,7 @@ class RunInputs:
     """The training input of --streaming, which replaces the training source."""
     values: dict[str, Any] = field(default_factory=dict)
     """The values of all flags, by key of a configuration file."""
+    sample_prompts: tuple[SamplePrompt, ...] = ()
 
 
 def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
@@ -90,13 +96,17 @@ def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
     if run.logging.skip_train:
         if run.checkpoint.load is None:
             found.add("--skip-train evaluates the model of a checkpoint: give --load as well")
-        if run.logging.eval_iters < 1:
+        only_losses = run.logging.sample_prompts is None and run.logging.eval_callable is None
+        if only_losses and run.logging.eval_iters < 1:
             found.add(f"--eval-iters {run.logging.eval_iters}: --skip-train only evaluates: give 1 or more")
-        elif sources is not None and sources.valid is None:
+        elif only_losses and sources is not None and not sources.valid:
             found.add("--skip-train needs validation data: give --valid-data-path, or a --split with a share of it")
     elif run.data.streaming and flags_are_valid:
         with found.collect():
             stream = _open_stream(run, tokenizer, checkpoint)
+    prompts: tuple[SamplePrompt, ...] = ()
+    with found.collect():
+        prompts = _read_sample_prompts(run, tokenizer)
     knows_data = sources is not None and (sources.train is not None or stream is not None)
     if checkpoint is not None and sources is not None and knows_data and not run.loads_only_weights:
         with found.collect():
@@ -105,7 +115,7 @@ def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
     errors.add(*flags.explain(found.messages))
     errors.raise_if_any()
     assert sources is not None
-    return RunInputs(run, deepspeed, tokenizer, sources, checkpoint, eod_id, stream, flags.describe(run))
+    return RunInputs(run, deepspeed, tokenizer, sources, checkpoint, eod_id, stream, flags.describe(run), prompts)
 
 
 def describe_data(sources: Sources, tokenizer: Tokenizer | None, stream: StreamPlan | None = None) -> dict[str, Any]:
@@ -246,3 +256,40 @@ def _open_stream(run: RunConfig, tokenizer: Tokenizer | None, checkpoint: Checkp
     streams = choose_streams(requested, len(shards), run.data_parallel_size)
     window = max(1, data.streaming_shuffle_buffer // streams)
     return StreamPlan(shards, streams, training.seq_length, training.seed, window, tokenizer.eod_id, sources, max_bad)
+
+
+def _read_sample_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[SamplePrompt, ...]:
+    path, new_tokens = run.logging.sample_prompts, run.logging.sample_tokens
+    if path is None:
+        return ()
+    flag = f"--sample-prompts {path}"
+    if tokenizer is None:
+        raise UserError(f"{flag}: needs a tokenizer: give --tokenizer-type and --tokenizer-model")
+    try:
+        lines = path.read_bytes().removeprefix(BYTE_ORDER_MARK).decode().split("\n")
+    except OSError as error:
+        raise UserError(f"{flag}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{flag}: not UTF-8: {error.reason} at byte {error.start}") from None
+    prompts, errors = [], ErrorCollector()
+    for number, line in enumerate(lines, start=1):
+        text: Any = line.removesuffix("\r")
+        if is_json_lines(path) and text:
+            try:
+                text = json.loads(text)["prompt"]
+                text.encode()
+            except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+                text = None
+                errors.add(f'{flag}:{number}: expected a JSON object such as {{"prompt": "Once"}}')
+        if isinstance(text, str) and text:
+            ids = tuple(tokenizer.encode(text))
+            if not 0 < len(ids) <= run.training.seq_length + 1 - new_tokens:
+                errors.add(
+                    f"{flag}:{number}: {len(ids)} tokens and --sample-tokens {new_tokens} do not fit into --seq-length "
+                    f"{run.training.seq_length}"
+                )
+            prompts.append((text, ids))
+    if not prompts:
+        errors.add(f"{flag}: contains no prompt")
+    errors.raise_if_any()
+    return tuple(prompts)

@@ -3,11 +3,12 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import resource
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -170,11 +171,31 @@ class RunLog:
         text = f"activations kept by one micro-batch: {kept_bytes / 1e6:,.1f} MB on the fullest process"
         print_rank_0(text, self._rank)
 
-    def validation(self, iteration: int, loss: float) -> None:
-        """Report an evaluation."""
-        print_rank_0(f"iteration {iteration} | valid lm loss {loss:.4f}", self._rank)
-        self._record.write_first("evaluation", iteration=iteration, loss=loss)
-        self._log_metrics(iteration, {"valid/lm loss": loss})
+    def validation(self, iteration: int, loss: float, name: str = "") -> None:
+        """Report the loss of a validation set, which may have a name."""
+        label = f"{name} " if name else ""
+        # Larger losses have no finite perplexity.
+        perplexity = math.exp(loss) if loss < 700 else loss
+        print_rank_0(f"iteration {iteration} | valid {label}lm loss {loss:.4f} | ppl {perplexity:.4g}", self._rank)
+        named = {"name": name} if name else {}
+        self._record.write_first("evaluation", iteration=iteration, loss=loss, ppl=perplexity, **named)
+        self._log_metrics(iteration, {f"valid/{label}lm loss": loss, f"valid/{label}ppl": perplexity})
+
+    def samples(self, iteration: int, samples: Sequence[tuple[str, str]]) -> None:
+        """Report prompts and their generated continuations."""
+        for prompt, text in samples:
+            print_rank_0(f"iteration {iteration} | sample {prompt!r} -> {text!r}", self._rank)
+            self._record.write_first("sample", iteration=iteration, prompt=prompt, text=text)
+        for tracker in self._trackers:
+            tracker.log_samples(iteration, samples)
+
+    def metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Report the results of --eval-callable."""
+        shown = " | ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        print_rank_0(f"iteration {iteration} | {shown}", self._rank)
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        self._record.write_first("metrics", iteration=iteration, **named)
+        self._log_metrics(iteration, named)
 
     def _log_metrics(self, iteration: int, values: Mapping[str, float]) -> None:
         for tracker in self._trackers:

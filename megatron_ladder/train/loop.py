@@ -22,6 +22,7 @@ from megatron_ladder.comm.watch import HangWatch
 from megatron_ladder.config.file import CONFIG_NAME, config_file_text
 from megatron_ladder.files import write_atomically
 from megatron_ladder.train.checkpoints import CheckpointSaver
+from megatron_ladder.train.evaluation import Evaluations
 from megatron_ladder.train.inputs import RunInputs, read_inputs
 from megatron_ladder.train.lock import SaveLock
 from megatron_ladder.train.log import (
@@ -37,7 +38,7 @@ from megatron_ladder.train.profile import ActivationMeter, step_contexts
 from megatron_ladder.train.reading import TextStreams, packing_notes, sample_batches
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer, build_trainer
-from megatron_ladder.train.step import evaluate, train_step
+from megatron_ladder.train.step import train_step
 from megatron_ladder.train.stop import Stopper, StopReason, StopSignals
 
 
@@ -94,13 +95,9 @@ def _write_config(folder: Path, inputs: RunInputs) -> None:
 
 def _evaluate_loaded(trainer: Trainer, session: _Session, iteration: int) -> str:
     """Evaluate the model of a checkpoint after `iteration` steps, and return why the run ends."""
-    valid = session.inputs.sources.valid
-    assert valid is not None
-    with (
-        RunLog(trainer, iteration + 1, session.record, trains=False) as log,
-        closing(sample_batches(trainer, valid, consumed_samples=0)) as batches,
-    ):
-        log.validation(iteration, evaluate(trainer, batches, trainer.run.logging.eval_iters))
+    evaluations = Evaluations(trainer, session.inputs)
+    with RunLog(trainer, iteration + 1, session.record, trains=False) as log:
+        evaluations.run(iteration, log, everything=True)
     return "evaluated"
 
 
@@ -120,6 +117,7 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
         train_batches = sample_batches(trainer, sources.train, consumed_samples)
     else:
         train_batches = session.streams.batches(consumed_samples)
+    evaluations = Evaluations(trainer, session.inputs)
     losses: list[float] = []
     startup = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
@@ -157,10 +155,9 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
             if is_final or _is_due(iteration, run.checkpoint.save_interval):
                 with not_training():
                     reason = _save_checkpoint(trainer, session, iteration, batches.consumed_samples, reason)
-            evaluates = iteration == last or _is_due(iteration, run.logging.eval_interval)
-            if evaluates and not (reason and reason.urgent) and sources.valid is not None:
-                with not_training(), closing(sample_batches(trainer, sources.valid, 0)) as valid:
-                    log.validation(iteration, evaluate(trainer, valid, run.logging.eval_iters))
+            if evaluations.are_due(iteration) and not (reason and reason.urgent):
+                with not_training():
+                    evaluations.run(iteration, log)
     if reason is not None:
         print_rank_0(f"{reason.text}: ends after iteration {iteration} of {last}", rank)
     return reason.text if reason else "all steps are done"

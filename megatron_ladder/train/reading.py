@@ -102,6 +102,6 @@ def packing_notes(sources: Sources) -> list[str]:
     return [
         f"{part}: {source.conversations:,} conversations in {len(source):,} rows, "
         f"{source.filled:.1%} full; {source.cut:,} are longer than a row and cut"
-        for part, source in sources._asdict().items()
+        for part, source in sources.labeled.items()
         if isinstance(source, PackedSource)
     ]

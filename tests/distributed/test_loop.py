@@ -32,7 +32,7 @@ def write_tokens(prefix: Path, seed: int = 0) -> str:
 
 def train(argv: list[str], prefix: str, save: Path, signal_at: int = 0) -> list[tuple[str, int]]:
     """On each rank: train with a SIGTERM to this rank during a save; return the saves and evaluations in order."""
-    trainer = build_trainer_here([*RECIPE, *argv])
+    trainer = build_trainer_here([*RECIPE, *argv, "--save", str(save)])
     run, rank, signals = trainer.run, dist.get_rank(), StopSignals()
     sources = open_sources(DataArguments([prefix], [], [], []), "8,2", OrderOptions(run.training.seq_length, 1))
     record = RunRecord(save, rank)

@@ -118,7 +118,7 @@ def test_every_data_set_of_a_blend_is_split(make_dataset: MakeDataset) -> None:
     a, b = make_dataset([10] * 10, "a").prefix, make_dataset([5] * 20, "b").prefix
     sources = open_sources(DataArguments(["2", str(a), "1", str(b)], (), (), ()), "8,2,0", ORDER)
     assert [member.documents for member in sources.train.sources] == [range(8), range(16)]
-    assert [member.documents for member in sources.valid.sources] == [range(8, 10), range(16, 20)]
+    assert [member.documents for member in sources.valid[""].sources] == [range(8, 10), range(16, 20)]
     assert sources.train.weights == [2, 1] and sources.train.sources[0].shuffle and sources.test is None
     assert [one.prefix for one in sources.datasets] == [a, b]
     c = make_dataset([50], "c").prefix

@@ -100,25 +100,45 @@ def test_id_outside_of_the_vocabulary(make_dataset: MakeDataset) -> None:
 def test_one_data_set_is_split_in_three(make_dataset: MakeDataset) -> None:
     prefix = make_dataset([10] * 10).prefix
     sources = open_sources(shared(prefix), "8,2,0", ORDER)
-    assert sources.train is not None and sources.valid is not None and sources.test is None
+    assert sources.train is not None and sources.valid and sources.test is None
     assert (sources.train.documents, sources.train.shuffle) == (range(8), True)
-    assert (sources.valid.documents, sources.valid.shuffle) == (range(8, 10), False)
-    assert sources.valid.samples(np.array([0])).tokens[0].tolist() == [80, 81, 82, 83, 84]
+    assert (sources.valid[""].documents, sources.valid[""].shuffle) == (range(8, 10), False)
+    assert sources.valid[""].samples(np.array([0])).tokens[0].tolist() == [80, 81, 82, 83, 84]
 
 
 def test_a_data_set_for_each_part(make_dataset: MakeDataset) -> None:
     train, valid = make_dataset([50], "t").prefix, make_dataset([20], "v").prefix
     sources = open_sources(DataArguments((), [str(train)], [str(valid)], ()), "969,30,1", ORDER)
     assert sources.train is not None and sources.train.tokens == 50
-    assert sources.valid is not None and sources.valid.tokens == 20
+    assert sources.valid is not None and sources.valid[""].tokens == 20
     assert sources.test is None
+
+
+def test_validation_sets_have_names(make_dataset: MakeDataset) -> None:
+    train, one, two = (str(make_dataset([50 + 10 * number], str(number)).prefix) for number in range(3))
+
+    def valid(*words: str) -> dict[str, list[int]]:
+        sources = open_sources(DataArguments((), [train], words, ()), "1", ORDER)
+        return {name: [member.tokens for member in source.sources] for name, source in sources.valid.items()}
+
+    assert valid(f"web={one}", "code=", two) == {"web": [60], "code": [70]}
+    assert valid(f"a-1.b={two}", "mix=1", one, "3", two) == {"a-1.b": [70], "mix": [60, 70]}
+    assert valid("1", one, "3", two) == {"": [60, 70]}
+    for words, problem in (
+        ((one, f"code={two}"), f"--valid-data-path {one}: this set has no name, others do: write NAME={one}"),
+        ((f"a={one}", f"a={two}"), f"--valid-data-path a={two}: the name a is given twice"),
+        ((f"a={one}", "b="), "--valid-data-path b=: names no data set"),
+    ):
+        with pytest.raises(UserError) as raised:
+            valid(*words)
+        assert str(raised.value).startswith(problem)
 
 
 def test_an_unused_part_may_be_short(make_dataset: MakeDataset) -> None:
     prefix = make_dataset([50, 2]).prefix
     with pytest.raises(UserError, match="the valid part"):
         open_sources(shared(prefix), "1,1,0", ORDER)
-    assert open_sources(shared(prefix), "1,1,0", ORDER, parts=["train"]).valid is None
+    assert open_sources(shared(prefix), "1,1,0", ORDER, parts=["train"]).valid == {}
 
 
 def test_contradicting_paths(make_dataset: MakeDataset) -> None:

@@ -135,8 +135,8 @@ def test_splits_are_rounded_as_in_megatron_core(make_dataset: MakeDataset) -> No
     assert split_sequences((0.5, 0.5, 0.0), 5) == [range(2), range(2, 5), range(5, 5)]
     prefix = make_dataset([10] * 5).prefix
     sources = open_sources(shared(prefix), "1,1", OrderOptions(SEQ_LENGTH, SEED, None, 4))
-    assert (sources.train.documents, sources.valid.documents) == (range(2), range(2, 5))
-    assert not sources.valid.shuffle
+    assert (sources.train.documents, sources.valid[""].documents) == (range(2), range(2, 5))
+    assert not sources.valid[""].shuffle
 
 
 def write_sequences(prefix: Path, documents: list[int]) -> Path:
@@ -155,9 +155,9 @@ def test_megatron_uses_sequences_as_documents(tmp_path: Path) -> None:
     # Half of 4 sequences ends inside a document: validation contains only whole documents in its half.
     order = OrderOptions(SEQ_LENGTH, SEED, None, 2)
     sources = open_sources(shared(prefix), "1,1", order)
-    assert (sources.train.documents, sources.valid.documents) == (range(2), range(1, 2))
+    assert (sources.train.documents, sources.valid[""].documents) == (range(2), range(1, 2))
     other = write_sequences(tmp_path / "t", [0, 1, 4])
-    assert open_sources(shared(other), "0,1,1", order, ["valid"]).valid.documents == range(1)
+    assert open_sources(shared(other), "0,1,1", order, ["valid"]).valid[""].documents == range(1)
 
 
 def test_loss_on_applies_to_megatrons_order(make_dataset: MakeDataset) -> None:

@@ -30,8 +30,7 @@ def test_an_evaluation_hides_no_points(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.mesh.world.rank = 0
     monkeypatch.setattr(log, "ModelFlops", MagicMock())
     monkeypatch.setattr(log, "open_trackers", trackers)
-    monkeypatch.setattr(loop, "evaluate", lambda *_: 2.0)
-    monkeypatch.setattr(loop, "sample_batches", MagicMock())
+    monkeypatch.setattr(loop, "Evaluations", MagicMock())
     assert loop._evaluate_loaded(trainer, MagicMock(), 4) == "evaluated"
     with log.RunLog(trainer, 5, MagicMock()):
         pass

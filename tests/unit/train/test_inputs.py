@@ -71,6 +71,40 @@ def test_a_tokenizer_without_a_file_has_a_vocabulary(tmp_path: Path) -> None:
             read_inputs([*sizes, *words.split()], RankInfo(0, 1, 0))
 
 
+def test_sample_prompts_are_read_and_checked(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
+        writer.add_document(np.arange(60))
+        writer.publish()
+    data = f"--data-path {tmp_path}/tokens --split 1 --eval-iters 0 --tokenizer-type NullTokenizer".split()
+    path, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+
+    def read(*words: object) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return read_inputs([*SIZES, *data, *map(str, words)], RankInfo(0, 1, 0)).sample_prompts
+
+    def errors(*words: object) -> list[str]:
+        with pytest.raises(UserError) as raised:
+            read(*words)
+        return list(raised.value.messages)
+
+    path.write_text("1 2\r\n\n3\n")
+    lines.write_text('{"prompt": "4 5"}\n{"prompt": "6"}\n')
+    assert read("--sample-prompts", path, "--sample-tokens", 11) == (("1 2", (1, 2)), ("3", (3,)))
+    assert read("--sample-prompts", lines, "--sample-tokens", 4) == (("4 5", (4, 5)), ("6", (6,)))
+    assert errors("--sample-prompts", path, "--sample-tokens", 12) == [
+        f"--sample-prompts {path}:1: 2 tokens and --sample-tokens 12 do not fit into --seq-length 12"
+    ]
+    lines.write_text('{"prompt": "1"}\n["2"]\n{"prompt": 3}\n{"prompt": "\\ud800"}\n')
+    assert [message.split(": ")[0] for message in errors("--sample-prompts", lines, "--sample-tokens", 1)] == [
+        f"--sample-prompts {lines}:{number}" for number in (2, 3, 4)
+    ]
+    path.write_bytes(b"\n")
+    assert errors("--sample-prompts", path) == [f"--sample-prompts {path}: contains no prompt"]
+    path.write_bytes(b"\xff\n")
+    assert "not UTF-8: invalid start byte at byte 0" in errors("--sample-prompts", path)[0]
+    assert "cannot be read: Is a directory" in errors("--sample-prompts", tmp_path)[0]
+    assert errors("--eval-callable", "tasks.arc")[0] == "--eval-callable tasks.arc: expected MODULE:FUNCTION"
+
+
 def test_fp16_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def errors(device: str) -> list[str]:
         monkeypatch.setattr(RankInfo, "device", lambda place: torch.device(device))
@@ -170,7 +204,7 @@ def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None
     assert errors(f"{load} --data-path {prefix} --split 1") == ["--skip-train needs validation data"]
     assert errors(f"{load} --data-path {prefix} --split 1 --eval-iters 0") == ["--eval-iters 0"]
     sources = read_inputs([*SIZES, "--skip-train", *valid.split(), *load.split()], RankInfo(0, 1, 0)).sources
-    assert sources.train is None and sources.valid is not None
+    assert sources.train is None and sources.valid
 
 
 def test_changed_data_is_rejected_or_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

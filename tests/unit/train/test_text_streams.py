@@ -13,7 +13,7 @@ from megatron_ladder.train.reading import TextStreams
 
 def streams_of(plan: StreamPlan, vocab_size: int = 100) -> tuple[TextStreams, RunInputs]:
     inputs = RunInputs(
-        cast(Any, None), {}, NullTokenizer(vocab_size), Sources(None, None, None), None, vocab_size, plan
+        cast(Any, None), {}, NullTokenizer(vocab_size), Sources(None, {}, None), None, vocab_size, plan
     )
     return TextStreams(cast(Any, None), inputs, plan), inputs
 
