@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.config.run import RunConfig
 
 REFUSED_KEYS = {
@@ -37,6 +38,9 @@ REFUSED_KEYS = {
     "managed_gradient_accumulation": "a step is --global-batch-size samples",
 }
 """Settings that would override the command line, or that the engine does not support, with the reason."""
+
+_BUCKET_NUMBERS = 500_000_000
+"""DeepSpeed's default size of a bucket of gradients."""
 
 FLAGS = {
     "train_batch_size": "--global-batch-size",
@@ -98,8 +102,16 @@ def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
             derived = _merge(derived, given, path, "", errors)
     derived["gradient_clipping"] = 0.0
     zero = derived["zero_optimization"]
+    # DeepSpeed allocates a whole bucket, even for a model with fewer gradients.
+    ranks = run.parallel.tensor_model_parallel_size
+    local_parameters = sum(tensor.local_numel(ranks) for tensor in model_tensors(run.model))
+    zero.setdefault("reduce_bucket_size", min(_BUCKET_NUMBERS, local_parameters))
     if offload == "none":
         del zero["offload_optimizer"]
+        if stage in (1, 2) and run.data_parallel_size == 1 and not (training.bf16 or training.fp16):
+            # There is nothing to shard, and stages 1 and 2 would only copy weights and gradients. Results are bitwise
+            # the same.
+            zero["stage"] = stage = 0
         # This package computes the norm; DeepSpeed can omit its own only in these cases.
         if stage == 2 or (stage == 1 and not training.bf16):
             zero["compute_grad_norm"] = False

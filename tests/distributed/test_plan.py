@@ -32,10 +32,6 @@ from tests.helpers.training import build_trainer_here, own_batches
 SHAPE = "--hidden-size 128 --ffn-hidden-size 352 --train-iters 4 --lr 1e-3 --micro-batch-size 2".split()
 TOLERANCE = 0.001
 """Alignment of DeepSpeed's flat buffers, and batches."""
-BUCKET_BYTES = 4 * 500_000_000
-"""Where fp32 gradients are reduced by DeepSpeed's ZeRO optimizer; reduce_bucket_size, whatever the model."""
-
-
 WIDE = ModelConfig(
     num_layers=4, hidden_size=128, ffn_hidden_size=352, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     vocab_size=512, max_position_embeddings=128,
@@ -75,17 +71,22 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "zero", "optimizer"),
-    [("fp32", 0, "adamw"), ("fp32", 0, "muon"), ("fp32", 1, "muon"), ("fp32", 1, "adamw"), ("bf16", 1, "adamw")],
-)
+    ("ranks", "precision", "zero", "optimizer"),
+    [
+        (1, "fp32", 1, "adamw"), (2, "fp32", 0, "adamw"), (2, "fp32", 0, "muon"), (2, "fp32", 1, "muon"),
+        (2, "fp32", 1, "adamw"), (2, "bf16", 1, "adamw"),
+    ],
+)  # fmt: skip
 def test_states_are_what_the_engine_allocates(
-    gloo_pools: GlooPools, precision: Precision, zero: int, optimizer: str
+    gloo_pools: GlooPools, ranks: int, precision: Precision, zero: int, optimizer: str
 ) -> None:
-    argv = ["--zero-stage", str(zero), "--global-batch-size", "8", *(["--bf16"] if precision == "bf16" else [])]
-    for held, parameters, matrices in gloo_pools(2).run(state_of_a_step, [*argv, "--optimizer", optimizer]):
+    argv = f"--zero-stage {zero} --global-batch-size {4 * ranks} --optimizer {optimizer}".split()
+    argv += ["--bf16"] if precision == "bf16" else []
+    for held, parameters, matrices in gloo_pools(ranks).run(state_of_a_step, argv):
         orthogonal = matrices if optimizer == "muon" else 0
-        expected = sum(_state_bytes(parameters, Layout(data=2, zero=zero), precision, orthogonal))
-        expected += BUCKET_BYTES if (precision, zero) == ("fp32", 1) else 0
+        expected = sum(_state_bytes(parameters, Layout(data=ranks, zero=zero), precision, orthogonal))
+        # DeepSpeed's bucket, where fp32 gradients are reduced.
+        expected += 4 * parameters if (ranks, precision, zero) == (2, "fp32", 1) else 0
         assert held == pytest.approx(expected, abs=TOLERANCE * 12 * parameters)
 
 

@@ -8,6 +8,7 @@ parameter of the GPU (those of its tensor- and pipeline-parallel share) are:
     fp32, 1            4         4           12 / D         master copy and both moments
     fp32, 2            4         4 / D       12 / D
     fp32, 3            4 / D     4 / D       12 / D
+                       fp32 with ZeRO 1 or 2 on one data-parallel rank is run as ZeRO 0
     bf16, 1            2         6           12 / D         gradients in bf16, and their sums in fp32
     bf16, 2            2         4 / D       12 / D
     bf16, 3            2 / D     4 / D       12 / D
@@ -26,7 +27,7 @@ Activations that autograd keeps for backward, in numbers, for T = s b tokens and
 Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro-batches at once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -121,6 +122,8 @@ def _state_bytes(
     if precision == "bf16" and layout.zero == 0:
         raise ValueError("bf16 needs ZeRO 1 or more")
     share = 1 / layout.data
+    if precision == "fp32" and layout.data == 1 and layout.zero < 3:
+        layout = replace(layout, zero=0)
     weights = _NUMBER_BYTES[precision] * parameters * (share if layout.zero >= 3 else 1)
     gradients = FP32_BYTES * parameters * (share if layout.zero >= 2 else 1)
     if precision == "bf16" and layout.zero == 1:

@@ -149,11 +149,23 @@ def test_deepspeed_json_is_derived() -> None:
     assert config["train_batch_size"] == 16 and config["gradient_accumulation_steps"] == 2
     assert config["zero_optimization"]["stage"] == 1 and config["bf16"]["enabled"] is True
     assert config["data_types"]["grad_accum_dtype"] == "fp32"
+    # Twelve layers, final norm, and embedding and head of 1,000 words padded to 1,024.
+    parameters = 12 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64 + 2 * 1024 * 64
+    assert config["zero_optimization"]["reduce_bucket_size"] == parameters
     # Clipping is this package's own.
     assert config["gradient_clipping"] == 0.0
     assert "pipeline" not in config
     staged = deepspeed_json(read("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")[0], [])
     assert staged["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
+
+
+def test_one_data_parallel_rank_shards_nothing() -> None:
+    for words, stage in (
+        ("--zero-stage 1", 0), ("--zero-stage 2", 0), ("--zero-stage 3", 3), ("--bf16", 1),
+        ("--zero-stage 1 --offload-optimizer cpu", 1),
+    ):  # fmt: skip
+        config = deepspeed_json(read(f"--tensor-model-parallel-size 4 {words}")[0], [])
+        assert config["zero_optimization"]["stage"] == stage
 
 
 def merged(tmp_path: Path, given: object) -> tuple[dict[str, object], list[str]]:
