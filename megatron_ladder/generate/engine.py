@@ -4,6 +4,7 @@ All tensor-parallel ranks run the loop in lockstep. Rank 0 chooses the tokens an
 cannot make ranks diverge.
 """
 
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 
@@ -78,10 +79,16 @@ class GenerationEngine:
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each of `ids` (at least two) but the first; every rank must call it."""
+        """Return the log-probability of each of `ids` (at least two) but the first; every rank must call it.
+
+        Raises BadNumbersError if the logits are not finite.
+        """
         tokens = torch.tensor([ids[:-1]], device=self.model.embedding.weight.device)
         hidden_states = self.model.hidden_states(tokens, self.model.training_context(tokens))
-        return list(score_text(self.model, self.group, hidden_states, ids[1:]).logprobs)
+        logprobs = score_text(self.model, self.group, hidden_states, ids[1:]).logprobs
+        if not all(map(math.isfinite, logprobs)):
+            raise BadNumbersError(f"the logits of the text are not finite: {BAD_NUMBERS_CAUSE}")
+        return list(logprobs)
 
 
 def _checked(tokens: Sequence[NewToken]) -> Sequence[NewToken]:

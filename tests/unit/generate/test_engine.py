@@ -162,8 +162,11 @@ def test_non_finite_logits_are_an_error() -> None:
         tiny_engine(config, weights).generate(requests_of(PROMPTS, GREEDY))
     weights, _ = reference_of(config)
     weights["embedding.weight"][PROMPTS[1][0]] = torch.nan
+    engine = tiny_engine(config, weights)
     with pytest.raises(BadNumbersError, match="the logits of prompt 1 "):
-        tiny_engine(config, weights).generate(requests_of(PROMPTS, GREEDY))
+        engine.generate(requests_of(PROMPTS, GREEDY))
+    with pytest.raises(BadNumbersError, match="the logits of the text"):
+        engine.score((1, 17, 2))
 
 
 def test_cache_has_the_heads_of_its_rank() -> None:
