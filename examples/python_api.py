@@ -2,7 +2,7 @@
 
     python tools/prepare_corpus.py --output-dir corpus --max-megabytes 1
     python examples/python_api.py corpus api_run
-    deepspeed --num_gpus 2 --no_local_rank examples/python_api.py corpus other_run     # two tensor-parallel processes
+    deepspeed --quiet --num_gpus 2 --no_local_rank examples/python_api.py corpus other_run  # two ranks
 """
 
 import os

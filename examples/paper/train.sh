@@ -68,7 +68,7 @@ run=$(absolute "${run:-$runs/$size-$wiring}")
 
 if [ "$size" = tiny ]; then
     port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-    launcher=(deepspeed --hostfile /dev/null --num_gpus "$gpus_per_host" --master_port "$port")
+    launcher=(deepspeed --quiet --hostfile /dev/null --num_gpus "$gpus_per_host" --master_port "$port")
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 else
     build_launcher

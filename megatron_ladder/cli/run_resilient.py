@@ -1,6 +1,6 @@
 """Starts a training command, and restarts it after failures from the checkpoints that it saved.
 
-    run_resilient.py --max-restarts 5 -- deepspeed --num_gpus 8 pretrain_ladder.py ... --save DIR --load DIR
+    run_resilient.py --max-restarts 5 -- deepspeed --quiet --num_gpus 8 pretrain_ladder.py ... --save DIR --load DIR
 
 It imports no torch, and observes only the exit code and the record of the run.
 """

@@ -292,6 +292,16 @@ def test_importing_the_package_is_light(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
+def test_git_ignores_what_the_examples_write() -> None:
+    scripts = [path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.sh")]
+    folders = [name for text in scripts for name in re.findall(r"^run=(\w+)$", text, re.MULTILINE)]
+    folders += ["quickstart", "tutorial"]
+    command = ["git", "check-ignore", *(f"{folder}/file" for folder in folders)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert len(folders) > 2 and done.stdout.split() == [f"{folder}/file" for folder in folders]
+
+
 def test_collectives_are_started_asynchronously_in_one_file() -> None:
     assert asynchronous_calls("dist.all_reduce(x, async_op=True); dist.barrier(async_op=False)") == 1
     files = [path for path in package_files() if asynchronous_calls(path.read_text(encoding="utf-8"))]
