@@ -21,6 +21,8 @@ from megatron_ladder.files import TEMPORARY_SUFFIX, sync_directory, write_atomic
 
 MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"
+REPLACED_FILES = (LATEST_NAME, LATEST_NAME + TEMPORARY_SUFFIX)
+"""Files that publishing a checkpoint replaces."""
 
 _PUBLISHED = re.compile(r"iter_(\d{7,15})(?:\.([1-9]\d{0,5}))?")
 _TEMPORARY = re.compile(r"iter_\d{7,15}\.tmp-[0-9A-Za-z]+")
@@ -97,11 +99,11 @@ def publish(temporary: Path, save: Path, iteration: int) -> Path:
     again = [repetition for saved, repetition in taken if saved == iteration]
     published = save / (f"iter_{iteration:07d}.{max(again) + 1}" if again else f"iter_{iteration:07d}")
     # Before the rename: if the disk is full, no checkpoint is left that `latest` does not name.
-    latest = save / (LATEST_NAME + TEMPORARY_SUFFIX)
+    current, latest = (save / name for name in REPLACED_FILES)
     write_synced(latest, f"{published.name}\n".encode())
     os.rename(temporary, published)
     sync_directory(save)
-    os.replace(latest, save / LATEST_NAME)
+    os.replace(latest, current)
     sync_directory(save)
     return published
 

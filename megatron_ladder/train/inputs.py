@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.publish import REPLACED_FILES, is_published_name
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.data import DataConfig
+from megatron_ladder.config.file import CONFIG_NAME
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_run
 from megatron_ladder.data.identity import describe_training
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, find_data, open_sources
@@ -29,6 +31,7 @@ from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler
+from megatron_ladder.train.record import RECORD_NAME
 from megatron_ladder.train.resume import (
     check_same_data,
     check_save_directory,
@@ -184,6 +187,12 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
                 pass
         except OSError as error:
             errors.add(f"{flag} {folder}: cannot be written to: {error.strerror}: give another directory")
+    if (save := run.checkpoint.save) is not None:
+        if is_published_name(save.name):
+            errors.add(f"--save {save}: is the name of a single checkpoint: give the directory above it")
+        for path in (save / name for name in (*REPLACED_FILES, RECORD_NAME, CONFIG_NAME)):
+            if path.exists() and not path.is_file():
+                errors.add(f"--save {save}: {path.name} is not a file: remove it, or give another directory")
 
 
 def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:

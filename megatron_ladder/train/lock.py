@@ -46,7 +46,11 @@ class SaveLock:
 
     def __enter__(self) -> Self:
         """Acquire the lock, or take over that of a dead run; raises UserError with the holder if another run has it."""
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            fix = "remove the file, or give another directory"
+            raise UserError(f"{self._flag} {self._folder}: {_LOCK_NAME}: {error.strerror}: {fix}") from None
         try:
             try:
                 has_kernel_locks = lock_file(self._descriptor) is None

@@ -140,6 +140,19 @@ def test_a_missing_checkpoint_is_an_error_if_one_is_required(tmp_path: Path) -> 
     ]
 
 
+def test_save_must_have_files_where_a_run_writes_them(tmp_path: Path) -> None:
+    """Before training, not at the first save."""
+    names = ["latest", "latest.partial", "run.jsonl", "config.yaml"]
+    for name in names:
+        (tmp_path / "iter_0000007" / name).mkdir(parents=True)
+    with pytest.raises(UserError) as raised:
+        read_inputs([*SIZES, "--save", f"{tmp_path}/iter_0000007"], RankInfo(0, 1, 0))
+    start = f"--save {tmp_path}/iter_0000007: "
+    found = [message.removeprefix(start) for message in raised.value.messages if message.startswith(start)]
+    assert found[0] == "is the name of a single checkpoint: give the directory above it"
+    assert [line.split(" ")[0] for line in found[1:]] == names and all("is not a file: " in line for line in found[1:])
+
+
 def test_a_run_must_continue_the_checkpoints_that_save_holds(tmp_path: Path) -> None:
     config = tiny_config()
     (tmp_path / "link").symlink_to(tmp_path / "here")

@@ -110,6 +110,12 @@ def test_a_lock_of_another_host_is_valid_while_it_is_updated(tmp_path: Path) -> 
         assert json.loads((tmp_path / _LOCK_NAME).read_text())["host"] != "elsewhere"
 
 
+def test_a_lock_that_cannot_be_opened_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / _LOCK_NAME).mkdir()
+    with pytest.raises(UserError, match=f"^--save {tmp_path}: run.lock: Is a directory: "), SaveLock(tmp_path):
+        pass
+
+
 def test_a_lock_whose_holder_is_unreadable_is_free(tmp_path: Path) -> None:
     (tmp_path / _LOCK_NAME).write_text('{"host": "el')
     with SaveLock(tmp_path):
