@@ -85,7 +85,6 @@ def test_two_ranks_serve_the_openai_client(tmp_path: Path, capsys: pytest.Captur
     main(["--model", str(model), "--prompt", "def größe", "--score", "--logprobs", "--json"])
     scores = json.loads(capsys.readouterr().out)["logprobs"]
     with serving_command("--model", model, "--tp", "2") as (process, address):
-        ranks = psutil.Process(process.pid).children()
         with openai.OpenAI(base_url=address, api_key="none", timeout=30, max_retries=0) as client:
             answer = client.completions.create(model="run", prompt="def größe", temperature=0, max_tokens=12)
             stream = client.completions.create(
@@ -106,6 +105,8 @@ def test_two_ranks_serve_the_openai_client(tmp_path: Path, capsys: pytest.Captur
         assert [*zip(logprobs.tokens, logprobs.text_offset or (), strict=True)][-3:] == [
             (r"bytes:\xc3", 7), (r"bytes:\x9f", 7), ("e", 8)
         ]  # fmt: skip
+        # The ranks, and the process that encodes prompts.
+        children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-        assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
+        assert len(children) == 3 and not psutil.wait_procs(children, timeout=20)[1]

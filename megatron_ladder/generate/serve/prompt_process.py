@@ -4,14 +4,13 @@ A chat template is a program that comes with the model, and tokenizers hold the 
 process, neither can delay the server's threads, and the kernel ends the process when it exceeds its limits. The next
 prompt starts another one.
 
-Both directions of the pipe carry frames: 8 bytes with the length, and a MessagePack. The first frame is a pickle of the
-`PromptSetup`; then each prompt or list of prompts has one answer. The process ends with its standard input.
+The process receives a pickle of the `PromptSetup`, and then answers lists of texts, or of the messages of one
+conversation, in MessagePack. It ends when the server does.
 """
 
 import contextlib
 import itertools
 import os
-import pickle
 import resource
 import signal
 import subprocess
@@ -19,10 +18,12 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cached_property
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import PriorityQueue
 from threading import Thread
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,8 +31,6 @@ from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, 
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.prompts import LongPromptError, PromptEncoder, encode_conversation
-
-_LENGTH_BYTES = 8
 
 Ids = tuple[int, ...]
 
@@ -72,7 +71,7 @@ class PromptProcess:
     def __init__(self, setup: PromptSetup) -> None:
         """The process starts with the first prompt."""
         self._setup = setup
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._thread: Thread | None = None
         self._numbers = itertools.count()
         self._jobs: PriorityQueue[tuple[int, int, bytes, Future[list[Ids]] | None]] = PriorityQueue()
@@ -99,7 +98,7 @@ class PromptProcess:
         if self._thread is not None:
             self._jobs.put((-1, next(self._numbers), b"", None))
             if (child := self._child) is not None:
-                child.kill()
+                child[0].kill()
 
     def _work(self) -> None:
         while True:
@@ -118,9 +117,9 @@ class PromptProcess:
         try:
             if self._child is None:
                 self._child = _start()
-                _write(self._child.stdin, pickle.dumps(self._setup))
-            _write(self._child.stdin, job)
-            answer = msgspec.msgpack.decode(_read(self._child.stdout), type=_Answer)
+                self._child[1].send(self._setup)
+            self._child[1].send_bytes(job)
+            answer = msgspec.msgpack.decode(self._child[1].recv_bytes(), type=_Answer)
         except (OSError, EOFError):
             raise _cause(self._end(), self._setup) from None
         if answer.error is not None:
@@ -128,26 +127,25 @@ class PromptProcess:
         return answer.ids
 
     def _end(self) -> int | None:
-        """Wait until the process has ended, and return its exit code; None if it could not be started."""
+        """Close the pipe, wait for the process, and return its exit code; None if it could not be started."""
         child, self._child = self._child, None
         if child is None:
             return None
-        for pipe in (child.stdin, child.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
-        return child.wait()
+        child[1].close()
+        return child[0].wait()
 
 
-def _start() -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-c", f"from {__name__} import _run_child; _run_child()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"},
-        # The terminal's Ctrl-C is for the server, which may finish its requests.
-        start_new_session=True,
-    )
+def _start() -> tuple["subprocess.Popen[bytes]", Connection]:
+    own, other = Pipe()
+    with other:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import _run_child; _run_child({other.fileno()})"],
+            pass_fds=[other.fileno()],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"},
+            # The terminal's Ctrl-C is for the server, which may finish its requests.
+            start_new_session=True,
+        )
+    return process, own
 
 
 def _cause(exit_code: int | None, setup: PromptSetup) -> PromptError:
@@ -159,39 +157,21 @@ def _cause(exit_code: int | None, setup: PromptSetup) -> PromptError:
     return PromptError(f"the process that encodes prompts ended with code {exit_code}", is_fault=True)
 
 
-def _write(pipe: IO[bytes] | None, content: bytes) -> None:
-    assert pipe is not None
-    pipe.write(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
-    pipe.flush()
-
-
-def _read(pipe: IO[bytes] | None) -> bytes:
-    """Return the content of a frame; raises EOFError if the other process has ended."""
-    assert pipe is not None
-    length = int.from_bytes(pipe.read(_LENGTH_BYTES), "little")
-    content = pipe.read(length)
-    if not content or len(content) < length:
-        raise EOFError
-    return content
-
-
-def _run_child() -> None:
-    source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    # Other output must not get into the frames.
-    os.dup2(2, 1)
-    setup: PromptSetup = pickle.loads(_read(source))
+def _run_child(descriptor: int) -> None:
+    pipe = Connection(descriptor)
+    setup: PromptSetup = pipe.recv()
     encoder = _Encoder(setup)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + setup.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with contextlib.suppress(EOFError):
         while True:
-            job = msgspec.msgpack.decode(_read(source))
+            job = msgspec.msgpack.decode(pipe.recv_bytes())
             # The signal ends the process, even within a function of a library.
             signal.setitimer(signal.ITIMER_PROF, setup.cpu_seconds)
             answer = encoder.answer(job)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            _write(target, msgspec.msgpack.encode(answer))
+            pipe.send_bytes(msgspec.msgpack.encode(answer))
 
 
 class _Encoder:

@@ -77,7 +77,7 @@ def test_a_prompt_that_ends_the_process_is_a_fault_and_the_next_one_works(capfd:
         with pytest.raises(PromptError, match="'x' found, expected 0 to 8"):
             process.encode(["x"]).result(20)
         assert process._child is not None
-        process._child.kill()
+        process._child[0].kill()
         with pytest.raises(PromptError, match="ended with code -9") as raised:
             process.encode(["1"]).result(20)
         assert raised.value.is_fault
