@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,6 @@ from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.config.run import RunConfig
 
 REFUSED_KEYS = {
-    "optimizer": "the optimizer comes from --lr, --weight-decay, --adam-beta1 and so on",
-    "scheduler": "the schedule comes from --lr-decay-style and so on",
     "amp": "half precision is --bf16 or --fp16",
     "pipeline": "stages come from --pipeline-model-parallel-size",
     "activation_checkpointing": "use --recompute-granularity full",
@@ -41,6 +39,13 @@ REFUSED_KEYS = {
 
 _BUCKET_NUMBERS = 500_000_000
 """DeepSpeed's default size of a bucket of gradients."""
+_OFF = (False, None, "auto", "none")
+"""Values that do not request a refused setting."""
+_LEFT_TO_DEEPSPEED = {
+    f"zero_optimization.{name}"
+    for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+}
+"""Sizes that transformers derives if they are "auto"; here they are as without a file."""
 
 FLAGS = {
     "train_batch_size": "--global-batch-size",
@@ -99,6 +104,12 @@ def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             errors.append(f"--deepspeed_config {path}: not JSON: {error}")
         else:
+            if isinstance(given, Mapping):
+                given = dict(given)
+                for block, kinds in (("optimizer", _optimizers(run)), ("scheduler", _schedulers(run))):
+                    if block in given:
+                        source = f"--deepspeed_config {path}: {block}"
+                        errors += [f"{source}{error}" for error in _block_errors(given.pop(block), *kinds)]
             derived = _merge(derived, given, path, "", errors)
     derived["gradient_clipping"] = 0.0
     zero = derived["zero_optimization"]
@@ -138,12 +149,14 @@ def _merge(derived: Mapping[str, Any], given: object, file: Path, prefix: str, e
         return merged
     for key, value in given.items():
         path = prefix + key
+        if path in REFUSED_KEYS and _is_off(value):
+            continue
         if path in REFUSED_KEYS:
             errors.append(f"{source}: {path}: {REFUSED_KEYS[path]}; remove it")
         elif isinstance(derived.get(key), Mapping):
             merged[key] = _merge(derived[key], value, file, path + ".", errors)
         elif value == "auto":
-            if path not in FLAGS:
+            if path not in FLAGS and path not in _LEFT_TO_DEEPSPEED:
                 errors.append(f'{source}: {path} is "auto", but no flag determines it: give a value or leave it out')
         elif path in FLAGS and key in derived and value != derived[key]:
             errors.append(
@@ -153,3 +166,85 @@ def _merge(derived: Mapping[str, Any], given: object, file: Path, prefix: str, e
         else:
             merged[key] = value
     return merged
+
+
+def _is_off(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        switches = [value[name] for name in ("enabled", "device") if name in value] or value.values()
+        return all(switch in _OFF for switch in switches)
+    return value in _OFF
+
+
+_Kinds = tuple[str, str, Mapping[str, tuple[str, Mapping[str, tuple[Any, str]]]]]
+"""A flag, its value, and for each type in the file the value that means the same, and the parameters of the type: their
+values on the command line and the flags that set them."""
+
+
+def _optimizers(run: RunConfig) -> _Kinds:
+    config = run.optimizer
+    common = {"lr": (config.lr, "--lr"), "weight_decay": (config.weight_decay, "--weight-decay")}
+    adamw = common | {
+        "betas": ([config.adam_beta1, config.adam_beta2], "--adam-beta1 and --adam-beta2"),
+        "eps": (config.adam_eps, "--adam-eps"),
+        "adam_w_mode": (True, "weight decay is decoupled"),
+        "bias_correction": (True, "moments are corrected"),
+        "torch_adam": (True, "the optimizer is torch's"),
+    }
+    muon = common | {"momentum": (config.muon_momentum, "--muon-momentum")}
+    ours = "muon" if config.optimizer == "muon" else "adamw"
+    return "--optimizer", ours, {"AdamW": ("adamw", adamw), "Adam": ("adamw", adamw), "Muon": ("muon", muon)}
+
+
+def _schedulers(run: RunConfig) -> _Kinds:
+    config = run.optimizer.completed(run.training.train_iters)
+    steps = {
+        "last_batch_iteration": (-1, "--load continues a schedule"),
+        "warmup_num_steps": (config.lr_warmup_iters, "--lr-warmup-iters"),
+        "warmup_type": ("linear", "the warm-up is linear"),
+    }
+    rates = {"warmup_min_lr": (0, "the warm-up starts at 0"), "warmup_max_lr": (config.lr, "--lr")}
+    total = {"total_num_steps": (config.lr_decay_iters, "--lr-decay-iters, which is --train-iters by default")}
+    ratios = {
+        "warmup_min_ratio": (0, "the warm-up starts at 0"),
+        "cos_min_ratio": (config.min_lr / config.lr, "--min-lr over --lr"),
+    }
+    kinds = {
+        "WarmupLR": ("constant", steps | rates),
+        "WarmupDecayLR": ("linear", steps | rates | total),
+        "WarmupCosineLR": ("cosine", steps | total | ratios),
+    }
+    # The linear decay of DeepSpeed ends at 0.
+    ends = f" with --min-lr {config.min_lr}" if config.lr_decay_style == "linear" and config.min_lr else ""
+    return "--lr-decay-style", config.lr_decay_style + ends, kinds
+
+
+def _block_errors(given: Any, flag: str, ours: str, kinds: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the ends of errors about a block `{"type": ..., "params": {...}}` that must agree with the command line."""
+    params = given.get("params", {}) if isinstance(given, Mapping) else None
+    if not isinstance(params, Mapping) or given.keys() - {"type", "params"} or "type" not in given:
+        yield f' is {json.dumps(given)}, expected {{"type": ..., "params": {{...}}}}'
+        return
+    kind = next((kind for kind in kinds if kind.lower() == str(given["type"]).lower()), None)
+    if kind is None:
+        yield f".type {given['type']} is not supported: use {', '.join(kinds)}, or remove the block and give {flag}"
+        return
+    theirs, values = kinds[kind]
+    if theirs != ours:
+        yield (
+            f".type is {kind}, which is {flag} {theirs}, and the command line says {ours}: change one of them, or "
+            "remove the block"
+        )
+        return
+    for name, value in params.items():
+        if name not in values:
+            yield f".params.{name} is not supported: remove it"
+        elif value != "auto" and not _equal(value, values[name][0]):
+            yield (
+                f".params.{name} is {json.dumps(value)}, and the command line says {json.dumps(values[name][0])} "
+                f'({values[name][1]}): change one of them, or write "auto"'
+            )
+
+
+def _equal(given: Any, ours: Any) -> bool:
+    numbers = isinstance(given, int | float) and isinstance(ours, int | float) and not isinstance(ours, bool)
+    return math.isclose(given, ours, rel_tol=1e-9) if numbers else given == ours

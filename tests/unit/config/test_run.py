@@ -168,11 +168,86 @@ def test_one_data_parallel_rank_shards_nothing() -> None:
         assert config["zero_optimization"]["stage"] == stage
 
 
-def merged(tmp_path: Path, given: object) -> tuple[dict[str, object], list[str]]:
+def merged(tmp_path: Path, given: object, words: str = "") -> tuple[dict[str, object], list[str]]:
     path = tmp_path / "ds.json"
     path.write_text(given if isinstance(given, str) else json.dumps(given))
     errors: list[str] = []
-    return deepspeed_json(read(f"--deepspeed_config {path} --clip-grad 0.7")[0], errors), errors
+    command = f"--deepspeed_config {path} --clip-grad 0.7 --lr-warmup-iters 5 {words}"
+    return deepspeed_json(read(command)[0], errors), errors
+
+
+def adamw(**params: object) -> dict[str, object]:
+    return {"optimizer": {"type": "AdamW", "params": params}}
+
+
+def cosine(**params: object) -> dict[str, object]:
+    return {"scheduler": {"type": "WarmupCosineLR", "params": params}}
+
+
+AUTO = "auto"
+TRANSFORMERS = {
+    "fp16": {
+        "enabled": AUTO, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": AUTO},
+    "amp": {"enabled": AUTO, "opt_level": AUTO},
+    "optimizer": {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}},
+    "scheduler": {
+        "type": "WarmupLR", "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_param": {"device": "none", "pin_memory": True},
+        "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": AUTO,
+        "stage3_prefetch_bucket_size": AUTO, "stage3_param_persistence_threshold": AUTO,
+        "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": AUTO, "gradient_clipping": AUTO, "steps_per_print": 2000,
+    "train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO, "wall_clock_breakdown": False,
+}  # fmt: skip
+"""The form of transformers' examples for ZeRO-3."""
+
+
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16", ""])
+def test_a_json_of_transformers_is_accepted(tmp_path: Path, precision: str) -> None:
+    config, errors = merged(tmp_path, TRANSFORMERS, f"--zero-stage 3 --lr-decay-style constant {precision}")
+    assert errors == []
+    derived = deepspeed_json(read("--zero-stage 3")[0], [])["zero_optimization"]
+    assert config["zero_optimization"] == derived | {
+        "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9,
+        "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True, "memory_efficient_linear": False,
+    }  # fmt: skip
+    assert not config.keys() & {"optimizer", "scheduler", "amp"} and AUTO not in json.dumps(config)
+    (error,) = merged(tmp_path, TRANSFORMERS, f"--zero-stage 3 --lr-decay-style linear {precision}")[1]
+    assert "scheduler.type is WarmupLR, which is --lr-decay-style constant, and the command line says linear" in error
+
+
+def test_concrete_values_that_agree_are_accepted(tmp_path: Path) -> None:
+    given = {
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "adam_w_mode": True},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 5.0, "total_num_steps": 100,
+                "warmup_type": "linear", "last_batch_iteration": -1,
+            },
+        },
+        "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    assert merged(tmp_path, given, "--lr-decay-style linear")[1] == []
+    muon = {"type": "Muon", "params": {"lr": AUTO, "momentum": 0.9, "weight_decay": AUTO}}
+    assert merged(tmp_path, {"optimizer": muon}, "--optimizer muon --muon-momentum 0.9")[1] == []
+    ratios = cosine(warmup_num_steps=5, total_num_steps=100, warmup_min_ratio=0.0, cos_min_ratio=0.1)
+    assert merged(tmp_path, ratios, "--min-lr 1e-4")[1] == []
+    (error,) = merged(tmp_path, given, "--lr-decay-style linear --min-lr 1e-4")[1]
+    assert "which is --lr-decay-style linear, and the command line says linear with --min-lr 0.0001" in error
 
 
 def test_a_users_json_is_merged(tmp_path: Path) -> None:
@@ -196,7 +271,23 @@ def test_a_users_json_is_merged(tmp_path: Path) -> None:
         ({"train_batch_size": 5}, "train_batch_size is 5, and the command line says 4 (--global-batch-size)"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, and the command line says 1"),
         ({"bf16": {"enabled": True}}, "bf16.enabled is True, and the command line says False (--bf16)"),
-        ({"optimizer": {"type": "Adam"}}, "optimizer: the optimizer comes from --lr"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not supported: use AdamW, Adam, Muon, or remove the"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type is Muon, which is --optimizer muon, and the command lin"),
+        ({"optimizer": {"lr": 1}}, 'optimizer is {"lr": 1}, expected {"type": ..., "params": {...}}'),
+        ({"optimizer": 3}, "optimizer is 3, expected {"),
+        (adamw(lr=3e-4), "optimizer.params.lr is 0.0003, and the command line says 0.001 (--lr)"),
+        (adamw(betas=[0.9, 0.999]), "optimizer.params.betas is [0.9, 0.999], and the command line says [0.9, 0.95"),
+        (adamw(eps=1e-6), "optimizer.params.eps is 1e-06, and the command line says 1e-08 (--adam-eps)"),
+        (adamw(weight_decay="no"), 'optimizer.params.weight_decay is "no", and the command line says 0.1 (--weigh'),
+        (adamw(adam_w_mode=False), "optimizer.params.adam_w_mode is false, and the command line says true (weight"),
+        (adamw(freeze_step=9), "optimizer.params.freeze_step is not supported: remove it"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type OneCycle is not supported: use WarmupLR, WarmupDeca"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler.type is WarmupLR, which is --lr-decay-style constant, an"),
+        (cosine(warmup_num_steps=7), "scheduler.params.warmup_num_steps is 7, and the command line says 5 (--lr-w"),
+        (cosine(total_num_steps=7), "scheduler.params.total_num_steps is 7, and the command line says 100 (--lr-d"),
+        (cosine(cos_min_ratio=0.1), "scheduler.params.cos_min_ratio is 0.1, and the command line says 0.0 (--min-"),
+        (cosine(warmup_type="log"), 'scheduler.params.warmup_type is "log", and the command line says "linear" (t'),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param: only the"),
         ({"bf16": None}, "bf16 is null, expected an object"),
         ({"zero_optimization": 1}, "zero_optimization is 1, expected an object"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast: half precision is --bf16"),
