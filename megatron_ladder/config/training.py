@@ -150,7 +150,7 @@ class ParallelConfig:
     deepspeed: bool = False
     """Accepted for compatibility with existing scripts: DeepSpeed always runs the optimizer."""
     deepspeed_config: Path | None = flag(None, aliases=("--deepspeed_config",))
-    """A DeepSpeed JSON file, also in the form of transformers. Values that the command line determines may be omitted or
+    """A DeepSpeed JSON file, also one for transformers. Values that the command line determines may be omitted or
     "auto"; a value that contradicts the command line is an error."""
     local_rank: int | None = flag(None, aliases=("--local_rank",))
     """Set by launchers and ignored: the environment variable LOCAL_RANK is used."""
