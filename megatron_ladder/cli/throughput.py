@@ -19,7 +19,7 @@ from megatron_ladder.lab.bench.variants import VARIANTS
 class ThroughputOptions:
     """Throughput. Forward and backward passes of a micro-batch; all variants run once per round."""
 
-    size: str = flag("paper-1.2b", details=f"{', '.join(SIZES)}; or {SHAPE}.")
+    size: str = flag("paper-1.2b", details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shape of the model, by name or in numbers such as 8x192x512x6x6x4096."""
     layers: int | None = flag(None, minimum=1)
     """Use fewer layers than the shape has, to save memory: weights and gradients of two models must fit."""

@@ -23,7 +23,15 @@ from megatron_ladder.errors import ErrorCollector, faulty_flags, names_any, rais
 from megatron_ladder.flags import flag_name, parse_command_line, to_plain
 
 PROGRAM = "pretrain_ladder.py"
-DESCRIPTION = "Pretrains a Llama-family transformer with Ladder Residual, tensor-, pipeline- and data-parallel."
+DESCRIPTION = """Pretrains a Llama-family transformer with Ladder Residual, tensor-, pipeline- and data-parallel.
+
+Most runs need these flags; a file (--config) can hold them:
+  data         --data-path --split --tokenizer-type --tokenizer-model
+  model        --residual-mode --num-layers --hidden-size --num-attention-heads --seq-length
+  steps        --train-iters --micro-batch-size --global-batch-size --bf16 --lr --min-lr --lr-warmup-iters
+  processes    --tensor-model-parallel-size --sequence-parallel --zero-stage
+  checkpoints  --save --load --save-interval
+  reports      --log-interval --eval-interval --tensorboard-dir"""
 
 _LLAMA3_ROPE = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position_embeddings")
 

@@ -39,7 +39,7 @@ class BenchmarkOptions:
     )
     """Ways to compute, interleaved in every round. -blocking waits for every all-reduce at once, ladder-autograd leaves
     backward to autograd, and no-comm omits the all-reduces."""
-    sizes: tuple[str, ...] = flag((), aliases=("--size",), details=f"{', '.join(SIZES)}; or {SHAPE}.")
+    sizes: tuple[str, ...] = flag((), aliases=("--size",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shapes of the model, measured one after the other, by name or in numbers such as 8x192x512x6x6x4096. If not
     given: small-train for train, small otherwise."""
     batch: int = 1

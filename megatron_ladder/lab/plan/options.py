@@ -20,7 +20,7 @@ COMMANDS: tuple[Command, ...] = get_args(Command)
 class LayoutOptions:
     """Layouts. The model to train, and the cluster."""
 
-    model: str = flag("llama-8b", details=f"{', '.join(SIZES)}; or {SHAPE}.")
+    model: str = flag("llama-8b", details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shape of the model, by name or in numbers as in 8x192x512x6x6x4096."""
     cluster: str = flag("h100", choices=CLUSTERS)
     """Preset of the GPUs and links; h100 is the paper's nodes. The flags below replace single figures."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,15 @@ def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
 def test_a_mistake_lists_what_was_expected(program: str, words: list[str], expected: str) -> None:
     with pytest.raises(Exception, match="(?m)^" + expected.replace("?", r"\?")):
         load_program(program).parse_options(words)
+
+
+def test_help_of_the_trainer_begins_with_the_common_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_program("pretrain").parse_options(["--help"])
+    summary, _, details = capsys.readouterr().out.partition("\noptions:\n")
+    common = re.findall(r"--[\w-]+", summary)
+    assert len(common) > 20
+    assert [name for name in common if not re.search(rf"^  {name}\b", details, re.MULTILINE)] == []
 
 
 def test_programs_check_what_they_write_before_the_work(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_report_alone() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--wirings standard gated", "--wirings gated: expected some of standard, ladder"),
+        ("--wirings standard gated", "--wirings gated: expected one of standard, ladder"),
         ("--wirings ladder parallel", "--wirings ladder parallel: add standard, with which all others are compared"),
         ("--timed-wirings standard hybrid", "--timed-wirings hybrid: expected some of --wirings that can be timed"),
         ("--sizes 8x3", "--sizes 8x3: expected one of small"),
