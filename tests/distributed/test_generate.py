@@ -272,10 +272,10 @@ def structured_answers(engine: GenerationEngine) -> list[str | None]:
     """Return answers to a schema, next to an unrestricted sample."""
     engine.tokenizer = tokenizer = ByteTokenizer()
     eos_ids = frozenset({tokenizer.eod_id})
-    schema = {"type": "array", "items": {"enum": ["ä", "b", 1]}, "minItems": 4, "maxItems": 4}
+    schema = {"type": "array", "items": {"enum": ["ä", "b", 1]}, "minItems": 2, "maxItems": 2}
     grammar = json_grammar(schema, tokenizer, eos_ids)
     requests = [
-        GenerationRequest((5, 9), 60, sampling, eos_ids, grammar=text)
+        GenerationRequest((5, 9), 24, sampling, eos_ids, grammar=text)
         for sampling, text in (
             (GREEDY, grammar), (SamplingParameters(seed=3), grammar), (SamplingParameters(seed=3), None),
             (SamplingParameters(seed=4, top_p=0.8, repetition_penalty=1.2), grammar),
@@ -297,7 +297,7 @@ def test_structured_answers_are_equal_at_any_size(gloo_pools: GlooPools) -> None
     alone = structured_answers(tiny_engine(config, weights))
     for text in (alone[0], alone[1], alone[3]):
         values = json.loads(text or "")
-        assert len(values) == 4 and set(values) <= {"ä", "b", 1}
+        assert len(values) == 2 and set(values) <= {"ä", "b", 1}
     assert alone[1] != alone[0]
     for tensor_parallel in (2, 4):
         found = gloo_pools(tensor_parallel).run(structured_here, config, weights, tensor_parallel)

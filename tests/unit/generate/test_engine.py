@@ -1,5 +1,6 @@
 """The decode loop in one process, compared with recomputation of the whole text for every token."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate import scoring
+from megatron_ladder.generate import scoring, slots
 from megatron_ladder.generate import slots as slots_module
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.lean import _PANEL_WIDTHS
@@ -154,7 +155,7 @@ def test_timings_count_tokens_over_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert generation.timings == (2.0, 1.5, None)
 
 
-def test_non_finite_logits_are_an_error() -> None:
+def test_non_finite_logits_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config()
     weights, _ = reference_of(config)
     weights["final_norm.weight"][3] = torch.nan
@@ -167,6 +168,12 @@ def test_non_finite_logits_are_an_error() -> None:
         engine.generate(requests_of(PROMPTS, GREEDY))
     with pytest.raises(BadNumbersError, match="the logits of the text"):
         engine.score((1, 17, 2))
+    # Finite logits after the prompt, but not within it.
+    batch = tiny_engine(config, reference_of(config)[0]).new_batch(2, 20)
+    monkeypatch.setattr(slots, "score_text", lambda *arguments: scoring.TokenScores((-1.0, math.nan), ((), ())))
+    first, second = requests_of(PROMPTS[:2], GREEDY)
+    tokens = batch.admit({0: replace(first, score_prompt=True), 1: second})
+    assert [token.finish_reason for token in tokens] == ["bad numbers", None]
 
 
 def test_cache_has_the_heads_of_its_rank() -> None:
