@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from itertools import takewhile
 from typing import Any
 
 from megatron_ladder.comm.agreement import raise_on_all_ranks
@@ -72,7 +73,10 @@ class EvaluatedModel:
         outcome: tuple[dict[str, float], str] = ({}, "")
         if self._world.rank == 0:
             try:
-                outcome = ({str(name): float(value) for name, value in function(self).items()}, "")
+                metrics = function(self)
+                if not isinstance(metrics, Mapping):
+                    raise TypeError(f"expected numbers by name, found {type(metrics).__name__}")
+                outcome = ({str(name): float(value) for name, value in metrics.items()}, "")
             except Exception as error:
                 traceback.print_exc()
                 outcome = ({}, f"{type(error).__name__}: {error}")
@@ -108,8 +112,10 @@ class Evaluations:
         """Whether there is something to evaluate after a step."""
         return self._validates_after(iteration) or self._calls_after(iteration)
 
-    def run(self, iteration: int, log: RunLog, everything: bool = False) -> None:
-        """Run and report what is due after a step, or `everything`.
+    def run(
+        self, iteration: int, log: RunLog, stops: Callable[[], bool] = lambda: False, everything: bool = False
+    ) -> None:
+        """Run and report what is due after a step, or `everything`; leave out the rest as soon as `stops` returns True.
 
         Raises UserError on every rank if the function of --eval-callable fails.
         """
@@ -117,10 +123,16 @@ class Evaluations:
         if everything or self._validates_after(iteration):
             for name, source in self._inputs.sources.valid.items():
                 with closing(sample_batches(self._trainer, source, consumed_samples=0)) as batches:
-                    log.validation(iteration, evaluate(self._trainer, batches, logging.eval_iters), name)
-            if prompts:
+                    # Without another batch, `evaluate` ends with StopIteration.
+                    remaining = takewhile(lambda _: not stops(), batches)
+                    try:
+                        loss = evaluate(self._trainer, remaining, logging.eval_iters)
+                    except StopIteration:
+                        return
+                log.validation(iteration, loss, name)
+            if prompts and not stops():
                 log.samples(iteration, self._continue_prompts(prompts))
-        if everything or self._calls_after(iteration):
+        if (everything or self._calls_after(iteration)) and not stops():
             self._call(iteration, log)
 
     def _validates_after(self, iteration: int) -> bool:

@@ -128,6 +128,9 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
         HangWatch(trainer.peers, startup, running, partial(record_lost_peers, record, trainer.peers)) as watch,
     ):
 
+        def stops() -> bool:
+            return _agreed_stop_reason(trainer, session.stopper) is not None
+
         @contextmanager
         def not_training() -> Iterator[None]:
             with log.paused(), watch.patient():
@@ -157,7 +160,7 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
                     reason = _save_checkpoint(trainer, session, iteration, batches.consumed_samples, reason)
             if evaluations.are_due(iteration) and not (reason and reason.urgent):
                 with not_training():
-                    evaluations.run(iteration, log)
+                    evaluations.run(iteration, log, stops)
     if reason is not None:
         print_rank_0(f"{reason.text}: ends after iteration {iteration} of {last}", rank)
     return reason.text if reason else "all steps are done"

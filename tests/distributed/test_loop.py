@@ -30,8 +30,10 @@ def write_tokens(prefix: Path, seed: int = 0) -> str:
     return str(prefix)
 
 
-def train(argv: list[str], prefix: str, save: Path, signal_at: int = 0) -> list[tuple[str, int]]:
-    """On each rank: train with a SIGTERM to this rank during a save; return the saves and evaluations in order."""
+def train(
+    argv: list[str], prefix: str, save: Path, signal_at: int = 0, in_evaluation: bool = False
+) -> list[tuple[str, int]]:
+    """On each rank: train, with a SIGTERM to rank 1 during a save or an evaluation; return both kinds in order."""
     trainer = build_trainer_here([*RECIPE, *argv, "--save", str(save)])
     run, rank, signals = trainer.run, dist.get_rank(), StopSignals()
     sources = open_sources(DataArguments([prefix], [], [], []), "8,2", OrderOptions(run.training.seq_length, 1))
@@ -42,10 +44,17 @@ def train(argv: list[str], prefix: str, save: Path, signal_at: int = 0) -> list[
         if iteration == signal_at and rank == 1:
             signals.received.append(15)
 
+    real = trainer.engine.evaluate
+
+    def evaluate(micro_batches: Any) -> Any:
+        if in_evaluation and rank == 1:
+            signals.received.append(15)
+        return real(micro_batches)
+
     checkpoints: Any = mock.MagicMock(save=save_checkpoint)
     stopper = Stopper(run.reliability, signals, rank, 0.0)
     session = loop._Session(RunInputs(run, {}, None, sources, None), None, checkpoints, stopper, record)
-    with mock.patch.object(loop, "HangWatch"):
+    with mock.patch.object(loop, "HangWatch"), mock.patch.object(trainer.engine, "evaluate", evaluate):
         reason = loop._train(trainer, session, 0, 0)
     record.write_first("stop", iteration=0, reason=reason)
     return [(event["event"], event["iteration"]) for event in read_record(save) if event["event"] != "progress"]
@@ -68,3 +77,9 @@ def test_a_scheduled_end_evaluates_and_a_signal_does_not_wait(
     words = [*flags.split(), "--tensor-model-parallel-size", "2"]
     found, _ = gloo_pools(2).run(train, words, prefix, tmp_path, signal_at)
     assert found == [*expected, ("stop", 0)]
+
+
+def test_a_signal_ends_an_evaluation(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "tokens")
+    found, _ = gloo_pools(2).run(train, ["--zero-stage", "2"], prefix, tmp_path, in_evaluation=True)
+    assert found == [("save", 3), ("stop", 0)], "the next step ends the run"
