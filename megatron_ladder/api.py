@@ -20,6 +20,7 @@ from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.measures import Measures
 from megatron_ladder.convert.options import ExportOptions, ImportOptions
 from megatron_ladder.data.batches import GlobalBatchLoader, UnreadBatches
+from megatron_ladder.data.samples import Samples
 from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.flags import flag_name, parse_command_line
 from megatron_ladder.generate.loading import open_model
@@ -64,8 +65,8 @@ class TrainingRun:
     """A run between its steps; `training` creates it."""
 
     def __init__(
-        self, trainer: Trainer, checkpoints: CheckpointSaver, batches: GlobalBatchLoader | UnreadBatches, valid: Any,
-        iteration: int,
+        self, trainer: Trainer, checkpoints: CheckpointSaver, batches: GlobalBatchLoader | UnreadBatches,
+        valid: Mapping[str, Samples], iteration: int,
     ) -> None:  # fmt: skip
         self._trainer, self._checkpoints, self._batches, self._valid = trainer, checkpoints, batches, valid
         self.iteration = iteration
@@ -86,11 +87,15 @@ class TrainingRun:
         self.iteration += 1
         return train_step(self._trainer, next(self._batches), self.iteration)
 
-    def evaluate(self) -> float:
-        """Return the mean loss over `eval_iters` batches of the validation data; raise UserError if there are none."""
-        if self._valid is None:
-            raise UserError("evaluate: the run has no validation data; give valid_data_path, or a share of the split")
-        with closing(sample_batches(self._trainer, self._valid, 0)) as batches:
+    def evaluate(self, name: str = "") -> float:
+        """Return the mean loss over `eval_iters` batches of the validation data, or of the set of this name.
+
+        Raises UserError if there is no such data.
+        """
+        if name not in self._valid:
+            sets = f"{name!r}, but {', '.join(map(repr, self._valid))}" if self._valid else "validation data"
+            raise UserError(f"evaluate: the run has no {sets}; give valid_data_path, or a share of the split")
+        with closing(sample_batches(self._trainer, self._valid[name], 0)) as batches:
             return evaluate(self._trainer, batches, self._trainer.run.logging.eval_iters)
 
     def save(self) -> None:

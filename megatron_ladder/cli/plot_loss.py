@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 TRAIN_LOSS = "train/lm loss"
-VALID_LOSS = "valid/lm loss"
+VALID_LOSS = re.compile(r"valid/(.*?) ?lm loss")
+"""With the name of the validation set, if it has one."""
 THROUGHPUT = "speed/tokens per second"
 
 
@@ -50,7 +52,8 @@ class _ScalarCurve(NamedTuple):
 class _RunCurves(NamedTuple):
     label: str
     train_loss: _ScalarCurve
-    valid_loss: _ScalarCurve | None
+    valid_losses: dict[str, _ScalarCurve]
+    """By the name of the validation set; "" if it has none."""
     tokens_per_second: _ScalarCurve | None
 
 
@@ -65,7 +68,10 @@ def _read_run(directory: Path, label: str) -> _RunCurves:
     if TRAIN_LOSS not in tags:
         found = f"scalars are {', '.join(tags)}" if tags else "there are no scalars"
         raise UserError(f"--tensorboard-dir {directory}: no '{TRAIN_LOSS}' in its event files, {found}")
-    valid, throughput = (_read_curve(events, tag) if tag in tags else None for tag in (VALID_LOSS, THROUGHPUT))
+    found = [VALID_LOSS.fullmatch(tag) for tag in tags]
+    sets = {match[1]: match[0] for match in found if match}
+    valid = {name: _read_curve(events, tag) for name, tag in sets.items()}
+    throughput = _read_curve(events, THROUGHPUT) if THROUGHPUT in tags else None
     return _RunCurves(label, _read_curve(events, TRAIN_LOSS), valid, throughput)
 
 
@@ -111,9 +117,9 @@ def _draw(runs: Sequence[_RunCurves], title: str, smoothing: float) -> "Figure":
             axes[0].plot(*train, color=color, alpha=0.25, linewidth=0.8)
         bold = _smooth(train.values, smoothing)
         axes[0].plot(train.iterations, bold, color=color, label=f"{run.label}: training")
-        if run.valid_loss:
-            dashed = {"linestyle": "--", "marker": "o", "markersize": 4}
-            axes[0].plot(*run.valid_loss, color=color, label=f"{run.label}: validation", **dashed)
+        for (name, curve), marker in zip(run.valid_losses.items(), itertools.cycle("os^Dv")):
+            dashed = {"linestyle": "--", "marker": marker, "markersize": 4}
+            axes[0].plot(*curve, color=color, label=f"{run.label}: validation {name}".rstrip(), **dashed)
         if run.tokens_per_second:
             axes[1].plot(*run.tokens_per_second, color=color, linewidth=1)
     axes[0].set_title(title)

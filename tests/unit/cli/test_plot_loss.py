@@ -23,16 +23,18 @@ def run_directory(tmp_path: Path) -> Path:
     directory = tmp_path / "ladder"
     write_events(directory, "train/lm loss", {1: 8.0, 2: 6.0, 3: 5.0})
     write_events(directory, "valid/lm loss", {2: 6.5})
+    write_events(directory, "valid/web lm loss", {2: 7.5})
+    write_events(directory, "valid/web ppl", {2: 1808.0})
     write_events(directory, "speed/tokens per second", {1: 900.0, 2: 1000.0, 3: 1100.0})
     return directory
 
 
-def test_reads_the_three_curves(run_directory: Path) -> None:
+def test_reads_all_curves(run_directory: Path) -> None:
     run = _read_run(run_directory, "mine")
     assert run == _RunCurves(
         "mine",
         _ScalarCurve((1, 2, 3), (8.0, 6.0, 5.0)),
-        _ScalarCurve((2,), (6.5,)),
+        {"": _ScalarCurve((2,), (6.5,)), "web": _ScalarCurve((2,), (7.5,))},
         _ScalarCurve((1, 2, 3), (900.0, 1000.0, 1100.0)),
     )
 
@@ -64,8 +66,8 @@ def test_smoothing_skips_non_finite_values() -> None:
 def test_figure_holds_raw_bold_and_validation_lines() -> None:
     train = _ScalarCurve((1, 2), (4.0, 8.0))
     runs = [
-        _RunCurves("a", train, _ScalarCurve((2,), (7.0,)), _ScalarCurve((1, 2), (10.0, 20.0))),
-        _RunCurves("b", _ScalarCurve((1, 2), (3.0, 3.0)), None, None),
+        _RunCurves("a", train, {"web": _ScalarCurve((2,), (7.0,))}, _ScalarCurve((1, 2), (10.0, 20.0))),
+        _RunCurves("b", _ScalarCurve((1, 2), (3.0, 3.0)), {}, None),
     ]
     figure = _draw(runs, "Two runs", 0.5)
     loss, throughput = figure.axes
@@ -73,7 +75,7 @@ def test_figure_holds_raw_bold_and_validation_lines() -> None:
     assert drawn == [[4, 8], pytest.approx([16 / 3, 20 / 3]), [7], [3, 3], [3, 3]]
     assert [text.get_text() for text in loss.get_legend().get_texts()] == [
         "a: training",
-        "a: validation",
+        "a: validation web",
         "b: training",
     ]
     assert (loss.get_title(), loss.get_ylabel()) == ("Two runs", "loss (nats per token)")
