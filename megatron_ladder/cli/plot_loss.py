@@ -68,8 +68,8 @@ def _read_run(directory: Path, label: str) -> _RunCurves:
     if TRAIN_LOSS not in tags:
         found = f"scalars are {', '.join(tags)}" if tags else "there are no scalars"
         raise UserError(f"--tensorboard-dir {directory}: no '{TRAIN_LOSS}' in its event files, {found}")
-    found = [VALID_LOSS.fullmatch(tag) for tag in tags]
-    sets = {match[1]: match[0] for match in found if match}
+    matches = [VALID_LOSS.fullmatch(tag) for tag in tags]
+    sets = {match[1]: match[0] for match in matches if match}
     valid = {name: _read_curve(events, tag) for name, tag in sets.items()}
     throughput = _read_curve(events, THROUGHPUT) if THROUGHPUT in tags else None
     return _RunCurves(label, _read_curve(events, TRAIN_LOSS), valid, throughput)

@@ -84,7 +84,7 @@ def test_figure_holds_raw_bold_and_validation_lines() -> None:
 
 
 def test_one_panel_without_throughput() -> None:
-    (loss,) = _draw([_RunCurves("a", _ScalarCurve((1,), (4.0,)), None, None)], "t", 0.0).axes
+    (loss,) = _draw([_RunCurves("a", _ScalarCurve((1,), (4.0,)), {}, None)], "t", 0.0).axes
     assert loss.get_xlabel() == "iteration"
     assert len(loss.lines) == 1, "without smoothing the curve is drawn once"
 
