@@ -75,7 +75,7 @@ def json_grammar(schema: Mapping[str, Any], tokenizer: Tokenizer, eos_ids: froze
 @functools.lru_cache(maxsize=64)
 def _compile_error(grammar: str) -> str:
     try:
-        words = [sys.executable, "-I", "-c", _COMPILE]
+        words = [sys.executable, "-P", "-c", _COMPILE]
         done = subprocess.run(words, input=grammar, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
     except subprocess.TimeoutExpired:
         return "the schema takes too long to compile"
