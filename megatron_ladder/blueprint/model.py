@@ -46,6 +46,8 @@ class ModelTraits:
     """Biases on the three projections of the MLP."""
     qk_layernorm: bool = False
     """RMSNorm over each query and key head before the rotary embedding."""
+    logit_soft_cap: float | None = flag(None, above=0)
+    """Bound of the logits: cap x tanh(logits / cap), as in Gemma 2, where it is 30. No bound by default."""
     init_method_std: float = flag(0.02, minimum=0)
     """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x layers)."""
     residual_mode: ResidualMode = flag(

@@ -200,7 +200,7 @@ def hf_type(model: ModelConfig) -> str:
     divides = model.hidden_size % model.num_attention_heads == 0
     usual_heads = divides and model.head_dim == model.hidden_size // model.num_attention_heads
     q_bias, o_bias, mlp_bias = model.add_qkv_bias, model.add_attention_output_bias, model.add_mlp_bias
-    if model.ladder_layers or model.wiring.one_norm:
+    if model.ladder_layers or model.wiring.one_norm or model.logit_soft_cap is not None:
         return OWN_TYPE
     if model.qk_layernorm:
         return "qwen3" if q_bias == o_bias and not mlp_bias else OWN_TYPE
@@ -270,6 +270,7 @@ def _own_keys(model: ModelConfig) -> dict[str, Any]:
         "attention_output_bias": model.add_attention_output_bias,
         "mlp_bias": model.add_mlp_bias,
         "qk_norm": model.qk_layernorm,
+        "final_logit_softcapping": model.logit_soft_cap,
         "residual_mode": model.residual_mode,
         "residual_staleness": model.residual_staleness,
         "ladder_layers": list(model.ladder_layers),
@@ -337,6 +338,7 @@ def model_config_from_hf(
         "norm_epsilon": keys.number("rms_norm_eps"),
         "tie_embeddings": keys.truth("tie_word_embeddings", False),
         "init_method_std": keys.number("initializer_range", 0.02),
+        "logit_soft_cap": _soft_cap(keys, config, model_type),
         **keys.rope(),
         **_biases(keys, model_type),
         **_wiring(keys, model_type, layers),
@@ -345,6 +347,15 @@ def model_config_from_hf(
     model = ModelConfig(**values)
     raise_user_errors(f"{source}: {error}" for error in model_errors(model))
     return model.canonical()
+
+
+def _soft_cap(keys: _Keys, config: Mapping[str, Any], model_type: str) -> float | None:
+    cap = config.get("final_logit_softcapping")
+    if cap is None:
+        return None
+    if model_type != OWN_TYPE:
+        keys.error("final_logit_softcapping", cap, f"null in a {model_type} model, whose logits are not bounded")
+    return keys.number("final_logit_softcapping")
 
 
 def _biases(keys: _Keys, model_type: str) -> dict[str, bool]:

@@ -98,7 +98,9 @@ class LanguageModel(nn.Module):
     def logits_shard(self, hidden_states: Tensor) -> Tensor:
         """The stream -> this rank's logits [s, b, padded V / t]; columns from `head.valid` on are padding."""
         normed = self.final_norm(hidden_states)
-        return self.embedding.logits(normed) if self.lm_head is None else self.lm_head(normed)
+        logits = self.embedding.logits(normed) if self.lm_head is None else self.lm_head(normed)
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def forward(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None, positions: Tensor | None = None,

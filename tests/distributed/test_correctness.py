@@ -46,7 +46,7 @@ def desync(tensor_parallel: int, interval: int) -> dict[str, Any]:
 
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "tied": {"tie_embeddings": True, "rope_scaling": "linear", "rope_scaling_factor": 2.0},
+    "tied": {"tie_embeddings": True, "rope_scaling": "linear", "rope_scaling_factor": 2.0, "logit_soft_cap": 1.5},
     "biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
     "qwen": {"add_qkv_bias": True, "qk_layernorm": True, "num_key_value_heads": 1},
     "multi-head": {"num_key_value_heads": 4, "head_dim": 12, "vocab_size": 257, "rope_scaling": "llama3",

@@ -41,6 +41,7 @@ class ReferenceConfig:
     add_attention_output_bias: bool = False
     add_mlp_bias: bool = False
     qk_layernorm: bool = False
+    logit_soft_cap: float | None = None
     residual_mode: str = "standard"
     ladder_layers: tuple[int, ...] = ()
     """Layers that read the stream late."""
@@ -145,7 +146,9 @@ def reference_logits(
     stream = _last_stream(weights, config, weights["embedding.weight"][tokens], sight)
     normed = _rms_norm(stream, weights["final_norm.weight"], config.norm_epsilon)
     head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
-    return normed @ head.T
+    logits = normed @ head.T
+    cap = config.logit_soft_cap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def _last_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, sight: Sight | None) -> Tensor:

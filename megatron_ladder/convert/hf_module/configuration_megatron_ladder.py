@@ -43,6 +43,7 @@ class MegatronLadderConfig(PreTrainedConfig):
         attention_dropout: float = 0.0,
         mlp_bias: bool = False,
         qk_norm: bool = False,
+        final_logit_softcapping: float | None = None,
         residual_mode: str = "ladder",
         ladder_layers: int | list[int] | None = None,
         residual_staleness: int = 1,
@@ -57,6 +58,7 @@ class MegatronLadderConfig(PreTrainedConfig):
             attention_bias: whether the projections of queries, keys and values have biases.
             attention_output_bias: whether the attention's output projection has a bias.
             qk_norm: whether each head's queries and keys are normed before the rotary embedding.
+            final_logit_softcapping: bound of the logits, as in Gemma 2; None for no bound.
             residual_mode: `standard`, `ladder` (Ladder Residual, arXiv 2501.06589), `parallel` (attention and MLP side
                 by side), or another key of `SUB_BLOCK_TABLE`.
             ladder_layers: layers that read the residual stream late: their indices, an integer N for the upper N,
@@ -84,6 +86,7 @@ class MegatronLadderConfig(PreTrainedConfig):
         self.attention_dropout = attention_dropout
         self.mlp_bias = mlp_bias
         self.qk_norm = qk_norm
+        self.final_logit_softcapping = final_logit_softcapping
         self.residual_mode = residual_mode
         self.ladder_layers = self._late_layers(residual_mode, ladder_layers, residual_staleness)
         self.residual_staleness = residual_staleness

@@ -106,6 +106,16 @@ class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
         self.post_init()
 
 
+class _Head(nn.Linear):
+    """The output head, with bounded logits if `cap` is not None."""
+
+    cap: float | None = None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        logits = super().forward(hidden_states)
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+
+
 class MegatronLadderForCausalLM(MegatronLadderPreTrainedModel, LlamaForCausalLM):
     """The decoder with its head."""
 
@@ -113,7 +123,8 @@ class MegatronLadderForCausalLM(MegatronLadderPreTrainedModel, LlamaForCausalLM)
         super(LlamaForCausalLM, self).__init__(config)
         self.model = MegatronLadderModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = _Head(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head.cap = config.final_logit_softcapping
         self.post_init()
 
 

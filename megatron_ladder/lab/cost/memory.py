@@ -179,7 +179,8 @@ def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, prec
     size, cut = _NUMBER_BYTES[precision], layout.tensor if layout.sequence_parallel else 1
     stream = tokens * model.hidden_size * (size + (size + _unfused_bytes(layout, precision)) / cut)
     rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
-    return stream + FP32_BYTES * tokens * min(model.vocab_size, rows)
+    capped = 0 if model.logit_soft_cap is None else size * tokens * rows
+    return stream + FP32_BYTES * tokens * min(model.vocab_size, rows) + capped
 
 
 def _stage_memory(

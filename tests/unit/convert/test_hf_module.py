@@ -92,6 +92,8 @@ def test_logits_match_the_training_model_for_every_ladder_mask() -> None:
         ("qwen3", {"qk_layernorm": True, "head_dim": 12}),
         ("qwen3", {"qk_layernorm": True, "add_qkv_bias": True, "add_attention_output_bias": True}),
         ("megatron_ladder", {"add_attention_output_bias": True}),
+        ("megatron_ladder", HYBRID | {"logit_soft_cap": 0.5, "tie_embeddings": True}),
+        ("megatron_ladder", {"logit_soft_cap": 0.5}),
         ("megatron_ladder", {"qk_layernorm": True, "add_qkv_bias": True}),
         ("megatron_ladder", {"add_qkv_bias": True, "head_dim": 12}),
         ("megatron_ladder", HYBRID | {"residual_staleness": 2}),

@@ -104,6 +104,7 @@ def test_configs_of_published_models() -> None:
         ({"rms_norm_eps": None}, "rms_norm_eps: found None, expected a number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: found 1, expected true or false"),
         ({"num_key_value_heads": 5}, "--num-key-value-heads 5"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: found 30.0, expected null"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5, expected 1.0"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: found 'yarn', expected"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type: found 'dynamic'"),
