@@ -325,8 +325,8 @@ class _GeneratedResponse:
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = await self._service.complete(self._parsed)
-        writer = ResponseWriter(request, self._service.model.name, self._service.model.tokenizer)
         with contextlib.closing(_ActiveRequest(self._service, request)) as active:
+            writer = ResponseWriter(request, self._service.model.name, self._service.model.tokenizer)
             if request.stream:
                 await self._stream(active, writer, send)
                 return
