@@ -114,6 +114,9 @@ def _load_state(
     with ThreadPoolExecutor(1) as thread:
         verified = thread.submit(checkpoint.verify, progress, world.rank, world.size)
         restored: dict[str, Tensor] = {}
+        counters = checkpoint.manifest.get("optimizer", {})
+        if optimizer and counters.get("steps_taken", -1) < 0:
+            errors.add(f"{checkpoint.directory}: {MANIFEST_NAME}: optimizer.steps_taken is missing or negative")
         with errors.collect():
             _read_optimizer(checkpoint, state, optimizer)
             stored = checkpoint.stored("rng") if generators else {}
@@ -126,7 +129,6 @@ def _load_state(
             verified.result()
     raise_on_all_ranks(world, errors.messages)
     if optimizer:
-        counters = checkpoint.manifest["optimizer"]
         state.set_steps_taken(int(counters["steps_taken"]))
         state.set_loss_scaler(counters.get("loss_scaler", {}))
     state.copy_masters_to_weights()

@@ -25,7 +25,7 @@ import math
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypedDict
@@ -37,11 +37,34 @@ from megatron_ladder.checkpoint.boxes import MAX_DIMENSIONS, Box, first_untiled
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, algorithm_of, checksum_of
 from megatron_ladder.checkpoint.lineage import Lineage
 from megatron_ladder.checkpoint.tensor_file import BY_NAME, parse_json
+from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.flags import ValueType
 
 FORMAT_NAME = "megatron_ladder checkpoint"
 SCHEMA_VERSION = 1
 KINDS = {"weight": "weights", "exp_avg": "optimizer", "exp_avg_sq": "optimizer", "rng": "rng"}
 """Kind of tensor -> name of the files that hold it. A weight is stored as its fp32 master."""
+_MOST_STEPS = 10**15
+"""Upper limit of iterations and samples: the names of directories have up to 15 digits."""
+_OTHER_KEYS: dict[str, Any] = {
+    "run": {
+        "training": {"train_iters": (int,), "seed": (int,), "seq_length": (int,)},
+        "optimizer": {
+            field.name: (kind.scalar, *((int,) * (kind.scalar is float)), *((type(None),) * kind.optional))
+            for field in fields(OptimizerConfig)
+            for kind in (ValueType.of(field.type),)
+        },
+        "parallel": {},
+    },
+    "data": {"stream": {"streams": (int,)}},
+    "tokenizer": {"type": (str,), "sha256": (str,)},
+    "hugging_face": {},
+    "guard": {"bad_in_a_row": (int,), "losses": [(int, float)]},
+    "optimizer": {"steps_taken": (int,), "loss_scaler": {}},
+    "data_streams": [{}],
+    "versions": {},
+}
+"""Optional keys and their types: of a value, of some keys of an object, or of all items of a list."""
 _RESERVED_KEYS = ("format", "schema_version", "files", "tensors", "manifest_checksum")
 _CHECKSUM_LINE = re.compile(rb',\n "manifest_checksum": "([0-9a-z_]+:[0-9a-f]+)"\n}\n\Z')
 _CHECKSUM_LINE_BYTES = 128
@@ -231,9 +254,12 @@ def _check_manifest(manifest: Any) -> TensorTable:
     if (version := _expect(manifest, where, "schema_version", int)) != SCHEMA_VERSION:
         raise ValueError(f"schema_version is {version}, and this program reads {SCHEMA_VERSION}")
     for key in ("iteration", "consumed_samples"):
-        if (count := _expect(manifest, where, key, int)) < 0:
-            raise ValueError(f"{key} is {count}, expected 0 or more")
+        if not 0 <= (count := _expect(manifest, where, key, int)) < _MOST_STEPS:
+            raise ValueError(f"{key} is {count}, expected 0 to {_MOST_STEPS - 1}")
     _expect(manifest, where, "model", dict)
+    for key in _OTHER_KEYS.keys() & manifest.keys():
+        if key != "tokenizer" or manifest[key] is not None:
+            _check_types(manifest[key], key, _OTHER_KEYS[key])
     if "lineage" in manifest:
         Lineage.from_record(manifest["lineage"])
     sizes: dict[str, int] = {}
@@ -253,6 +279,19 @@ def _check_manifest(manifest: Any) -> TensorTable:
             raise ValueError(f"{tensor.kind} of {tensor.name} is listed twice")
         table[tensor.kind][tensor.name] = tensor
     return table
+
+
+def _check_types(value: Any, name: str, expected: Any) -> None:
+    """Raise ValueError if a value is not of the expected types, see `_OTHER_KEYS`."""
+    kinds = expected if isinstance(expected, tuple) else (type(expected),)
+    if type(value) not in kinds:
+        raise ValueError(f"{name} is {value!r:.60}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_types(item, f"{name}.{index}", expected[0])
+    elif isinstance(value, dict):
+        for key in value.keys() & expected.keys():
+            _check_types(value[key], f"{name}.{key}", expected[key])
 
 
 def is_plain_name(name: str) -> bool:

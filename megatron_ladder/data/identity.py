@@ -45,6 +45,13 @@ def describe_training(source: DataSource, tokenizer_sha256: str | None) -> dict[
 
 def data_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """Return one line per difference of a checkpoint's description, which may lack entries, and this run's."""
+    try:
+        return _differences(stored, found)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        return [f"the description of the data cannot be read ({error!r})"]
+
+
+def _differences(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
     if "stream" in stored or "stream" in found:
         return _stream_changes(stored, found)
     if "train" not in stored:

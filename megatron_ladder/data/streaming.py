@@ -253,7 +253,8 @@ class StreamReader:
 
 def positions_of(states: Sequence[Mapping[str, Any]]) -> dict[int, StreamPosition]:
     """Return the position of each stream from the states of any number of ranks."""
-    return {int(number): StreamPosition(*place) for state in states for number, place in state["positions"].items()}
+    places = ((number, place) for state in states for number, place in state["positions"].items())
+    return {int(number): StreamPosition(*map(int, place)) for number, place in places}
 
 
 def skipped_of(states: Sequence[Mapping[str, Any]]) -> list[Sequence[int]]:

@@ -302,7 +302,7 @@ class _SmallFiles:
         ours, theirs = self._tokenizer, checkpoint.manifest.get("tokenizer")
         if ours is None or (theirs is None and not any(name in found for name in TOKENIZERS)):
             return False
-        same = theirs is not None and theirs["sha256"] == ours.sha256
+        same = theirs is not None and theirs.get("sha256") == ours.sha256
         # A directory may hold one tokenizer in two formats, of which the import records only one.
         return not same and not (ours.contents and ours.contents[0] in found.values())
 

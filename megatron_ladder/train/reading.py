@@ -18,6 +18,7 @@ from megatron_ladder.data.streaming import (
     positions_of,
     skipped_of,
 )
+from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import print_rank_0
 from megatron_ladder.train.setup import Trainer
@@ -72,7 +73,11 @@ class TextStreams:
         found = describe_data(self._inputs.sources, self._inputs.tokenizer, self._plan)
         # The oldest manifests have no states.
         if "data_streams" in manifest and not data_changes(manifest.get("data", {}), found):
-            self.load_state_dict(manifest["data_streams"])
+            try:
+                self.load_state_dict(manifest["data_streams"])
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                text = f"data_streams in the manifest of the checkpoint cannot be read ({error!r})"
+                raise UserError(f"--load: {text}: load another checkpoint") from None
 
     def batches(self, consumed_samples: int) -> GlobalBatchLoader:
         """Return this rank's batches, starting at the restored position."""

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_ladder.checkpoint.manifest import (
     encode_manifest,
     merge_manifest,
 )
+from megatron_ladder.config.training import OptimizerConfig
 
 HEADER = {"iteration": 100, "consumed_samples": 800, "model": {"num_layers": 2, "ladder_layers": [0, 1]}}
 
@@ -129,6 +131,41 @@ def test_every_flipped_bit_and_every_truncation_is_detected(manifest: dict[str, 
             decode_manifest(bytes(altered))
         with pytest.raises(ValueError):
             decode_manifest(data[:position])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("hugging_face", 5, "hugging_face is 5, expected dict"),
+        ("hugging_face", None, "hugging_face is None, expected dict"),
+        ("tokenizer", [], "tokenizer is "),
+        ("tokenizer", {"sha256": 1}, "tokenizer.sha256 is 1, expected str"),
+        ("run", {"optimizer": {"lr": "x"}}, "run.optimizer.lr is 'x', expected float or int"),
+        ("run", {"optimizer": {"lr": True}}, "run.optimizer.lr is True"),
+        ("run", {"training": 3}, "run.training is 3"),
+        ("run", {"training": {"train_iters": 1.5}}, "run.training.train_iters is 1.5, expected int"),
+        ("run", {"parallel": None}, "run.parallel is None"),
+        ("data", {"stream": {"streams": []}}, "data.stream.streams is "),
+        ("guard", {"losses": [1, 2.5, None]}, "guard.losses.2 is None, expected int or float"),
+        ("optimizer", {"steps_taken": "7"}, "optimizer.steps_taken is '7'"),
+        ("data_streams", {}, "data_streams is {}, expected list"),
+        ("data_streams", [{}, 5], "data_streams.1 is 5, expected dict"),
+        ("lineage", {"branch": "a", "forks": [["b", "c"]], "parent": None}, "lineage does not have"),
+        ("lineage", 5, "lineage does not have"),
+        ("iteration", 10**15, "iteration is 1"),
+        ("consumed_samples", -1, "consumed_samples is -1, expected 0 to"),
+    ],
+)
+def test_other_keys_have_the_expected_types(manifest: dict[str, Any], key: str, value: Any, named: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        decode_manifest(encode_manifest({**manifest, key: value}))
+    assert str(raised.value).startswith(named)
+
+
+def test_keys_of_runs_are_accepted(manifest: dict[str, Any]) -> None:
+    run = {"optimizer": asdict(OptimizerConfig(lr=1)), "training": {"seed": 1, "bf16": True}, "world_size": 2}
+    keys = {"tokenizer": None, "run": run, "guard": {"losses": [1, 2.5]}, "data_streams": [{"place": None}], "other": 5}
+    assert decode_manifest(encode_manifest({**manifest, **keys}))[0]["run"] == run
 
 
 def sealed(text: str) -> bytes:

@@ -22,7 +22,7 @@ from megatron_ladder.checkpoint import loading, saving
 from megatron_ladder.checkpoint.async_save import HostMemory, gather_through_files
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
-from megatron_ladder.checkpoint.publish import create_temporary_directory, published_checkpoints
+from megatron_ladder.checkpoint.publish import create_temporary_directory, published_checkpoints, write_manifest
 from megatron_ladder.checkpoint.retention import Retention
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions
 from megatron_ladder.comm.group import CommGroup
@@ -275,6 +275,17 @@ def test_sha256_equals_hashlib(tmp_path: Path) -> None:
 def load(save: Path, world: CommGroup, state: TinyState) -> tuple[str, list[str]]:
     checkpoint, faults = load_newest(save, state, world, lambda checkpoint: [])
     return checkpoint.directory.name, faults
+
+
+def test_counters_of_the_optimizer_are_required(tmp_path: Path) -> None:
+    save_at_once(tmp_path, 100, TinyState(1), CommGroup.alone())
+    manifest = tmp_path / "iter_0000100" / "manifest.json"
+    whole = json.loads(manifest.read_bytes())
+    del whole["manifest_checksum"]
+    for counters in ({}, {"steps_taken": -1}):
+        write_manifest(manifest.parent, {**whole, "optimizer": counters})
+        with pytest.raises(UserError, match="optimizer.steps_taken is missing or negative"):
+            load(tmp_path, CommGroup.alone(), TinyState(1))
 
 
 def flip(path: Path) -> None:

@@ -100,6 +100,9 @@ def test_earlier_checkpoints_are_compared_by_their_entries(tmp_path: Path) -> No
     assert data_changes(early, found) == []
     other = early | {"stream": early["stream"] | {"shards_sha256": "ab"}}
     assert data_changes(other, found) == ["--streaming: names or sizes of files have changed"]
+    for unknown in ({"train": 5}, {"train": {}}, {"stream": {"sources": [5]}}, {"stream": 5}):
+        (line,) = data_changes(unknown, found)
+        assert line.startswith("the description of the data cannot be read (") or "--streaming" in line
     (source,) = found["stream"]["sources"]
     del source["sample"]
     write(tmp_path / "a.jsonl", 2)
