@@ -66,12 +66,16 @@ class ErrorCollector:
         self.messages += messages
 
     @contextlib.contextmanager
-    def collect(self) -> Iterator[None]:
-        """Add the messages of a UserError that ends the block; code after the block runs in any case."""
+    def collect(self, flag: str = "") -> Iterator[None]:
+        """Add the messages of a UserError that ends the block; code after the block runs in any case.
+
+        Messages that do not begin with a flag are put after `flag`.
+        """
         try:
             yield
         except UserError as error:
-            self.messages += error.messages
+            begin = f"{flag} " if flag else ""
+            self.messages += [line if line.startswith("--") else begin + line for line in error.messages]
 
     def raise_if_any(self) -> None:
         """Raise a UserError with all messages if there are any."""

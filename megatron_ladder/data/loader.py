@@ -147,6 +147,7 @@ def open_sources(arguments: DataArguments, split: str, order: OrderOptions, part
     kinds of paths or none, invalid weights, no documents for training, or a part without a sample.
     """
     data_path = arguments.data_path
+    flags = {part: "--data-path" if data_path else f"--{part}-data-path" for part in _PARTS}
     errors = ErrorCollector()
     if data_path and (arguments.train or arguments.valid or arguments.test):
         errors.add("--data-path (divided by --split) excludes --train-data-path and --valid-data-path")
@@ -156,20 +157,21 @@ def open_sources(arguments: DataArguments, split: str, order: OrderOptions, part
     for part in _PARTS:
         if part in parts:
             with errors.collect():
-                flag, own = f"--{part}-data-path", getattr(arguments, part)
-                named = _named_sets(flag, own) if part == "valid" and not data_path else {"": data_path or own}
+                own = getattr(arguments, part)
+                named = _named_sets(flags[part], own) if part == "valid" and not data_path else {"": data_path or own}
                 for name, words in named.items():
-                    blends[part, name] = parse_blend("--data-path" if data_path else flag, words)
+                    blends[part, name] = parse_blend(flags[part], words)
     datasets: dict[Path, IndexedDataset] = {}
-    for prefix in dict.fromkeys(prefix for found in blends.values() for prefix in found.prefixes):
-        with errors.collect():
+    flag_of = {prefix: flags[part] for (part, _), found in blends.items() for prefix in found.prefixes}
+    for prefix, flag in flag_of.items():
+        with errors.collect(flag):
             datasets[prefix] = IndexedDataset(prefix)
             check_index(datasets[prefix])
     errors.raise_if_any()
     shares = _parse_split(split) if data_path else None
     opened: dict[tuple[str, str], DataSource] = {}
     for (part, name), (prefixes, weights) in blends.items():
-        with errors.collect():
+        with errors.collect(flags[part]):
             source = _open_part(part, [datasets[prefix] for prefix in prefixes], weights, shares, order)
             if source is not None:
                 opened[part, name] = source

@@ -76,7 +76,7 @@ def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
     if load_errors.messages:
         errors.add(*flags.explain(load_errors.messages))
         # The sizes that it would provide are unknown.
-        unknown = {"load", *(one.name for one in fields(flags.model) if one.name not in flags.given)}
+        unknown = {"seq_length", *(one.name for one in fields(flags.model))} - flags.given | {"load"}
         flags = replace(flags, faulty=flags.faulty | set(map(flag_name, unknown)))
     tokenizer, vocab_size = None, None
     with found.collect():

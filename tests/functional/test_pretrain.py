@@ -139,7 +139,8 @@ def test_all_errors_are_reported_once(tmp_path: Path) -> None:
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     starts = [
         "--num-experts is not supported", "--learning-rate is not a flag", "--hidden-size 65 is not divisible",
-        "--seq-length 64 is longer than", f"--tokenizer-model {tmp_path}/none.json", f"{tmp_path}/nothing.idx",
+        "--seq-length 64 is longer than", f"--tokenizer-model {tmp_path}/none.json",
+        f"--data-path {tmp_path}/nothing.idx",
     ]  # fmt: skip
     assert [line.removeprefix("error: ").startswith(s) for line, s in zip(errors, starts, strict=True)] == [True] * 6
     assert "Traceback" not in done.stderr

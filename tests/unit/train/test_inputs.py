@@ -16,7 +16,7 @@ from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import UserError
-from megatron_ladder.train.inputs import describe_data, read_inputs
+from megatron_ladder.train.inputs import RunInputs, describe_data, read_inputs
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
 SIZES = (
@@ -55,6 +55,56 @@ def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkey
         f"{prefix}: holds token ids up to 99, the model has 67",
     ]
     assert [line.startswith(start) for line, start in zip(raised.value.messages, starts, strict=True)] == [True] * 6
+
+
+def test_missing_data_is_reported_with_its_flag(tmp_path: Path) -> None:
+    def errors(words: str) -> list[str]:
+        with pytest.raises(UserError) as raised:
+            read_inputs([*SIZES, *words.split()], RankInfo(0, 1, 0))
+        return [message.split(": ")[0] for message in raised.value.messages]
+
+    assert errors(f"--data-path {tmp_path}/a") == [f"--data-path {tmp_path}/a.idx"]
+    assert errors(f"--train-data-path {tmp_path}/a --valid-data-path x={tmp_path}/b") == [
+        f"--train-data-path {tmp_path}/a.idx", f"--valid-data-path {tmp_path}/b.idx"
+    ]  # fmt: skip
+    with IndexedDatasetWriter(tmp_path / "short", np.dtype(np.uint16)) as writer:
+        writer.add_document(np.arange(3))
+        writer.publish()
+    assert errors(f"--train-data-path {tmp_path}/short") == [f"--train-data-path {tmp_path}/short"]
+
+
+def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
+    """The model, its vocabulary, the length and the seed of a resumed run need no flags."""
+    config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2), qk_layernorm=True, rotary_base=500.0)
+    run = {"training": {"seq_length": 8, "seed": 5}}
+    write_checkpoint(tmp_path, config, reference_of(config)[0], run=run)
+    with IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
+        writer.add_document(np.arange(60))
+        writer.publish()
+    words = f"--train-iters 20 --lr 1 --data-path {tmp_path}/tokens --split 1 --eval-iters 0 --load {tmp_path}"
+
+    def read(more: str) -> RunInputs:
+        return read_inputs([*words.split(), *more.split()], RankInfo(0, 1, 0))
+
+    resumed = read("--no-load-optim --use-checkpoint-args")
+    assert resumed.run.model == config
+    assert (resumed.run.training.seq_length, resumed.run.training.seed) == (8, 5)
+    assert resumed.values["hidden_size"] == config.hidden_size and resumed.values["seq_length"] == 8
+    tuned = read("--finetune --seq-length 40")
+    assert tuned.run.model == replace(config, max_position_embeddings=max(40, config.max_position_embeddings))
+    assert (tuned.run.training.seq_length, tuned.run.training.seed) == (40, 1234)
+    for more, message in (
+        ("--num-layers 4", "--num-layers 4: .* was trained with 3"),
+        ("--residual-mode parallel", "--residual-mode parallel: .* was trained with ladder"),
+        ("--ladder-layers 1", r"--ladder-layers \[2\]: .* was trained with \[1, 2\]"),
+    ):
+        with pytest.raises(UserError, match=message) as raised:
+            read(f"--no-load-optim {more}")
+        assert len(raised.value.messages) == 1
+    with pytest.raises(UserError) as raised:
+        read(f"--load {tmp_path}/empty")
+    (error,) = raised.value.messages
+    assert error.startswith(f"--load {tmp_path}/empty: holds no checkpoint that would provide --num-layers, ")
 
 
 def test_a_tokenizer_without_a_file_has_a_vocabulary(tmp_path: Path) -> None:
