@@ -44,8 +44,8 @@ def output_problem(path: Path, kind: OutputKind) -> str | None:
     """Return why an output cannot be written, or None; create nothing. Missing directories are no problem."""
     if kind == "prefix" and not path.name:
         return "expected the beginning of a file name"
-    if kind == "file" and path.is_dir():
-        return "is a directory"
+    if kind == "file" and path.exists():
+        return "is a directory" if path.is_dir() else None if os.access(path, os.W_OK) else "is not writable"
     folder = path if kind == "directory" else path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
