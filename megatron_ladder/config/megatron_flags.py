@@ -86,6 +86,7 @@ _REFUSED_BY_REASON = {
     "use --offload-optimizer cpu": "--cpu-optimizer",
     "use --seq-length": "--encoder-seq-length",
     "the warm-up starts at 0; leave the flag out": "--lr-warmup-init",
+    "set the environment variable WANDB_ENTITY": "--wandb-entity",
     "there is only one checkpoint format; leave the flag out": "--ckpt-format",
     "use --zero-stage 3": "--use-torch-fsdp2",
     "checkpoints always contain the complete state; leave the flag out": "--no-save-optim --no-save-rng",
