@@ -40,7 +40,7 @@ class DataConfig:
     """Directory that caches the order of samples. The processes of a machine then compute the order only once and share
     its memory. Useful for about a million documents or more."""
     megatron_order: bool = False
-    """Read training samples in the order of Megatron-LM core, which depends on the length of the run."""
+    """Read training and validation samples in the order of Megatron-LM core, which depends on the length of the run."""
     allow_data_change: bool = flag(False, requires="--load")
     """Resume a checkpoint with data, or an order of data, that differs from its earlier training."""
     tokenizer_type: TokenizerType | None = None

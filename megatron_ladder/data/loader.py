@@ -13,7 +13,7 @@ import numpy as np
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.blending import Blend, BlendedSource, blend, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.megatron_order import megatron_source, split_sequences
+from megatron_ladder.data.megatron_order import megatron_source
 from megatron_ladder.data.packing import LossOn, PackedSource
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.sidecar import check_index, check_sidecar, missing_loss_mask, read_sidecar
@@ -103,7 +103,7 @@ def _named_sets(flag: str, words: Sequence[str]) -> dict[str, list[str]]:
 
 
 class Sources(NamedTuple):
-    """Samples of each part, or None. Only training is shuffled."""
+    """Samples of each part, or None. Only training is shuffled, unless the order is Megatron's."""
 
     train: DataSource | None
     valid: Mapping[str, DataSource]
@@ -134,8 +134,8 @@ class OrderOptions(NamedTuple):
     seed: int
     cache: Path | None = None
     """Directory for cached orders; None: each process builds its own."""
-    megatron_samples: int | None = None
-    """Number of samples of the whole run if training uses Megatron's order, which depends on it."""
+    megatron_samples: Mapping[str, int] | None = None
+    """Number of samples of the whole run by part if it uses Megatron's order, which depends on it."""
     loss_on: LossOn | None = None
     """The tokens that count as labels; see `_choose_labels`."""
 
@@ -191,25 +191,25 @@ def _open_part(
 ) -> DataSource | None:
     """Return a part's share of some data sets, all of them without `shares`; None if they have no document for it."""
     errors = ErrorCollector()
-    if part == "train" and order.megatron_samples is not None:
-        sidecars = {str(dataset.prefix): read_sidecar(dataset.prefix) for dataset in datasets}
-        packed = [prefix for prefix, sidecar in sidecars.items() if sidecar is not None and sidecar.conversations]
-        if packed:
-            raise UserError(
-                f"--megatron-order: {' '.join(packed)} contains conversations, which are packed whole: leave the flag "
-                "out"
-            )
+    sidecars = {str(dataset.prefix): read_sidecar(dataset.prefix) for dataset in datasets}
+    packed = [prefix for prefix, sidecar in sidecars.items() if sidecar is not None and sidecar.conversations]
+    if order.megatron_samples is not None and packed and part == "train":
+        raise UserError(
+            f"--megatron-order: {' '.join(packed)} contains conversations, which are packed whole: leave the flag out"
+        )
+    if order.megatron_samples is not None and not packed:
         for dataset in datasets:
             with errors.collect():
                 if _choose_labels(dataset, order.loss_on) == "all":
                     dataset.loss_mask = None
         errors.raise_if_any()
-        return megatron_source(
-            datasets, weights, shares, order.seq_length, order.seed, order.megatron_samples, order.cache
-        )
+        own_split = None if shares is None else (shares, _PARTS.index(part))
+        samples = order.megatron_samples[part]
+        return megatron_source(part, datasets, weights, own_split, order.seq_length, order.seed, samples, order.cache)
     sources, own_weights = [], []
     for position, dataset in enumerate(datasets):
-        documents = _documents_of(part, dataset, shares, order)
+        everything = range(len(dataset))
+        documents = everything if shares is None else _split_documents(shares, len(dataset))[_PARTS.index(part)]
         if documents:
             with errors.collect():
                 source = _open_source(part, dataset, documents, order)
@@ -272,19 +272,6 @@ def _split_documents(shares: Sequence[float], documents: int) -> list[range]:
     ends[1:] -= ends[-1] - documents
     # If the first share is empty, Megatron's correction can be negative.
     return [range(begin, end) for begin, end in itertools.pairwise(ends.clip(0).tolist())]
-
-
-def _documents_of(part: str, dataset: IndexedDataset, shares: Sequence[float] | None, order: OrderOptions) -> range:
-    if shares is None:
-        return range(len(dataset))
-    position = _PARTS.index(part)
-    if order.megatron_samples is None:
-        return _split_documents(shares, len(dataset))[position]
-    # Training in Megatron's order splits sequences, so this part must not include a document of another part.
-    sequences = split_sequences(shares, len(dataset.sequence_bounds) - 1)[position]
-    tokens = dataset.sequence_bounds[[sequences.start, sequences.stop]]
-    begin, end = np.searchsorted(dataset.document_bounds, tokens).tolist()
-    return range(begin, max(begin, end if tokens[1] == dataset.document_bounds[end] else end - 1))
 
 
 def check_tokenizer(sources: Sources, tokenizer: Tokenizer) -> None:

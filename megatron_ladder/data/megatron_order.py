@@ -1,6 +1,7 @@
 """The order in which GPTDataset and BlendedDataset of Megatron-LM core read samples, for comparisons with Megatron.
 
-Unlike the order of samples.py, it depends on the length of the run. A run of N samples reads E epochs, the smallest E
+Unlike the order of samples.py, it depends on the length of the run, and shuffles validation samples as well. A run that
+reads N samples of a part, over all evaluations for validation, reads E epochs, the smallest E
 with E T >= N s + 1 tokens (T: tokens of an epoch, s: sequence length). One legacy generator, RandomState(seed),
 shuffles in this order:
 
@@ -35,7 +36,7 @@ _LAST_EPOCH_SHARE = 0.80
 _SURPLUS = 0.005
 
 
-def split_sequences(shares: Sequence[float], sequences: int) -> list[range]:
+def _split_sequences(shares: Sequence[float], sequences: int) -> list[range]:
     """Split sequences 0 .. sequences - 1 at the rounded cumulative shares, as Megatron core does."""
     cuts = [round(end * float(sequences)) for end in itertools.accumulate(shares, initial=0.0)]
     return [range(begin, end) for begin, end in itertools.pairwise(cuts)]
@@ -54,11 +55,10 @@ class _MegatronSource(SampleSource):
         seed: int,
         run_samples: int | None,
         cache: Path | None = None,
+        part: str = "train",
     ) -> None:
         """`run_samples` is the number of samples that the run reads; None: those of one epoch."""
-        super().__init__(
-            dataset, sequences, seq_length, seed, shuffle=True, cache=cache, bounds=dataset.sequence_bounds
-        )
+        super().__init__(dataset, sequences, seq_length, seed, True, part, cache, dataset.sequence_bounds)
         self.run_samples, self.order_options = run_samples, {"run_samples": run_samples}
         self.epochs = 1 if run_samples is None else max(1, -(-(run_samples * seq_length + 1) // self.tokens))
 
@@ -125,32 +125,44 @@ class _MegatronBlend(BlendedSource):
 
 
 def megatron_source(
+    part: str,
     datasets: Sequence[IndexedDataset],
     weights: Sequence[Fraction] | None,
-    shares: Sequence[float] | None,
+    split: tuple[Sequence[float], int] | None,
     seq_length: int,
     seed: int,
     run_samples: int,
     cache: Path | None,
-) -> _MegatronSource | _MegatronBlend:
-    """Return training data in Megatron's order; `shares` are those of train, valid and test; None: all is for training.
+) -> _MegatronSource | _MegatronBlend | None:
+    """Return one part of some data sets in Megatron's order; None if it has no sequence of them.
 
-    Raises UserError if a part is too short, or data sets without weights have fewer samples than `run_samples`.
+    `part` is for messages. `split` has the shares of all parts and the position of this one, or is None for whole
+    data sets. Raises UserError if the part is too short, or data sets without weights have fewer than `run_samples`.
     """
 
-    def source(dataset: IndexedDataset, samples: int | None) -> _MegatronSource:
-        sequences = split_sequences(shares or (1.0,), len(dataset.sequence_bounds) - 1)[0]
-        return _MegatronSource(dataset, sequences, seq_length, seed, samples, cache)
+    def sequences_of(dataset: IndexedDataset) -> range:
+        shares, position = split or ((1.0,), 0)
+        return _split_sequences(shares, len(dataset.sequence_bounds) - 1)[position]
 
-    if len(datasets) == 1 and (weights is None or shares is None):
+    def source(dataset: IndexedDataset, samples: int | None) -> _MegatronSource:
+        return _MegatronSource(dataset, sequences_of(dataset), seq_length, seed, samples, cache, part)
+
+    held = [bool(sequences_of(dataset)) for dataset in datasets]
+    if not any(held):
+        return None
+    # Megatron fails if a data set of the blend has no sequence for a part.
+    datasets = list(itertools.compress(datasets, held))
+    weights = None if weights is None else list(itertools.compress(weights, held))
+    if len(datasets) == 1 and (weights is None or split is None):
         return source(datasets[0], run_samples)
     if weights is None:
         once = [source(dataset, None) for dataset in datasets]
         available = sum(map(len, once))
         if run_samples > available:
             raise UserError(
-                f"--megatron-order: the run reads {run_samples} samples, the data sets have {available}, and without "
-                "weights Megatron reads each sample at most once: give weights, or fewer --train-iters"
+                f"--megatron-order: the run reads {run_samples} {part} samples, the data sets have {available}, and "
+                "without weights Megatron reads each sample at most once: give weights, or fewer "
+                f"{'--train-iters' if part == 'train' else '--eval-iters'}"
             )
         return _MegatronBlend(once, list(map(len, once)), run_samples, cache)
     normalized = _normalized([float(weight) for weight in weights])

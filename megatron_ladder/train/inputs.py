@@ -198,7 +198,8 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
 def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
     data = run.data
     parts = ["train"] * (not data.streaming and not run.logging.skip_train) + ["valid"] * (run.logging.eval_iters > 0)
-    megatron_samples = run.training.train_iters * run.global_batch_size if data.megatron_order else None
+    samples = {"train": run.training.train_iters * run.global_batch_size, "valid": run.validation_samples}
+    megatron_samples = samples if data.megatron_order else None
     order = OrderOptions(
         run.training.seq_length, run.training.seed, data.data_cache_path, megatron_samples, data.loss_on
     )

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
 from megatron_ladder.data.loader import DataArguments, OrderOptions, open_sources
-from megatron_ladder.data.megatron_order import _greedy_turns, _MegatronSource, split_sequences
+from megatron_ladder.data.megatron_order import _greedy_turns, _MegatronSource, _split_sequences
 from megatron_ladder.errors import UserError
 
 MakeDataset = Callable[..., IndexedDataset]
@@ -100,7 +101,7 @@ def test_a_weighted_blend(make_dataset: MakeDataset, tmp_path: Path, size: int, 
     lengths = {"a": LENGTHS, "b": [9, 4, 30], "c": [6] * 5}
     words = [word for name, weight in zip("abc", (30, 50, 20), strict=True)
              for word in (weight, make_dataset(lengths[name], name).prefix)]  # fmt: skip
-    order = OrderOptions(SEQ_LENGTH, SEED, tmp_path if cached else None, megatron_samples=size)
+    order = OrderOptions(SEQ_LENGTH, SEED, tmp_path if cached else None, megatron_samples={"train": size})
     weights = [0.3, 0.5, 0.2]
     wanted = [math.ceil(size * weight) for weight in weights]
     runs = [run_by_hand(lengths[name], 0, math.ceil(count * 1.005)) for name, count in zip("abc", wanted, strict=True)]
@@ -120,23 +121,71 @@ def test_a_weighted_blend(make_dataset: MakeDataset, tmp_path: Path, size: int, 
 def test_data_sets_without_weights_are_read_once(make_dataset: MakeDataset) -> None:
     a, b = make_dataset(LENGTHS, "a").prefix, make_dataset([40], "b").prefix
     runs = [run_by_hand(LENGTHS, 0, None), run_by_hand([40], 0, None)]
-    train = open_sources(shared(a, b), "1", OrderOptions(SEQ_LENGTH, SEED, None, 21), ["train"]).train
+    train = open_sources(shared(a, b), "1", OrderOptions(SEQ_LENGTH, SEED, None, {"train": 21}), ["train"]).train
     turns = _greedy_turns([12 / 21, 9 / 21], 21).tolist()
     expected = [runs[turn][turns[:place].count(turn)] for place, turn in enumerate(turns)]
     assert train.samples(np.arange(21)).tokens.tolist() == expected
-    with pytest.raises(UserError, match="--megatron-order: the run reads 22 samples, the data sets have 21"):
-        open_sources(shared(a, b), "1", OrderOptions(SEQ_LENGTH, SEED, None, 22), ["train"])
+    with pytest.raises(UserError, match="--megatron-order: the run reads 22 train samples, the data sets have 21"):
+        open_sources(shared(a, b), "1", OrderOptions(SEQ_LENGTH, SEED, None, {"train": 22}), ["train"])
 
 
 def test_splits_are_rounded_as_in_megatron_core(make_dataset: MakeDataset) -> None:
     # Cumulated shares of 10 sequences: 0.969 -> 9.69 -> 10; the legacy rule would give (10, 0, 0) too, and of 5
     # sequences cut 50/50 core rounds 2.5 to 2.
-    assert split_sequences((0.969, 0.030, 0.001), 10) == [range(10), range(10, 10), range(10, 10)]
-    assert split_sequences((0.5, 0.5, 0.0), 5) == [range(2), range(2, 5), range(5, 5)]
+    assert _split_sequences((0.969, 0.030, 0.001), 10) == [range(10), range(10, 10), range(10, 10)]
+    assert _split_sequences((0.5, 0.5, 0.0), 5) == [range(2), range(2, 5), range(5, 5)]
     prefix = make_dataset([10] * 5).prefix
-    sources = open_sources(shared(prefix), "1,1", OrderOptions(SEQ_LENGTH, SEED, None, 4))
-    assert (sources.train.documents, sources.valid[""].documents) == (range(2), range(2, 5))
-    assert not sources.valid[""].shuffle
+    order = OrderOptions(SEQ_LENGTH, SEED, None, {"train": 4, "valid": 4, "test": 4})
+    sources = open_sources(shared(prefix), "1,1", order)
+    assert (sources.train.documents, sources.valid[""].documents, sources.test) == (range(2), range(2, 5), None)
+
+
+@pytest.mark.parametrize("samples", [1, 5, 14, 40])
+def test_validation_is_shuffled_over_all_evaluations(make_dataset: MakeDataset, samples: int) -> None:
+    # Of 9 sequences, the shares 0.5 and 0.5 are 0-3 and 4-8: 22 and 61 tokens.
+    lengths = [*LENGTHS, 34]
+    prefix = make_dataset(lengths).prefix
+    order = OrderOptions(SEQ_LENGTH, SEED, None, {"train": 7, "valid": samples})
+    valid = open_sources(shared(prefix), "1,1", order, ["train", "valid"]).valid[""]
+    expected = run_by_hand(lengths[4:], sum(lengths[:4]), samples)
+    assert valid.samples(np.arange(len(expected))).tokens.tolist() == expected
+    own = DataArguments((), [str(prefix)], [str(prefix)], ())
+    whole = open_sources(own, "1", order, ["train", "valid"])
+    for part, count in ((whole.train, 7), (whole.valid[""], samples)):
+        assert part.samples(np.arange(count)).tokens.tolist() == run_by_hand(lengths, 0, count)[:count]
+
+
+def test_a_blend_of_validation_data(make_dataset: MakeDataset) -> None:
+    """Shares that are empty in one of the data sets leave that data set out, for which Megatron fails."""
+    a, b, c = make_dataset(LENGTHS, "a").prefix, make_dataset([9, 4, 30], "b").prefix, make_dataset([50], "c").prefix
+    order = OrderOptions(SEQ_LENGTH, SEED, None, {"train": 8, "valid": 12})
+    for words in ((3, a, 1, b), (3, a, 4, c, 1, b)):
+        valid = open_sources(shared(*words), "60,40", order, ["valid"]).valid[""]
+        # Sequences 5-7 of a and 2 of b; 9 + 3 samples, for which 10 and 4 are prepared.
+        runs = [run_by_hand(LENGTHS[5:], sum(LENGTHS[:5]), 10), run_by_hand([30], 13, 4)]
+        turns = _greedy_turns([0.75, 0.25], 12).tolist()
+        expected = [runs[turn][turns[:place].count(turn)] for place, turn in enumerate(turns)]
+        assert valid.samples(np.arange(12)).tokens.tolist() == expected
+
+
+def test_every_evaluation_reads_the_samples_after_those_of_the_one_before() -> None:
+    """Megatron keeps one iterator over validation data, which a resumed run continues."""
+    flags = "--seq-length 16 --hidden-size 32 --num-attention-heads 4 --lr 1e-3 --vocab-size 50 --global-batch-size 4 "
+    for iterations, interval in ((10, 5), (11, 5), (3, 5), (5, 1)):
+        errors: list[str] = []
+        words = f"{flags} --train-iters {iterations} --eval-interval {interval} --eval-iters 3"
+        run, own = (
+            resolve_run(parse_run(f"{words} {order}".split(), errors), 50, 1, errors)
+            for order in ("--megatron-order", "")
+        )
+        consumed, starts = 0, {}
+        for iteration in range(1, iterations + 1):
+            if iteration % interval == 0:
+                starts[iteration], consumed = consumed, consumed + 12
+        starts.setdefault(iterations, consumed)
+        assert not errors and {iteration: run.validation_start(iteration) for iteration in starts} == starts
+        assert run.validation_samples == (iterations // interval + 1) * 12 >= starts[iterations] + 12
+        assert own.validation_start(iterations) == 0
 
 
 def write_sequences(prefix: Path, documents: list[int]) -> Path:
@@ -150,14 +199,12 @@ def write_sequences(prefix: Path, documents: list[int]) -> Path:
 
 def test_megatron_uses_sequences_as_documents(tmp_path: Path) -> None:
     prefix = write_sequences(tmp_path / "s", [0, 3, 4])
-    train = open_sources(shared(prefix), "1", OrderOptions(SEQ_LENGTH, SEED, None, 10), ["train"]).train
+    train = open_sources(shared(prefix), "1", OrderOptions(SEQ_LENGTH, SEED, None, {"train": 10}), ["train"]).train
     assert train.samples(np.arange(10)).tokens.tolist() == run_by_hand([5, 6, 7, 8], 0, 10)[:10]
-    # Half of 4 sequences ends inside a document: validation contains only whole documents in its half.
-    order = OrderOptions(SEQ_LENGTH, SEED, None, 2)
-    sources = open_sources(shared(prefix), "1,1", order)
-    assert (sources.train.documents, sources.valid[""].documents) == (range(2), range(1, 2))
-    other = write_sequences(tmp_path / "t", [0, 1, 4])
-    assert open_sources(shared(other), "0,1,1", order, ["valid"]).valid[""].documents == range(1)
+    # Half of 4 sequences ends inside the first document.
+    order = OrderOptions(SEQ_LENGTH, SEED, None, {"train": 2, "valid": 2})
+    sources = open_sources(shared(prefix), "1,1", order, ["train", "valid"])
+    assert (sources.train.documents, sources.valid[""].documents) == (range(2), range(2, 4))
 
 
 def test_loss_on_applies_to_megatrons_order(make_dataset: MakeDataset) -> None:
@@ -167,7 +214,7 @@ def test_loss_on_applies_to_megatrons_order(make_dataset: MakeDataset) -> None:
     for loss_on, prefixes, has_mask in (
         (None, both, True), ("all", both, False), ("assistant", shared(masked), True), (None, shared(bare), False),
     ):  # fmt: skip
-        for megatron_samples in (8, None):
+        for megatron_samples in ({"train": 8}, None):
             order = OrderOptions(SEQ_LENGTH, SEED, None, megatron_samples, loss_on)
             train = open_sources(prefixes, "1", order, ["train"]).train
             rows = train.samples(np.arange(8))
