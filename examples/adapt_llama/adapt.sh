@@ -224,12 +224,9 @@ fi
 run_once tokens "$run/data/train_${keys[0]}_document.idx" "Conversations: tokens, and a mask of the assistant's tokens" \
     tokenize "${conversations[@]}"
 
-model_flags=$("$python" examples/adapt_llama/model_flags.py --hf "$source_model")
-mapfile -t model_flags <<<"$model_flags"
 steps=$(((tokens + global_batch * seq_length - 1) / (global_batch * seq_length)))
 run_once heal "$run/checkpoints/latest" "Healing: $steps steps of $global_batch x $seq_length tokens" \
     heal pretrain_ladder.py \
-    "${model_flags[@]}" --residual-mode ladder --ladder-layers "$ladder_layers" \
     "${layout[@]}" --bf16 --global-batch-size "$global_batch" --seq-length "$seq_length" \
     --train-iters "$steps" --lr "$lr" --lr-warmup-iters "$warmup" "${recipe[@]}" --loss-on assistant \
     --train-data-path "$run/data/train_${keys[0]}_document" --valid-data-path "$run/data/valid_${keys[0]}_document" \

@@ -156,18 +156,21 @@ class ModelConfig(ModelTraits):
         """Return the model as JSON values; the inverse of `from_dict`."""
         return to_plain(self)
 
+    def to_flags(self) -> "ModelFlags":
+        """Return flags that `resolve_model` resolves to this model."""
+        values = {field.name: getattr(self, field.name) for field in fields(ModelFlags)}
+        layers = self.ladder_layers
+        is_default = not self.wiring.late or len(layers) == self.num_layers
+        values["ladder_layers"] = None if is_default else f"[{','.join(map(str, layers))}]" if layers else "none"
+        values["desync_interval"] = self.desync_interval or ModelFlags.desync_interval
+        return ModelFlags(**values)
+
     def to_words(self) -> list[str]:
         """Return the flags and values of `ModelFlags` that describe the model, without those that are defaults."""
         words = []
-        for field in fields(ModelFlags):
-            value = getattr(self, field.name)
-            if field.name == "ladder_layers":
-                is_default = not self.wiring.late or len(value) == self.num_layers
-                value = None if is_default else "[" + ",".join(map(str, value)) + "]" if value else "none"
-            elif field.name == "desync_interval" and self.desync_tp is None:
-                value = field.default
-            if value != field.default:
-                words += [flag_name(field.name)] if value is True else [flag_name(field.name), str(value)]
+        for name, value in vars(self.to_flags()).items():
+            if value != getattr(ModelFlags, name):
+                words += [flag_name(name)] if value is True else [flag_name(name), str(value)]
         return words
 
     @staticmethod
@@ -289,16 +292,6 @@ def resolve_model(
     config = ModelConfig(**values)
     errors += model_errors(config)
     return config.canonical()
-
-
-def flags_of(config: ModelConfig) -> ModelFlags:
-    """Return flags that `resolve_model` resolves to this model."""
-    values = {field.name: getattr(config, field.name) for field in fields(ModelFlags)}
-    layers = config.ladder_layers
-    text = "all" if len(layers) == config.num_layers else str(list(layers)) if layers else "none"
-    values["ladder_layers"] = text if config.wiring.late else None
-    values["desync_interval"] = config.desync_interval or ModelFlags.desync_interval
-    return ModelFlags(**values)
 
 
 def model_errors(config: ModelConfig) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, flags_of, resolve_model, tensor_parallel_errors
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_errors
 from megatron_ladder.config.data import CheckpointConfig, DataConfig
 from megatron_ladder.config.file import NOT_IN_FILES, FileFlags, flag_values, read_config_file
 from megatron_ladder.config.megatron_flags import take_megatron_flags
@@ -71,7 +71,7 @@ class RunFlags(_Sections):
     def describe(self, run: "RunConfig") -> dict[str, Any]:
         """Return the values of all flags in `run`, by key of a configuration file that repeats it."""
         # A tokenizer or a checkpoint determines the vocabulary unless the flag was given.
-        model = replace(flags_of(run.model), vocab_size=self.model.vocab_size)
+        model = replace(run.model.to_flags(), vocab_size=self.model.vocab_size)
         completed = replace(run, optimizer=run.optimizer.completed(run.training.train_iters))
         sections = [to_plain(model), *(to_plain(getattr(completed, name)) for name in _Sections.__annotations__)]
         values = {name: value for section in sections for name, value in section.items() if name not in NOT_IN_FILES}

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import flags_of
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.lineage import Lineage
 from megatron_ladder.checkpoint.manifest import read_lineage
@@ -113,7 +112,7 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
     A resumed run also takes the order of samples, of which the sequence length is a part.
     """
     stored, given = checkpoint.model(), flags.given
-    values = {name: value for name, value in vars(flags_of(stored)).items() if name not in given}
+    values = {name: value for name, value in vars(stored.to_flags()).items() if name not in given}
     if flags.model.residual_mode != stored.residual_mode and "residual_mode" in given:
         values = {name: value for name, value in values.items() if name not in _WIRING}
     order = {} if flags.checkpoint.finetune else checkpoint.manifest.get("run", {}).get("training", {})

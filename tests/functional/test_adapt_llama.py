@@ -7,6 +7,7 @@ import shlex
 import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 
 from examples.adapt_llama.evaluate import HeldOut, first_metrics, perplexity, table, write_task
+from megatron_ladder.blueprint.model import ModelFlags
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+from megatron_ladder.convert.hf_directory import open_hf_directory
 from megatron_ladder.data.chat import Conversation
 from tests.helpers.commands import REPOSITORY_ROOT, run_command
 
@@ -79,9 +82,13 @@ def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8,030,261,248 parameters" in done.stdout
     assert "nothing was written" in done.stdout and not (tmp_path / "run").exists()
-    run = resolved(training_command(done.stdout))
-    model = run.model
-    assert (model.residual_mode, model.ladder_layers) == ("ladder", tuple(range(16, 32)))
+    words = training_command(done.stdout)
+    # The checkpoint that the conversion writes provides the model.
+    assert "wiring: ladder in layers 16-31 of 32" in done.stdout
+    assert not parse_run(words, []).given & {field.name for field in fields(ModelFlags)}
+    model = open_hf_directory(source).model
+    run = resolved([*words, *model.to_words()])
+    assert run.model == model
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.head_dim) == (LAYERS, HIDDEN, MLP, HEAD)
     assert (model.num_attention_heads, model.num_key_value_heads) == (HEADS, KEY_VALUE_HEADS)
     assert (model.vocab_size, model.max_position_embeddings) == (VOCABULARY, 131072)
