@@ -258,6 +258,10 @@ def find_checkpoint(save: Path) -> Checkpoint | None:
         return _open_complete(save)
     if save.exists() and not save.is_dir():
         raise UserError(f"{save}: is a file, expected a directory of checkpoints")
+    if latest := read_latest(save):
+        # Usually no other checkpoint has to be looked at.
+        with contextlib.suppress(UserError):
+            return _open_complete(save / latest)
     candidates, errors = checkpoint_candidates(save)
     if not candidates and not errors:
         return None
