@@ -1,14 +1,12 @@
 """Read prompts, encode them, and check that the model can continue them."""
 
-import json
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, Message, read_chat_template
-from megatron_ladder.data.reading.protocol import BYTE_ORDER_MARK, is_json_lines
+from megatron_ladder.data.prompt_files import read_prompt_file
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import PromptOptions, token_ids
@@ -118,7 +116,7 @@ def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard
         shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
         texts.append((f"--prompt {shown!r}", text))
     for path in options.prompt_file:
-        texts += _read_file(path)
+        texts += read_prompt_file("--prompt-file", path)
     if standard_input is not None:
         texts.append(("standard input", _without_last_line_end(standard_input)))
     prompts = []
@@ -159,29 +157,3 @@ def prompt_errors(prompts: Sequence[Prompt], config: ModelConfig, max_new_tokens
 
 def _without_last_line_end(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
-
-
-def _read_file(path: Path) -> list[tuple[str, str]]:
-    source = f"--prompt-file {path}"
-    try:
-        content = path.read_bytes().removeprefix(BYTE_ORDER_MARK).decode()
-    except OSError as error:
-        raise UserError(f"{source}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from None
-    if not is_json_lines(path):
-        return [(source, _without_last_line_end(content))]
-    prompts = []
-    for number, line in enumerate(content.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["prompt"]
-            text.encode()
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            example = '{"prompt": "Once"}'
-            raise UserError(f"{source}:{number}: expected a JSON object with a text, for example {example}") from None
-        prompts.append((f"{source}:{number}", text))
-    if not prompts:
-        raise UserError(f"{source}: the file contains no prompt")
-    return prompts

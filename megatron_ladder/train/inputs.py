@@ -1,6 +1,5 @@
 """From a command line to everything that a run is made of; all errors are found before a process group exists."""
 
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,7 +13,7 @@ from megatron_ladder.config.file import CONFIG_NAME
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_run
 from megatron_ladder.data.identity import describe_training
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, find_data, open_sources
-from megatron_ladder.data.reading.protocol import BYTE_ORDER_MARK, is_json_lines
+from megatron_ladder.data.prompt_files import read_prompt_file
 from megatron_ladder.data.shards import find_input
 from megatron_ladder.data.sidecar import read_sidecar, sidecar_path
 from megatron_ladder.data.streaming import StreamPlan, choose_streams
@@ -272,34 +271,15 @@ def _read_sample_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[S
     path, new_tokens = run.logging.sample_prompts, run.logging.sample_tokens
     if path is None:
         return ()
-    flag = f"--sample-prompts {path}"
     if tokenizer is None:
-        raise UserError(f"{flag}: needs a tokenizer: give --tokenizer-type and --tokenizer-model")
-    try:
-        lines = path.read_bytes().removeprefix(BYTE_ORDER_MARK).decode().split("\n")
-    except OSError as error:
-        raise UserError(f"{flag}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{flag}: not UTF-8: {error.reason} at byte {error.start}") from None
-    prompts, errors = [], ErrorCollector()
-    for number, line in enumerate(lines, start=1):
-        text: Any = line.removesuffix("\r")
-        if is_json_lines(path) and text:
-            try:
-                text = json.loads(text)["prompt"]
-                text.encode()
-            except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-                text = None
-                errors.add(f'{flag}:{number}: expected a JSON object such as {{"prompt": "Once"}}')
-        if isinstance(text, str) and text:
-            ids = tuple(tokenizer.encode(text))
-            if not 0 < len(ids) <= run.training.seq_length + 1 - new_tokens:
-                errors.add(
-                    f"{flag}:{number}: {len(ids)} tokens and --sample-tokens {new_tokens} do not fit into --seq-length "
-                    f"{run.training.seq_length}"
-                )
-            prompts.append((text, ids))
-    if not prompts:
-        errors.add(f"{flag}: contains no prompt")
-    errors.raise_if_any()
-    return tuple(prompts)
+        raise UserError(f"--sample-prompts {path}: needs a tokenizer: give --tokenizer-type and --tokenizer-model")
+    texts = read_prompt_file("--sample-prompts", path, by_line=True)
+    prompts = [(source, text, tuple(tokenizer.encode(text))) for source, text in texts]
+    raise_user_errors(
+        f"{source}: {len(ids)} tokens and --sample-tokens {new_tokens} do not fit into --seq-length "
+        f"{run.training.seq_length}"
+        for source, _, ids in prompts
+        if not 0 < len(ids) <= run.training.seq_length + 1 - new_tokens
+    )
+    return tuple((text, ids) for _, text, ids in prompts)
+

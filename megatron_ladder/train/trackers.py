@@ -23,8 +23,6 @@ _CLOSE_SECONDS = 30.0
 """Time that the end of a run waits for a tracker; launchers kill processes 30 s after a signal."""
 _LOGIN_SECONDS = 60
 """Time that wandb waits for an API key to be typed, if there is a terminal."""
-_MOST_WAITING = 1000
-"""Calls that may wait for a tracker."""
 _MOST_PARAMETERS, _MOST_CHARACTERS = 100, 500
 """MLflow's limits of a request and of a parameter's value."""
 
@@ -219,16 +217,13 @@ class TrackerThread:
     def __init__(self, tracker: Tracker, warn: Callable[[str], None]) -> None:
         self._tracker, self._warn = tracker, warn
         self._works = True
-        self._calls: queue.Queue[tuple[int, Callable[[], object]] | None] = queue.Queue(_MOST_WAITING)
+        self._calls: queue.SimpleQueue[tuple[int, Callable[[], object]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=tracker.name, daemon=True)
         self._thread.start()
 
     def call(self, iteration: int, method: Callable[..., object], *arguments: Any) -> None:
         """Call a method of the tracker after the earlier calls, unless one of them failed."""
-        try:
-            self._calls.put_nowait((iteration, partial(method, *arguments)))
-        except queue.Full:
-            self._fail(iteration, f"has not answered {_MOST_WAITING} calls")
+        self._calls.put((iteration, partial(method, *arguments)))
 
     def log_metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Log values by name."""
@@ -241,12 +236,8 @@ class TrackerThread:
     def close(self, iteration: int, failed: bool) -> None:
         """Finish; `failed`: the training ended with an error."""
         self.call(iteration, self._tracker.close, failed)
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        try:
-            self._calls.put(None, timeout=_CLOSE_SECONDS)
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-        except queue.Full:
-            pass
+        self._calls.put(None)
+        self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
             self._fail(iteration, f"did not finish within {_CLOSE_SECONDS:g} s")
 

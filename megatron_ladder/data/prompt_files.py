@@ -1,0 +1,42 @@
+"""Files of prompts: plain text, or JSON lines with the key prompt."""
+
+import json
+from pathlib import Path
+
+from megatron_ladder.data.reading.protocol import BYTE_ORDER_MARK, is_json_lines
+from megatron_ladder.errors import UserError
+
+
+def read_prompt_file(flag: str, path: Path, by_line: bool = False) -> list[tuple[str, str]]:
+    """Return the prompts of a file, each with its source (the flag, the path and the line) for error messages.
+
+    Plain text is one prompt, or one per line that is not blank (`by_line`). Raises UserError if the file cannot be
+    read, is not valid, or contains no prompt.
+    """
+    source = f"{flag} {path}"
+    try:
+        content = path.read_bytes().removeprefix(BYTE_ORDER_MARK).decode()
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from None
+    if not (by_line or is_json_lines(path)):
+        return [(source, content.removesuffix("\n").removesuffix("\r"))]
+    prompts = []
+    for number, line in enumerate(content.split("\n"), start=1):
+        text = line.removesuffix("\r")
+        if not text.strip():
+            continue
+        if is_json_lines(path):
+            try:
+                text = json.loads(line)["prompt"]
+                text.encode()
+            except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+                example = '{"prompt": "Once"}'
+                raise UserError(
+                    f"{source}:{number}: expected a JSON object with a text, for example {example}"
+                ) from None
+        prompts.append((f"{source}:{number}", text))
+    if not prompts:
+        raise UserError(f"{source}: the file contains no prompt")
+    return prompts
