@@ -139,8 +139,19 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
     except KeyboardInterrupt:
         _end(ExitCode.INTERNAL)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            _end(ExitCode.INTERNAL)
         fail(error)
     _end(ExitCode.DONE)
+
+
+def _reader_is_gone() -> bool:
+    """Whether the program that reads stdout has ended, such as `head`."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _report(rank: int, messages: Sequence[str]) -> NoReturn:

@@ -52,6 +52,27 @@ def test_a_process_that_the_system_ends_shows_its_stack() -> None:
     assert done.stderr.startswith("Fatal Python error: Bus error") and ", line 5 in main" in done.stderr
 
 
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    program = PROGRAM.format(body="[print('line', flush=True) for _ in range(100000)]")
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY_ROOT, env=clean_environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "line\n"
+    process.stdout.close()
+    assert (process.wait(30), process.stderr.read()) == (1, "")
+
+
+def test_a_missing_package_is_one_line_and_a_missing_module_a_bug() -> None:
+    done = run("import a_package_that_nobody_has.part")
+    assert done.returncode == 2 and done.stderr.startswith("error: the Python package a_package_that_nobody_has is not")
+    assert len(done.stderr.splitlines()) == 1
+    for module in ("megatron_ladder.nothing", "json.nothing"):
+        done = run(f"import {module}")
+        assert done.returncode == 1 and "Traceback" in done.stderr
+
+
 def test_a_rank_reports_an_error_that_only_it_has() -> None:
     done = run("raise errors.UserError('only here')", rank=1)
     assert (done.returncode, done.stderr) == (2, "error: only here\n")
