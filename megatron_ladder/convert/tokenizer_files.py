@@ -12,6 +12,7 @@ from megatron_ladder.convert.hf_directory import CONFIG_NAME, HFDirectory, read_
 from megatron_ladder.errors import UserError, raise_user_errors
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_CONFIG = "tokenizer_config.json"
 _MAX_BYTES = 100_000_000
 
 
@@ -116,8 +117,13 @@ def exported_tokenizer(directory: Path, other_files: Mapping[str, bytes]) -> tup
         GPT2BPETokenizer,
         SentencePieceTokenizer,
         load_tokenizer_from_directory,
+        parse_json_object,
     )
 
+    if b'"auto_map"' in files.get(_CONFIG, b""):
+        # Names code of the model's source, which the directory does not have.
+        settings = parse_json_object(directory / _CONFIG, files[_CONFIG])
+        files[_CONFIG] = json_file({key: value for key, value in settings.items() if key != "auto_map"})
     if DESCRIPTION_FILE not in other_files:
         return files, {}
     tokenizer = load_tokenizer_from_directory(directory)
@@ -151,5 +157,5 @@ def exported_tokenizer(directory: Path, other_files: Mapping[str, bytes]) -> tup
         token = tokenizers.Tokenizer.from_buffer(contents[0]).id_to_token(tokenizer.eod_id)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
     config["clean_up_tokenization_spaces"] = False
-    files.setdefault("tokenizer_config.json", json_file(config))
+    files.setdefault(_CONFIG, json_file(config))
     return files, end

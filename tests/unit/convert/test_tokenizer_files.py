@@ -131,6 +131,19 @@ def test_transformers_opens_a_single_tokenizer_file(tmp_path: Path, questions: l
     assert_transformers_loads(tmp_path / "back", ours, ["a b"], questions)
 
 
+def test_an_imported_tokenizer_names_no_code_that_is_not_exported(tmp_path: Path, questions: list[str]) -> None:
+    directory = write_directory(tmp_path / "hf")
+    write_word_tokenizer(directory)
+    config = {"eos_token": "<eos>", "tokenizer_class": "OddTokenizer", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    convert("import", "--hf", directory, "--save", tmp_path / "ours")
+    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
+    assert_transformers_loads(
+        tmp_path / "back", load_tokenizer("HuggingFaceTokenizer", directory / "tokenizer.json"), ["a b"], questions
+    )
+    assert AutoTokenizer.from_pretrained(tmp_path / "back").encode("b") == [2] and not questions
+
+
 def test_documented_tokenizers_have_permission() -> None:
     """Otherwise transformers asks a question, and the command waits."""
     pages = [path.read_text() for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")]
