@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import os
 import re
+import select
 import sys
 import time
 import traceback
@@ -147,11 +148,9 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
 
 def _reader_is_gone() -> bool:
     """Whether the program that reads stdout has ended, such as `head`."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return True
-    return False
+    stdout = select.poll()
+    stdout.register(1, 0)
+    return any(event & select.POLLERR for _, event in stdout.poll(0))
 
 
 def _report(rank: int, messages: Sequence[str]) -> NoReturn:
