@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.blueprint.tensors import padded_vocab_size, parameter_count
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.cost.memory import (
@@ -70,8 +71,8 @@ def test_activations_are_those_of_a_real_forward_pass(
 @pytest.mark.parametrize("wiring", ["ladder", "parallel"])
 def test_parameters_are_those_of_the_modules(tensor: int, wiring) -> None:
     model = replace(SMALL.in_wiring(wiring), vocab_size=200, add_qkv_bias=True, qk_layernorm=True)
-    mesh = ProcessMesh.single()
-    mesh.tensor.size = tensor
+    replicas = CommGroup(range(key_value_replicas(model, tensor)), 0, None)
+    mesh = replace(ProcessMesh.single(), tensor=CommGroup(range(tensor), 0, None), kv_replica=replicas)
     with torch.device("meta"):
         module = LanguageModel(model, mesh, device=torch.device("meta"))
     assert stage_parameters(model, Layout(tensor=tensor), 0) == sum(p.numel() for p in module.parameters())
