@@ -161,7 +161,7 @@ class LoggingConfig:
     """Logging and evaluation."""
 
     log_interval: int = flag(10, minimum=1)
-    """Steps between log lines on the console and in TensorBoard."""
+    """Steps between log lines on the console and points in the trackers."""
     eval_interval: int = flag(1000, minimum=1)
     """Steps between evaluations."""
     eval_iters: int = flag(100, minimum=0)

@@ -24,7 +24,7 @@ from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of
 from megatron_ladder.train.record import EVALUATES, RunRecord
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import StepResult
-from megatron_ladder.train.trackers import TrackerThread, open_trackers
+from megatron_ladder.train.trackers import TrackerThread, close_trackers, open_trackers
 
 
 def print_rank_0(text: str, rank: int) -> None:
@@ -123,8 +123,7 @@ class RunLog:
         return self
 
     def __exit__(self, error_type: object, *_: object) -> None:
-        for tracker in self._trackers:
-            tracker.close(self._last, failed=error_type is not None)
+        close_trackers(self._trackers, self._last, failed=error_type is not None)
 
     def training(self, iteration: int, loss: float, last: StepResult) -> None:
         """Report the steps since the last call; `loss` is their mean, `last` the last one's result."""

@@ -19,8 +19,8 @@ from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag_name
 from megatron_ladder.train.record import RunRecord
 
-_CLOSE_SECONDS = 30.0
-"""Time that the end of a run waits for a tracker; launchers kill processes 30 s after a signal."""
+_CLOSE_SECONDS = 20.0
+"""Time that the end of a run waits for its trackers; launchers kill processes 30 s after a signal."""
 _LOGIN_SECONDS = 60
 """Time that wandb waits for an API key to be typed, if there is a terminal."""
 _MOST_PARAMETERS, _MOST_CHARACTERS = 100, 500
@@ -211,18 +211,28 @@ def open_trackers(
     return threads
 
 
+def close_trackers(threads: "Sequence[TrackerThread]", iteration: int, failed: bool) -> None:
+    """Finish all trackers, and wait for them together; `failed`: the training ended with an error."""
+    for thread in threads:
+        thread.close(iteration, failed)
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    for thread in threads:
+        thread.wait(deadline)
+
+
 class TrackerThread:
     """Calls a tracker in order, in a thread; `warn` receives the message of its first failure."""
 
     def __init__(self, tracker: Tracker, warn: Callable[[str], None]) -> None:
         self._tracker, self._warn = tracker, warn
-        self._works = True
+        self._works, self._last = True, 0
         self._calls: queue.SimpleQueue[tuple[int, Callable[[], object]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=tracker.name, daemon=True)
         self._thread.start()
 
     def call(self, iteration: int, method: Callable[..., object], *arguments: Any) -> None:
         """Call a method of the tracker after the earlier calls, unless one of them failed."""
+        self._last = iteration
         self._calls.put((iteration, partial(method, *arguments)))
 
     def log_metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -234,12 +244,15 @@ class TrackerThread:
         self.call(iteration, self._tracker.log_samples, iteration, samples)
 
     def close(self, iteration: int, failed: bool) -> None:
-        """Finish; `failed`: the training ended with an error."""
+        """Finish the tracker's run; `failed`: the training ended with an error."""
         self.call(iteration, self._tracker.close, failed)
+
+    def wait(self, deadline: float) -> None:
+        """Return when the calls so far are done, at the latest at a time of `time.monotonic`; then end the thread."""
         self._calls.put(None)
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._fail(iteration, f"did not finish within {_CLOSE_SECONDS:g} s")
+            self._fail(self._last, f"did not finish within {_CLOSE_SECONDS:g} s")
 
     def _work(self) -> None:
         while (entry := self._calls.get()) is not None:

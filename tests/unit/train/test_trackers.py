@@ -19,7 +19,7 @@ from megatron_ladder.config.run import RunConfig
 from megatron_ladder.errors import UserError
 from megatron_ladder.train import trackers
 from megatron_ladder.train.record import RunRecord
-from megatron_ladder.train.trackers import Tracker, TrackerThread, check_trackers, open_trackers
+from megatron_ladder.train.trackers import Tracker, TrackerThread, check_trackers, close_trackers, open_trackers
 from tests.helpers.training import run_of
 
 # TensorBoard's thread dies of the error, and may report that during a later test.
@@ -41,7 +41,7 @@ def log(run: RunConfig, losses: Mapping[int, float], before: int = 0, hide_later
             thread.log_metrics(iteration, {"train/lm loss": loss})
     for thread in threads:
         thread.log_samples(max(losses), [("Once\nupon", " a time")])
-        thread.close(max(losses), failed=False)
+    close_trackers(threads, max(losses), failed=False)
     return said
 
 
@@ -66,7 +66,7 @@ def test_a_full_disk_ends_only_the_curves(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(RecordWriter, "write", fail)
     for iteration in (2, 3):
         thread.log_metrics(iteration, {"train/lm loss": 2.0})
-    thread.close(3, failed=False)
+    close_trackers([thread], 3, failed=False)
     assert said == [
         f"*** --tensorboard-dir {tmp_path}: cannot be written ([Errno 28] No space left on device): no more curves "
         "from iteration 2 on ***"
@@ -199,7 +199,7 @@ def test_a_service_that_hangs_delays_neither_steps_nor_the_end(monkeypatch: pyte
     thread = TrackerThread(slow, said.append)
     for iteration in range(1, 4):
         thread.log_metrics(iteration, {"loss": 1.0})
-    thread.close(3, failed=False)
+    close_trackers([thread], 3, failed=False)
     assert said == [
         "*** --wandb-project slow: did not finish within 0.2 s: no more curves from iteration 3 on ***"
     ]
