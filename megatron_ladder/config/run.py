@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,19 @@ class RunFlags(_Sections):
         causes = [error for error in errors if not names_any(error, self.faulty)]
         return [_with_place(error, self.places) for error in causes]
 
-    def describe(self, run: "RunConfig") -> dict[str, Any]:
-        """Return the values of all flags in `run`, by key of a configuration file that repeats it."""
+    def describe(self, run: "RunConfig", checkpoint: Path | None = None) -> dict[str, Any]:
+        """Return the values of all flags, by key of a configuration file that repeats a run that loads a checkpoint."""
         # A tokenizer or a checkpoint determines the vocabulary unless the flag was given.
         model = replace(run.model.to_flags(), vocab_size=self.model.vocab_size)
         completed = replace(run, optimizer=run.optimizer.completed(run.training.train_iters))
-        sections = [to_plain(model), *(to_plain(getattr(completed, name)) for name in _Sections.__annotations__)]
-        values = {name: value for section in sections for name, value in section.items() if name not in NOT_IN_FILES}
-        return values | {"global_batch_size": run.global_batch_size}
+        sections = [model, *(getattr(completed, name) for name in _Sections.__annotations__)]
+        values = {name: value for section in sections for name, value in to_plain(section).items()}
+        values |= {"global_batch_size": run.global_batch_size, "load": None if checkpoint is None else str(checkpoint)}
+        if checkpoint is None:
+            # These flags had no effect.
+            every = [(one, one.metadata.get("limits")) for section in SECTIONS for one in fields(section)]
+            values |= {one.name: one.default for one, limits in every if "--load" in getattr(limits, "requires", ())}
+        return {name: value for name, value in values.items() if name not in NOT_IN_FILES}
 
 
 _SECTION_TYPES: dict[str, type] = {"model": ModelFlags, **_Sections.__annotations__}

@@ -117,7 +117,8 @@ def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
     errors.add(*flags.explain(found.messages))
     errors.raise_if_any()
     assert sources is not None
-    return RunInputs(run, deepspeed, tokenizer, sources, checkpoint, eod_id, stream, flags.describe(run), prompts)
+    values = flags.describe(run, None if checkpoint is None else checkpoint.directory)
+    return RunInputs(run, deepspeed, tokenizer, sources, checkpoint, eod_id, stream, values, prompts)
 
 
 def describe_data(sources: Sources, tokenizer: Tokenizer | None, stream: StreamPlan | None = None) -> dict[str, Any]:

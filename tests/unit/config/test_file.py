@@ -112,6 +112,16 @@ def test_the_written_configuration_repeats_the_run(tmp_path: Path, words: str) -
     assert run.optimizer.completed(30) == repeated.optimizer and run.accumulation_steps == repeated.accumulation_steps
 
 
+def test_the_written_configuration_names_the_loaded_checkpoint() -> None:
+    words = "--train-iters 30 --lr 1 --load c --no-load-optim --override-opt-param-scheduler --save c"
+    flags = parse_run(words.split(), [])
+    run = resolve_run(flags, 1000, 1, [])
+    scratch, resumed = flags.describe(run), flags.describe(run, Path("c/iter_0000007"))
+    assert (scratch["load"], scratch["load_optim"], scratch["override_opt_param_scheduler"]) == (None, True, False)
+    assert (resumed["load"], resumed["load_optim"]) == ("c/iter_0000007", False)
+    assert resumed["override_opt_param_scheduler"]
+
+
 def test_the_command_line_wins(tmp_path: Path) -> None:
     text = f"{BASE}bf16: true\ntp_overlap: false\ndata_path: [a, b]\nsave: x\nmicro_batch_size: many\nseed: 5\n"
     flags, errors = read(tmp_path, text, "--lr 2 --no-bf16 --tp-overlap --data-path c --micro-batch-size 2 --seed x1")
