@@ -130,7 +130,7 @@ BY_DEFAULT: Mapping[str, Callable[[RunConfig, dict[str, Any]], bool]] = {
     "--use-pytorch-profiler": lambda *_: "torch.profiler" in source("train/profile.py"),
     "--log-throughput": lambda *_: "speed/model TFLOP per second" in source("train/log.py"),
     "--log-memory-to-tensorboard": lambda *_: "memory/peak GB" in source("train/log.py"),
-    "--log-validation-ppl-to-tensorboard": lambda *_: "valid/" in source("train/log.py"),
+    "--log-validation-ppl-to-tensorboard": lambda *_: "perplexity" in source("train/log.py"),
     "--exit-signal-handler": lambda *_: "SIGTERM" in source("train/stop.py"),
     "--check-for-nan-in-loss-and-grad": lambda run, _: run.reliability.max_consecutive_bad_steps == 3,
     "--no-pipeline-parallel": lambda _, json: "pipeline" not in json,
