@@ -38,18 +38,18 @@ WIDE = ModelConfig(
 )  # fmt: skip
 
 
-def live_bytes() -> int:
-    """Return the bytes of all tensor storages of this process, each counted once."""
+def live_storages() -> dict[int, torch.UntypedStorage]:
+    """Return all tensor storages of this process by address."""
     gc.collect()
     storages = {}
     for found in gc.get_objects():
         # Not what torch.compile traces with, which has no storage.
         if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
-            storage = found.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-            if found.grad is not None:
-                storages[found.grad.untyped_storage().data_ptr()] = found.grad.untyped_storage().nbytes()
-    return sum(storages.values())
+            for tensor in (found, found.grad):
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage
+    return storages
 
 
 def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
@@ -58,14 +58,15 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
     The last number is how many of these are in matrices of layers.
     """
     batches = steps_of_batches(2, 2 * torch.distributed.get_world_size())
-    before = live_bytes()
+    # Kept, so that no address is used again: what earlier cases left may be released during this one.
+    before = live_storages()
     trainer = build_trainer_here([*SHAPE, *argv])
     first, second = (own_batches(trainer, batch) for batch in batches)
     train_step(trainer, first, 1)
     loss = trainer.engine.wrapped(*second[0]) / 100
     trainer.engine.wrapped.backward(loss, scale_wrt_gas=False)
     del loss
-    held = live_bytes() - before
+    held = sum(storage.nbytes() for address, storage in live_storages().items() if address not in before)
     model = trainer.run.model
     return held, stage_parameters(model, Layout(), 0), _orthogonal_parameters(model, Layout(muon=True), 0)
 
