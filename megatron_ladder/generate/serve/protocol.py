@@ -68,14 +68,14 @@ class ApiError(Exception):
 
 
 class _StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class _JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: dict[str, Any]
     name: str = ""
-    description: str = ""
-    strict: bool = True
+    description: str | None = None
+    strict: bool | None = None
 
 
 class _ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -329,9 +329,9 @@ def _validate(
             seed = secrets.randbits(64) if request.seed is None else request_seed(request.seed, ids, index)
             drawn = replace(sampling, seed=seed)
             samples.append(GenerationRequest(tuple(ids), max(1, limit), drawn, eos_ids, stop, grammar=grammar))
-    options = request.stream_options or _StreamOptions()
+    with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
     chat, prompt_tokens = isinstance(request, _ChatRequest), sum(map(len, prompts))
-    return ApiRequest(tuple(samples), chat, request.stream, options.include_usage, logprobs, prompt_tokens)
+    return ApiRequest(tuple(samples), chat, request.stream, with_usage, logprobs, prompt_tokens)
 
 
 def _has_schema(request: _CommonRequest) -> bool:

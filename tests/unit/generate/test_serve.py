@@ -248,6 +248,8 @@ def test_invalid_requests_name_the_parameter(content: bytes, status: int, param:
 def test_values_without_effect_are_accepted(served: Served) -> None:
     neutral = {"presence_penalty": 0, "logit_bias": {}, "echo": False, "user": "somebody", "best_of": None}
     assert served.post("/v1/completions", body(**neutral))[0] == 200
+    streamed = body(stream=True, stream_options={"include_usage": None})
+    assert not parse_completion(streamed, served.server.service.model).complete([[5]]).include_usage
     # More than the vocabulary, and more than 64 bits.
     for top_k in (257, 1 << 63, 1 << 70):
         assert served.post("/v1/completions", body(top_k=top_k))[0] == 200
