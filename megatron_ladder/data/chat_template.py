@@ -30,6 +30,10 @@ Message = dict[str, Any]
 """`role`, `content`, and anything else that the template may read."""
 
 
+_REASON_CHARACTERS = 1000
+"""Characters of a template's error to keep, because a template can raise errors of any length."""
+
+
 class ChatTemplateError(Exception):
     """A template rejects a conversation; the message is the reason."""
 
@@ -127,7 +131,7 @@ class ChatTemplate:
             return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt)
         except Exception as error:  # A template is a program, which can raise anything.
             reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
-            raise ChatTemplateError(reason) from None
+            raise ChatTemplateError(reason[:_REASON_CHARACTERS]) from None
 
 
 def _without_marks(text: str, begin: str, end: str) -> RenderedConversation:
@@ -168,7 +172,8 @@ def read_chat_template(
     templates = config.get("chat_template")
     if isinstance(templates, list):
         # Several named templates; "default" is the one for plain conversations.
-        templates = next((entry.get("template") for entry in templates if entry.get("name") == "default"), None)
+        named = (entry for entry in templates if isinstance(entry, dict))
+        templates = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     if not isinstance(templates, str):
         raise UserError(
             f"{flag}{folder} has no chat template (no {_TEMPLATE_FILE}, and no chat_template in {_CONFIG_FILE}): {fix}"

@@ -70,15 +70,17 @@ def encode_conversation(
     key = secrets.randbits(64)
     begin, end = f"\ue000{key}\ue001", f"\ue000{key}\ue002"
 
-    def marked(value: object) -> object:
-        if isinstance(value, str) and tokenizer.encode(value) != tokenizer.encode_plain(value):
-            return f"{begin}{value}{end}"
-        return value
+    def marked(name: str, value: object) -> object:
+        if name == "role" or not isinstance(value, str) or tokenizer.encode(value) == tokenizer.encode_plain(value):
+            return value
+        # Many templates strip the white space around a message.
+        before, text, after = value.partition(value.strip())
+        return f"{before}{begin}{text}{end}{after}"
 
     rendered = template.prompt(messages)
     if most_characters is not None and len(rendered) > most_characters:
         raise LongPromptError(long_prompt(len(rendered), most_characters))
-    marked_messages = [{name: marked(value) for name, value in message.items()} for message in messages]
+    marked_messages = [{name: marked(name, value) for name, value in message.items()} for message in messages]
     if marked_messages == messages:
         return tuple(tokenizer.encode(rendered))
     first, *pieces = template.prompt(marked_messages).split(begin)

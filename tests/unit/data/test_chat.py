@@ -129,6 +129,7 @@ def test_a_template_that_rewrites_earlier_messages_is_rejected() -> None:
         ("{{ messages[0].content + 1 }}", "can only concatenate"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ raise_exception('a' * 10 ** 6) }}", "^a{1000}$"),
     ],
 )
 def test_a_template_runs_in_a_sandbox(source: str, error: str) -> None:
@@ -141,6 +142,9 @@ def test_locations_of_templates(folder: Path, tmp_path: Path) -> None:
         return ConversationEncoder(HuggingFaceTokenizer(folder), given).template.source
 
     with pytest.raises(UserError, match="--chat: .* has no chat template .* pass one with --chat-template FILE"):
+        source()
+    configure(folder, chat_template=["template", {"name": "default"}])
+    with pytest.raises(UserError, match="has no chat template"):
         source()
     configure(folder, chat_template="in the configuration")
     assert source() == "in the configuration"
