@@ -6,8 +6,9 @@ from typing import Literal, NamedTuple
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.generate.scoring import Alternatives, TokenScores
 
-FinishReason = Literal["eos", "stop", "length", "bad numbers"]
-"""The last one means that the logits were not finite; a `Generation` never has it."""
+FinishReason = Literal["eos", "stop", "length", "bad numbers", "failed grammar"]
+"""The last two mean that the logits were not finite, and that the grammar's matcher failed; a `Generation` never has
+them."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class NewToken(NamedTuple):
     sample: int
     """Slot of the sample; the index of its request if all requests were submitted at once."""
     id: int
-    """`NO_TOKEN` if the logits were not finite."""
+    """`NO_TOKEN` if there is none because the sample failed."""
     text: str
     """Text that this token completes; the pieces joined are the continuation. Empty without a tokenizer."""
     finish_reason: FinishReason | None

@@ -30,7 +30,7 @@ from megatron_ladder.generate.scoring import Alternatives, score_tokens, vocabul
 from megatron_ladder.generate.structured import TokenMatcher
 
 NO_TOKEN = -1
-"""Chosen where logits are not finite."""
+"""Chosen where logits are not finite, or a matcher allows no token."""
 _GREEDY_BELOW = 1e-5
 """Lower temperatures count as 0: they leave no probability to a second token, and overflow in fp32."""
 _FIRST_CANDIDATES = 64
@@ -92,7 +92,7 @@ class Chosen(NamedTuple):
     """The next token of each row, equal on every rank."""
 
     tokens: list[int]
-    """`NO_TOKEN` where the logits are not finite."""
+    """`NO_TOKEN` where no token can be chosen."""
     logprobs: tuple[float, ...] | None
     """None if no row requests them."""
     alternatives: list[Alternatives] | None = None

@@ -103,6 +103,7 @@ class _ActiveSample:
     request: GenerationRequest
     decoder: IncrementalDecoder | None
     stop_finder: StopFinder
+    matcher: TokenMatcher | None = None
     ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -141,8 +142,8 @@ class _ActiveSample:
 class SlotBatch:
     """Samples in slots 0 .. slots - 1 over one static cache.
 
-    A sample whose logits are not finite ends with the reason "bad numbers". BadNumbersError is raised if the model's
-    logits are not finite for any input.
+    A sample whose logits are not finite ends with the reason "bad numbers", and one whose matcher fails with the reason
+    "failed grammar". BadNumbersError is raised if the model's logits are not finite for any input.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class SlotBatch:
                 matcher = TokenMatcher(request.grammar, self._tokenizer, request.eos_ids)
             self._sampler.assign(slot, request.sampling, request.prompt_ids, matcher)
             decoder = None if self._tokenizer is None else IncrementalDecoder(self._tokenizer, request.prompt_ids)
-            self.samples[slot] = _ActiveSample(request, decoder, StopFinder(request.stop))
+            self.samples[slot] = _ActiveSample(request, decoder, StopFinder(request.stop), matcher)
         slots, prompts = list(requests), [request.prompt_ids for request in requests.values()]
         longest = max(map(len, prompts))
         tokens = torch.tensor([[*ids, *[_PADDING] * (longest - len(ids))] for ids in prompts], device=self._device)
@@ -256,10 +257,10 @@ class SlotBatch:
         return new_tokens
 
     def _fail(self, slot: int) -> NewToken:
-        """End the sample of a slot, because its logits are not finite."""
+        """End the sample of a slot, which has no next token."""
         sample = self.samples[slot]
         assert sample is not None
-        sample.finish_reason = "bad numbers"
+        sample.finish_reason = "failed grammar" if sample.matcher and sample.matcher.failed else "bad numbers"
         self._cache.erase(slot)
         return NewToken(slot, NO_TOKEN, "", sample.finish_reason)
 

@@ -37,16 +37,19 @@ class TokenMatcher:
 
     def __init__(self, grammar: str, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> None:
         """Begin a text; `grammar` is one of `json_grammar`."""
-        import llguidance
+        self._matcher = _compiled(grammar, cast(Any, tokenizer), eos_ids).deep_copy()
 
-        library_tokenizer = _library_tokenizer(cast(Any, tokenizer), eos_ids)
-        self._matcher = llguidance.LLMatcher(library_tokenizer, grammar, log_level=0)
+    @property
+    def failed(self) -> bool:
+        """Whether the library has given up, because the grammar exceeds one of its limits at this place of the text."""
+        return bool(self._matcher.is_error())
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return a mask [V or less] of the tokens that may come next; later tokens are not allowed."""
-        # After the end of the text, and after an error, these are the end-of-text tokens.
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return np.unpackbits(bits, bitorder="little").view(np.bool_)
+        mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
+        # The library would allow the end of the text after a failure.
+        return np.zeros_like(mask) if self.failed else mask
 
     def consume(self, token: int) -> None:
         """Continue after a token."""
@@ -80,6 +83,14 @@ def _compile_error(grammar: str) -> str:
     except subprocess.TimeoutExpired:
         return "the schema takes too long to compile"
     return done.stdout.strip() if done.returncode == 0 else "the schema takes too much time or memory to compile"
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(grammar: str, tokenizer: Any, eos_ids: frozenset[int]) -> Any:
+    """Return a matcher to copy, because compiling a grammar for each sample would delay all others."""
+    import llguidance
+
+    return llguidance.LLMatcher(_library_tokenizer(tokenizer, eos_ids), grammar, log_level=0)
 
 
 @functools.cache

@@ -214,7 +214,7 @@ class _ActiveRequest:
             while not found or not self._events.empty():
                 index, event = await self._events.get()
                 if isinstance(event, Aborted):
-                    raise ApiError(event.status, event.reason)
+                    raise ApiError(event.status, event.reason, event.param)
                 found.append((index, event))
                 unfinished -= event.finish_reason is not None
             yield found

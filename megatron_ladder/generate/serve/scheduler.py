@@ -63,12 +63,18 @@ class Aborted(NamedTuple):
 
     reason: str
     status: int = 503
-
-
-_BAD_NUMBERS = Aborted("the model's numbers overflow for this prompt: its logits are not finite", 500)
+    param: str | None = None
 
 
 Event = NewToken | Aborted
+_FAILURES: dict[str | None, Event] = {
+    "bad numbers": Aborted("the model's numbers overflow for this prompt: its logits are not finite", 500),
+    "failed grammar": Aborted(
+        "response_format: the schema is too complex; use fewer optional properties or smaller patterns", 400,
+        "response_format",
+    ),
+}  # fmt: skip
+"""Events of samples that end without a token, by reason."""
 Deliver = Callable[[Sequence[tuple[Ticket, Event]]], None]
 
 
@@ -165,7 +171,7 @@ class Scheduler:
         for token in tokens:
             ticket = self._in_slots[token.sample]
             assert ticket is not None
-            events.append((ticket, _BAD_NUMBERS if token.finish_reason == "bad numbers" else token))
+            events.append((ticket, _FAILURES.get(token.finish_reason, token)))
             if token.finish_reason is not None:
                 self._in_slots[token.sample] = None
         self._deliver(events)

@@ -21,7 +21,7 @@ class Answer(pydantic.BaseModel):
 
 
 def schema(values: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": values, "strict": True}}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": values, "strict": None}}
 
 
 SCHEMA = schema(Answer.model_json_schema())
@@ -84,6 +84,16 @@ def test_invalid_formats_are_explained(changes: dict[str, Any], message: str, se
     status, answer = served.post("/v1/completions", body(**changes))
     assert (status, answer["error"]["param"]) == (400, "response_format")
     assert message in answer["error"]["message"]
+
+
+def test_a_schema_that_exceeds_the_librarys_limits_later_fails_its_sample(served: Served) -> None:
+    """llguidance compiles it, but gives up after the opening brace, and then allows only the end of the text."""
+    optional = {f"key{number}": {"type": "string", "maxLength": 2000} for number in range(700)}
+    changes = {"response_format": schema({"type": "object", "properties": optional}), "n": 3, "max_tokens": 9}
+    status, answer = served.post("/v1/completions", body(**changes))
+    error = answer["error"]
+    assert (status, error["param"]) == (400, "response_format") and "too complex" in error["message"]
+    assert served.post("/v1/completions", body())[0] == 200
 
 
 def test_the_missing_package_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
