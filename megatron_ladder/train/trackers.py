@@ -184,7 +184,7 @@ def check_trackers(run: RunConfig) -> None:
         except (ImportError, AttributeError) as error:
             errors.append(f"{flag}: {error}: pip install 'megatron-ladder[{field.partition('_')[0]}]'")
         except Exception as error:  # Their errors have no common base class.
-            errors.append(f"{flag}: {error}: {fix}")
+            errors.append(f"{flag}: {str(error).rstrip('.')}: {fix}")
     raise_user_errors(errors)
 
 
