@@ -9,6 +9,7 @@ import fcntl
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ def remove_temporary_files(path: Path) -> None:
 
 
 def output_problem(path: Path, kind: OutputKind) -> str | None:
-    """Return why an output cannot be written, or None; create nothing. Missing directories are no problem."""
+    """Return why an output cannot be written, or None; leave nothing behind. Missing directories are no problem."""
     if kind == "prefix" and not path.name:
         return "expected the beginning of a file name"
     if kind == "file" and path.exists():
@@ -51,7 +52,11 @@ def output_problem(path: Path, kind: OutputKind) -> str | None:
         folder = folder.parent
     if not folder.is_dir():
         return f"{folder} is not a directory"
-    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not writable"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder} is not writable: {error.strerror}"
 
 
 @contextmanager

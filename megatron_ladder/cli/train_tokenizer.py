@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ladder.cli.programs import Command
-from megatron_ladder.errors import run_program
-from megatron_ladder.files import write_atomically
+from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.files import output_problem, write_atomically
 from megatron_ladder.flags import flag, parse_config
 
 
@@ -46,6 +46,9 @@ def main(argv: Sequence[str]) -> None:
     reading = Reading(config.json_keys)
     sources = find_sources(config.input, reading)
     is_sentencepiece = config.model_type == "sentencepiece"
+    path = config.model_prefix.with_name(config.model_prefix.name + (".model" if is_sentencepiece else ".json"))
+    if problem := output_problem(path, "file"):
+        raise UserError(f"--model-prefix {config.model_prefix}: cannot write {path}: {problem}: give another")
     sample = TextSample(sources, reading, config.max_megabytes * 1_000_000, in_lines=is_sentencepiece)
     amount = f"{sample.used_bytes / 1e6:.1f}"
     amount = f"at most {amount}" if sample.input_bytes is None else f"{amount} of {sample.input_bytes / 1e6:.1f}"
@@ -54,7 +57,6 @@ def main(argv: Sequence[str]) -> None:
     model = (train_sentencepiece if is_sentencepiece else train_bpe)(sample, config.vocab_size)
     if sample.too_long:
         print(f"{sample.too_long:,} lines of more than {MAX_LINE_BYTES >> 10} KiB were left out")
-    path = config.model_prefix.with_name(config.model_prefix.name + (".model" if is_sentencepiece else ".json"))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, model)
     tokenizer = load_tokenizer("SentencePieceTokenizer" if is_sentencepiece else "HuggingFaceTokenizer", path)

@@ -341,6 +341,17 @@ def test_trained_byte_pairs_include_line_feeds(tmp_path: Path, capsys: pytest.Ca
         train_bpe(["a"], 256)
 
 
+def test_an_output_that_cannot_be_written_is_found_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "m.model").mkdir()
+    for prefix, problem in (("/proc/m", "/proc is not writable"), (f"{tmp_path}/m", "m.model: is a directory")):
+        with pytest.raises(UserError, match=f"--model-prefix {prefix}: .*{problem}"):
+            train_tokenizer.main(f"--input {tmp_path}/a.txt --model-prefix {prefix} --vocab-size 400".split())
+    assert capsys.readouterr().out == ""
+
+
 def test_lines_too_long_for_sentencepiece_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     usual = Path(json.__file__).read_text()
     (tmp_path / "a.txt").write_text(f"{usual}\n{'long ' * 14_000}\n{'é' * 40_000}\n{usual}")
