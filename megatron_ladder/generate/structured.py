@@ -38,17 +38,16 @@ class TokenMatcher:
     def __init__(self, grammar: str, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> None:
         """Begin a text; `grammar` is one of `json_grammar`."""
         self._matcher = _compiled(grammar, cast(Any, tokenizer), eos_ids).deep_copy()
-
-    @property
-    def failed(self) -> bool:
-        """Whether the library has given up, because the grammar exceeds one of its limits at this place of the text."""
-        return bool(self._matcher.is_error())
+        # Whether no token can come next: the grammar exceeds the library's limits, or needs other characters than the
+        # vocabulary has.
+        self.failed = False
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return a mask [V or less] of the tokens that may come next; later tokens are not allowed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
-        # The library would allow the end of the text after a failure.
+        self.failed = self._matcher.is_error() or not mask.any()
+        # The library allows the end of the text after an error.
         return np.zeros_like(mask) if self.failed else mask
 
     def consume(self, token: int) -> None:

@@ -70,10 +70,12 @@ Event = NewToken | Aborted
 _FAILURES: dict[str | None, Event] = {
     "bad numbers": Aborted("the model's numbers overflow for this prompt: its logits are not finite", 500),
     "failed grammar": Aborted(
-        "response_format: the schema is too complex; use fewer optional properties or smaller patterns", 400,
+        "response_format: no token can continue the answer. The schema needs characters that the vocabulary lacks, or "
+        "is too complex; use fewer optional properties or smaller patterns",
+        400,
         "response_format",
     ),
-}  # fmt: skip
+}
 """Events of samples that end without a token, by reason."""
 Deliver = Callable[[Sequence[tuple[Ticket, Event]]], None]
 
