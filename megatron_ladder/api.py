@@ -15,6 +15,7 @@ from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_mod
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.launch import check_device, read_rank_info, reporting_errors, stop_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.convert.carry_out import carry_out
 from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.measures import Measures
@@ -22,7 +23,7 @@ from megatron_ladder.convert.options import ExportOptions, ImportOptions
 from megatron_ladder.data.batches import GlobalBatchLoader, UnreadBatches
 from megatron_ladder.data.samples import Samples
 from megatron_ladder.errors import UserError, raise_user_errors
-from megatron_ladder.flags import flag_name, parse_command_line
+from megatron_ladder.flags import flag_name
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
 from megatron_ladder.generate.program import build_engine, new_request

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, NoReturn
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages  # noqa: E402
 from megatron_ladder.data.chat_template import ChatTemplateError, Message  # noqa: E402
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer  # noqa: E402
 from megatron_ladder.errors import UserError, raise_user_errors, run_program  # noqa: E402
-from megatron_ladder.flags import parse_command_line  # noqa: E402
 
 GENERATE = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
 TASK = "which_answer"

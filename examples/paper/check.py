@@ -23,10 +23,10 @@ sys.path.append(str(REPOSITORY))
 from examples.paper.runs import RECIPE, SIZES, WIRINGS  # noqa: E402
 from megatron_ladder.blueprint.model import ModelConfig  # noqa: E402
 from megatron_ladder.comm.mesh import ProcessMesh  # noqa: E402
+from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run  # noqa: E402
 from megatron_ladder.engine.deepspeed_json import deepspeed_json  # noqa: E402
 from megatron_ladder.errors import UserError, raise_user_errors, run_program  # noqa: E402
-from megatron_ladder.flags import parse_command_line  # noqa: E402
 from megatron_ladder.lab.cost.hardware import CLUSTERS, UNCALIBRATED_RANGE, Cluster  # noqa: E402
 from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout, worst_memory  # noqa: E402
 from megatron_ladder.lab.cost.training import LayerTime, step_time  # noqa: E402

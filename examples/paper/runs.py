@@ -17,8 +17,8 @@ from typing import NamedTuple, NoReturn
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from megatron_ladder.blueprint.model import ModelConfig  # noqa: E402
+from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.errors import raise_user_errors, run_program  # noqa: E402
-from megatron_ladder.flags import parse_command_line  # noqa: E402
 from megatron_ladder.lab.bench.sizes import SIZES as SHAPES  # noqa: E402
 
 PUBLISHED, DEFAULT, OURS = "authors' files", "their program's default", "ours"

@@ -13,11 +13,11 @@ from typing import NoReturn
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.data.reading.find import find_sources  # noqa: E402
 from megatron_ladder.data.reading.protocol import Reading  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
 from megatron_ladder.files import write_atomically  # noqa: E402
-from megatron_ladder.flags import parse_command_line  # noqa: E402
 
 
 @dataclass(frozen=True)

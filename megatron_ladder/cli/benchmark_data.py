@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ladder.cli.programs import Command
+from megatron_ladder.command_line import parse_config
 from megatron_ladder.errors import run_program
 from megatron_ladder.files import write_atomically
-from megatron_ladder.flags import flag, parse_config
+from megatron_ladder.flags import flag
 from megatron_ladder.lab.bench.data_table import DataBenchmark, DataResult, DataRow, table
 from megatron_ladder.lab.bench.options import FEWEST_ROUNDS
 

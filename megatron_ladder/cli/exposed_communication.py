@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.cli.images import image_errors
 from megatron_ladder.cli.programs import Command
+from megatron_ladder.command_line import parse_config
 from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import flag, parse_config
+from megatron_ladder.flags import flag
 from megatron_ladder.lab.bench import exposed
 from megatron_ladder.lab.bench.exposed import COMMUNICATION_KERNELS, ELSEWHERE, Communication, TracedCollective
 

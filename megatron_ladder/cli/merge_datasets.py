@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ladder.cli.programs import Command
+from megatron_ladder.command_line import parse_config
 from megatron_ladder.errors import run_program
-from megatron_ladder.flags import flag, parse_config
+from megatron_ladder.flags import flag
 
 
 @dataclass(frozen=True)

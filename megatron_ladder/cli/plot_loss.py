@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ladder.cli.images import image_errors
 from megatron_ladder.cli.programs import Command
+from megatron_ladder.command_line import parse_config
 from megatron_ladder.errors import ErrorCollector, UserError, run_program
-from megatron_ladder.flags import flag, parse_config
+from megatron_ladder.flags import flag
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

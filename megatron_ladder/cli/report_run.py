@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.cli.images import image_errors
 from megatron_ladder.cli.programs import Command
+from megatron_ladder.command_line import parse_config
 from megatron_ladder.errors import ErrorCollector, run_program
 from megatron_ladder.files import output_problem
-from megatron_ladder.flags import flag, parse_config
+from megatron_ladder.flags import flag
 from megatron_ladder.train.record import EVALUATES, RECORD_NAME, read_record
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.cli.programs import Command
+from megatron_ladder.command_line import parse_config
 from megatron_ladder.config.data import CheckpointConfig
 from megatron_ladder.config.file import flag_values, read_config_file
 from megatron_ladder.errors import UserError, run_program
-from megatron_ladder.flags import flag, parse_config
+from megatron_ladder.flags import flag
 
 
 @dataclass(frozen=True)

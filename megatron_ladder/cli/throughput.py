@@ -8,8 +8,9 @@ from typing import Literal
 
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.cli.programs import Command
+from megatron_ladder.command_line import parse_config
 from megatron_ladder.errors import BadNumbersError, ErrorCollector, run_program
-from megatron_ladder.flags import flag, parse_config
+from megatron_ladder.flags import flag
 from megatron_ladder.lab.bench.options import FEWEST_ROUNDS
 from megatron_ladder.lab.bench.sizes import SHAPE, SIZES, find_size
 from megatron_ladder.lab.bench.variants import VARIANTS

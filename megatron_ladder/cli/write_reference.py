@@ -8,10 +8,11 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron_ladder.cli.programs import PROGRAMS, Command, load_program, script_of
+from megatron_ladder.command_line import parse_config
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
 from megatron_ladder.engine.deepspeed_json import FLAGS, REFUSED_KEYS
 from megatron_ladder.errors import run_program
-from megatron_ladder.flags import Flag, flag, parse_config, section_flags
+from megatron_ladder.flags import Flag, flag, section_flags
 
 NOTE = "<!-- Written by tools/write_reference.py from the sources: change the docstrings there, not this page. -->"
 

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_ladder.command_line import is_flag
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
 from megatron_ladder.errors import UserError
-from megatron_ladder.flags import ValueType, flag_name, is_flag
+from megatron_ladder.flags import ValueType, flag_name
 
 CONFIG_NAME = "config.yaml"
 """Name of the file that a run writes next to its checkpoints."""

@@ -6,7 +6,7 @@ any other flag is rejected with its replacement. No flag is silently ignored.
 
 from collections.abc import Sequence
 
-from megatron_ladder.flags import is_flag
+from megatron_ladder.command_line import is_flag
 
 _SWITCHES = """
     --swiglu --use-rotary-position-embeddings --untie-embeddings-and-output-weights --disable-bias-linear

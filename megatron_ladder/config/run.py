@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_errors
+from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.config.data import CheckpointConfig, DataConfig
 from megatron_ladder.config.file import NOT_IN_FILES, FileFlags, flag_values, read_config_file
 from megatron_ladder.config.megatron_flags import take_megatron_flags
@@ -20,7 +21,7 @@ from megatron_ladder.config.training import (
     TrainingConfig,
 )
 from megatron_ladder.errors import ErrorCollector, faulty_flags, names_any, raise_user_errors
-from megatron_ladder.flags import flag_name, parse_command_line, to_plain
+from megatron_ladder.flags import flag_name, to_plain
 
 PROGRAM = "pretrain_ladder.py"
 DESCRIPTION = """Pretrains a Llama-family transformer with Ladder Residual, tensor-, pipeline- and data-parallel.

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ladder.blueprint.wiring import ResidualMode
+from megatron_ladder.command_line import parse_command_line, take_subcommand
 from megatron_ladder.errors import UserError
-from megatron_ladder.flags import flag, parse_command_line, take_subcommand
+from megatron_ladder.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.config.data import TokenizerType
 from megatron_ladder.errors import raise_user_errors
-from megatron_ladder.flags import flag, parse_command_line
+from megatron_ladder.flags import flag
 
 _DESCRIPTION = (
     "Generates text with a trained model, or serves it over HTTP. Output goes to stdout, statistics to stderr."

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # Libraries read these at import to start threads, which a fork would lose.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-from megatron_ladder.flags import parse_command_line  # noqa: E402
+from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from tests.chaos import faults  # noqa: E402
 from tests.chaos.ranks import import_everything  # noqa: E402
 from tests.chaos.runs import Experiment, write_tokens  # noqa: E402

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.config.run import SECTIONS
 from megatron_ladder.data.indexed import IndexedDatasetWriter
-from megatron_ladder.flags import parse_command_line
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree, tracked_files
 from tests.helpers.hosts import Host, two_hosts, why_no_hosts
 

@@ -6,8 +6,9 @@ from typing import Literal
 
 import pytest
 
+from megatron_ladder.command_line import _build_parser, parse_command_line
 from megatron_ladder.errors import UserError
-from megatron_ladder.flags import _build_parser, flag, parse_command_line, to_plain, value_errors
+from megatron_ladder.flags import flag, to_plain, value_errors
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron_ladder.cli.programs import PROGRAMS, script_of
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron_ladder"
 
-GROUND = {"errors", "files", "flags", "processes", "progress"}
+GROUND = {"command_line", "errors", "files", "flags", "processes", "progress"}
 LOW = GROUND | {"blueprint", "config"}
 PARALLEL = LOW | {"comm", "parallel"}
 MODEL = PARALLEL | {"model"}
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "processes": set(),
     "progress": set(),
     "flags": {"errors", "files"},
+    "command_line": {"errors", "flags"},
     "blueprint": GROUND,
     "config": GROUND | {"blueprint"},
     "comm": LOW,

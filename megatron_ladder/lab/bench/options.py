@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megatron_ladder.blueprint.model import tensor_parallel_errors
+from megatron_ladder.command_line import is_flag, parse_command_line
 from megatron_ladder.errors import raise_user_errors
-from megatron_ladder.flags import flag, is_flag, parse_command_line
+from megatron_ladder.flags import flag
 from megatron_ladder.lab.bench.sizes import SHAPE, SIZES, find_size
 from megatron_ladder.lab.bench.variants import VARIANTS
 from megatron_ladder.lab.cost.links import PRESETS

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
+from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
-from megatron_ladder.flags import flag, parse_command_line
+from megatron_ladder.flags import flag
 from megatron_ladder.lab.bench.sizes import SHAPE, SIZES, find_size
 from megatron_ladder.lab.cost.hardware import CLUSTERS
 

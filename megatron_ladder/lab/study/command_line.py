@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_ladder.blueprint.model import tensor_parallel_errors
+from megatron_ladder.command_line import parse_command_line, take_subcommand
 from megatron_ladder.errors import raise_user_errors
-from megatron_ladder.flags import flag_name, parse_command_line, take_subcommand
+from megatron_ladder.flags import flag_name
 from megatron_ladder.lab.bench.options import parse_alpha
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.study.commands import resolve_trial, training_flag_errors

@@ -12,8 +12,8 @@ from megatron_ladder.blueprint.model import (
     resolve_model,
     tensor_parallel_errors,
 )
+from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.errors import UserError
-from megatron_ladder.flags import parse_command_line
 
 
 def resolve(tensor_parallel: int = 2, **changes: object) -> tuple[ModelConfig, list[str]]:

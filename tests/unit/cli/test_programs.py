@@ -13,7 +13,8 @@ import pytest
 
 from megatron_ladder import __version__
 from megatron_ladder.cli.programs import PROGRAMS, load_program, script_of
-from megatron_ladder.flags import flag_name, parse_command_line
+from megatron_ladder.command_line import parse_command_line
+from megatron_ladder.flags import flag_name
 
 ROOT = Path(__file__).resolve().parents[3]
 BARE = [sys.executable, "-E", "-s", "-S"]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ladder.command_line import _build_parser
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED, take_megatron_flags
 from megatron_ladder.config.run import SECTIONS, RunConfig, parse_run, resolve_run
 from megatron_ladder.config.training import ProfileConfig
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
-from megatron_ladder.flags import _build_parser
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
 
