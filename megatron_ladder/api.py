@@ -26,7 +26,7 @@ from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.flags import flag_name
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
-from megatron_ladder.generate.program import build_engine, new_request
+from megatron_ladder.generate.program import build_engine, check_hardware, new_request
 from megatron_ladder.generate.prompts import PromptEncoder, prompt_errors, read_prompts
 from megatron_ladder.generate.requests import Generation
 from megatron_ladder.model.language_model import LanguageModel
@@ -84,9 +84,15 @@ class TrainingRun:
         return self._trainer.run.model
 
     def step(self) -> StepResult:
-        """Train on the next global batch; return its loss, gradient norm and learning rate."""
+        """Train on the next global batch; return its loss, gradient norm and learning rate.
+
+        Raises BadNumbersError after `max_consecutive_bad_steps` steps in a row whose numbers were not finite.
+        """
         self.iteration += 1
-        return train_step(self._trainer, next(self._batches), self.iteration)
+        result = train_step(self._trainer, next(self._batches), self.iteration)
+        self._checkpoints.poll()
+        self._trainer.guard.stop_if_hopeless(result.finding)
+        return result
 
     def evaluate(self, name: str = "") -> float:
         """Return the mean loss over `eval_iters` batches of the validation data, or of the set of this name.
@@ -94,14 +100,21 @@ class TrainingRun:
         Raises UserError if there is no such data.
         """
         if name not in self._valid:
-            sets = f"{name!r}, but {', '.join(map(repr, self._valid))}" if self._valid else "validation data"
-            raise UserError(f"evaluate: the run has no {sets}; give valid_data_path, or a share of the split")
+            known = ", ".join(map(repr, self._valid))
+            fix = f"name one of {known}" if known else "give valid_data_path, or a share of the split"
+            raise UserError(f"evaluate: the run has no validation set {name!r}; {fix}")
         with closing(sample_batches(self._trainer, self._valid[name], 0)) as batches:
             return evaluate(self._trainer, batches, self._trainer.run.logging.eval_iters)
 
     def save(self) -> None:
-        """Write a checkpoint to `save`."""
-        self._checkpoints.save(self.iteration, self._batches.consumed_samples, "call")
+        """Write a checkpoint to `save`; with `async_save`, the next call and the end of the block wait for its end.
+
+        Raises UserError if there is no `save`, or, without `async_save`, if the checkpoint could not be written.
+        """
+        config = self._trainer.run.checkpoint
+        if config.save is None:
+            raise UserError("save: the run has no directory; give save")
+        self._checkpoints.save(self.iteration, self._batches.consumed_samples, "call", final=not config.async_save)
 
 
 @contextmanager
@@ -143,13 +156,18 @@ class TextGenerator:
         """`flags` are those of generate.py that concern the model, such as `dtype`."""
         options: ModelOptions
         (options,) = parse_command_line([ModelOptions], _words({"model": model, **flags}), "TextGenerator", "")
+        place = read_rank_info()
         self._stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
-        self.engine = build_engine(read_rank_info(), options, self._stored)
+        check_hardware(place, options, self._stored.config)
+        self.engine = build_engine(place, options, self._stored)
         """The engine, for requests of token ids."""
 
     def generate(self, prompts: str | Sequence[str], **flags: Any) -> list[Generation]:
         """Continue texts in one batch; `flags` are those of generate.py for prompts, sampling and output."""
-        words = _words({"prompt": [prompts] if isinstance(prompts, str) else prompts, **flags})
+        if flags.get("score"):
+            raise UserError("generate: score=True: this call only continues texts; engine.score computes likelihoods")
+        # A Generation contains all that --json prints.
+        words = _words({"prompt": [prompts] if isinstance(prompts, str) else list(prompts), "json": True, **flags})
         sections = [PromptOptions, SamplingOptions, OutputOptions]
         chosen, sampling, output = parse_command_line(sections, words, "generate", "")
         tokenizer = self._stored.tokenizer
@@ -157,6 +175,8 @@ class TextGenerator:
             raise UserError("generate: the model has no tokenizer; give tokenizer_type and tokenizer_model")
         encoder = PromptEncoder(tokenizer, self._stored.prefix, chosen.chat, chosen.system)
         found = read_prompts(chosen, encoder, None)
+        if not found:
+            return []
         raise_user_errors(prompt_errors(found, self._stored.config, sampling.max_new_tokens))
         samples = range(sampling.num_samples)
         return self.engine.generate(

@@ -66,14 +66,15 @@ def generate(options: GenerateOptions) -> None:
     """
     rank_info = read_rank_info()
     stored = open_model(options.model.model, options.model.tokenizer_type, options.model.tokenizer_model)
-    _check_hardware(rank_info, options.model, stored.config)
+    check_hardware(rank_info, options.model, stored.config)
     run = _prepare_mode(rank_info, options, stored)
     with naming_lost_peers():
         run(build_engine(rank_info, options.model, stored))
         stop_process_group()
 
 
-def _check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelConfig) -> None:
+def check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelConfig) -> None:
+    """Raise a UserError if the processes, their GPUs or this machine are not those that the flags need."""
     if options.tp is not None and options.tp != rank_info.world_size:
         raise UserError(
             f"--tp {options.tp}: the launcher started {rank_info.world_size} processes; remove --tp, or start as many"

@@ -11,7 +11,48 @@ from megatron_ladder.errors import UserError
 from tests.helpers.commands import REPOSITORY_ROOT, free_port, run_command
 
 SCRIPT = REPOSITORY_ROOT / "examples" / "python_api.py"
-TWICE = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.argv[3] += '_again'; runpy.run_path(sys.argv[1])"
+PROGRAM = """
+import runpy, shutil, sys
+from pathlib import Path
+from megatron_ladder.api import TextGenerator, training
+from megatron_ladder.errors import BadNumbersError, UserError
+
+script, corpus, folder = sys.argv[1:]
+for name in folder, folder + "_again":
+    sys.argv = [script, corpus, name]
+    runpy.run_path(script)
+
+def attempt(call, *values, **flags):
+    try:
+        print(">", call(*values, **flags))
+    except (UserError, BadNumbersError) as error:
+        print(">", error)
+
+files = {
+    "tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": f"{corpus}/tokenizer.model",
+    "train_data_path": f"{corpus}/train_text_document", "valid_data_path": f"held={corpus}/valid_text_document",
+}
+sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "seq_length": 8, "micro_batch_size": 1}
+limits = {"train_iters": 9, "lr": 1e-3, "max_consecutive_bad_steps": 2}
+with training(**files, **sizes, **limits) as run:
+    attempt(run.save)
+    attempt(run.evaluate)
+    next(run.model.parameters()).data.fill_(float("nan"))
+    print(">", run.step().skipped)
+    attempt(run.step)
+gone = Path(folder + "_gone")
+with training(**files, **sizes, **limits, save=gone) as run:
+    shutil.rmtree(gone)
+    gone.touch()
+    attempt(run.save)
+attempt(TextGenerator, folder + "/checkpoints", tp=2)
+generator = TextGenerator(folder + "/checkpoints")
+attempt(generator.generate, [])
+attempt(generator.generate, "x", score=True)
+(one,) = generator.generate(("x",), max_new_tokens=1, logprobs=True, top_logprobs=2)
+print(">", len(one.alternatives[0]))
+"""
+"""Runs the example twice in one process, and then makes mistakes in it."""
 
 
 @pytest.fixture
@@ -27,8 +68,7 @@ def check_results(folder: Path) -> None:
 
 
 def test_the_example_runs_twice_in_one_process(corpus: Path, tmp_path: Path) -> None:
-    program = TWICE.replace("sys.argv[1]", repr(str(SCRIPT))).replace("sys.argv[3]", "sys.argv[2]")
-    done = run_command([sys.executable, "-c", program, corpus, tmp_path / "run"], timeout=120)
+    done = run_command([sys.executable, "-c", PROGRAM, SCRIPT, corpus, tmp_path / "run"], timeout=120)
     assert done.returncode == 0, done.stderr
     summaries = [line for line in done.stdout.splitlines() if line.startswith("loss ")]
     assert len(summaries) == 2 and summaries[0] == summaries[1], "the same seed"
@@ -36,6 +76,18 @@ def test_the_example_runs_twice_in_one_process(corpus: Path, tmp_path: Path) -> 
     assert last < first - 1
     for name in ("run", "run_again"):
         check_results(tmp_path / name)
+    assert [line[2:] for line in done.stdout.splitlines() if line.startswith("> ")] == [
+        "save: the run has no directory; give save",
+        "evaluate: the run has no validation set ''; name one of 'held'",
+        "True",
+        "iteration 2: the gradient's norm is nan, the loss nan: first bad parameter embedding.weight, on rank 0: 2 in a "
+        "row, as many as --max-consecutive-bad-steps allows",
+        f"--save {tmp_path}/run_gone: the last checkpoint could not be written",
+        "--tp 2: the launcher started 1 processes; remove --tp, or start as many",
+        "[]",
+        "generate: score=True: this call only continues texts; engine.score computes likelihoods",
+        "2",
+    ]
 
 
 @pytest.mark.slow
