@@ -74,7 +74,7 @@ def encode_conversation(
         if name == "role" or not isinstance(value, str) or tokenizer.encode(value) == tokenizer.encode_plain(value):
             return value
         # Many templates strip the white space around a message.
-        before, text, after = value.partition(value.strip())
+        before, text, after = value.partition(value.strip() or value)
         return f"{before}{begin}{text}{end}{after}"
 
     rendered = template.prompt(messages)
