@@ -80,8 +80,8 @@ def test_the_example_runs_twice_in_one_process(corpus: Path, tmp_path: Path) -> 
         "save: the run has no directory; give save",
         "evaluate: the run has no validation set ''; name one of 'held'",
         "True",
-        "iteration 2: the gradient's norm is nan, the loss nan: first bad parameter embedding.weight, on rank 0: 2 in a "
-        "row, as many as --max-consecutive-bad-steps allows",
+        "iteration 2: the gradient's norm is nan, the loss nan: first bad parameter embedding.weight, on rank 0: 2 in "
+        "a row, as many as --max-consecutive-bad-steps allows",
         f"--save {tmp_path}/run_gone: the last checkpoint could not be written",
         "--tp 2: the launcher started 1 processes; remove --tp, or start as many",
         "[]",
