@@ -162,6 +162,10 @@ class TextGenerator:
         self.engine = build_engine(place, options, self._stored)
         """The engine, for requests of token ids."""
 
+    def close(self) -> None:
+        """Free the captured steps of `cuda_graph`; needed before the process groups are destroyed."""
+        self.engine.close()
+
     def generate(self, prompts: str | Sequence[str], **flags: Any) -> list[Generation]:
         """Continue texts in one batch; `flags` are those of generate.py for prompts, sampling and output."""
         if flags.get("score"):

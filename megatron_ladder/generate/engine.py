@@ -20,8 +20,15 @@ from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE, SlotBatch
 from megatron_ladder.model.language_model import LanguageModel
 
 
+_CAPTURED_TOKENS = 4096
+"""Smallest cache of a captured batch, in tokens of all slots together, so that few later calls need a larger one."""
+
+
 class GenerationEngine:
-    """A model that continues batches of prompts of unequal lengths."""
+    """A model that continues batches of prompts of unequal lengths.
+
+    An engine that captures decode steps keeps its batch for later calls, and must be closed.
+    """
 
     def __init__(
         self,
@@ -32,11 +39,48 @@ class GenerationEngine:
     ) -> None:
         """`tokenizer` decodes ids, if text is needed; `new_graph`, if given, captures a batch's decode step."""
         self.model, self.group, self.tokenizer, self.new_graph = model.eval(), mesh.tensor, tokenizer, new_graph
+        self._captured: list[SlotBatch] = []
+        self._idle: SlotBatch | None = None
 
     def new_batch(self, slots: int, positions: int) -> SlotBatch:
         """Return an empty batch; see `SlotBatch`."""
         graph = None if self.new_graph is None else self.new_graph()
-        return SlotBatch(self.model, self.group, self.tokenizer, graph, slots, positions)
+        batch = SlotBatch(self.model, self.group, self.tokenizer, graph, slots, positions)
+        if graph is not None:
+            self._captured.append(batch)
+        return batch
+
+    def close(self) -> None:
+        """Free all captured steps, and with them their batches; call it while the process groups exist."""
+        self._idle = None
+        for batch in self._captured:
+            batch.close()
+        self._captured.clear()
+
+    def _borrow_batch(self, slots: int, positions: int) -> SlotBatch:
+        """Return an empty batch, for `_return_batch` afterwards; capture a step only if the idle batch is too small."""
+        if self.new_graph is None:
+            return self.new_batch(slots, positions)
+        batch, self._idle = self._idle, None
+        if batch is not None and batch.fits(slots, positions):
+            for slot in range(len(batch.samples)):
+                batch.release(slot)
+            return batch
+        if batch is not None:
+            self._discard(batch)
+        roomy = max(_CAPTURED_TOKENS // slots, 1 << (positions - 1).bit_length())
+        return self.new_batch(slots, max(positions, min(roomy, self.model.config.max_position_embeddings)))
+
+    def _return_batch(self, batch: SlotBatch) -> None:
+        if self._idle is None and batch in self._captured:
+            self._idle = batch
+        else:
+            self._discard(batch)
+
+    def _discard(self, batch: SlotBatch) -> None:
+        batch.close()
+        if batch in self._captured:
+            self._captured.remove(batch)
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_token: Callable[[NewToken], None] | None = None
@@ -59,7 +103,15 @@ class GenerationEngine:
         Raises BadNumbersError if the logits of a prompt are not finite.
         """
         positions = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        batch = self.new_batch(len(requests), positions)
+        batch = self._borrow_batch(len(requests), positions)
+        try:
+            return (yield from self._run(batch, requests))
+        finally:
+            self._return_batch(batch)
+
+    def _run(
+        self, batch: SlotBatch, requests: Sequence[GenerationRequest]
+    ) -> Generator[NewToken, None, list[Generation]]:
         begun = time.perf_counter()
         tokens = batch.admit(dict(enumerate(requests)))
         prefill_seconds, decode_seconds = time.perf_counter() - begun, 0.0

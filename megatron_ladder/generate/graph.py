@@ -24,6 +24,9 @@ class StepGraph(Protocol):
     def replay(self) -> None:
         """Run the captured computation on the current contents of the buffers."""
 
+    def close(self) -> None:
+        """Free what was captured; the groups of its collectives must still exist."""
+
 
 class CudaStepGraph:
     """A `StepGraph` on the current CUDA device."""
@@ -47,25 +50,25 @@ class CudaStepGraph:
         """See `StepGraph.replay`."""
         self._graph.replay()
 
+    def close(self) -> None:
+        """See `StepGraph.close`; a communicator cannot be destroyed before the graphs of its collectives."""
+        self._graph.reset()
+
 
 def captured_decode(
     step: Callable[[Tensor, Tensor], Tensor], samples: int, device: torch.device, graph: StepGraph
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return `step`, (ids [b, 1], columns [b]) -> logits [b, V], on fixed buffers, captured at its first call.
+    """Capture `step`, (ids [b, 1], columns [b]) -> logits [b, V], on fixed buffers, and return it.
 
-    A result is valid until the next call. A step may run more than once on the same ids and columns: it writes the
-    same values to these columns of the cache.
+    The capture runs the step several times for id 0 in column 0. A result is valid until the next call.
     """
     tokens = torch.zeros(samples, 1, dtype=torch.int64, device=device)
     columns = torch.zeros(samples, dtype=torch.int64, device=device)
-    logits: Tensor | None = None
+    logits = graph.capture(lambda: step(tokens, columns))
 
     def replay(new_tokens: Tensor, new_columns: Tensor) -> Tensor:
-        nonlocal logits
         tokens.copy_(new_tokens)
         columns.copy_(new_columns)
-        if logits is None:
-            logits = graph.capture(lambda: step(tokens, columns))
         graph.replay()
         return logits
 

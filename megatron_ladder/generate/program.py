@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import timedelta
 
 import torch
@@ -69,7 +70,8 @@ def generate(options: GenerateOptions) -> None:
     check_hardware(rank_info, options.model, stored.config)
     run = _prepare_mode(rank_info, options, stored)
     with naming_lost_peers():
-        run(build_engine(rank_info, options.model, stored))
+        with closing(build_engine(rank_info, options.model, stored)) as engine:
+            run(engine)
         stop_process_group()
 
 

@@ -150,7 +150,10 @@ class SlotBatch:
         self, model: LanguageModel, group: CommGroup, tokenizer: Tokenizer | None, graph: StepGraph | None,
         slots: int, positions: int,
     ) -> None:  # fmt: skip
-        """`graph` captures the decode step, if given; `positions` limits prompt and continuation together, per slot."""
+        """`positions` limits prompt and continuation together, per slot.
+
+        `graph`, if given, captures the decode step here; the batch must then be closed. Every rank must call this.
+        """
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self._group = group
         self.samples: list[_ActiveSample | None] = [None] * slots
@@ -158,10 +161,22 @@ class SlotBatch:
         all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
         self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
         self._sampler = Sampler(slots, model.config.vocab_size, model.head.start, group, self._device)
+        self._positions, self._graph = positions, graph
         self._captured: Callable[[Tensor, Tensor], Tensor] | None = None
         if graph is not None:
             step = partial(self._one_token, extent=positions, masked=True)
-            self._captured = captured_decode(step, slots, self._device, graph)
+            with torch.inference_mode():
+                self._captured = captured_decode(step, slots, self._device, graph)
+
+    def close(self) -> None:
+        """Free the captured step, which would otherwise keep itself, the cache and the communicators alive."""
+        if self._graph is not None:
+            self._graph.close()
+        self._graph = self._captured = None
+
+    def fits(self, slots: int, positions: int) -> bool:
+        """Return whether the batch has as many slots, of as many positions."""
+        return slots <= len(self.samples) and positions <= self._positions
 
     def is_busy(self) -> bool:
         """Return whether any sample is unfinished."""

@@ -1,6 +1,11 @@
 """The captured decode step: its buffers, with a CPU graph of recorded operators, and the calls to CUDA."""
 
+import collections
 import contextlib
+import gc
+import itertools
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_ladder.cli.generate import main
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate import graph as graph_module
+from megatron_ladder.generate import program
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph, captured_decode
 from megatron_ladder.generate.requests import GenerationRequest
@@ -53,6 +59,7 @@ class OperatorGraph:
     def __init__(self) -> None:
         self.captures = 0
         self.replays = 0
+        self.closed = False
         self.recording = Recording()
 
     def capture(self, step: Callable[[], Tensor]) -> Tensor:
@@ -69,6 +76,41 @@ class OperatorGraph:
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
+    def close(self) -> None:
+        self.closed = True
+
+
+class Graphs:
+    """Makes `OperatorGraph`s and keeps no reference to them."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[OperatorGraph]] = []
+
+    def __call__(self) -> OperatorGraph:
+        graph = OperatorGraph()
+        self.made.append(weakref.ref(graph))
+        return graph
+
+    @property
+    def alive(self) -> list[OperatorGraph]:
+        return [graph for made in self.made if (graph := made()) is not None]
+
+
+def capturing_engine() -> tuple[GenerationEngine, Graphs]:
+    config = tiny_config(num_layers=1)
+    engine, graphs = tiny_engine(config, reference_of(config)[0]), Graphs()
+    engine.new_graph = graphs
+    return engine, graphs
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Objects are freed by their reference counts alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
 
 @pytest.mark.parametrize("name", MODELS)
 def test_captured_decoding_gives_the_same_tokens(name: str) -> None:
@@ -80,18 +122,75 @@ def test_captured_decoding_gives_the_same_tokens(name: str) -> None:
     ]
     plain = tiny_engine(config, weights)
     expected = [generation.ids for generation in plain.generate(requests)]
-    graphs: list[OperatorGraph] = []
-
-    def new_graph() -> OperatorGraph:
-        graphs.append(OperatorGraph())
-        return graphs[-1]
-
+    graphs = Graphs()
     captured = tiny_engine(config, weights)
-    captured.new_graph = new_graph
+    captured.new_graph = graphs
     for _ in range(2):
         assert [generation.ids for generation in captured.generate(requests)] == expected
-    # One graph per batch, because it contains the cache; the prefill gives the first of eight tokens.
-    assert [(graph.captures, graph.replays) for graph in graphs] == [(1, 7), (1, 7)]
+    assert [captured.generate([request])[0].ids for request in requests] == expected
+    # The prefill gives the first of 5 to 8 tokens.
+    (graph,) = graphs.alive
+    assert (graph.captures, graph.replays) == (1, 7 + 7 + 4 + 5 + 6 + 7)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_closing_an_engine_frees_its_graphs_without_the_collector() -> None:
+    engine, graphs = capturing_engine()
+    engine.generate([GenerationRequest((1, 2), 3)])
+    unfinished = engine.stream([GenerationRequest((1, 2), 9)])
+    next(unfinished)
+    of_server = engine.new_batch(2, 20)
+    kept = graphs.alive
+    assert len(kept) == 2
+    engine.close()
+    assert all(graph.closed for graph in kept)
+    del kept
+    assert graphs.alive == []
+    unfinished.close()
+    assert graphs.alive == [] and of_server.samples == [None, None]
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_one_capture_serves_growing_conversations_and_two_streams_at_once() -> None:
+    engine, graphs = capturing_engine()
+    for length in (3, 40, 90):
+        engine.generate([GenerationRequest(tuple(range(length)), 4)])
+    assert len(graphs.made) == 1
+    first, second = (engine.stream([GenerationRequest((1, 2), 2)]) for _ in "ab")
+    pairs = list(zip(first, second, strict=True))
+    assert len(graphs.made) == 2 and all(one == other for one, other in pairs)
+    engine.generate([GenerationRequest((1, 2), 2)] * 3)
+    # The new batch replaces a smaller one.
+    assert len(graphs.made) == 3 and len(graphs.alive) == 1
+
+
+def test_timings_exclude_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reading of the clock is two seconds after the one before, and a capture takes a thousand."""
+    clock = itertools.count(0, 2)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    engine, _ = capturing_engine()
+
+    class Slow(OperatorGraph):
+        def capture(self, step: Callable[[], Tensor]) -> Tensor:
+            collections.deque(itertools.islice(clock, 500), 0)
+            return super().capture(step)
+
+    engine.new_graph = Slow
+    (generation,) = engine.generate([GenerationRequest((1, 2, 3), 4)])
+    assert generation.timings == (2.0, 3 / 2.0, 3 / (3 * 2.0))
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_the_program_frees_its_graph_before_the_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(num_layers=1)
+    write_checkpoint(tmp_path, config, reference_of(config)[0])
+    graphs, alive = Graphs(), list[int]()
+    monkeypatch.setattr(program, "_check_hardware", lambda *arguments: None)
+    monkeypatch.setattr(program, "CudaStepGraph", graphs)
+    monkeypatch.setattr(program, "stop_process_group", lambda: alive.append(len(graphs.alive)))
+    words = ["--model", str(tmp_path), "--bench", "--bench-rounds", "2", "--bench-prompt", "4", "--max-new-tokens", "3"]
+    main([*words, "--cuda-graph"])
+    assert (len(graphs.made), alive) == (1, [0])
 
 
 def test_a_replayed_step_reads_only_its_buffers() -> None:
@@ -121,6 +220,9 @@ class Calls:
 
     def replay(self) -> None:
         self.made.append("replay")
+
+    def reset(self) -> None:
+        self.made.append("reset")
 
     @contextlib.contextmanager
     def stream(self, stream: "Stream") -> Iterator[None]:
@@ -156,9 +258,10 @@ def test_warm_up_runs_on_a_side_stream_before_the_capture(monkeypatch: pytest.Mo
     graph: Any = CudaStepGraph()
     assert graph.capture(step) is result
     graph.replay()
+    graph.close()
     assert calls.made == [
         "aside waits for current", "on aside", "step", "step", "step", "off", "current waits for aside",
-        "capture thread_local", "step", "captured", "replay",
+        "capture thread_local", "step", "captured", "replay", "reset",
     ]  # fmt: skip
 
 
