@@ -19,7 +19,6 @@ from megatron_ladder.generate.scoring import score_text
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE, SlotBatch
 from megatron_ladder.model.language_model import LanguageModel
 
-
 _CAPTURED_TOKENS = 4096
 """Smallest cache of a captured batch, in tokens of all slots together, so that few later calls need a larger one."""
 
