@@ -5,7 +5,7 @@ process, neither can delay the server's threads, and the kernel ends the process
 prompt starts another one.
 
 The process receives a pickle of the `PromptSetup`, and then answers lists of texts, or of the messages of one
-conversation, in MessagePack. It ends when the server does.
+conversation, in MessagePack. It ends with the server; if the server is killed, after the current prompt.
 """
 
 import contextlib
