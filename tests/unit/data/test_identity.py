@@ -18,9 +18,9 @@ MakeDataset = Callable[..., IndexedDataset]
 LENGTHS = [7, 30, 2, 60]
 
 
-def describe(*words: object, split: str = "1", megatron_samples: int | None = None) -> dict[str, Any]:
+def describe(*words: object, split: str = "1", run_samples: int | None = None) -> dict[str, Any]:
     """Return the description as read from a checkpoint."""
-    order = OrderOptions(4, 1, None, megatron_samples)
+    order = OrderOptions(4, 1, None, None if run_samples is None else {"train": run_samples})
     sources = open_sources(DataArguments(list(map(str, words)), (), (), ()), split, order, ["train"])
     assert sources.train is not None
     described: dict[str, Any] = json.loads(json.dumps(describe_training(sources.train, "ab")))
@@ -103,9 +103,9 @@ def test_changes_of_loss_mask_split_weights_and_data_sets(make_dataset: MakeData
 
 def test_megatrons_order_depends_on_the_length_of_the_run(make_dataset: MakeDataset) -> None:
     prefix = make_dataset(LENGTHS).prefix
-    before = describe(prefix, megatron_samples=30)
-    assert data_changes(before, describe(prefix, megatron_samples=30)) == []
-    (line,) = data_changes(before, describe(prefix, megatron_samples=31))
+    before = describe(prefix, run_samples=30)
+    assert data_changes(before, describe(prefix, run_samples=30)) == []
+    (line,) = data_changes(before, describe(prefix, run_samples=31))
     assert line.startswith("--train-iters, --global-batch-size: the run reads 31 samples, was 30")
     (line,) = data_changes(before, describe(prefix))
     assert line == "--megatron-order: the order of samples is 'ladder-1', was 'megatron'"

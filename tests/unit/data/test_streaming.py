@@ -401,7 +401,6 @@ def test_flags_that_streaming_excludes() -> None:
         ({"data_path": (Path("a"),)}, "--streaming and --data-path exclude each other"),
         ({"megatron_order": True}, "--streaming and --megatron-order exclude each other"),
         ({"loss_on": "assistant"}, "--streaming and --loss-on assistant exclude each other"),
-        ({"tokenizer_type": None}, "--streaming requires --tokenizer-type"),
         ({"streaming_shards": 0}, "--streaming-shards 0: expected 1 or more"),
         ({"streaming_shuffle_buffer": 0}, "--streaming-shuffle-buffer 0: expected 1 or more"),
         ({"streaming_skip_bad_lines": -1}, "--streaming-skip-bad-lines -1: expected 0 or more"),

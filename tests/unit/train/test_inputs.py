@@ -71,6 +71,7 @@ def test_missing_data_is_reported_with_its_flag(tmp_path: Path) -> None:
         writer.add_document(np.arange(3))
         writer.publish()
     assert errors(f"--train-data-path {tmp_path}/short") == [f"--train-data-path {tmp_path}/short"]
+    assert errors(f"--streaming {tmp_path}/a") == ["--streaming requires --tokenizer-type and --tokenizer-model"]
 
 
 def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
