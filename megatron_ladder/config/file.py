@@ -54,9 +54,13 @@ def read_config_file(path: Path, sections: Sequence[type], errors: list[str]) ->
     fields = _fields_by_key(sections)
     read, lines = FileFlags({}, [], {}), dict[str, int]()
     for key_node, node in _parse(path):
-        key, line = str(key_node.value).replace("-", "_"), key_node.start_mark.line + 1
+        line = key_node.start_mark.line + 1
         # The lines of TOML are unknown.
         place = str(path) if path.suffix == ".toml" else f"{path}:{line}"
+        if not isinstance(key_node.value, str):
+            errors.append(f"--config {place}: expected a flag as key, found {_kind(key_node)}")
+            continue
+        key = key_node.value.replace("-", "_")
         name = fields[key].name if key in fields else key
         if name in lines:
             errors.append(f"--config {place}: {key} is set twice, first in line {lines[name]}: remove one of them")

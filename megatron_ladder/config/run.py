@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_errors
-from megatron_ladder.command_line import parse_command_line
+from megatron_ladder.command_line import is_flag, parse_command_line
 from megatron_ladder.config.data import CheckpointConfig, DataConfig
 from megatron_ladder.config.file import NOT_IN_FILES, FileFlags, flag_values, read_config_file
 from megatron_ladder.config.megatron_flags import take_megatron_flags
@@ -139,22 +139,27 @@ class RunConfig(_Sections):
 
 def parse_run(argv: Sequence[str], errors: list[str]) -> RunFlags:
     """Read the command line, appending one line to `errors` for each value that is not valid by itself."""
-    found, file = ErrorCollector(), FileFlags({}, [], {})
-    path = flag_values(argv).get("--config")
-    if path is not None:
+    found, file, words_of = ErrorCollector(), FileFlags({}, [], {}), flag_values(argv)
+    path, unknown = words_of.get("--config", ""), set[str]()
+    # The parser reports a missing path.
+    if path and not is_flag(path):
         with found.collect():
             file = read_config_file(Path(path), SECTIONS, found.messages)
-    places = {flag: place for flag, place in file.places.items() if flag not in flag_values(argv)}
+        if found.messages and not file.places:
+            # The flags that the file would set are unknown.
+            unknown = {flag_name(one.name) for section in SECTIONS for one in fields(section)} - words_of.keys()
+    places = {flag: place for flag, place in file.places.items() if flag not in words_of}
     given, taken, sections = set[str](), set[str](), list[Any]()
     with found.collect():
         words = take_megatron_flags([*file.words, *argv], found.messages, taken)
         sections = parse_command_line(
             SECTIONS, words, PROGRAM, DESCRIPTION, found=found.messages, settings=file.settings, given=given
         )
-    errors += [_with_place(message, places) for message in found.messages]
+    unknown -= set(map(flag_name, given)) | {"--config"}
+    errors += [_with_place(message, places) for message in found.messages if not names_any(message, unknown)]
     if not sections:
         raise_user_errors(errors)
-    faulty = frozenset(faulty_flags(errors))
+    faulty = frozenset(faulty_flags(errors)) | unknown
     flags = RunFlags(
         **dict(zip(_SECTION_TYPES, sections, strict=True)), given=frozenset(given), faulty=faulty, places=places
     )

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ladder.config.file import config_file_text
 from megatron_ladder.config.run import RunFlags, parse_run, resolve_run
+from megatron_ladder.errors import UserError
 
 BASE = "train_iters: 10\nlr: 1e-4\n"
 
@@ -155,6 +156,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         ("data_path: [[a]]", "--data-path: expected a path in the list, found a list (run.yaml:3)"),
         ("hidden_size: 65", "--hidden-size 65 is not divisible by --num-attention-heads 12: change one of them, or "
          "give --head-dim (run.yaml:3)"),
+        ("? [a, b]\n: 3", "--config run.yaml:3: expected a flag as key, found a list"),
         ("num_experts: 8", "--num-experts is not supported: layers are dense"),
         ("normalization: LayerNorm", "--normalization LayerNorm: only rmsnorm is supported; leave the flag"),
     ],
@@ -189,8 +191,13 @@ def test_other_unreadable_files(tmp_path: Path) -> None:
     assert read(tmp_path, "", "--lr 1 --train-iters 1")[1] == []
     for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "absent.yaml", "No such file or directory")):
         errors: list[str] = []
-        parse_run(["--config", str(path), "--lr", "1", "--train-iters", "1"], errors)
-        assert errors == [f"--config {path}: cannot be read: {reason}"]
+        flags = parse_run(["--config", str(path)], errors)
+        resolve_run(flags, 1000, 1, errors)
+        assert errors == [f"--config {path}: cannot be read: {reason}"] and "--data-path" in flags.faulty
+    for words in (["--config"], ["--config", "--lr", "1"]):
+        with pytest.raises(UserError) as missing:
+            parse_run(words, [])
+        assert missing.value.messages == ("argument --config: expected one argument",)
 
 
 def test_reading_a_file_needs_no_torch(tmp_path: Path) -> None:
