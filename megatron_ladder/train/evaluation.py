@@ -12,7 +12,7 @@ from typing import Any
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.tokenizers import Tokenizer
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.log import RunLog
 from megatron_ladder.train.prediction import Predictor, Request, Score
@@ -77,7 +77,7 @@ class EvaluatedModel:
                 if not isinstance(metrics, Mapping):
                     raise TypeError(f"expected numbers by name, found {type(metrics).__name__}")
                 outcome = ({str(name): float(value) for name, value in metrics.items()}, "")
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 traceback.print_exc()
                 outcome = ({}, f"{type(error).__name__}: {error}")
             if self._failure is not None:
@@ -100,21 +100,17 @@ class Evaluations:
         self._predictor = Predictor(trainer)
         self._function: Callable[[EvaluatedModel], Mapping[str, float]] | None = None
         if trainer.run.logging.eval_callable is not None:
-            errors = []
+            found = ErrorCollector()
             if trainer.mesh.world.rank == 0:
-                try:
+                with found.collect():
                     self._function = _import_callable(trainer.run.logging.eval_callable)
-                except UserError as error:
-                    errors = list(error.messages)
-            raise_on_all_ranks(trainer.mesh.world, errors)
+            raise_on_all_ranks(trainer.mesh.world, found.messages)
 
     def are_due(self, iteration: int) -> bool:
         """Whether there is something to evaluate after a step."""
         return self._validates_after(iteration) or self._calls_after(iteration)
 
-    def run(
-        self, iteration: int, log: RunLog, stops: Callable[[], bool] = lambda: False, everything: bool = False
-    ) -> None:
+    def run(self, iteration: int, log: RunLog, stops: Callable[[], bool], everything: bool = False) -> None:
         """Run and report what is due after a step, or `everything`; leave out the rest as soon as `stops` returns True.
 
         Raises UserError on every rank if the function of --eval-callable fails.
@@ -185,7 +181,7 @@ def _import_callable(name: str) -> Callable[[EvaluatedModel], Mapping[str, float
         sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"--eval-callable {name}: cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise UserError(f"--eval-callable {name}: is not a function")

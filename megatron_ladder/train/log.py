@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import math
 import os
 import resource
 import socket
@@ -173,8 +172,8 @@ class RunLog:
     def validation(self, iteration: int, loss: float, name: str = "") -> None:
         """Report the loss of a validation set, which may have a name."""
         label = f"{name} " if name else ""
-        # Larger losses have no finite perplexity.
-        perplexity = math.exp(loss) if loss < 700 else loss
+        # Unlike `math.exp`, this is infinite for large losses.
+        perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
         print_rank_0(f"iteration {iteration} | valid {label}lm loss {loss:.4f} | ppl {perplexity:.4g}", self._rank)
         named = {"name": name} if name else {}
         self._record.write_first("evaluation", iteration=iteration, loss=loss, ppl=perplexity, **named)

@@ -45,6 +45,7 @@ from megatron_ladder.train.stop import Stopper, StopReason, StopSignals
 class _Session(NamedTuple):
     inputs: RunInputs
     streams: TextStreams | None
+    evaluations: Evaluations
     checkpoints: CheckpointSaver
     stopper: Stopper
     record: RunRecord
@@ -70,12 +71,13 @@ def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
             trainer = build_trainer(inputs, place, peers)
             print_rank_0("\n".join([banner(trainer), *packing_notes(inputs.sources)]), place.rank)
             streams = None if inputs.stream is None else TextStreams(trainer, inputs, inputs.stream)
+            evaluations = Evaluations(trainer, inputs)
             with CheckpointSaver(trainer, inputs, record.write, streams) as checkpoints:
                 iteration, consumed_samples = checkpoints.resume()
                 record.write_first("start", **describe_start(trainer, iteration))
                 if folder is not None and place.rank == 0 and not inputs.run.logging.skip_train:
                     _write_config(folder, inputs)
-                session = _Session(inputs, streams, checkpoints, stopper, record)
+                session = _Session(inputs, streams, evaluations, checkpoints, stopper, record)
                 if inputs.run.logging.skip_train:
                     reason = _evaluate_loaded(trainer, session, iteration)
                 else:
@@ -95,10 +97,13 @@ def _write_config(folder: Path, inputs: RunInputs) -> None:
 
 def _evaluate_loaded(trainer: Trainer, session: _Session, iteration: int) -> str:
     """Evaluate the model of a checkpoint after `iteration` steps, and return why the run ends."""
-    evaluations = Evaluations(trainer, session.inputs)
     with RunLog(trainer, iteration + 1, session.record, trains=False) as log:
-        evaluations.run(iteration, log, everything=True)
-    return "evaluated"
+        session.evaluations.run(iteration, log, partial(_stops, trainer, session.stopper), everything=True)
+    reason = _agreed_stop_reason(trainer, session.stopper)
+    if reason is None:
+        return "evaluated"
+    print_rank_0(f"{reason.text}: ends the evaluation", trainer.mesh.world.rank)
+    return reason.text
 
 
 def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples: int) -> str:
@@ -117,7 +122,6 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
         train_batches = sample_batches(trainer, sources.train, consumed_samples)
     else:
         train_batches = session.streams.batches(consumed_samples)
-    evaluations = Evaluations(trainer, session.inputs)
     losses: list[float] = []
     startup = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
@@ -127,9 +131,6 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
         ActivationMeter(trainer.engine.module, trainer.device) as meter,
         HangWatch(trainer.peers, startup, running, partial(record_lost_peers, record, trainer.peers)) as watch,
     ):
-
-        def stops() -> bool:
-            return _agreed_stop_reason(trainer, session.stopper) is not None
 
         @contextmanager
         def not_training() -> Iterator[None]:
@@ -158,9 +159,9 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
             if is_final or _is_due(iteration, run.checkpoint.save_interval):
                 with not_training():
                     reason = _save_checkpoint(trainer, session, iteration, batches.consumed_samples, reason)
-            if evaluations.are_due(iteration) and not (reason and reason.urgent):
+            if session.evaluations.are_due(iteration) and not (reason and reason.urgent):
                 with not_training():
-                    evaluations.run(iteration, log, stops)
+                    session.evaluations.run(iteration, log, partial(_stops, trainer, session.stopper))
     if reason is not None:
         print_rank_0(f"{reason.text}: ends after iteration {iteration} of {last}", rank)
     return reason.text if reason else "all steps are done"
@@ -187,6 +188,10 @@ def _agreed_stop_reason(trainer: Trainer, stopper: Stopper) -> StopReason | None
     """Return why all ranks stop now, without waiting for a step, or None; all ranks must call it."""
     votes = torch.tensor(stopper.votes(), dtype=torch.float64, device=trainer.device)
     return stopper.reason(trainer.mesh.world.all_reduce(votes).tolist())
+
+
+def _stops(trainer: Trainer, stopper: Stopper) -> bool:
+    return _agreed_stop_reason(trainer, stopper) is not None
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:

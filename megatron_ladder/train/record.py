@@ -34,10 +34,10 @@ class RunRecord:
         run = None
         with contextlib.suppress(OSError):
             for event in [] if self._path is None else read_record(self._path.parent):
-                if event["event"] == "start" and event["iteration"] == 0:
+                if event["event"] == "start" and event.get("iteration") == 0:
                     run = None
-                elif event["event"] == "tracker" and event["tracker"] == tracker:
-                    run = event["run"]
+                elif event["event"] == "tracker" and event.get("tracker") == tracker:
+                    run = event.get("run")
         return run
 
     def write_first(self, event: str, /, **fields: Any) -> None:

@@ -125,7 +125,9 @@ class _Mlflow(Tracker):
         self._client: Any = MlflowClient()
         self._metric, self._parameter = Metric, Param
         self._experiment = str(run.logging.mlflow_experiment)
-        self.name = f"--mlflow-experiment {self._experiment} at {self._client.tracking_uri}"
+        # The address may contain a password.
+        address = re.sub("//[^/]*@", "//", self._client.tracking_uri)
+        self.name = f"--mlflow-experiment {self._experiment} at {address}"
         self._config = run.to_dict()
 
     def open(self, previous: str | None) -> str:

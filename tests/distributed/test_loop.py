@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.data.loader import DataArguments, OrderOptions, open_sources
 from megatron_ladder.train import loop
+from megatron_ladder.train.evaluation import Evaluations
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import Stopper, StopSignals
@@ -31,7 +32,7 @@ def write_tokens(prefix: Path, seed: int = 0) -> str:
 
 
 def train(
-    argv: list[str], prefix: str, save: Path, signal_at: int = 0, in_evaluation: bool = False
+    argv: list[str], prefix: str, save: Path, signal_at: int = 0, in_evaluation: bool = False, loaded: bool = False
 ) -> list[tuple[str, int]]:
     """On each rank: train, with a SIGTERM to rank 1 during a save or an evaluation; return both kinds in order."""
     trainer = build_trainer_here([*RECIPE, *argv, "--save", str(save)])
@@ -53,10 +54,12 @@ def train(
 
     checkpoints: Any = mock.MagicMock(save=save_checkpoint)
     stopper = Stopper(run.reliability, signals, rank, 0.0)
-    session = loop._Session(RunInputs(run, {}, None, sources, None), None, checkpoints, stopper, record)
+    inputs = RunInputs(run, {}, None, sources, None)
+    session = loop._Session(inputs, None, Evaluations(trainer, inputs), checkpoints, stopper, record)
     with mock.patch.object(loop, "HangWatch"), mock.patch.object(trainer.engine, "evaluate", evaluate):
-        reason = loop._train(trainer, session, 0, 0)
+        reason = loop._evaluate_loaded(trainer, session, 0) if loaded else loop._train(trainer, session, 0, 0)
     record.write_first("stop", iteration=0, reason=reason)
+    assert reason == "SIGTERM" or not in_evaluation
     return [(event["event"], event["iteration"]) for event in read_record(save) if event["event"] != "progress"]
 
 
@@ -83,3 +86,6 @@ def test_a_signal_ends_an_evaluation(gloo_pools: GlooPools, tmp_path: Path) -> N
     prefix = write_tokens(tmp_path / "tokens")
     found, _ = gloo_pools(2).run(train, ["--zero-stage", "2"], prefix, tmp_path, in_evaluation=True)
     assert found == [("save", 3), ("stop", 0)], "the next step ends the run"
+    (tmp_path / "loaded").mkdir()
+    found, _ = gloo_pools(2).run(train, ["--zero-stage", "2"], prefix, tmp_path / "loaded", 0, True, True)
+    assert found == [("stop", 0)]

@@ -1,5 +1,7 @@
 """An evaluation of a checkpoint does not change the curves and the record of a run."""
 
+import math
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -7,6 +9,18 @@ import pytest
 
 from megatron_ladder.train import log, loop
 from megatron_ladder.train.log import describe_start
+from megatron_ladder.train.record import RunRecord, read_record
+
+
+@pytest.mark.parametrize(("loss", "perplexity"), [(2.0, math.exp(2.0)), (800.0, "inf"), (math.nan, "nan")])
+def test_the_perplexity_of_any_loss_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: float, perplexity: float | str
+) -> None:
+    monkeypatch.setattr(log, "ModelFlops", MagicMock())
+    with log.RunLog(MagicMock(), 1, RunRecord(tmp_path)) as run_log:
+        run_log.validation(1, loss)
+    (event,) = read_record(tmp_path)
+    assert event["ppl"] == perplexity
 
 
 @pytest.mark.parametrize(
@@ -30,7 +44,7 @@ def test_an_evaluation_hides_no_points(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.mesh.world.rank = 0
     monkeypatch.setattr(log, "ModelFlops", MagicMock())
     monkeypatch.setattr(log, "open_trackers", trackers)
-    monkeypatch.setattr(loop, "Evaluations", MagicMock())
+    monkeypatch.setattr(loop, "_agreed_stop_reason", lambda *_: None)
     assert loop._evaluate_loaded(trainer, MagicMock(), 4) == "evaluated"
     with log.RunLog(trainer, 5, MagicMock()):
         pass

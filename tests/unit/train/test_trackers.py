@@ -150,6 +150,9 @@ def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [file.path for file in client.list_artifacts(found.info.run_id, "samples")] == [
         "samples/iteration_2.txt", "samples/iteration_3.txt",
     ]  # fmt: skip
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:secret@host/mlflow")
+    assert trackers._Mlflow(run).name == "--mlflow-experiment ladders at https://host/mlflow"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/store")
     log(run, {1: 3.0})
     assert len(client.search_runs([experiment.experiment_id])) == 2, "a training from scratch has a new run"
 
