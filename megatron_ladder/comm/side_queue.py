@@ -56,7 +56,8 @@ class _CudaSideQueue:
     runs_midway = False
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        # A product of the compute stream fills every multiprocessor; the chain's kernels get the next free ones.
+        self._stream = torch.cuda.Stream(device, priority=-1)
         self._held: list[object] = []
 
     def run(self, chain: Callable[[], T], uses: object) -> T:

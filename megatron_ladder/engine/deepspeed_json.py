@@ -94,6 +94,8 @@ def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
         "communication_data_type": "fp32",
         # No progress lines of DeepSpeed between ours.
         "steps_per_print": 2**31,
+        # It would wait for the device twice per micro-batch.
+        "timers": {"throughput": {"enabled": False}},
     }
     path = run.parallel.deepspeed_config
     if path is not None:

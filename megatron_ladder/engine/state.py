@@ -44,6 +44,11 @@ class EngineState(OptimizerState, ABC):
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """Return the gradient that this rank holds, reduced over data-parallel ranks, times `loss_scale`."""
+        if self._is_offloaded:
+            from deepspeed.accelerator import get_accelerator
+
+            # DeepSpeed does not wait for its copies to page-locked host memory.
+            get_accelerator().synchronize()
         return [
             GradientPiece(span.sections, span.shape, span.start, gradient, span.owned)
             for span, gradient in zip(self.spans(), self.gradients(), strict=True)
@@ -83,6 +88,12 @@ class EngineState(OptimizerState, ABC):
         """Set the learning rate of the next step."""
         for group in self.base.param_groups:
             group["lr"] = learning_rate
+
+    @property
+    def _is_offloaded(self) -> bool:
+        """Whether gradients, masters and moments are in host memory."""
+        optimizer = self._engine.optimizer
+        return any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
 
     @property
     def loss_scale(self) -> float:

@@ -27,7 +27,7 @@ from megatron_ladder.blueprint.tensors import layer_tensors
 from megatron_ladder.blueprint.wiring import SubBlockKind, pending_before
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.side_queue import create_side_queue
+from megatron_ladder.comm.side_queue import SideQueue, create_side_queue
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.model.backward import ForwardRecord, walk_mirrored
 from megatron_ladder.model.bodies import MLP, Attention, AttentionMLP
@@ -100,7 +100,7 @@ class TransformerStack(nn.Module):
         self.options = options
         self.mesh = mesh
         self.layout = mesh.stream
-        self.side_queue = create_side_queue(build.device) if self.layout.shards > 1 and options.tp_overlap else None
+        self.side_queue: SideQueue | None = None
         self.desync = config.wiring.stream == "per rank"
         sub_blocks = [sub_block for layer in layers for sub_block in wired[layer]]
         self.synchronised = [sub_blocks[0].reads_shared, *(sub_block.leaves_shared for sub_block in sub_blocks)]
@@ -112,6 +112,9 @@ class TransformerStack(nn.Module):
     def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
         """Map the state with `pending_in` missing outputs to the state with `pending_out` missing outputs."""
         steps = self.sub_blocks()
+        if self.side_queue is None and self.layout.shards > 1 and self.options.tp_overlap:
+            # Not earlier: ZeRO-3 builds the stack on another device.
+            self.side_queue = create_side_queue(state.device)
         if self.desync:
             return walk_desync(state[0], steps, self.synchronised, context).unsqueeze(0)
         mirrored = self.options.tp_overlap and self.options.mirrored_backward

@@ -3,7 +3,7 @@
 import itertools
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -15,6 +15,7 @@ from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import Pieces
 from tests.helpers.states import everything, pass_on
 from tests.helpers.steps import RECIPE, Batch, check_resume, check_steps, steps_of_batches, train
 from tests.helpers.training import (
@@ -25,7 +26,7 @@ from tests.helpers.training import (
     save_trainer,
     weight_pieces,
 )
-from tests.reference import ReferenceConfig, make_weights, reference_loss
+from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss
 
 GENTLE_RECIPE = [*RECIPE, "--lr", "1e-3", "--global-batch-size", "8"]
 slow = pytest.mark.slow
@@ -299,3 +300,52 @@ def overflow_at(argv: list[str]) -> str:
 def test_an_overflow_at_the_lowest_scale_ends_the_run(gloo_pools: GlooPools, scale: str) -> None:
     for message in gloo_pools(4).run(overflow_at, [*FP16, *scale.split()]):
         assert "iteration 1: the gradient's norm is" in message and message.endswith("the loss scale 3.35544e+07")
+
+
+def train_with_late_copies(
+    argv: list[str], weights: Weights, batches: list[list[Batch]]
+) -> tuple[list[tuple[float, float]], Pieces]:
+    """`train`, if a copy of gradients to the host ends only when the host waits for the device."""
+    from deepspeed.accelerator import get_accelerator
+
+    in_flight: list[tuple[Tensor, Tensor]] = []
+    hosts: set[int] = set()
+    copy, build = Tensor.copy_, build_trainer_here
+
+    def build_here(*arguments: Any) -> Trainer:
+        trainer = build(*arguments)
+        gradients = (span.flat_master.grad for span in trainer.engine.state.spans())
+        hosts.update(gradient.untyped_storage().data_ptr() for gradient in gradients if gradient is not None)
+        return trainer
+
+    def copy_later(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if not (non_blocking and target.untyped_storage().data_ptr() in hosts):
+            return copy(target, source, non_blocking)
+        in_flight.append((target, source.clone()))
+        return target
+
+    def synchronize(*_: object) -> None:
+        while in_flight:
+            copy(*in_flight.pop(0))
+
+    with (
+        mock.patch.object(Tensor, "copy_", copy_later),
+        mock.patch.object(type(get_accelerator()), "synchronize", synchronize),
+        mock.patch("tests.helpers.steps.build_trainer_here", build_here),
+    ):
+        return train(argv, weights, batches)
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_copies_of_gradients_to_the_host_are_waited_for(gloo_pools: GlooPools, stage: str) -> None:
+    argv = [*GENTLE_RECIPE, "--zero-stage", stage, "--offload-optimizer", "cpu", "--residual-mode", "ladder"]
+    batches = steps_of_batches(2, 4)
+    weights = make_weights(ReferenceConfig.like(run_of(argv, 2).model), seed=1, dtype=torch.float32)
+    pool = gloo_pools(2)
+    results = zip(
+        pool.run(train, argv, weights, batches), pool.run(train_with_late_copies, argv, weights, batches), strict=True
+    )
+    for (history, pieces), (history_late, pieces_late) in results:
+        assert history == history_late
+        for (name, _, values), (_, _, values_late) in zip(pieces, pieces_late, strict=True):
+            assert torch.equal(values, values_late), name

@@ -13,6 +13,7 @@ def test_chain_runs_after_earlier_work_and_alongside_later_work(monkeypatch: pyt
     device = fake_cuda.install(monkeypatch)
     queue = create_side_queue(torch.device("cuda"))
     assert isinstance(queue, _CudaSideQueue) and not queue.runs_midway
+    assert device.streams[1].priority < 0, "it would wait for multiprocessors behind the product"
     device.compute.now = 5.0
 
     def chain() -> str:
