@@ -28,7 +28,7 @@ def run_supervised(command: Sequence[str], config: ResilientConfig, save: Path) 
     adopt_orphans()
     with received_signals(merge_seconds=SAME_SECONDS) as received:
         _wait_for_orphans(save, config, received)
-        code = _supervise(config, save, received, lambda: _attempt(command, config, received, save))
+        code = 0 if received else _supervise(config, save, received, lambda: _attempt(command, config, received, save))
     if code != 0:
         sys.exit(code)
 

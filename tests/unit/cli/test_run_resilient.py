@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_ladder import processes
+from megatron_ladder.cli import supervise
 from megatron_ladder.cli.run_resilient import ResilientConfig, _find_save_directory
 from megatron_ladder.cli.supervise import _supervise
 from megatron_ladder.errors import UserError
@@ -270,3 +272,18 @@ def test_nothing_outlives_a_second_signal(tmp_path: Path) -> None:
     process.communicate(timeout=20)
     assert process.returncode != 0
     assert not [one for one in descendants if one.is_running()]
+
+
+def test_a_signal_while_waiting_for_orphans_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = f"{processes.boot_id()}/{os.readlink('/proc/self/ns/pid')}/{os.getpid()}/0"
+    with subprocess.Popen(["sleep", "100"], env={"PATH": os.defpath, processes._SUPERVISOR: supervisor}) as orphan:
+
+        def holder(save: Path) -> psutil.Process:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return psutil.Process(orphan.pid)
+
+        monkeypatch.setattr(supervise, "lock_holder", holder)
+        monkeypatch.setattr(supervise, "adopt_orphans", lambda: None)
+        supervise.run_supervised(["touch", str(tmp_path / "started")], ResilientConfig(), tmp_path)
+        orphan.kill()
+    assert list(tmp_path.iterdir()) == []
