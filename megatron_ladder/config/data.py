@@ -82,8 +82,8 @@ class CheckpointConfig:
     save: Path | None = None
     """Directory for checkpoints, which are saved every --save-interval steps and at the end."""
     load: Path | None = None
-    """Directory of checkpoints, or one checkpoint, to resume from. If it has no checkpoint, the run reports that and
-    starts from scratch."""
+    """Directory of checkpoints, or one checkpoint, to resume from. It determines sizes and wiring of the model. If it
+    has no checkpoint, the run reports that and starts from scratch, for which the sizes must be given."""
     overwrite_checkpoints: bool = flag(False, requires="--save")
     """Start a new run in a --save directory that holds checkpoints of another run. They are not removed, but `latest`
     names the new ones, so --load continues the new run. Without this flag it is an error."""

@@ -16,8 +16,6 @@ from megatron_ladder.train.setup import Trainer
 
 Request = tuple[Sequence[int], Sequence[int]]
 """Ids of a context, and of its continuation."""
-
-
 _Item = TypeVar("_Item")
 
 

@@ -140,6 +140,9 @@ def model_differences(run: RunConfig, checkpoint: Checkpoint, vocabulary_is_know
         pairs["tensor_model_parallel_size"] = streams
     else:
         pairs = {name: values for name, values in pairs.items() if name not in _WIRING}
+    if model.num_layers != run.model.num_layers:
+        # The default, all layers, depends on their number.
+        pairs.pop("ladder_layers", None)
     training = checkpoint.manifest.get("run", {}).get("training", {})
     if not run.loads_only_weights:
         pairs |= {name: (getattr(run.training, name), training[name]) for name in _DEFINES_ORDER if name in training}

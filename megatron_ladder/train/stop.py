@@ -75,7 +75,6 @@ class StopSignals:
                 sys.stderr.flush()
                 os._exit(128 + number[0])
 
-
     def _follow(self, supervisor: int) -> None:
         """Wait for the end of a process, which is 0 if it has ended."""
         try:

@@ -96,6 +96,7 @@ def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
     assert (tuned.run.training.seq_length, tuned.run.training.seed) == (40, 1234)
     for more, message in (
         ("--num-layers 4", "--num-layers 4: .* was trained with 3"),
+        ("--num-layers 4 --ladder-layers 2-3", "--num-layers 4: .* was trained with 3"),
         ("--residual-mode parallel", "--residual-mode parallel: .* was trained with ladder"),
         ("--ladder-layers 1", r"--ladder-layers \[2\]: .* was trained with \[1, 2\]"),
     ):
