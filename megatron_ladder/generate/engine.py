@@ -16,7 +16,7 @@ from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import StepGraph
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.scoring import score_text
-from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE, SlotBatch
+from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE, PADDING, SlotBatch, prompt_width
 from megatron_ladder.model.language_model import LanguageModel
 
 _CAPTURED_TOKENS = 4096
@@ -134,8 +134,10 @@ class GenerationEngine:
 
         Raises BadNumbersError if the logits are not finite.
         """
-        tokens = torch.tensor([ids[:-1]], device=self.model.embedding.weight.device)
-        hidden_states = self.model.hidden_states(tokens, self.model.training_context(tokens))
+        device, length = self.model.embedding.weight.device, len(ids) - 1
+        width = prompt_width(length, self.model.config.max_position_embeddings, device)
+        tokens = torch.tensor([[*ids[:-1], *[PADDING] * (width - length)]], device=device)
+        hidden_states = self.model.hidden_states(tokens, self.model.training_context(tokens))[:length]
         logprobs = score_text(self.model, self.group, hidden_states, ids[1:]).logprobs
         if not all(map(math.isfinite, logprobs)):
             raise BadNumbersError(f"the logits of the text are not finite: {BAD_NUMBERS_CAUSE}")

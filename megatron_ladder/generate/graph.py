@@ -2,7 +2,8 @@
 
 On a GPU a decoded token is hundreds of small kernels, which the host cannot launch as fast as they run. A CUDA graph
 launches all of them at once. It replays the captured addresses, so the inputs of a step (ids and columns) are copied
-into fixed buffers, and attention gets all columns of the cache, with later ones hidden by the mask.
+into fixed buffers, and attention gets all columns of the cache. The number of filled ones, or a mask, is computed on
+the device.
 """
 
 from collections.abc import Callable

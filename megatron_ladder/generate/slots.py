@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
@@ -43,8 +44,12 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
 
-_PADDING = 0
+PADDING = 0
 """The token after shorter prompts and in free slots; no result depends on its value."""
+_PROMPT_WIDTHS = 128
+"""Prompts on a GPU are padded to a multiple of this."""
+_LARGEST_FLASH_HEAD, _FIRST_FLASH_DEVICE = 256, (8, 0)
+"""Limits of FlashAttention: the head's size, and the compute capability."""
 BAD_NUMBERS_CAUSE = "the weights are damaged, or too large for --dtype"
 
 
@@ -63,6 +68,9 @@ class _StaticCache:
         self.key_rows = [keys.flatten(0, 2) for keys in self.keys]
         self.value_rows = [values.flatten(0, 2) for values in self.values]
         self.first_rows = torch.arange(0, slots * kv_heads * positions, positions, device=device).view(slots, kv_heads)
+        # For attention to filled columns, in which each key-value head of each sample is a sequence.
+        self.query_starts = torch.arange(slots * kv_heads + 1, dtype=torch.int32, device=device)
+        self.key_starts = self.query_starts * positions
 
     def erase(self, slot: int) -> None:
         """Remove numbers that are not finite, which would also reach the slot's next sample."""
@@ -96,6 +104,45 @@ class _TokenColumns(NamedTuple):
         self.cache.key_rows[layer].index_copy_(0, self.rows, keys.flatten(0, 2))
         self.cache.value_rows[layer].index_copy_(0, self.rows, values.flatten(0, 2))
         return self.cache.keys[layer].narrow(2, 0, self.extent), self.cache.values[layer].narrow(2, 0, self.extent)
+
+
+class _FilledColumns(NamedTuple):
+    """Attention of one query per sample to the filled columns of a cache, by a kernel that reads no others.
+
+    Neither the shapes nor the values on the host change from token to token, so the call can be captured.
+    """
+
+    cache: _StaticCache
+    filled: Tensor
+    """[b kv_heads/t] int32, the number of filled columns."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """See `model.operations.attend`; k and v are all columns of the cache, and there is no mask."""
+        kv_heads, positions, head_dim = k.shape[1:]
+        attended = varlen_attn(
+            q.reshape(-1, q.shape[1] // kv_heads, head_dim), k.reshape(-1, 1, head_dim), v.reshape(-1, 1, head_dim),
+            self.cache.query_starts, self.cache.key_starts, 1, positions, enable_gqa=True, seqused_k=self.filled,
+        )  # fmt: skip
+        assert isinstance(attended, Tensor)
+        return attended.view(q.shape)
+
+
+def _counts_filled_columns(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Return whether torch has the kernel of `_FilledColumns` for this device."""
+    fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= _LARGEST_FLASH_HEAD
+    return (
+        fits
+        and device.type == "cuda"
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= _FIRST_FLASH_DEVICE
+    )
+
+
+def prompt_width(longest: int, positions: int, device: torch.device) -> int:
+    """Return the length to which prompts are padded on the right: on GPUs one of few, as cuDNN plans each length."""
+    if device.type != "cuda":
+        return longest
+    return min(positions, math.ceil(longest / _PROMPT_WIDTHS) * _PROMPT_WIDTHS)
 
 
 @dataclass
@@ -158,6 +205,7 @@ class SlotBatch:
         self._group = group
         self.samples: list[_ActiveSample | None] = [None] * slots
         self._cache = _StaticCache(model.config, group.size, slots, positions, model.compute_dtype, self._device)
+        self._counts_filled = _counts_filled_columns(model.compute_dtype, model.config.head_dim, self._device)
         all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
         self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
         self._sampler = Sampler(slots, model.config.vocab_size, model.head.start, group, self._device)
@@ -199,8 +247,8 @@ class SlotBatch:
             decoder = None if self._tokenizer is None else IncrementalDecoder(self._tokenizer, request.prompt_ids)
             self.samples[slot] = _ActiveSample(request, decoder, StopFinder(request.stop), matcher)
         slots, prompts = list(requests), [request.prompt_ids for request in requests.values()]
-        longest = max(map(len, prompts))
-        tokens = torch.tensor([[*ids, *[_PADDING] * (longest - len(ids))] for ids in prompts], device=self._device)
+        longest = prompt_width(max(map(len, prompts)), self._positions, self._device)
+        tokens = torch.tensor([[*ids, *[PADDING] * (longest - len(ids))] for ids in prompts], device=self._device)
         turns = RotaryTable(self._rotary.cos[:longest], self._rotary.sin[:longest])
         context = SequenceContext(turns, _PromptColumns(self._cache, torch.tensor(slots, device=self._device)))
         hidden_states = self._model.hidden_states(tokens, context)
@@ -226,7 +274,7 @@ class SlotBatch:
     def step(self) -> list[NewToken]:
         """Return the next token of every unfinished sample, by slot; results of other slots are dropped."""
         newest = [
-            (sample.ids[-1], len(sample.request.prompt_ids) + len(sample.ids) - 1) if sample else (_PADDING, 0)
+            (sample.ids[-1], len(sample.request.prompt_ids) + len(sample.ids) - 1) if sample else (PADDING, 0)
             for sample in self.samples
         ]
         tokens = torch.tensor([[token] for token, _ in newest], device=self._device)
@@ -240,12 +288,16 @@ class SlotBatch:
 
     def _one_token(self, tokens: Tensor, columns: Tensor, extent: int, masked: bool) -> Tensor:
         """Ids [b, 1] for columns [b] -> logits. Attention gets `extent` columns; `masked` hides later ones."""
-        mask = None
-        if masked:
+        mask, attend = None, None
+        if self._counts_filled:
+            extent = self._positions
+            filled = (columns + 1).to(torch.int32).unsqueeze(1).expand_as(self._cache.first_rows).flatten()
+            attend = _FilledColumns(self._cache, filled).attend
+        elif masked:
             mask = (torch.arange(extent, device=self._device) <= columns.unsqueeze(1))[:, None, None, :]
         turns = RotaryTable(self._rotary.cos[columns].transpose(0, 1), self._rotary.sin[columns].transpose(0, 1))
         rows = (self._cache.first_rows + columns.unsqueeze(1)).flatten()
-        context = SequenceContext(turns, _TokenColumns(self._cache, rows, extent), mask)
+        context = SequenceContext(turns, _TokenColumns(self._cache, rows, extent), mask, attend=attend)
         return self._model.logits_shard(self._model.hidden_states(tokens, context))[0]
 
     def _choose(self, logits_shard_v: Tensor, slots: Sequence[int]) -> list[NewToken]:
@@ -282,6 +334,6 @@ class SlotBatch:
     def _is_sound(self, slot: int) -> bool:
         """Return whether the logits of a text of one token are finite; the sample of the slot must be finished."""
         self._sampler.assign(slot, GREEDY, ())
-        tokens = torch.tensor([[_PADDING]], device=self._device)
+        tokens = torch.tensor([[PADDING]], device=self._device)
         hidden_states = self._model.hidden_states(tokens, self._model.training_context(tokens))
         return self._sampler.choose(self._model.logits_shard(hidden_states)[0], [slot]).tokens != [NO_TOKEN]

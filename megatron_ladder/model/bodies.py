@@ -72,7 +72,7 @@ class _AttentionHeads(nn.Module):
             return document_attention(q, k, v, context.documents).permute(2, 0, 1, 3).flatten(2)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
-        attended = self.operations.attend(q, k, v, context.mask)
+        attended = (context.attend or self.operations.attend)(q, k, v, context.mask)
         return attended.permute(2, 0, 1, 3).flatten(2)
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -53,11 +54,22 @@ def _split_heads(
     return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
+_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""cuDNN builds a plan for every shape, and the number of keys grows by one with each decoded token."""
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Apply attention: q [b, heads/t, s, d], k and v [b, kv_heads/t, positions, d] -> [b, heads/t, s, d].
 
     `mask` is that of `SequenceContext`; for a single query it is the same for all heads, [b, 1, 1, positions].
     """
+    if q.shape[2] == 1 and q.is_cuda:
+        with sdpa_kernel(_WITHOUT_PLANS):
+            return _attend_once(q, k, v, mask)
+    return _attend_once(q, k, v, mask)
+
+
+def _attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     # torch aligns a causal mask with the first key, which would hide the cache from a single query.
     causal = mask is None and q.shape[2] > 1
     if mask is not None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:

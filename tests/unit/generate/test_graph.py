@@ -12,18 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ladder.cli.generate import main
 from megatron_ladder.errors import UserError
+from megatron_ladder.generate import engine as engine_module
 from megatron_ladder.generate import graph as graph_module
-from megatron_ladder.generate import program
+from megatron_ladder.generate import program, slots
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph, captured_decode
 from megatron_ladder.generate.requests import GenerationRequest
-from megatron_ladder.generate.sampling import SamplingParameters
+from megatron_ladder.generate.sampling import GREEDY, SamplingParameters
+from megatron_ladder.generate.slots import _counts_filled_columns, prompt_width
 from tests.unit.generate.tiny_model import (
     MODELS,
     PROMPTS,
@@ -201,6 +205,88 @@ def test_a_replayed_step_reads_only_its_buffers() -> None:
     for first in (1, 5):
         found = decode(torch.tensor([[first], [first + 1]]), torch.tensor([3, first]))
         assert found.tolist() == [[10 * first + 3], [10 * first + 10 + first]]
+
+
+def attend_to_sequences(
+    q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, max_q: int, max_k: int,
+    enable_gqa: bool, seqused_k: Tensor,
+) -> Tensor:  # fmt: skip
+    """`varlen_attn` for one query per sequence and sequences of `max_k` keys, some of which are in use, on any device.
+
+    The real function receives the arguments as well, on the meta device.
+    """
+    sequences = len(q)
+    assert query_starts.dtype == key_starts.dtype == seqused_k.dtype == torch.int32
+    torch.testing.assert_close(query_starts, torch.arange(sequences + 1, dtype=torch.int32))
+    torch.testing.assert_close(key_starts, torch.arange(sequences + 1, dtype=torch.int32) * max_k)
+    assert (max_q, len(k), seqused_k.shape) == (1, sequences * max_k, (sequences,))
+    meta = (x.to("meta") for x in (q, k, v, query_starts, key_starts))
+    shape = varlen_attn(*meta, max_q, max_k, enable_gqa=enable_gqa, seqused_k=seqused_k.to("meta")).shape
+    keys, values = (x.view(sequences, 1, max_k, -1) for x in (k, v))
+    # What is not in use may be anything, so it must not be multiplied by zero either.
+    unused = torch.arange(max_k) >= seqused_k.view(-1, 1, 1, 1)
+    values = values.masked_fill(unused.transpose(2, 3), 0)
+    result = F.scaled_dot_product_attention(q.unsqueeze(2), keys, values, attn_mask=~unused, enable_gqa=enable_gqa)
+    assert result.squeeze(2).shape == shape
+    return result.squeeze(2)
+
+
+@pytest.mark.parametrize("name", ["ladder", "hybrid", "ladder-parallel"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_attention_to_filled_columns_gives_the_same_tokens(
+    name: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One, two and four heads share a key-value head; prompts are padded as on a GPU."""
+    config = tiny_config(**MODELS[name])
+    weights, _ = reference_of(config)
+    requests = [GenerationRequest(prompt, 4 + row, GREEDY) for row, prompt in enumerate(PROMPTS)]
+    plain = tiny_engine(config, weights)
+    expected = [generation.ids for generation in plain.generate(requests)], plain.score(PROMPTS[3])
+    calls: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(len(arguments[0]))
+        return attend_to_sequences(*arguments, **options)
+
+    monkeypatch.setattr(slots, "varlen_attn", counted)
+    monkeypatch.setattr(slots, "_counts_filled_columns", lambda *arguments: True)
+    for module in (slots, engine_module):
+        monkeypatch.setattr(module, "prompt_width", lambda longest, positions, device: min(16, positions))
+    engine = tiny_engine(config, weights)
+    if captured:
+        engine.new_graph = Graphs()
+    assert [generation.ids for generation in engine.generate(requests)] == expected[0]
+    assert engine.score(PROMPTS[3]) == pytest.approx(expected[1], rel=1e-5)
+    steps = 2 if captured else 6
+    assert calls == [len(requests) * config.num_key_value_heads] * (config.num_layers * steps)
+
+
+def test_few_prompt_widths_reach_a_gpu() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    widths = {longest: prompt_width(longest, 1000, gpu) for longest in range(1, 1001)}
+    assert set(widths.values()) == {128, 256, 384, 512, 640, 768, 896, 1000}
+    assert all(longest <= width < longest + 128 for longest, width in widths.items())
+    assert prompt_width(77, 1000, cpu) == 77
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "counts"),
+    [
+        (torch.bfloat16, 128, (9, 0), True),
+        (torch.float16, 64, (8, 0), True),
+        (torch.float32, 128, (9, 0), False),
+        (torch.bfloat16, 320, (9, 0), False),
+        (torch.bfloat16, 100, (9, 0), False),
+        (torch.float16, 64, (7, 5), False),
+    ],
+)
+def test_only_devices_with_the_kernel_count_filled_columns(
+    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    assert _counts_filled_columns(dtype, head_dim, torch.device("cuda")) == counts
+    assert not _counts_filled_columns(dtype, head_dim, torch.device("cpu"))
 
 
 class Calls:
