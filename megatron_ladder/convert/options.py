@@ -96,7 +96,7 @@ def parse_options(argv: Sequence[str]) -> Options | Path:
         flags = [word for word in words if word.startswith("-")]
         parse_command_line([], flags, f"{_PROGRAM} inspect DIR", INSPECT)
         if len(words) != 1:
-            raise UserError(f"inspect {' '.join(words)}: expected one directory")
+            raise UserError(f"{' '.join(['inspect', *words])}: expected one directory")
         return Path(words[0])
     kind, description = VERBS[verb]
     (options,) = parse_command_line([kind], words, f"{_PROGRAM} {verb}", description)

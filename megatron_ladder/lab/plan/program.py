@@ -86,8 +86,9 @@ def _cluster_of(options: LayoutOptions) -> Cluster:
 def _describe_layout(layout: Layout) -> str:
     ranks = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data} ZeRO {layout.zero}"
     parts = [ranks, f"micro-batch {layout.micro_batch}"]
-    parts += ["recompute"] * layout.recompute + ["sequence parallel"] * layout.sequence_parallel
-    return ", ".join(parts)
+    parts += ["recompute"] * layout.recompute + ["sequence-parallel"] * layout.sequence_parallel
+    # Without commas, which separate the layouts of a tie.
+    return " ".join(parts)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -157,7 +158,7 @@ def _training_words(request: PlanRequest, plan: LayoutPlan) -> list[str]:
 def _command(request: PlanRequest, plan: LayoutPlan) -> str:
     per_node = request.cluster.gpus_per_node
     launcher = f"--num_gpus {request.gpus}" if request.gpus <= per_node else "--hostfile HOSTS"
-    lines, line = [], f"deepspeed {launcher} pretrain_ladder.py"
+    lines, line = [], f"deepspeed --quiet {launcher} pretrain_ladder.py"
     for word in map(shlex.quote, _training_words(request, plan)):
         if word.startswith("--") and len(line) + len(word) > 90:
             lines.append(line + " \\")
