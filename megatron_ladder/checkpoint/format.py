@@ -24,14 +24,7 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.boxes import Box, cut_span, intersection
 from megatron_ladder.checkpoint.checksum import file_error
 from megatron_ladder.checkpoint.lineage import Lineage
-from megatron_ladder.checkpoint.manifest import (
-    StoredTensor,
-    TensorTable,
-    decode_manifest,
-    manifest_checksum,
-    read_lineage,
-    writer_of,
-)
+from megatron_ladder.checkpoint.manifest import TensorTable, decode_manifest, manifest_checksum, read_lineage
 from megatron_ladder.checkpoint.publish import (
     LATEST_NAME,
     MANIFEST_NAME,
@@ -48,6 +41,7 @@ from megatron_ladder.checkpoint.tensor_file import (
     read_header,
     read_part,
 )
+from megatron_ladder.checkpoint.tilings import StoredTensor, writer_of
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint
 from megatron_ladder.progress import ProgressBar
@@ -76,7 +70,7 @@ class Checkpoint:
     ) -> None:
         self.directory = directory
         self.manifest = manifest
-        """The manifest without `tensors`."""
+        """The manifest without its tensors."""
         self.warnings: tuple[str, ...] = ()
         """Problems of newer checkpoints that were passed over."""
         self._table = table
@@ -156,7 +150,7 @@ class Checkpoint:
             box = stored.box(index)
             shared = intersection(box, wanted)
             assert shared is not None
-            begin, path = self.position(stored, index).begin, self.directory / stored.files[index]
+            begin, path = self.position(stored, index).begin, self.directory / stored.file(index)
             part = target[shared.within(wanted).slices()]
             read_part(path, begin, box.extent, shared.within(box), stored.dtype, part)
 
@@ -192,7 +186,7 @@ class Checkpoint:
         """
         skipped = set[str]()
         if only_weights:
-            files = {kind: {file for t in stored.values() for file in t.files} for kind, stored in self._table.items()}
+            files = {kind: set[str]().union(*(t.files() for t in self._table[kind].values())) for kind in self._table}
             skipped = set[str]().union(*files.values()) - files["weight"]
         records = [
             record
@@ -215,13 +209,12 @@ class Checkpoint:
         names = {record["name"] for record in records}
         for tensors in self._table.values():
             for stored in tensors.values():
-                for index, file in enumerate(stored.files):
-                    if file in names:
-                        self.position(stored, index)
+                for index in stored.boxes_in(names):
+                    self.position(stored, index)
 
     def position(self, stored: StoredTensor, index: int) -> TensorPosition:
         """Return the position of a box in its file; raise UserError if its header contradicts the manifest."""
-        file, key = stored.files[index], stored.keys[index]
+        file, key = stored.file(index), stored.key(index)
         path = self.directory / file
         if file not in self._headers:
             self._headers[file] = read_header(path)

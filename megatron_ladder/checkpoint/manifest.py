@@ -1,9 +1,9 @@
 """The manifest of a checkpoint: its contents, how the parts of the ranks are merged, and how it is read.
 
-`manifest.json` is one JSON object, with one line per key and per tensor:
+`manifest.json` is one JSON object, with one line per key, per tiling and per column of the tensors:
 
     format             "megatron_ladder checkpoint"
-    schema_version     1
+    schema_version     2
     iteration          completed optimizer steps
     consumed_samples   training samples seen
     model              sizes and wiring of the model (`ModelConfig.to_dict`)
@@ -12,38 +12,47 @@
                        rng (names of its tensors), tokenizer or null, layout and package versions of the writer; the
                        last two for information only
     files              [{"name", "size", "checksum"}], names without a directory; the tokenizer's files too
-    tensors            [{"name", "kind", "global_shape", "dtype", "boxes"}]
-                       boxes: [{"offset", "extent", "file", "key"}]
+    tilings            [{"global_shape", "offsets", "extents", "writers"}]: the boxes of one or more tensors in columns;
+                       one list of offsets and one of extents per dimension, and the rank that wrote each box
+    tensors            {"name", "kind", "dtype", "tiling"}: columns; `tiling` is an index into `tilings`
     manifest_checksum  checksum of all bytes before the comma that precedes this line
 
-The boxes of a tensor tile it: every element is in exactly one box. Apart from the boxes, nothing in the manifest
-depends on how the tensors were distributed over ranks.
+The boxes of a tensor tile it: every element is in exactly one box. `file_name` and `box_key` give the file of a box and
+its key there. Apart from the tilings, nothing in the manifest depends on how the tensors were distributed over ranks.
+
+Tensors of one shape are usually distributed alike, so that there are few tilings, however many layers there are.
+Schema 1, which is still read, has no tilings. Its tensors are objects {"name", "kind", "global_shape", "dtype",
+"boxes"} with boxes {"offset", "extent", "file", "key"}.
 """
 
 import json
 import math
 import re
-import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron_ladder.checkpoint.boxes import MAX_DIMENSIONS, Box, first_untiled
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, algorithm_of, checksum_of
 from megatron_ladder.checkpoint.lineage import Lineage
 from megatron_ladder.checkpoint.tensor_file import BY_NAME, parse_json
+from megatron_ladder.checkpoint.tilings import (
+    KINDS,
+    FileIndex,
+    StoredTensor,
+    expect,
+    merge_tensors,
+    tensors_in_columns,
+    tensors_with_boxes,
+)
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.flags import ValueType
 
 FORMAT_NAME = "megatron_ladder checkpoint"
-SCHEMA_VERSION = 1
-KINDS = {"weight": "weights", "exp_avg": "optimizer", "exp_avg_sq": "optimizer", "rng": "rng"}
-"""Kind of tensor -> name of the files that hold it. A weight is stored as its fp32 master."""
+SCHEMA_VERSION = 2
+_BOXES_IN_TENSORS = 1
+"""The earlier schema, in which every tensor lists its own boxes."""
 _MOST_STEPS = 10**15
 """Upper limit of iterations and samples: the names of directories have up to 15 digits."""
 _OTHER_KEYS: dict[str, Any] = {
@@ -65,92 +74,11 @@ _OTHER_KEYS: dict[str, Any] = {
     "versions": {},
 }
 """Optional keys and their types: of a value, of some keys of an object, or of all items of a list."""
-_RESERVED_KEYS = ("format", "schema_version", "files", "tensors", "manifest_checksum")
+_RESERVED_KEYS = ("format", "schema_version", "files", "tilings", "tensors", "manifest_checksum")
 _CHECKSUM_LINE = re.compile(rb',\n "manifest_checksum": "([0-9a-z_]+:[0-9a-f]+)"\n}\n\Z')
 _CHECKSUM_LINE_BYTES = 128
 _LINEAGE_LINE = b' "lineage": '
 _END_OF_HEADER = b' "files": '
-
-
-class FileRecord(TypedDict):
-    """A file of the checkpoint: its name, its size in bytes, and its checksum as "algorithm:digits"."""
-
-    name: str
-    size: int
-    checksum: str
-
-
-class BoxRecord(TypedDict):
-    """A stored box of a tensor, and the file and key that hold it."""
-
-    name: str
-    kind: str
-    global_shape: list[int]
-    offset: list[int]
-    extent: list[int]
-    dtype: str
-    file: str
-    key: str
-
-
-def file_name(kind: str, rank: int) -> str:
-    """Return the name of the file in which a rank writes tensors of a kind."""
-    return f"{KINDS[kind]}_rank_{rank:05d}.safetensors"
-
-
-def writer_of(name: str) -> int:
-    """Return the rank that wrote a file, from the file name; 0 for files that no rank's writer wrote."""
-    match = re.search(r"_rank_(\d{5,9})\.", name)
-    return 0 if match is None else int(match[1])
-
-
-def box_key(kind: str, name: str, box: Box) -> str:
-    """Return the key of a box in its file."""
-    return f"{kind}:{name}@{','.join(map(str, box.offset))}"
-
-
-def box_record(name: str, kind: str, global_shape: Sequence[int], box: Box, dtype: str, rank: int) -> BoxRecord:
-    """Describe a box that a rank writes; `dtype` is the name in torch."""
-    file, key = file_name(kind, rank), box_key(kind, name, box)
-    return {
-        "name": name, "kind": kind, "global_shape": list(global_shape), "offset": list(box.offset),
-        "extent": list(box.extent), "dtype": dtype, "file": file, "key": key,
-    }  # fmt: skip
-
-
-class FileIndex(TypedDict):
-    """The files that one rank wrote and the boxes in them; JSON-serialisable."""
-
-    files: list[FileRecord]
-    boxes: list[BoxRecord]
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A canonical tensor on disk: the boxes that tile it, and the file and key of each.
-
-    `dtype` is the name in torch, such as `bfloat16`; `offsets` and `extents` are [boxes, dimensions].
-    """
-
-    name: str
-    kind: str
-    global_shape: tuple[int, ...]
-    dtype: str
-    offsets: NDArray[np.int64]
-    extents: NDArray[np.int64]
-    files: list[str]
-    keys: list[str]
-
-    def box(self, index: int) -> Box:
-        """Return one of the boxes."""
-        return Box(tuple(self.offsets[index].tolist()), tuple(self.extents[index].tolist()))
-
-    def overlapping(self, wanted: Box) -> list[int]:
-        """Return the indices of the boxes that share elements with `wanted`."""
-        low = np.array(wanted.offset, np.int64)
-        high = low + np.array(wanted.extent, np.int64)
-        shared = (self.offsets < high) & (self.offsets + self.extents > low)
-        return [int(index) for index in np.flatnonzero(shared.all(axis=1))]
 
 
 TensorTable = dict[str, dict[str, StoredTensor]]
@@ -170,22 +98,14 @@ def merge_manifest(header: Mapping[str, Any], indices: Sequence[FileIndex]) -> d
     """
     if reserved := [key for key in _RESERVED_KEYS if key in header]:
         raise ValueError(f"the header of a manifest must not have the keys {', '.join(reserved)}")
-    tensors: dict[tuple[str, str], dict[str, Any]] = {}
-    for index in indices:
-        for box in index["boxes"]:
-            common = {"global_shape": box["global_shape"], "dtype": box["dtype"]}
-            identity = {"name": box["name"], "kind": box["kind"]}
-            tensor = tensors.setdefault((box["kind"], box["name"]), {**identity, **common, "boxes": []})
-            if any(tensor[key] != value for key, value in common.items()):
-                found = {key: tensor[key] for key in common}
-                raise ValueError(f"{box['kind']} of {box['name']} was written as {found} and as {common}")
-            tensor["boxes"].append({key: box[key] for key in ("offset", "extent", "file", "key")})
+    tilings, tensors = merge_tensors(indices)
     manifest = {
         "format": FORMAT_NAME,
         "schema_version": SCHEMA_VERSION,
         **header,
         "files": sorted((file for index in indices for file in index["files"]), key=itemgetter("name")),
-        "tensors": [tensors[identity] for identity in sorted(tensors)],
+        "tilings": tilings,
+        "tensors": tensors,
     }
     _check_manifest(manifest)
     return manifest
@@ -195,20 +115,27 @@ def encode_manifest(manifest: Mapping[str, Any], algorithm: str = DEFAULT_CHECKS
     """Return the bytes of `manifest.json`, including its checksum; the values must be JSON-serialisable."""
     lines = []
     for key, value in manifest.items():
-        if key == "tensors":
-            rows = ",\n".join(f"  {json.dumps(tensor, allow_nan=False)}" for tensor in value)
-            lines.append(f' "tensors": [\n{rows}\n ]')
+        if key == "tilings":
+            rows = ",\n".join(f"  {_json(tiling)}" for tiling in value)
+            lines.append(f' "tilings": [\n{rows}\n ]')
+        elif key == "tensors":
+            rows = ",\n".join(f"  {_json(name)}: {_json(column)}" for name, column in value.items())
+            lines.append(f' "tensors": {{\n{rows}\n }}')
         else:
-            lines.append(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+            lines.append(f" {_json(key)}: {json.dumps(value, allow_nan=False)}")
     body = ("{\n" + ",\n".join(lines)).encode()
     return body + f',\n "manifest_checksum": "{checksum_of(body, algorithm)}"\n}}\n'.encode()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def decode_manifest(data: bytes) -> tuple[dict[str, Any], TensorTable]:
     """Parse `manifest.json` without trusting it: check that it is complete, unaltered, known and consistent.
 
     Returns:
-        The manifest without `tensors` and its checksum, and the table of tensors.
+        The manifest without tensors, tilings and its checksum, and the table of tensors.
 
     Raises:
         ValueError: the manifest is invalid.
@@ -216,7 +143,8 @@ def decode_manifest(data: bytes) -> tuple[dict[str, Any], TensorTable]:
     manifest_checksum(data)
     manifest = parse_json(data.decode())
     table = _check_manifest(manifest)
-    del manifest["tensors"], manifest["manifest_checksum"]
+    for key in ("tensors", "tilings", "manifest_checksum"):
+        manifest.pop(key, None)
     return manifest, table
 
 
@@ -249,34 +177,40 @@ def read_lineage(path: Path) -> Lineage | None:
 def _check_manifest(manifest: Any) -> TensorTable:
     """Check everything that can be checked without the data files, and return the tensors."""
     where = "the manifest"
-    if (name := _expect(manifest, where, "format", str)) != FORMAT_NAME:
+    if (name := expect(manifest, where, "format", str)) != FORMAT_NAME:
         raise ValueError(f"format is {name!r}, expected {FORMAT_NAME!r}")
-    if (version := _expect(manifest, where, "schema_version", int)) != SCHEMA_VERSION:
-        raise ValueError(f"schema_version is {version}, and this program reads {SCHEMA_VERSION}")
+    version = expect(manifest, where, "schema_version", int)
+    if version not in (_BOXES_IN_TENSORS, SCHEMA_VERSION):
+        raise ValueError(
+            f"schema_version is {version}, and this program reads {_BOXES_IN_TENSORS} to {SCHEMA_VERSION}: "
+            "use the version of megatron_ladder that wrote the checkpoint"
+        )
     for key in ("iteration", "consumed_samples"):
-        if not 0 <= (count := _expect(manifest, where, key, int)) < _MOST_STEPS:
+        if not 0 <= (count := expect(manifest, where, key, int)) < _MOST_STEPS:
             raise ValueError(f"{key} is {count}, expected 0 to {_MOST_STEPS - 1}")
-    _expect(manifest, where, "model", dict)
+    expect(manifest, where, "model", dict)
     for key in _OTHER_KEYS.keys() & manifest.keys():
         if key != "tokenizer" or manifest[key] is not None:
             _check_types(manifest[key], key, _OTHER_KEYS[key])
     if "lineage" in manifest:
         Lineage.from_record(manifest["lineage"])
     sizes: dict[str, int] = {}
-    for record in _expect(manifest, where, "files", list):
-        name = _expect(record, "an entry of files", "name", str)
+    for record in expect(manifest, where, "files", list):
+        name = expect(record, "an entry of files", "name", str)
         if not is_plain_name(name):
             raise ValueError(f"the file name {name!r} is not a plain file name")
         if name in sizes:
             raise ValueError(f"the file {name} is listed twice")
-        algorithm_of(_expect(record, name, "checksum", str))
-        sizes[name] = _expect(record, name, "size", int)
-    total_bytes = sum(sizes.values())
+        algorithm_of(expect(record, name, "checksum", str))
+        sizes[name] = expect(record, name, "size", int)
     table: TensorTable = {kind: {} for kind in KINDS}
-    for record in _expect(manifest, where, "tensors", list):
-        tensor = _stored_tensor(record, sizes, total_bytes)
+    tensors_of = tensors_with_boxes if version == _BOXES_IN_TENSORS else tensors_in_columns
+    for tensor in tensors_of(manifest, sizes):
         if tensor.name in table[tensor.kind]:
             raise ValueError(f"{tensor.kind} of {tensor.name} is listed twice")
+        if math.prod(tensor.global_shape) * BY_NAME[tensor.dtype].size > sum(sizes.values()):
+            what = f"{tensor.kind} of {tensor.name}"
+            raise ValueError(f"{what}: a tensor of shape {list(tensor.global_shape)} does not fit in the files")
         table[tensor.kind][tensor.name] = tensor
     return table
 
@@ -297,51 +231,3 @@ def _check_types(value: Any, name: str, expected: Any) -> None:
 def is_plain_name(name: str) -> bool:
     """Return whether a file name stays inside the directory that it is joined to, and is not hidden."""
     return re.fullmatch(r"[^./\\\0][^/\\\0]*", name) is not None
-
-
-def _expect(record: Any, where: str, key: str, kind: type) -> Any:
-    if not isinstance(record, dict) or key not in record:
-        raise ValueError(f"{where} has no {key}")
-    if type(record[key]) is not kind:
-        raise ValueError(f"{key} of {where} is not of type {kind.__name__}")
-    return record[key]
-
-
-def _stored_tensor(record: Any, files: Collection[str], total_bytes: int) -> StoredTensor:
-    name, kind, dtype_name = (_expect(record, "a tensor", key, str) for key in ("name", "kind", "dtype"))
-    if kind not in KINDS or dtype_name not in BY_NAME:
-        raise ValueError(f"{name}: unknown kind {kind!r} or dtype {dtype_name!r}")
-    what = f"{kind} of {name}"
-    shape = _expect(record, what, "global_shape", list)
-    if not 1 <= len(shape) <= MAX_DIMENSIONS or not all(type(size) is int and size > 0 for size in shape):
-        raise ValueError(f"{what}: invalid global_shape {shape}")
-    if math.prod(shape) * BY_NAME[dtype_name].size > total_bytes:
-        raise ValueError(f"{what}: a tensor of shape {shape} does not fit in the files")
-    boxes = _expect(record, what, "boxes", list)
-    for box in boxes:
-        if _expect(box, f"a box of {what}", "file", str) not in files:
-            raise ValueError(f"{what}: the file {box['file']!r} is not listed under files")
-        _expect(box, f"a box of {what}", "key", str)
-    offsets, extents = (_coordinates(boxes, key, what, len(shape)) for key in ("offset", "extent"))
-    limits = np.array(shape, np.int64)
-    if np.any((offsets < 0) | (extents < 1) | (extents > limits) | (offsets > limits - extents)):
-        raise ValueError(f"{what}: a box is not inside the tensor of shape {shape}")
-    if (untiled := first_untiled(shape, offsets, extents)) is not None:
-        index, repeated = untiled
-        held = "more than one box holds" if repeated else "no box holds"
-        raise ValueError(f"{what} of shape {shape}: {held} the element {list(index)}")
-    box_files, box_keys = [sys.intern(box["file"]) for box in boxes], [box["key"] for box in boxes]
-    return StoredTensor(name, kind, tuple(shape), dtype_name, offsets, extents, box_files, box_keys)
-
-
-def _coordinates(boxes: Iterable[Any], key: str, what: str, dimensions: int) -> NDArray[np.int64]:
-    rows = [_expect(box, f"a box of {what}", key, list) for box in boxes]
-    if not rows:
-        return np.empty((0, dimensions), np.int64)
-    try:
-        found = np.array(rows)
-    except (ValueError, OverflowError):
-        found = np.empty(0)
-    if found.dtype != np.int64 or found.shape != (len(rows), dimensions):
-        raise ValueError(f"{what}: the {key} of a box does not have {dimensions} integers")
-    return found

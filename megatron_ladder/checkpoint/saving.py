@@ -22,11 +22,12 @@ from torch import Tensor
 from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.boxes import Box, cut_span
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, file_checksum
-from megatron_ladder.checkpoint.manifest import KINDS, BoxRecord, FileIndex, FileRecord, box_record, merge_manifest
+from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.optimizer_state import OptimizerState, Span
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, temporary_directory, write_manifest
 from megatron_ladder.checkpoint.retention import Retention, remove_old_checkpoints
 from megatron_ladder.checkpoint.tensor_file import BY_NAME, element_name, write_tensor_file
+from megatron_ladder.checkpoint.tilings import KINDS, BoxRecord, FileIndex, FileRecord, make_index
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.parallel.layout import split_interval
 
@@ -78,8 +79,8 @@ class CheckpointWriter:
                 f"{name}: {list(tensor.shape)} elements at {list(offset)} are not contiguous, or not a box of a tensor "
                 f"of shape {list(global_shape)}"
             )
-        record = box_record(name, kind, global_shape, box, dtype, self._rank)
-        self._tensors.setdefault(record["file"], []).append((record["key"], tensor))
+        record = BoxRecord(name, kind, tuple(global_shape), box, dtype, self._rank)
+        self._tensors.setdefault(record.file, []).append((record.key, tensor))
         self._boxes.append(record)
 
     def add_span(
@@ -108,11 +109,11 @@ class CheckpointWriter:
 
     def finish(self) -> FileIndex:
         """Write and fsync the files, and return their index; raise FileExistsError if this rank wrote here before."""
-        index: FileIndex = {"files": [], "boxes": self._boxes}
+        files: list[FileRecord] = []
         for name, tensors in self._tensors.items():
             size, checksum = write_tensor_file(self._directory / name, tensors, self._algorithm)
-            index["files"].append({"name": name, "size": size, "checksum": checksum})
-        return index
+            files.append({"name": name, "size": size, "checksum": checksum})
+        return make_index(files, self._boxes)
 
     def discard(self) -> None:
         """Remove the written files."""
@@ -226,7 +227,7 @@ class TrainingSave:
         try:
             self._add_files(self.directory)
             written = {record["name"] for index in indices for record in index["files"]}
-            indices.append({"files": _other_files(self.directory, written, algorithm), "boxes": []})
+            indices.append(make_index(_other_files(self.directory, written, algorithm), []))
             write_manifest(self.directory, merge_manifest(self._header, indices), algorithm)
             published = publish(self.directory, self._save, self.iteration)
         except OSError as error:

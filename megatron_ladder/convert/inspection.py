@@ -5,13 +5,13 @@ from pathlib import Path
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import CARRIED, Checkpoint
-from megatron_ladder.checkpoint.manifest import KINDS
 from megatron_ladder.checkpoint.publish import (
     MANIFEST_NAME,
     is_published_name,
     published_checkpoints,
     read_latest,
 )
+from megatron_ladder.checkpoint.tilings import KINDS
 from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory
 from megatron_ladder.convert.measures import size_text
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
@@ -92,7 +92,7 @@ def _training(path: Path) -> Iterator[str]:
         stored = checkpoint.stored(kind)
         if stored:
             dtypes = ", ".join(sorted({tensor.dtype for tensor in stored.values()}))
-            boxes = sum(len(tensor.files) for tensor in stored.values())
+            boxes = sum(tensor.num_boxes for tensor in stored.values())
             yield f"{kind}: {len(stored)} tensors in {boxes} boxes, {dtypes}"
     files = manifest["files"]
     yield f"{len(files)} files, {size_text(sum(file['size'] for file in files))}"

@@ -16,18 +16,18 @@ from megatron_ladder.blueprint.tensors import TensorSpec, model_tensors
 from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.checksum import algorithm_of, checksum_of, mismatch
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.manifest import (
+from megatron_ladder.checkpoint.manifest import encode_manifest, merge_manifest
+from megatron_ladder.checkpoint.publish import MANIFEST_NAME
+from megatron_ladder.checkpoint.tilings import (
     KINDS,
-    FileIndex,
+    BoxRecord,
+    FileRecord,
     StoredTensor,
     box_key,
-    box_record,
-    encode_manifest,
     file_name,
-    merge_manifest,
+    make_index,
     writer_of,
 )
-from megatron_ladder.checkpoint.publish import MANIFEST_NAME
 from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, SourceTensor, StoredBox, TargetBox, make_plan
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 
@@ -104,9 +104,9 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
 
 def _source_tensor(checkpoint: Checkpoint, stored: StoredTensor) -> SourceTensor:
     boxes = []
-    for index, file in enumerate(stored.files):
+    for index in range(stored.num_boxes):
         begin = checkpoint.position(stored, index).begin
-        boxes.append(StoredBox(checkpoint.directory / file, begin, stored.box(index)))
+        boxes.append(StoredBox(checkpoint.directory / stored.file(index), begin, stored.box(index)))
     boxes.sort(key=lambda stored_box: stored_box.box.offset)
     return SourceTensor(stored.name, stored.global_shape, stored.dtype, tuple(boxes))
 
@@ -114,7 +114,7 @@ def _source_tensor(checkpoint: Checkpoint, stored: StoredTensor) -> SourceTensor
 def _other_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     checksums = {record["name"]: record["checksum"] for record in checkpoint.manifest["files"]}
     errors: list[str] = []
-    of_tensors = {file for kind in KINDS for stored in checkpoint.stored(kind).values() for file in stored.files}
+    of_tensors = {file for kind in KINDS for stored in checkpoint.stored(kind).values() for file in stored.files()}
     found = {}
     for path in sorted(checkpoint.directory.iterdir()):
         if path.name in {MANIFEST_NAME, *of_tensors} or path.is_symlink() or not path.is_file():
@@ -190,13 +190,13 @@ def manifest_bytes(
         checksums: checksums of the planned files.
     """
     boxes = [
-        box_record(tensor.name, tensor.kind, tensor.source.shape, target.box, tensor.dtype, writer_of(target.file))
+        BoxRecord(tensor.name, tensor.kind, tensor.source.shape, target.box, tensor.dtype, writer_of(target.file))
         for tensor in plan.tensors
         for target in tensor.boxes
     ]
-    index: FileIndex = {"files": [], "boxes": boxes}
-    for file in plan.files:
-        index["files"].append({"name": file.name, "size": file.size, "checksum": checksums[file.name]})
+    files: list[FileRecord] = [
+        {"name": file.name, "size": file.size, "checksum": checksums[file.name]} for file in plan.files
+    ]
     for name, content in other_files.items():
-        index["files"].append({"name": name, "size": len(content), "checksum": checksum_of(content)})
-    return encode_manifest(merge_manifest(header, [index]))
+        files.append({"name": name, "size": len(content), "checksum": checksum_of(content)})
+    return encode_manifest(merge_manifest(header, [make_index(files, boxes)]))

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ladder.checkpoint.manifest import FileIndex, merge_manifest
+from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
 from megatron_ladder.checkpoint.saving import CheckpointWriter
+from megatron_ladder.checkpoint.tilings import FileIndex
 
 State = dict[tuple[str, str], torch.Tensor]
 """(name, kind) -> canonical tensor"""

@@ -16,9 +16,10 @@ import megatron_ladder.checkpoint.format as format_module
 from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
-from megatron_ladder.checkpoint.manifest import FileIndex, merge_manifest
+from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.checkpoint.saving import CheckpointWriter
+from megatron_ladder.checkpoint.tilings import FileIndex
 from megatron_ladder.errors import UserError
 from megatron_ladder.parallel.layout import ParallelModule, Section
 from megatron_ladder.progress import ProgressBar
@@ -351,23 +352,18 @@ def test_files_that_contradict_a_forged_manifest_are_rejected(
     tmp_path: Path, state: MakeState, write: Callable[[Path, State], list[FileIndex]], header: Header
 ) -> None:
     indices = write(tmp_path, state(1))
-    weights = next(
-        box for box in indices[0]["boxes"] if box["name"] == "mlp.weight" and box["kind"] == "weight"
-    )
-    moments = next(
-        box for box in indices[0]["boxes"] if box["name"] == "mlp.weight" and box["kind"] == "exp_avg"
-    )
+    manifest = merge_manifest(header(1), indices)
+    rows = manifest["tensors"]
+    number = list(zip(rows["kind"], rows["name"], strict=True)).index(("weight", "mlp.weight"))
     out = torch.empty(6, 5, dtype=torch.bfloat16)
-    for change in ({"key": "other"}, {"file": moments["file"], "key": moments["key"]}):
-        original = dict(weights)
-        weights.update(change)  # type: ignore[typeddict-item]
-        write_manifest(tmp_path, merge_manifest(header(1), indices))
+    for column, value in (("name", "other.weight"), ("dtype", "float32")):
+        forged = rows | {column: [*rows[column][:number], value, *rows[column][number + 1 :]]}
+        write_manifest(tmp_path, manifest | {"tensors": forged})
         checkpoint = Checkpoint.open(tmp_path)
         with pytest.raises(UserError, match="the manifest lists"):
-            checkpoint.read("mlp.weight", "weight", (0, 0), (6, 5), out)
+            checkpoint.read(forged["name"][number], "weight", (0, 0), (6, 5), out)
         with pytest.raises(UserError, match="the manifest lists"):
             checkpoint.verify()
-        weights.update(original)  # type: ignore[typeddict-item]
 
 
 def test_links_out_of_the_directory_are_rejected(tmp_path: Path, save: Save, state: MakeState) -> None:

@@ -9,37 +9,22 @@ from typing import Any
 import pytest
 import xxhash
 
-from megatron_ladder.checkpoint.manifest import (
-    BoxRecord,
-    FileIndex,
-    decode_manifest,
-    encode_manifest,
-    merge_manifest,
-)
+from megatron_ladder.checkpoint.boxes import Box
+from megatron_ladder.checkpoint.manifest import decode_manifest, encode_manifest, merge_manifest
+from megatron_ladder.checkpoint.tilings import BoxRecord, FileIndex, FileRecord, make_index
 from megatron_ladder.config.training import OptimizerConfig
 
 HEADER = {"iteration": 100, "consumed_samples": 800, "model": {"num_layers": 2, "ladder_layers": [0, 1]}}
 
 
-def box(offset: list[int], extent: list[int], file: str = "weights_rank_00000.safetensors") -> BoxRecord:
-    return {
-        "name": "embedding.weight",
-        "kind": "weight",
-        "global_shape": [4, 6],
-        "offset": offset,
-        "extent": extent,
-        "dtype": "float32",
-        "file": file,
-        "key": f"{offset}",
-    }
+def box(offset: list[int], extent: list[int]) -> BoxRecord:
+    return BoxRecord("embedding.weight", "weight", (4, 6), Box(tuple(offset), tuple(extent)), "float32", 0)
 
 
 def index(rank: int, *boxes: BoxRecord) -> FileIndex:
     name = f"weights_rank_{rank:05d}.safetensors"
-    return {
-        "files": [{"name": name, "size": 400, "checksum": "xxh3_128:00"}],
-        "boxes": [{**box, "file": name} for box in boxes],
-    }
+    files: list[FileRecord] = [{"name": name, "size": 400, "checksum": "xxh3_128:00"}]
+    return make_index(files, [box._replace(rank=rank) for box in boxes])
 
 
 def two_ranks() -> list[FileIndex]:
@@ -51,26 +36,59 @@ def manifest() -> dict[str, Any]:
     return merge_manifest(HEADER, two_ranks())
 
 
+@pytest.fixture
+def old_manifest(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The same contents in schema 1, as the first versions wrote them; the keys are arbitrary."""
+    boxes = [
+        {"offset": [0, 0], "extent": [2, 3], "file": "weights_rank_00000.safetensors", "key": "a"},
+        {"offset": [0, 3], "extent": [2, 3], "file": "weights_rank_00000.safetensors", "key": "b"},
+        {"offset": [2, 0], "extent": [2, 6], "file": "weights_rank_00001.safetensors", "key": "c"},
+    ]
+    tensor = {"name": "embedding.weight", "kind": "weight", "global_shape": [4, 6], "dtype": "float32", "boxes": boxes}
+    kept = {key: value for key, value in manifest.items() if key != "tilings"}
+    return {**kept, "schema_version": 1, "tensors": [tensor]}
+
+
 def test_merging_groups_boxes_by_tensor_and_keeps_the_header(manifest: dict[str, Any]) -> None:
-    assert manifest["schema_version"] == 1 and manifest["format"] == "megatron_ladder checkpoint"
+    assert manifest["schema_version"] == 2 and manifest["format"] == "megatron_ladder checkpoint"
     assert {key: manifest[key] for key in HEADER} == HEADER
     assert [file["name"] for file in manifest["files"]] == [
         f"weights_rank_0000{r}.safetensors" for r in (0, 1)
     ]
-    (tensor,) = manifest["tensors"]
-    assert tensor["global_shape"] == [4, 6] and tensor["dtype"] == "float32"
-    assert sorted((b["offset"], b["extent"], b["file"][-13]) for b in tensor["boxes"]) == [
-        ([0, 0], [2, 3], "0"),
-        ([0, 3], [2, 3], "0"),
-        ([2, 0], [2, 6], "1"),
+    columns = {"name": ["embedding.weight"], "kind": ["weight"], "dtype": ["float32"], "tiling": [0]}
+    assert manifest["tensors"] == columns
+    offsets, extents = [[0, 0, 2], [0, 3, 0]], [[2, 2, 2], [3, 3, 6]]
+    assert manifest["tilings"] == [
+        {"global_shape": [4, 6], "offsets": offsets, "extents": extents, "writers": [0, 0, 1]}
     ]
+
+
+def test_tensors_that_are_distributed_alike_share_their_boxes() -> None:
+    """Otherwise the manifest of a thousand ranks would have millions of boxes."""
+    names = [f"layers.{layer}.weight" for layer in range(3)]
+
+    first = index(0, *(box([0, 0], [2, 6])._replace(name=name) for name in names), box([0, 0], [2, 6]))
+    second = index(1, *(box([2, 0], [2, 6])._replace(name=name) for name in names), box([2, 0], [1, 6]))
+    third = index(2, box([3, 0], [1, 6]))
+    assert [len(part["tilings"]) for part in (first, second)] == [1, 2]
+    data = encode_manifest(merge_manifest(HEADER, [first, second, third]))
+    assert len(json.loads(data)["tilings"]) == 2
+    table = decode_manifest(data)[1]["weight"]
+    found = {
+        name: [(stored.box(i), stored.file(i)[-13], stored.key(i)) for i in range(stored.num_boxes)]
+        for name, stored in table.items()
+    }
+    halves = [(Box((0, 0), (2, 6)), "0"), (Box((2, 0), (2, 6)), "1")]
+    for name in names:
+        assert found[name] == [(*half, f"weight:{name}@{2 * number},0") for number, half in enumerate(halves)]
+    assert [file for _, file, _ in found["embedding.weight"]] == ["0", "1", "2"]
 
 
 def test_order_of_ranks_does_not_matter() -> None:
     manifests = [merge_manifest(HEADER, parts) for parts in (two_ranks(), two_ranks()[::-1])]
     tables = [decode_manifest(encode_manifest(manifest))[1] for manifest in manifests]
     found = [
-        sorted((stored.box(i).offset, stored.files[i]) for i in range(len(stored.keys)))
+        [(stored.box(i), stored.file(i)) for i in range(stored.num_boxes)]
         for stored in (table["weight"]["embedding.weight"] for table in tables)
     ]
     assert found[0] == found[1]
@@ -83,8 +101,8 @@ def test_order_of_ranks_does_not_matter() -> None:
         ([two_ranks()[0], index(0, box([0, 0], [2, 3]))], r"no box holds the element \[0, 3\]"),
         ([*two_ranks(), index(2, box([1, 5], [1, 1]))], r"more than one box holds the element \[1, 5\]"),
         ([index(0, box([0, 0], [2, 6])), index(0, box([2, 0], [2, 6]))], "listed twice"),
-        ([*two_ranks(), index(2, {**box([0, 0], [1, 6]), "global_shape": [5, 6]})], "was written as"),
-        ([*two_ranks(), index(2, {**box([0, 0], [1, 6]), "dtype": "bfloat16"})], "was written as"),
+        ([*two_ranks(), index(2, box([0, 0], [1, 6])._replace(global_shape=(5, 6)))], "was written as"),
+        ([*two_ranks(), index(2, box([0, 0], [1, 6])._replace(dtype="bfloat16"))], "was written as"),
         ([index(0, box([0, 0], [5, 6]))], "not inside the tensor"),
     ],
 )
@@ -93,7 +111,7 @@ def test_bugs_of_writers_are_reported(parts: list[FileIndex], message: str) -> N
         merge_manifest(HEADER, parts)
 
 
-@pytest.mark.parametrize("key", ["files", "tensors", "format", "schema_version", "manifest_checksum"])
+@pytest.mark.parametrize("key", ["files", "tilings", "tensors", "format", "schema_version", "manifest_checksum"])
 def test_reserved_keys_of_a_header_are_rejected(key: str) -> None:
     with pytest.raises(ValueError, match=key):
         merge_manifest({**HEADER, key: 1}, two_ranks())
@@ -112,9 +130,20 @@ def test_manifest_survives_encoding(manifest: dict[str, Any]) -> None:
     assert plain.pop("manifest_checksum") == "xxh3_128:" + xxhash.xxh3_128(body).hexdigest()
     assert plain == manifest
     found, table = decode_manifest(data)
-    assert {**found, "tensors": manifest["tensors"]} == manifest
+    assert {**found, "tilings": manifest["tilings"], "tensors": manifest["tensors"]} == manifest
     stored = table["weight"]["embedding.weight"]
-    assert stored.global_shape == (4, 6) and stored.dtype == "float32" and len(stored.keys) == 3
+    assert stored.global_shape == (4, 6) and stored.dtype == "float32" and stored.num_boxes == 3
+
+
+def test_a_manifest_of_the_first_schema_is_read(manifest: dict[str, Any], old_manifest: dict[str, Any]) -> None:
+    new, old = (decode_manifest(sealed(json.dumps(each)))[1]["weight"] for each in (manifest, old_manifest))
+    assert [old["embedding.weight"].key(i) for i in range(3)] == ["a", "b", "c"]
+    for stored in (new["embedding.weight"], old["embedding.weight"]):
+        assert stored.global_shape == (4, 6) and stored.dtype == "float32"
+        assert [stored.box(i).offset for i in range(stored.num_boxes)] == [(0, 0), (0, 3), (2, 0)]
+        assert stored.overlapping(Box((1, 3), (2, 1))) == [1, 2]
+        assert stored.boxes_in(["weights_rank_00000.safetensors"]) == [0, 1]
+        assert stored.file(2) == "weights_rank_00001.safetensors" and len(stored.files()) == 2
 
 
 def test_values_that_are_not_json_are_rejected(manifest: dict[str, Any]) -> None:
@@ -200,7 +229,7 @@ FIRST_BOX = ("tensors", 0, "boxes", 0)
     ("change", "message"),
     [
         (set_in("format", to="other"), "format"),
-        (set_in("schema_version", to=2), "schema_version is 2, and this program reads 1"),
+        (set_in("schema_version", to=3), "schema_version is 3, and this program reads 1 to 2: use the version"),
         (set_in("schema_version", to="1"), "schema_version"),
         (set_in("iteration", to=-1), "iteration"),
         (set_in("iteration", to=True), "iteration"),
@@ -234,21 +263,66 @@ FIRST_BOX = ("tensors", 0, "boxes", 0)
         (set_in("tensors", 0, "boxes", to=[]), "no box holds"),
         (set_in(*FIRST_BOX, "file", to="other.safetensors"), "not listed"),
         (set_in(*FIRST_BOX, "key", to=None), "key"),
-        (set_in(*FIRST_BOX, "offset", to=[0]), "does not have 2 integers"),
+        (set_in(*FIRST_BOX, "offset", to=[0]), "offset: expected 3 x 2 integers"),
         (set_in(*FIRST_BOX, "offset", to=[-1, 0]), "not inside"),
-        (set_in(*FIRST_BOX, "offset", to=[2**63, 0]), "does not have 2 integers"),
+        (set_in(*FIRST_BOX, "offset", to=[2**63, 0]), "expected 3 x 2 integers"),
         (set_in(*FIRST_BOX, "offset", to=[2**62, 2**62]), "not inside"),
         (set_in(*FIRST_BOX, "extent", to=[2**63 - 1, 1]), "not inside"),
         (set_in(*FIRST_BOX, "extent", to=[0, 3]), "not inside"),
-        (set_in(*FIRST_BOX, "extent", to=[1.5, 3]), "does not have 2 integers"),
-        (set_in(*FIRST_BOX, "extent", to=["2", 3]), "does not have 2 integers"),
-        (set_in(*FIRST_BOX, "extent", to=[[2], [3]]), "does not have 2 integers"),
+        (set_in(*FIRST_BOX, "extent", to=[1.5, 3]), "expected 3 x 2 integers"),
+        (set_in(*FIRST_BOX, "extent", to=["2", 3]), "expected 3 x 2 integers"),
+        (set_in(*FIRST_BOX, "extent", to=[[2], [3]]), "expected 3 x 2 integers"),
         (lambda m: m["tensors"].append(copy.deepcopy(m["tensors"][0])), "listed twice"),
         (lambda m: m.pop("tensors"), "no tensors"),
         (lambda m: m["tensors"][0].pop("boxes"), "no boxes"),
     ],
 )
-def test_hostile_manifests_are_rejected(manifest: dict[str, Any], change: Change, message: str) -> None:
+def test_hostile_manifests_are_rejected(old_manifest: dict[str, Any], change: Change, message: str) -> None:
+    change(old_manifest)
+    with pytest.raises(ValueError, match=message):
+        decode_manifest(sealed(json.dumps(old_manifest)))
+
+
+TILING = ("tilings", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_in("tilings", to={}), "tilings of the manifest is not of type list"),
+        (set_in("tilings", to=[]), "tiling 0 does not exist"),
+        (set_in(*TILING, to=[]), "has no global_shape"),
+        (set_in(*TILING, "global_shape", to=[4, True]), "global_shape"),
+        (set_in(*TILING, "global_shape", to=[1] * 9), "global_shape"),
+        (set_in(*TILING, "global_shape", to=[2**63, 2**63]), "does not fit"),
+        (set_in(*TILING, "global_shape", to=[4, 7]), r"weight of embedding.weight .*no box holds the element \[0, 6\]"),
+        (set_in(*TILING, "offsets", to=[[0, 0, 2]]), "offsets: expected 2 x 3 integers"),
+        (set_in(*TILING, "offsets", 0, to=[0, 0]), "offsets: expected 2 x 3 integers"),
+        (set_in(*TILING, "offsets", 0, 0, to=2**63), "offsets: expected 2 x 3 integers"),
+        (set_in(*TILING, "offsets", 0, 0, to=-1), "not inside"),
+        (set_in(*TILING, "offsets", 0, 0, to=1), "a box is not inside|more than one box|no box holds"),
+        (set_in(*TILING, "extents", 0, 0, to=2**63 - 1), "not inside"),
+        (set_in(*TILING, "extents", 0, 0, to=1.5), "extents: expected 2 x 3 integers"),
+        (set_in(*TILING, "writers", to=[0, 0]), "offsets: expected 2 x 2 integers"),
+        (set_in(*TILING, "writers", to=[]), "offsets: expected 2 x 0 integers"),
+        (set_in(*TILING, "writers", 0, to="0"), "writers: expected 3 integers"),
+        (set_in(*TILING, "writers", 0, to=2), "the file 'weights_rank_00002.safetensors' is not listed"),
+        (set_in(*TILING, "writers", 0, to=-1), "is not listed"),
+        (set_in("tensors", to=[]), "tensors of the manifest is not of type dict"),
+        (set_in("tensors", "name", to=[]), "columns of tensors do not have the same length"),
+        (set_in("tensors", "name", to=[3]), "unknown kind"),
+        (set_in("tensors", "kind", to=["momentum"]), "momentum"),
+        (set_in("tensors", "kind", to=["exp_avg"]), "the file 'optimizer_rank_00000.safetensors' is not listed"),
+        (set_in("tensors", "dtype", to=["complex64"]), "complex64"),
+        (set_in("tensors", "dtype", to=[["float32"]]), "unknown kind"),
+        (set_in("tensors", "tiling", to=[True]), "tiling True does not exist"),
+        (set_in("tensors", "tiling", to=[-1]), "tiling -1 does not exist"),
+        (lambda m: [column.append(column[0]) for column in m["tensors"].values()], "listed twice"),
+        (lambda m: m["tensors"].pop("dtype"), "tensors has no dtype"),
+        (lambda m: m.pop("tilings"), "no tilings"),
+    ],
+)
+def test_hostile_tilings_are_rejected(manifest: dict[str, Any], change: Change, message: str) -> None:
     change(manifest)
     with pytest.raises(ValueError, match=message):
         decode_manifest(sealed(json.dumps(manifest)))

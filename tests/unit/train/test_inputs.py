@@ -239,8 +239,8 @@ def test_finetuning_may_change_length_and_order_of_samples(tmp_path: Path) -> No
     write_checkpoint(tmp_path, config, reference_of(config)[0])
     manifest = tmp_path / "iter_0000010" / "manifest.json"
     stored = decode_manifest(manifest.read_bytes())[0] | {"run": {"training": {"seq_length": 8, "seed": 5}}}
-    tensors = json.loads(manifest.read_text())["tensors"]
-    write_manifest(manifest.parent, stored | {"tensors": tensors})
+    whole = json.loads(manifest.read_text())
+    write_manifest(manifest.parent, stored | {key: whole[key] for key in ("tilings", "tensors")})
     assert differences_in(tmp_path, "--no-load-optim --seed 1234") == ["--seed 1234", "--seq-length 12"]
     assert differences_in(tmp_path, "--finetune") == []
     assert differences_in(tmp_path, "--skip-train") == []

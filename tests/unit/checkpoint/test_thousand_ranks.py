@@ -1,0 +1,98 @@
+"""A checkpoint of a 70B model under ZeRO-3 on 1,024 ranks, without its 850 GB: size of the manifest, time to open it.
+
+`pytest -s` prints the figures of docs/checkpoints.md.
+"""
+
+import json
+import math
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_ladder.blueprint.tensors import TensorSpec, model_tensors
+from megatron_ladder.checkpoint.boxes import Box, cut_span
+from megatron_ladder.checkpoint.manifest import decode_manifest, encode_manifest, merge_manifest
+from megatron_ladder.checkpoint.tilings import BoxRecord, FileIndex, FileRecord, file_name, make_index
+from megatron_ladder.lab.bench.sizes import SIZES
+
+RANKS, MODEL = 1024, SIZES["llama-70b"]
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+def share_of(tensor: TensorSpec, rank: int) -> tuple[int, int]:
+    """Return the first element and the number of elements of a rank's share: ZeRO-3 cuts each parameter evenly."""
+    elements = math.prod(tensor.shape)
+    length = -(-elements // RANKS)
+    return rank * length, max(0, min(length, elements - rank * length))
+
+
+def boxes_of(tensors: list[TensorSpec], rank: int) -> Iterator[BoxRecord]:
+    for tensor in tensors:
+        start, length = share_of(tensor, rank)
+        for piece in cut_span(Box((0,) * len(tensor.shape), tensor.shape), start, length) if length else ():
+            for kind in KINDS:
+                yield BoxRecord(tensor.name, kind, tensor.shape, piece.box, "float32", rank)
+    yield BoxRecord(f"rng.rank_{rank:05d}.cpu", "rng", (5056,), Box((0,), (5056,)), "uint8", rank)
+
+
+def index_of(tensors: list[TensorSpec], rank: int) -> FileIndex:
+    groups = ("weight", "exp_avg", "rng")
+    files: list[FileRecord] = [
+        {"name": file_name(kind, rank), "size": 10**9, "checksum": f"xxh3_128:{rank:032x}"} for kind in groups
+    ]
+    return make_index(files, boxes_of(tensors, rank))
+
+
+def with_more_layers(index: FileIndex, layers: int) -> FileIndex:
+    """Return the index of a model with more layers, which are cut like the only layer of `index`."""
+    rows = list(zip(*(index["tensors"][key] for key in ("name", "kind", "dtype", "tiling")), strict=True))
+    for row in [row for row in rows if row[0].startswith("layers.0.")]:
+        rows += [(row[0].replace(".0.", f".{layer}.", 1), *row[1:]) for layer in range(1, layers)]
+    name, kind, dtype, tiling = map(list, zip(*rows, strict=True))
+    return {**index, "tensors": {"name": name, "kind": kind, "dtype": dtype, "tiling": tiling}}
+
+
+def indices() -> list[FileIndex]:
+    """Return what each rank sends to rank 0; one layer is planned, and the others are copies of it, to save time."""
+    tensors = list(model_tensors(replace(MODEL, num_layers=1, ladder_layers=())))
+    return [with_more_layers(index_of(tensors, rank), MODEL.num_layers) for rank in range(RANKS)]
+
+
+def rows_of(index: FileIndex) -> dict[tuple[str, str], object]:
+    columns = index["tensors"]
+    rows = zip(columns["name"], columns["kind"], columns["tiling"], strict=True)
+    return {(kind, name): index["tilings"][tiling] for name, kind, tiling in rows}
+
+
+def test_copies_of_a_layer_are_the_layers_of_a_whole_model() -> None:
+    whole, one = (list(model_tensors(replace(MODEL, num_layers=layers, ladder_layers=()))) for layers in (3, 1))
+    for rank in (0, 517, 1023):
+        assert rows_of(index_of(whole, rank)) == rows_of(with_more_layers(index_of(one, rank), 3))
+
+
+def test_the_manifest_of_a_thousand_ranks_is_small_and_opens_fast() -> None:
+    parts = indices()
+    start = time.process_time()
+    data = encode_manifest(merge_manifest({"iteration": 1, "consumed_samples": 1, "model": MODEL.to_dict()}, parts))
+    merged = time.process_time()
+    manifest, table = decode_manifest(data)
+    opened = time.process_time()
+    rank = 517
+    tensors = [stored for named in table.values() for stored in named.values()]
+    names = {record["name"] for record in parts[rank]["files"]}
+    own = [(stored, index) for stored in tensors for index in stored.boxes_in(names)]
+    found = [stored.overlapping(stored.box(index)) for stored, index in own]
+    resumed = time.process_time()
+    sizes = parts[rank]["tilings"], parts[rank]["tensors"]["tiling"]
+    assert len(own) == sum(len(sizes[0][tiling]["writers"]) for tiling in sizes[1]) > 2000
+    assert found == [[index] for _, index in own]
+    assert len(table["weight"]) == len(table["exp_avg_sq"]) == 723 and len(table["rng"]) == RANKS
+    assert len(data) < 2e6 and len(json.dumps(parts[rank])) < 2e5
+    assert opened - merged < 1 and resumed - opened < 1 and merged - start < 20
+    boxes, memory = sum(stored.num_boxes for stored in tensors), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        f"\n{boxes:,} boxes; bytes: manifest {len(data):,}, index of a rank {len(json.dumps(parts[rank])):,}; CPU "
+        f"seconds: merge and encode {merged - start:.2f}, open {opened - merged:.2f}, find the boxes of a rank "
+        f"{resumed - opened:.2f}; peak memory of rank 0 with all indices {memory / 2**10:.0f} MiB"
+    )
