@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ladder.checkpoint.publish import (
+    REPLACED_FILES,
     is_published_name,
     publish,
     published_checkpoints,
@@ -117,6 +118,9 @@ def check_save_target(save: Path, iteration: int, overwrite: bool) -> list[str]:
         raise UserError(f"--save {save}: is the name of a single checkpoint; choose the directory above it")
     if save.exists() and not save.is_dir():
         raise UserError(f"--save {save}: is not a directory; choose another")
+    for path in (save / name for name in REPLACED_FILES):
+        if path.is_dir():
+            raise UserError(f"--save {save}: {path.name} is not a file; remove it, or choose another directory")
     published = published_checkpoints(save)
     others = [name for name in published if publishing_order(name)[0] != iteration]
     if others:

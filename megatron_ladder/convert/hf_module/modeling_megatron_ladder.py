@@ -127,5 +127,13 @@ class MegatronLadderForCausalLM(MegatronLadderPreTrainedModel, LlamaForCausalLM)
         self.lm_head.cap = config.final_logit_softcapping
         self.post_init()
 
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the head, as `resize_token_embeddings` does, and keep the bound of the logits."""
+        if type(new_embeddings) is nn.Linear:
+            head = _Head(new_embeddings.in_features, new_embeddings.out_features, bias=False, device="meta")
+            head.weight, head.cap = new_embeddings.weight, self.config.final_logit_softcapping
+            new_embeddings = head
+        super().set_output_embeddings(new_embeddings)
+
 
 __all__ = ["MegatronLadderForCausalLM", "MegatronLadderModel", "MegatronLadderPreTrainedModel"]

@@ -257,6 +257,18 @@ def test_saving_and_loading_changes_nothing(tmp_path: Path) -> None:
         assert torch.equal(body.eval()(tokens).last_hidden_state, first.model(tokens).last_hidden_state)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_larger_vocabulary_keeps_the_bound_of_the_logits(tied: bool, tmp_path: Path) -> None:
+    model, tokens = random_model(tiny_config(logit_soft_cap=0.5, tie_embeddings=tied)), random_tokens(1, 8)
+    module = opened(write_hf(model, tmp_path / "model"))
+    with torch.no_grad():
+        before = module(tokens).logits
+        module.resize_token_embeddings(VOCAB + 3)
+        after = module(tokens).logits
+    assert_close(after[..., :VOCAB], before)
+    assert after.shape[-1] == VOCAB + 3 and after.abs().max() < 0.5
+
+
 def test_text_generation_pipeline(tmp_path: Path) -> None:
     model = random_model(tiny_config(**HYBRID))
     folder = write_hf(model, tmp_path / "model", pad_token_id=0)

@@ -1,10 +1,12 @@
 """The output of `inspect` for complete and broken directories."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron_ladder.checkpoint.manifest import encode_manifest
 from megatron_ladder.convert.hf_directory import open_hf_directory
 from megatron_ladder.convert.inspection import inspect_directory
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
@@ -37,7 +39,12 @@ def test_a_run_with_a_damaged_and_an_unfinished_checkpoint(tmp_path: Path) -> No
     for words in ("with 1 checkpoints", "latest: iter_0000030", "iteration 30, 240 samples", "in all layers",
                   "exp_avg_sq: 30 tensors in", "float32", "iter_0000040.tmp-abc: incomplete"):  # fmt: skip
         assert words in printed, words
-    assert "--finetune" not in printed and "\n  incomplete: " not in printed
+    assert "--finetune" not in printed and "\n  incomplete: " not in printed and "branch" not in printed
+    manifest = run / "iter_0000030" / "manifest.json"
+    lineage = {"branch": "9f2c", "forks": [], "parent": {"directory": "/runs/a/iter_0001000"}}
+    values = {key: value for key, value in json.loads(manifest.read_bytes()).items() if key != "manifest_checksum"}
+    manifest.write_bytes(encode_manifest({**values, "lineage": lineage}))
+    assert "\n  branch 9f2c, after loading /runs/a/iter_0001000\n" in lines_of(run)
     (run / "iter_0000030" / "weights_rank_00001.safetensors").unlink()
     (run / "latest").write_text("iter_0000050\n")
     printed = lines_of(run)

@@ -302,6 +302,11 @@ def test_overwriting(tmp_path: Path) -> None:
     write_cut_checkpoint(tmp_path / "run", small_config(), {})
     with pytest.raises(UserError, match="another run"):
         convert("import", "--hf", directory, "--save", tmp_path / "run", "--overwrite")
+    for name in ("latest", "latest.partial"):
+        (tmp_path / name / name).mkdir(parents=True)
+        with pytest.raises(UserError, match=f"{name} is not a file; remove it"):
+            convert("import", "--hf", directory, "--save", tmp_path / name)
+        assert [path.name for path in (tmp_path / name).iterdir()] == [name]
 
 
 def test_verify_finds_wrong_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
