@@ -191,8 +191,9 @@ def _end(code: ExitCode) -> NoReturn:
     Destructors of process groups may wait for ranks that never arrive, and their threads may abort a process that has
     finished its work when a peer leaves slightly earlier.
     """
-    for stream in (sys.stdout, sys.stderr):
-        # The terminal may have been closed.
+    # Each is None if it was closed before the start.
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        # The terminal may have been closed since.
         with contextlib.suppress(OSError):
             stream.flush()
     if code is ExitCode.DONE and "RANK" not in os.environ:
