@@ -253,8 +253,8 @@ def _raise_if_bad(iteration: int, outcome: SaveOutcome) -> None:
     """Raise BadNumbersError, on every rank, if the state is not finite."""
     if outcome.bad_numbers:
         raise BadNumbersError(
-            f"iteration {iteration}: {outcome.error}, so it was not saved: continue from an earlier checkpoint, and if "
-            "it was loaded so, convert or train it again"
+            f"iteration {iteration}: {outcome.error}, so it was not saved: load an earlier checkpoint, or convert the "
+            "model again if the loaded weights were already bad"
         )
 
 

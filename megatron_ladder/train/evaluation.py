@@ -182,8 +182,11 @@ def _import_callable(name: str) -> Callable[[EvaluatedModel], Mapping[str, float
     try:
         found = getattr(importlib.import_module(module), function)
     except (Exception, SystemExit) as error:
-        raise UserError(f"--eval-callable {name}: cannot be imported: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"--eval-callable {name}: cannot be imported: {type(error).__name__}: {error}: give a function of a module "
+            "in PYTHONPATH or the current directory"
+        ) from error
     if not callable(found):
-        raise UserError(f"--eval-callable {name}: is not a function")
+        raise UserError(f"--eval-callable {name}: found {type(found).__name__}, expected a function")
     called: Callable[[EvaluatedModel], Mapping[str, float]] = found
     return called

@@ -278,7 +278,7 @@ def _read_sample_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[S
     prompts = [(source, text, tuple(tokenizer.encode(text))) for source, text in texts]
     raise_user_errors(
         f"{source}: {len(ids)} tokens and --sample-tokens {new_tokens} do not fit into --seq-length "
-        f"{run.training.seq_length}"
+        f"{run.training.seq_length}: shorten the prompt, or lower --sample-tokens"
         for source, _, ids in prompts
         if not 0 < len(ids) <= run.training.seq_length + 1 - new_tokens
     )

@@ -45,7 +45,7 @@ def open_checkpoint(flags: RunFlags) -> Checkpoint | None:
     if load is None:
         return None
     if is_published_name(load.name) and not load.exists():
-        raise UserError(f"--load {load}: there is no such checkpoint")
+        raise UserError(f"--load {load}: there is no such checkpoint: give {load.parent} to load the newest one")
     if (checkpoint := find_checkpoint(load)) is not None:
         return checkpoint
     for flag, required in (

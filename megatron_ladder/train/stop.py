@@ -85,7 +85,7 @@ class StopSignals:
         except OSError:
             return  # a kernel without pidfd_open
         if not self.received:
-            print("*** the supervisor of this run has ended: stops as after SIGTERM ***", file=sys.stderr, flush=True)
+            print("*** this run's supervisor has ended: stopping as after SIGTERM ***", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -143,7 +143,8 @@ def test_sample_prompts_are_read_and_checked(tmp_path: Path) -> None:
     assert read("--sample-prompts", path, "--sample-tokens", 11) == (("1 2", (1, 2)), ("3", (3,)))
     assert read("--sample-prompts", lines, "--sample-tokens", 4) == (("4 5", (4, 5)), ("6", (6,)))
     assert errors("--sample-prompts", path, "--sample-tokens", 12) == [
-        f"--sample-prompts {path}:1: 2 tokens and --sample-tokens 12 do not fit into --seq-length 12"
+        f"--sample-prompts {path}:1: 2 tokens and --sample-tokens 12 do not fit into --seq-length 12: "
+        "shorten the prompt, or lower --sample-tokens"
     ]
     for line in ('["2"]', '{"prompt": 3}', '{"prompt": "\\ud800"}'):
         lines.write_text(f'{{"prompt": "1"}}\n{line}\n')
