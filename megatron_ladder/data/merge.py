@@ -94,12 +94,12 @@ def _open_all(prefixes: Sequence[Path], output_prefix: Path) -> tuple[list[Index
     datasets: list[IndexedDataset] = []
     sidecars: list[Sidecar | None] = []
     for prefix in prefixes:
-        with errors.collect():
+        with errors.collect("--input"):
             dataset = IndexedDataset(prefix)
             sidecar = check_index(dataset)
             missing = missing_loss_mask(dataset, sidecar)
             if missing is not None:
-                raise UserError(f"--input {missing}: copy it as well: without it every token would count in the loss")
+                raise UserError(f"{missing}: copy it as well: without it every token would count in the loss")
             datasets.append(dataset)
             sidecars.append(sidecar)
     for dataset in datasets:
