@@ -23,7 +23,7 @@ class _CollectingParser(argparse.ArgumentParser):
     """An ArgumentParser that raises its errors, so that they can be reported with the others."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(message[:1].lower() + message[1:])
+        raise UserError((message[:1].lower() + message[1:]).removeprefix("argument "))
 
 
 def _build_parser(config_classes: Sequence[type], program: str, description: str) -> argparse.ArgumentParser:

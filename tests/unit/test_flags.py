@@ -68,7 +68,7 @@ def test_the_opposite_of_a_switch_restores_its_default() -> None:
 
 
 def test_a_missing_value_is_an_error() -> None:
-    assert errors_of("--lr") == ["argument --lr: expected one argument"]
+    assert errors_of("--lr") == ["--lr: expected one argument"]
 
 
 def test_a_caller_can_collect_more_errors() -> None:

@@ -197,7 +197,7 @@ def test_other_unreadable_files(tmp_path: Path) -> None:
     for words in (["--config"], ["--config", "--lr", "1"]):
         with pytest.raises(UserError) as missing:
             parse_run(words, [])
-        assert missing.value.messages == ("argument --config: expected one argument",)
+        assert missing.value.messages == ("--config: expected one argument",)
 
 
 def test_reading_a_file_needs_no_torch(tmp_path: Path) -> None:
