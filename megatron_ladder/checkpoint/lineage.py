@@ -5,8 +5,8 @@
 
 A run that resumes the current checkpoint of its --save directory continues the branch of that checkpoint. Every other
 run begins a branch with a random name: from scratch, with --finetune, or from another directory or an earlier
-checkpoint. `forks` lists the branches that it came from, each with the last iteration in common; it is empty if the
-iterations count from 0 again. `parent` is the checkpoint that the run loaded, or null; it is for information only.
+checkpoint. `forks` lists the branches of the same directory that it came from, each with the last iteration in common.
+`parent` is the checkpoint that the run loaded, or null; it is for information only.
 
 Manifests of earlier versions have no lineage. Their checkpoints belong to one branch, whose name is empty.
 """

@@ -104,7 +104,7 @@ class CheckpointConfig:
     finetune: bool = flag(False, requires="--load")
     """Load only the weights: start at iteration 0 with a new optimizer, and with other data if given."""
     load_optim: bool = flag(True, requires="--load")
-    """Do not load the optimizer state: AdamW starts from zero moments at the iteration of the checkpoint."""
+    """Do not load the optimizer state: the optimizer starts from zero moments at the iteration of the checkpoint."""
     load_rng: bool = flag(True, requires="--load")
     """Do not load the states of the random number generators."""
     override_opt_param_scheduler: bool = flag(

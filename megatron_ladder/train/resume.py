@@ -85,18 +85,17 @@ def check_save_directory(options: CheckpointConfig) -> None:
 
 def lineage_of_run(options: CheckpointConfig, checkpoint: Checkpoint) -> Lineage:
     """Return the branch to which a run adds checkpoints after loading a checkpoint."""
-    if options.finetune:
-        return Lineage.begin(checkpoint.reference())
     lineage, load, save = checkpoint.lineage, options.load, options.save
     assert load is not None
-    continues = save is not None and _is_within(load, save)
-    if save is not None and continues and (latest := read_latest(save)):
+    if options.finetune or save is None or not _is_within(load, save):
+        # No checkpoint in --save precedes those of this run.
+        return Lineage.begin(checkpoint.reference())
+    if latest := read_latest(save):
         # The user may have chosen an earlier checkpoint, or the current one is damaged and the first of its branch.
         chose_another = is_published_name(load.name) and load.name != latest
         current = read_lineage(save / latest / MANIFEST_NAME)
-        continues = not chose_another and (current is None or current.branch == lineage.branch)
-    if not continues:
-        lineage = lineage.fork(checkpoint.iteration)
+        if chose_another or (current is not None and current.branch != lineage.branch):
+            lineage = lineage.fork(checkpoint.iteration)
     return lineage._replace(parent=checkpoint.reference())
 
 
