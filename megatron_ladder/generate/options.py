@@ -44,6 +44,9 @@ class ModelOptions:
     """Use torch.compile for norms, SwiGLU and rotary embedding; needs a C++ compiler at run time."""
     cuda_graph: bool = False
     """Capture the decode step in a CUDA graph and replay it for every token; needs a GPU."""
+    tp_all_reduce: Literal["auto", "nccl", "symmetric"] = "nccl"
+    """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
+    GPUs of one machine that are joined by NVLink; auto uses the latter where it is possible."""
     tokenizer_type: TokenizerType | None = flag(None, requires="--tokenizer-model")
     """Type of a tokenizer that replaces the one in the model's directory."""
     tokenizer_model: Path | None = flag(None, requires="--tokenizer-type")

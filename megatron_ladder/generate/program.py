@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -35,6 +36,7 @@ from megatron_ladder.comm.launch import (
     stop_process_group,
 )
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.comm.symmetric import check_peers, select_all_reduce
 from megatron_ladder.data.chat_template import Message
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
@@ -89,6 +91,9 @@ def check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelConf
         )
     if options.cuda_graph and not torch.cuda.is_available():
         raise UserError("--cuda-graph: this machine has no GPU; remove the flag")
+    if options.tp_all_reduce == "symmetric":
+        device = rank_info.device()
+        check_peers(rank_info.world_size, device, DTYPES[_dtype_name(options, device)])
     if options.compile_sub_blocks:
         require_compiler("--compile-sub-blocks")
 
@@ -121,6 +126,10 @@ def _prepare_mode(rank_info: RankInfo, options: GenerateOptions, stored: StoredM
     return _prepare_prompts(options, stored, encoder)
 
 
+def _dtype_name(options: ModelOptions, device: torch.device) -> str:
+    return options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+
+
 def build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel) -> GenerationEngine:
     """Load this rank's part of the model, after joining the other ranks if there are any."""
     begun = time.monotonic()
@@ -133,9 +142,11 @@ def build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel
         mesh = ProcessMesh.build(ranks, kv_replicas=key_value_replicas(config, ranks))
     else:
         device, mesh = rank_info.device(), ProcessMesh.single()
-    dtype_name = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    dtype_name = _dtype_name(options, device)
+    dtype = DTYPES[dtype_name]
+    mesh = replace(mesh, tensor=select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype))
     model = load_model(
-        stored, mesh, DTYPES[dtype_name], device, options.overlap, options.compile_sub_blocks, options.verify
+        stored, mesh, dtype, device, options.overlap, options.compile_sub_blocks, options.verify
     )
     if rank_info.rank == 0:
         for warning in stored.warnings:

@@ -64,11 +64,11 @@ class BenchmarkOptions:
     and results are wrong numbers."""
     comm_sms: int = flag(16, minimum=1, maximum=MOST_SMS)
     """Multiprocessors that a collective occupies on a GPU: exactly for an emulated one, at most for NCCL."""
-    tp_all_reduce: Literal["nccl", "symmetric-memory"] = flag(
+    tp_all_reduce: Literal["auto", "nccl", "symmetric"] = flag(
         "nccl", requires="--device cuda", excludes="--emulated-tp"
     )
-    """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over shared memory, which needs
-    NVLink."""
+    """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
+    NVLink; auto uses the latter where it is possible."""
     rounds: int = flag(7, minimum=FEWEST_ROUNDS)
     """Rounds that count; every wiring runs once in each."""
     json: Path | None = flag(None, output="file")

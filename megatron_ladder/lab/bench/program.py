@@ -19,6 +19,7 @@ from megatron_ladder.comm.launch import (
     stop_process_group,
 )
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.comm.symmetric import SymmetricMemoryGroup, check_peers, select_all_reduce
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.lab.bench.calibration import (
@@ -36,7 +37,7 @@ from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.bench.variants import VARIANTS, Variant, bound_of
 from megatron_ladder.lab.bench.workloads import Workload, build_models
 from megatron_ladder.lab.cost.links import PRESETS, WireModel, gpu_contention
-from megatron_ladder.lab.link.cuda_groups import MeteredGroup, SymmetricMemoryGroup, check_peers
+from megatron_ladder.lab.link.cuda_groups import MeteredGroup
 from megatron_ladder.lab.link.cuda_link import CudaLink
 from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec, NoCommGroup, WireGroup
 
@@ -89,8 +90,8 @@ def _start_ranks(options: BenchmarkOptions, place: RankInfo) -> torch.device:
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
         return device
-    if options.tp_all_reduce == "symmetric-memory":
-        check_peers(place.world_size, torch.device("cuda", place.local_rank))
+    if options.tp_all_reduce == "symmetric":
+        check_peers(place.world_size, torch.device("cuda", place.local_rank), torch.bfloat16)
     return start_process_group(place, TIMEOUT_MINUTES)
 
 
@@ -109,10 +110,9 @@ def _make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: to
     if options.device == "cpu":
         wire = EmulatedLink(mesh.tensor, spec, spin_seconds=SPIN_SECONDS)
         return _Interconnect(f"emulated {options.link} wire", mesh, wire, no_comm, device, torch.float32)
-    group = mesh.tensor
-    if options.tp_all_reduce == "symmetric-memory":
-        group = SymmetricMemoryGroup(group, device, torch.bfloat16)
-    return _Interconnect(options.tp_all_reduce, mesh, MeteredGroup(group), no_comm, device, torch.bfloat16)
+    group = select_all_reduce(options.tp_all_reduce, mesh.tensor, device, torch.bfloat16)
+    name = "symmetric" if isinstance(group, SymmetricMemoryGroup) else "nccl"
+    return _Interconnect(name, mesh, MeteredGroup(group), no_comm, device, torch.bfloat16)
 
 
 class _Benchmark:

@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ladder.comm.group import Work
-from megatron_ladder.lab.link.cuda_groups import MeteredWork, SideStream, StreamWork, WaitMeter
+from megatron_ladder.comm.symmetric import SideStream, StreamWork
+from megatron_ladder.lab.link.cuda_groups import MeteredWork, WaitMeter
 from megatron_ladder.lab.link.link import LinkSpec, WireGroup
 
 SLOTS = 1024

@@ -15,8 +15,14 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.nccl import explain_connections, overlapped_group_options
+from megatron_ladder.comm.symmetric import (
+    MOST_BYTES,
+    AllReduceChoice,
+    SymmetricMemoryGroup,
+    check_peers,
+    select_all_reduce,
+)
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.link.cuda_groups import MOST_BYTES, SymmetricMemoryGroup, check_peers
 from tests.unit.comm import fake_cuda
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -114,18 +120,26 @@ def test_queues_are_checked_before_cuda_starts(
 class Torch:
     """Fakes torch's one-shot reduce over two ranks with equal values."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, multicast: bool = False) -> None:
         self.device = fake_cuda.install(monkeypatch)
         self.by_nccl: list[torch.Tensor] = []
         self.one_shot: list[int] = []
         self.rendezvous: list[tuple[int, object]] = []
         self.group = SimpleNamespace(group_name="tensor")
         monkeypatch.setattr(symmetric_memory, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
-        monkeypatch.setattr(symmetric_memory, "rendezvous", lambda t, group: self.rendezvous.append((t.numel(), group)))
-        monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_out", self.reduce, raising=False)
+        self.multicast = multicast
+        monkeypatch.setattr(symmetric_memory, "rendezvous", self.meet)
+        kernels = [f"{prefix}one_shot_all_reduce_out" for prefix in ("", "multimem_")]
+        for kernel in kernels:
+            right = kernel == kernels[multicast]
+            monkeypatch.setattr(torch.ops.symm_mem, kernel, self.reduce if right else None, raising=False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
         monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: self.by_nccl.append(tensor))
+
+    def meet(self, tensor: torch.Tensor, group: object) -> SimpleNamespace:
+        self.rendezvous.append((tensor.numel(), group))
+        return SimpleNamespace(multicast_ptr=1 << 40 if self.multicast else 0)
 
     def reduce(self, shared: torch.Tensor, op: str, name: str, out: torch.Tensor) -> None:
         assert (op, name) == ("sum", "tensor") and shared.data_ptr() != out.data_ptr()
@@ -140,8 +154,9 @@ def make_group(fake: Torch) -> SymmetricMemoryGroup:
     return SymmetricMemoryGroup(CommGroup([0, 1], 0, group), GPU, torch.bfloat16)
 
 
-def test_small_sums_are_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Torch(monkeypatch)
+@pytest.mark.parametrize("multicast", [False, True])
+def test_small_sums_are_one_shot(monkeypatch: pytest.MonkeyPatch, multicast: bool) -> None:
+    fake = Torch(monkeypatch, multicast)
     group = make_group(fake)
     assert fake.rendezvous == [(MOST_BYTES // 2, fake.group)]
     tensor = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
@@ -182,11 +197,35 @@ def test_the_largest_one_shot_sum_and_other_operators(monkeypatch: pytest.Monkey
 
 def test_one_shot_sums_need_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="found a CPU: use --tp-all-reduce nccl"):
-        check_peers(2, CPU)
+        check_peers(2, CPU, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(UserError, match="found 4 GPUs for 8 ranks"):
-        check_peers(8, GPU)
+        check_peers(8, GPU, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: peer != 3)
-    check_peers(3, GPU)
+    check_peers(3, GPU, torch.bfloat16)
     with pytest.raises(UserError, match=r"GPU 0 cannot read the memory of \[3\]"):
-        check_peers(4, GPU)
+        check_peers(4, GPU, torch.bfloat16)
+    with pytest.raises(UserError, match="sums fp32 and bf16, found torch.float16"):
+        check_peers(3, GPU, torch.float16)
+
+
+def test_auto_uses_symmetric_memory_only_if_every_rank_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Torch(monkeypatch)
+    handle: Any = fake.group
+    group, others = CommGroup([0, 1], 0, handle), [1.0]
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, **_: tensor.clamp_(max=others[0]))
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda count, device: ones(count))
+
+    def select(choice: AllReduceChoice, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return isinstance(select_all_reduce(choice, group, GPU, dtype), SymmetricMemoryGroup)
+
+    assert select("auto") and select("symmetric") and not select("nccl")
+    assert not select("auto", torch.float16)
+    others[0] = 0.0
+    assert not select("auto"), "another rank cannot"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
+    with pytest.raises(UserError, match="cannot read the memory"):
+        select("symmetric")
+    alone = CommGroup.alone()
+    assert select_all_reduce("symmetric", alone, CPU, torch.float32) is alone

@@ -364,6 +364,8 @@ def test_missing_gpu_and_compiler_are_reported(tmp_path: Path, monkeypatch: pyte
     words = ["--model", str(tmp_path), "--tokens", "1 2"]
     with pytest.raises(UserError, match="--cuda-graph: this machine has no GPU"):
         main([*words, "--cuda-graph"])
+    with pytest.raises(UserError, match="--tp-all-reduce symmetric needs all ranks on GPUs .* found a CPU"):
+        main([*words, "--tp-all-reduce", "symmetric"])
     monkeypatch.setenv("PATH", "")
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)

@@ -44,7 +44,7 @@ def test_presets_replace_or_extend_times() -> None:
 def test_one_gpu_emulates_a_group_and_several_form_one() -> None:
     emulated = options_of("decode --device cuda --emulated-tp 8 --sizes llama-8b --link-preset nvlink")
     assert (emulated.ranks, emulated.processes, emulated.own_interconnect) == (8, 1, False)
-    own = options_of("decode --device cuda --tp 4 --tp-all-reduce symmetric-memory --sizes llama-8b")
+    own = options_of("decode --device cuda --tp 4 --tp-all-reduce symmetric --sizes llama-8b")
     assert (own.ranks, own.processes, own.own_interconnect, own.alpha) == (4, 4, True, ("own",))
 
 
@@ -66,10 +66,10 @@ def test_all_errors_are_reported_together() -> None:
         ("--emulated-tp 8", "--emulated-tp 8 requires --device cuda"),
         ("--device cuda --alpha 1c", "--alpha and --link-preset are for emulated wires"),
         ("--device cuda --link-preset nvlink", "--alpha and --link-preset are for emulated wires"),
-        ("--tp-all-reduce symmetric-memory", "--tp-all-reduce symmetric-memory requires --device cuda"),
+        ("--tp-all-reduce symmetric", "--tp-all-reduce symmetric requires --device cuda"),
         (
-            "--device cuda --emulated-tp 8 --tp-all-reduce symmetric-memory",
-            "--tp-all-reduce symmetric-memory and --emulated-tp exclude each other",
+            "--device cuda --emulated-tp 8 --tp-all-reduce symmetric",
+            "--tp-all-reduce symmetric and --emulated-tp exclude each other",
         ),
         ("--sizes small,small-llama --plot a.png", "--plot a.png: a plot shows one size, but --sizes has 2"),
         ("--alpha 1c,fast", "--alpha fast"),

@@ -108,7 +108,7 @@ def test_missing_hardware_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
-    options = BenchmarkOptions(device="cuda", tp_all_reduce="symmetric-memory")
+    options = BenchmarkOptions(device="cuda", tp_all_reduce="symmetric")
     with pytest.raises(UserError, match="cannot read the memory"):
         _start_ranks(options, RankInfo(0, 2, 0))
     with pytest.raises(UserError, match="found 2 GPUs for 4 processes: lower --tp, or give --emulated-tp"):
