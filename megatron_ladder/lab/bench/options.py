@@ -69,6 +69,9 @@ class BenchmarkOptions:
     )
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     NVLink; auto uses the latter where it is possible."""
+    cuda_graph: bool = flag(False, requires="--device cuda")
+    """With decode, capture the step of each wiring in a CUDA graph and replay it for every token. Exposed times are
+    not measured then."""
     rounds: int = flag(7, minimum=FEWEST_ROUNDS)
     """Rounds that count; every wiring runs once in each."""
     json: Path | None = flag(None, output="file")
@@ -112,6 +115,8 @@ def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
     elif not alpha and not presets:
         alpha = DEFAULT_ALPHA
     options = replace(given, wirings=_words(given.wirings), sizes=sizes, alpha=alpha, link_preset=presets)
+    if given.cuda_graph and case != "decode":
+        errors.append(f"--cuda-graph: only the step of decode can be captured, found {case}; remove the flag")
     errors += _find_errors(options, given)
     raise_user_errors(errors)
     return case, options

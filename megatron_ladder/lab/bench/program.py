@@ -5,6 +5,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -123,7 +124,7 @@ class _Benchmark:
         self.shape = find_size(size)
         self.interconnect = _make_interconnect(options, self.shape, device)
         self.mesh, self.wire = self.interconnect.mesh, self.interconnect.wire
-        self.workload = Workload(case, options.batch, options.sequence, options.tokens)
+        self.workload = Workload(case, options.batch, options.sequence, options.tokens, options.cuda_graph)
         self.clock = DeviceClock(device)
         self.variants = [VARIANTS[name] for name in options.wirings]
         if VARIANTS["standard"] not in self.variants:
@@ -149,10 +150,15 @@ class _Benchmark:
 
             return counted
 
-        prepared = {name: self.workload.prepare(self.models[name], self.mesh, rounds + 1) for name in self.waited}
-        ways = {name: counting(name, run) for name, run in prepared.items()}
         label = what if self.place.rank == 0 else None
-        return measure(ways, rounds, before_each=self.mesh.world.barrier, label=label)
+        with ExitStack() as stack:
+            ways = {
+                name: counting(
+                    name, stack.enter_context(self.workload.prepare(self.models[name], self.mesh, rounds + 1))
+                )
+                for name in self.waited
+            }
+            return measure(ways, rounds, before_each=self.mesh.world.barrier, label=label)
 
     def calibrate(self) -> Prediction:
         """Measure the inputs of the step-time model, on a wire without latency."""
@@ -161,9 +167,11 @@ class _Benchmark:
         times = self.time([VARIANTS["standard"], *self.bounds], "calibrating")
         found = {bound.one_norm: self._calibration(bound, finish[bound.name](), times) for bound in self.bounds}
         # Including those of embedding, head and loss.
-        run = self.workload.prepare(self.models["standard"], self.mesh, 1)
-        self.wire.reset_counters()
-        run()
+        # A replay does not pass through the wire's counters.
+        eager = replace(self.workload, cuda_graph=False)
+        with eager.prepare(self.models["standard"], self.mesh, 1) as run:
+            self.wire.reset_counters()
+            run()
         reduces = self.wire.collectives // self.workload.units
         hideable = len(self.models["standard"].stack.sub_blocks()) * (2 if self.case == "train" else 1)
         cost = contention = 0.0
@@ -217,6 +225,7 @@ class _Benchmark:
         for variant in compared:
             ratio = times.ratio("standard", variant.name)
             bound = times.ratio("standard", bound_of(variant).name)
+            waited = statistics.median(self.waited[variant.name]) / self.shape.num_layers
             rows.append(
                 BenchmarkRow(
                     case=self.case,
@@ -229,7 +238,7 @@ class _Benchmark:
                     ratio_to_standard=ratio.median,
                     spread=ratio.spread,
                     predicted_ratio=standard / prediction.seconds(variant, alpha),
-                    exposed_seconds_per_layer=statistics.median(self.waited[variant.name]) / self.shape.num_layers,
+                    exposed_seconds_per_layer=None if self.options.cuda_graph else waited,
                     verdict=ratio.verdict(bound.median + bound.spread).value,
                 )
             )

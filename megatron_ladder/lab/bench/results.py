@@ -36,7 +36,8 @@ class BenchmarkRow:
     ratio_to_standard: float
     spread: float
     predicted_ratio: float
-    exposed_seconds_per_layer: float
+    exposed_seconds_per_layer: float | None
+    """None if it was not measured."""
     verdict: str
 
 
@@ -46,11 +47,14 @@ def results_table(rows: Sequence[BenchmarkRow]) -> str:
     def milliseconds(seconds: float) -> str:
         return f"{1e3 * seconds:.{2 if seconds >= 1e-4 or not seconds else 4}f} ms"
 
+    def exposed(row: BenchmarkRow) -> str:
+        return "" if row.exposed_seconds_per_layer is None else f"{1e3 * row.exposed_seconds_per_layer:.3f}"
+
     return "\n".join(
         f"| {row.interconnect}, {row.alpha} = {milliseconds(row.alpha_seconds)} "
         f"| {row.wiring} | {1e3 * row.median_seconds:.2f} "
         f"| {row.ratio_to_standard:.3f} | {row.spread:.3f} | {row.predicted_ratio:.3f} "
-        f"| {row.ratio_to_standard / row.predicted_ratio:.2f} | {1e3 * row.exposed_seconds_per_layer:.3f} "
+        f"| {row.ratio_to_standard / row.predicted_ratio:.2f} | {exposed(row)} "
         f"| {'' if row.verdict == RatioVerdict.SOUND.value else row.verdict} |"
         for row in rows
     )

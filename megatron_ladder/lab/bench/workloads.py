@@ -1,7 +1,8 @@
 """The timed workloads (decoding, prefilling, forward and backward of a micro-batch), and their models."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,7 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
 from megatron_ladder.lab.bench.options import Case
@@ -28,16 +30,19 @@ class Workload:
     batch: int
     sequence: int
     tokens: int = 8
+    cuda_graph: bool = False
+    """Whether to decode by replaying a captured step."""
 
     @property
     def units(self) -> int:
         """Passes through the model in one timing."""
         return self.tokens if self.case == "decode" else 1
 
-    def prepare(self, model: LanguageModel, mesh: ProcessMesh, runs: int) -> Callable[[], object]:
-        """Return the function to time, which can be called `runs` times; each call runs `units` passes.
+    @contextlib.contextmanager
+    def prepare(self, model: LanguageModel, mesh: ProcessMesh, runs: int) -> Iterator[Callable[[], object]]:
+        """Provide the function to time, which can be called `runs` times; each call runs `units` passes.
 
-        Token ids are identical on every rank and for every model.
+        Token ids are identical on every rank and for every model. The end of the block frees a captured step.
         """
 
         def random_ids(length: int) -> torch.Tensor:
@@ -58,18 +63,21 @@ class Workload:
                     parameter.grad = None
                 model(ids[:, :-1], ids[:, 1:]).backward()
 
-            return train
-        engine = GenerationEngine(model, mesh)
+            yield train
+            return
+        engine = GenerationEngine(model, mesh, new_graph=CudaStepGraph if self.cuda_graph else None)
         if self.case == "prefill":
-            return lambda: engine.generate(requests(1))
+            yield lambda: engine.generate(requests(1))
+            return
         stream = engine.stream(requests(1 + runs * self.tokens))
 
         def decode(tokens: int) -> None:
             for _ in range(tokens * self.batch):
                 next(stream)
 
-        decode(1)
-        return functools.partial(decode, self.tokens)
+        with contextlib.closing(engine):
+            decode(1)
+            yield functools.partial(decode, self.tokens)
 
 
 def build_models(

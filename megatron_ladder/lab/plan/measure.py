@@ -96,7 +96,8 @@ class _Measurement:
             for parameter in model.parameters():
                 parameter.fill_(WEIGHT)
         workload = Workload("decode", batch=1, sequence=16, tokens=self.sizes.tokens)
-        seconds = self._median(workload.prepare(model, mesh, self.rounds + 1)) / self.sizes.tokens
+        with workload.prepare(model, mesh, self.rounds + 1) as run:
+            seconds = self._median(run) / self.sizes.tokens
         looked_up = 0 if config.tie_embeddings else model.embedding.weight.numel()
         read = sum(parameter.numel() for parameter in model.parameters()) - looked_up
         size = self.sizes.dtype.itemsize

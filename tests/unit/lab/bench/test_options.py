@@ -71,6 +71,7 @@ def test_all_errors_are_reported_together() -> None:
             "--device cuda --emulated-tp 8 --tp-all-reduce symmetric",
             "--tp-all-reduce symmetric and --emulated-tp exclude each other",
         ),
+        ("--cuda-graph", "--cuda-graph requires --device cuda"),
         ("--sizes small,small-llama --plot a.png", "--plot a.png: a plot shows one size, but --sizes has 2"),
         ("--alpha 1c,fast", "--alpha fast"),
     ],
@@ -79,3 +80,9 @@ def test_contradictions_are_rejected(words: str, error: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(["decode", *words.split()])
     assert len(caught.value.messages) == 1 and caught.value.messages[0].startswith(error)
+
+
+def test_only_decode_can_be_captured() -> None:
+    assert options_of("decode --device cuda --cuda-graph").cuda_graph
+    with pytest.raises(UserError, match="only the step of decode can be captured, found train"):
+        parse_options("train --device cuda --cuda-graph".split())

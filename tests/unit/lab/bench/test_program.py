@@ -1,15 +1,16 @@
 """A benchmark's interconnect, and whole benchmarks with fake CUDA streams and kernels."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.bench import program
+from megatron_ladder.lab.bench import program, workloads
 from megatron_ladder.lab.bench.options import BenchmarkOptions, Case
 from megatron_ladder.lab.bench.program import _Benchmark, _Interconnect, _make_interconnect, _start_ranks
 from megatron_ladder.lab.bench.results import results_table
@@ -75,6 +76,43 @@ def test_a_share_of_a_larger_group_runs_alone(
     assert rows["standard"].exposed_seconds_per_layer >= reduces * alpha
     assert rows["ladder"].exposed_seconds_per_layer == pytest.approx(rows["standard"].exposed_seconds_per_layer)
     assert rows["standard"].interconnect == "emulated serial wire and ranks"
+
+
+class ReplayedStep:
+    """A `StepGraph` for a CPU that repeats the step."""
+
+    made: ClassVar[list["ReplayedStep"]] = []
+
+    def __init__(self) -> None:
+        self.replays, self.closed = 0, False
+        self.made.append(self)
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.step, self.result = step, step()
+        return self.result
+
+    def replay(self) -> None:
+        assert not self.closed
+        self.replays += 1
+        self.result.copy_(self.step())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_decoding_is_timed_by_replays(device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads, "CudaStepGraph", ReplayedStep)
+    options = emulated(device, monkeypatch, wirings=("standard", "ladder"), cuda_graph=True)
+    benchmark = _Benchmark("decode", options, "tiny", ALONE, CPU)
+    prediction = benchmark.calibrate()
+    rows = {row.wiring: row for row in benchmark.rows(prediction, "100us")}
+    # As in a benchmark without graphs, in which the wire counts the reduces of each layer and the embedding.
+    assert prediction.always_waiting == 1
+    assert {row.exposed_seconds_per_layer for row in rows.values()} == {None}
+    assert "|  | " in results_table([rows["standard"]])
+    # Standard and its bound for the calibration, then all three; one warm-up round and four that count.
+    assert [graph.replays for graph in ReplayedStep.made] == [1 + 4] * 5
+    assert all(graph.closed for graph in ReplayedStep.made)
 
 
 def test_every_line_names_emulated_parts(device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch) -> None:
