@@ -4,6 +4,7 @@ collectives.
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -111,7 +112,7 @@ def gather_through_files(directory: Path, rank: int, size: int, timeout_seconds:
             write_atomically(files[rank], json.dumps(value).encode())
         return []
     deadline = time.monotonic() + timeout_seconds
-    while missing := [number for number in range(1, size) if not files[number].exists()]:
+    while missing := _missing(directory, files):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{name_ranks(missing)} did not finish writing in {timeout_seconds:g} s")
         time.sleep(_POLL_SECONDS)
@@ -119,3 +120,9 @@ def gather_through_files(directory: Path, rank: int, size: int, timeout_seconds:
     for file in files[1:]:
         file.unlink()
     return values
+
+
+def _missing(directory: Path, files: Sequence[Path]) -> list[int]:
+    """Return the ranks except 0 whose file does not exist yet, in one operation for any number of ranks."""
+    present = set(os.listdir(directory))
+    return [number for number, file in enumerate(files) if number and file.name not in present]

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.boxes import Box, cut_span, intersection
@@ -38,6 +38,7 @@ from megatron_ladder.checkpoint.tensor_file import (
     BY_STORED_NAME,
     TensorPosition,
     element_name,
+    open_unbuffered,
     read_header,
     read_part,
 )
@@ -76,6 +77,7 @@ class Checkpoint:
         self._table = table
         self._manifest_checksum = manifest_checksum
         self._headers: dict[str, dict[str, TensorPosition]] = {}
+        self._kept: dict[Path, BinaryIO] | None = None
 
     @staticmethod
     def open(path: Path) -> Checkpoint:
@@ -85,6 +87,29 @@ class Checkpoint:
         if (found := find_checkpoint(path)) is None:
             raise UserError(f"{path}: no checkpoint found")
         return found
+
+    @staticmethod
+    def open_unchecked(directory: Path) -> Checkpoint:
+        """Open a checkpoint that another rank found complete; only the manifest is read."""
+        return _open_directory(directory)
+
+    @contextlib.contextmanager
+    def keeping_files_open(self) -> Iterator[None]:
+        """Open every file once for all reads in the block, which one thread makes."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            for file in self._kept.values():
+                file.close()
+            self._kept = None
+
+    def _opened(self, path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
+        if self._kept is None:
+            return open_unbuffered(path)
+        if path not in self._kept:
+            self._kept[path] = open_unbuffered(path)
+        return contextlib.nullcontext(self._kept[path])
 
     @property
     def iteration(self) -> int:
@@ -152,7 +177,7 @@ class Checkpoint:
             assert shared is not None
             begin, path = self.position(stored, index).begin, self.directory / stored.file(index)
             part = target[shared.within(wanted).slices()]
-            read_part(path, begin, box.extent, shared.within(box), stored.dtype, part)
+            read_part(path, begin, box.extent, shared.within(box), stored.dtype, part, opened=self._opened)
 
     def read_span(
         self, name: str, kind: str, global_shape: Sequence[int], held: Box, start: int, out_flat: torch.Tensor
@@ -316,8 +341,8 @@ def untried_checkpoints(save: Path, tried: Collection[str]) -> list[str]:
     return [f"{save}: not tried, because they belong to other runs: {named}: --load {save / others[-1]} loads the last"]
 
 
-def _open_complete(directory: Path) -> Checkpoint:
-    path, errors = directory / MANIFEST_NAME, []
+def _open_directory(directory: Path) -> Checkpoint:
+    path = directory / MANIFEST_NAME
     try:
         data = path.read_bytes()
         manifest, table = decode_manifest(data)
@@ -325,7 +350,12 @@ def _open_complete(directory: Path) -> Checkpoint:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    for record in manifest["files"]:
+    return Checkpoint(directory, manifest, table, manifest_checksum(data))
+
+
+def _open_complete(directory: Path) -> Checkpoint:
+    checkpoint, errors = _open_directory(directory), []
+    for record in checkpoint.manifest["files"]:
         path, expected = directory / record["name"], record["size"]
         if path.resolve().parent != directory.resolve():
             errors.append(f"{path}: is a link out of the directory of the checkpoint")
@@ -334,4 +364,4 @@ def _open_complete(directory: Path) -> Checkpoint:
         elif (size := path.stat().st_size) != expected:
             errors.append(f"{path}: truncated or changed: the manifest records {expected} bytes, the file has {size}")
     raise_user_errors(limited(errors))
-    return Checkpoint(directory, manifest, table, manifest_checksum(data))
+    return checkpoint

@@ -19,7 +19,7 @@ from megatron_ladder.checkpoint.publish import MANIFEST_NAME, is_published_name
 from megatron_ladder.checkpoint.saving import generator_states
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.errors import ErrorCollector, UserError
+from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.parallel.layout import has_padding, parameter_sections, split_interval
 
 
@@ -88,14 +88,22 @@ def load_newest(
 
 
 def _open_on_all(directory: Path, world: CommGroup, refuse: Callable[[Checkpoint], list[str]]) -> Checkpoint:
-    """Open a checkpoint; raise UserError on every rank if any rank cannot, for example on a host without the disk."""
+    """Open a checkpoint; raise UserError on every rank if any rank cannot, for example on a host without the disk.
+
+    Rank 0 looks at all files before the others read the manifest: thousands of ranks would overload a file system.
+    """
     checkpoint, errors = None, ErrorCollector()
-    with errors.collect():
-        try:
-            checkpoint = Checkpoint.open(directory)
-        except OSError as error:
-            raise UserError(f"{error.filename or directory}: cannot be read: {error.strerror or error}") from None
-        errors.add(*refuse(checkpoint))
+    for is_first in (True, False):
+        if (world.rank == 0) == is_first:
+            with errors.collect():
+                try:
+                    checkpoint = Checkpoint.open(directory) if is_first else Checkpoint.open_unchecked(directory)
+                except OSError as error:
+                    reason = f"cannot be read: {error.strerror or error}"
+                    raise UserError(f"{error.filename or directory}: {reason}") from None
+                errors.add(*refuse(checkpoint))
+        if is_first:
+            raise_user_errors(world.broadcast_object(errors.messages))
     raise_on_all_ranks(world, errors.messages)
     assert checkpoint is not None
     return checkpoint
@@ -117,7 +125,7 @@ def _load_state(
         counters = checkpoint.manifest.get("optimizer", {})
         if optimizer and counters.get("steps_taken", -1) < 0:
             errors.add(f"{checkpoint.directory}: {MANIFEST_NAME}: optimizer.steps_taken is missing or negative")
-        with errors.collect():
+        with errors.collect(), checkpoint.keeping_files_open():
             _read_optimizer(checkpoint, state, optimizer)
             stored = checkpoint.stored("rng") if generators else {}
             for name, now in generator_states(world.rank).items():

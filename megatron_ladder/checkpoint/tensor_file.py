@@ -15,9 +15,10 @@ import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from megatron_ladder.checkpoint.boxes import Box, flat_range, row_major_strides
 from megatron_ladder.checkpoint.checksum import CHECKSUMS, CHUNK_BYTES, DEFAULT_CHECKSUM, PIECE_BYTES
@@ -205,9 +206,15 @@ def _position(key: str, value: Any, data_begin: int) -> TensorPosition:
     return TensorPosition(dtype, shape, data_begin + begin, data_begin + end)
 
 
+def open_unbuffered(path: Path) -> BinaryIO:
+    """Open a file for reads of many bytes."""
+    return open(path, "rb", buffering=0)
+
+
 def read_part(
     path: Path, begin: int, extent: Sequence[int], part: Box, dtype: str, out: torch.Tensor,
     mapped: memoryview | None = None,
+    opened: Callable[[Path], AbstractContextManager[BinaryIO]] = open_unbuffered,
 ) -> None:  # fmt: skip
     """Fill `out` with a part of a stored tensor, reading only the bytes around the part.
 
@@ -218,6 +225,7 @@ def read_part(
         dtype: element type of the stored tensor.
         out: [*part.extent], of any dtype, on any device, contiguous or not.
         mapped: the bytes of the file if they are mapped already.
+        opened: returns the open file; only one thread reads from it.
 
     Raises:
         UserError: the file cannot be read or is too short.
@@ -231,9 +239,9 @@ def read_part(
     try:
         if mapped is None and plain and count == part.numel:
             remaining = _memory(out)
-            with open(path, "rb", buffering=0) as file:
+            with opened(path) as file:
                 file.seek(begin)
-                while remaining and (read := file.readinto(remaining)):
+                while remaining and (read := file.readinto(remaining)):  # type: ignore[attr-defined]
                     remaining = remaining[read:]
             if remaining:
                 raise ValueError(f"ends {len(remaining)} bytes before the end of a tensor")
@@ -243,7 +251,7 @@ def read_part(
         if source is None:
             page = begin - begin % mmap.ALLOCATIONGRANULARITY
             length = begin + count * stored_dtype.itemsize - page
-            with open(path, "rb") as file:
+            with opened(path) as file:
                 # A private copy-on-write mapping, since torch warns about read-only memory; nothing writes to it.
                 source = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
         flat = torch.frombuffer(source, dtype=stored_dtype, count=count, offset=begin - page)

@@ -139,7 +139,9 @@ class CheckpointSaver:
             self._print(f"*** {directory}: is used instead ***")
             self._event("fallback", directory=directory, faults=faults)
         self._loaded = checkpoint.directory
-        self._lineage = lineage_of_run(config, checkpoint)
+        if self._world.rank == 0:
+            # Only rank 0 writes manifests.
+            self._lineage = lineage_of_run(config, checkpoint)
         self._event(
             "load", directory=directory, iteration=checkpoint.iteration,
             seconds=round(time.perf_counter() - start, 3),

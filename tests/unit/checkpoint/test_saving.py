@@ -330,7 +330,7 @@ def test_a_checkpoint_that_one_rank_cannot_open_is_skipped_by_all(
     """For example a directory on a local disk of another host, or a stale file handle."""
     for iteration in (100, 200):
         save_of_ranks(tmp_path, iteration, iteration)
-    real, seeing = Checkpoint.open, threading.local()
+    real, seeing = Checkpoint.open_unchecked, threading.local()
 
     def see(path: Path) -> Checkpoint:
         if getattr(seeing, "rank", 0) == 1 and path.name >= unseen:
@@ -341,7 +341,7 @@ def test_a_checkpoint_that_one_rank_cannot_open_is_skipped_by_all(
         seeing.rank = world.rank
         return load(tmp_path, world, TinyState(3, world.rank, 2))
 
-    monkeypatch.setattr(Checkpoint, "open", see)
+    monkeypatch.setattr(Checkpoint, "open_unchecked", see)
     one, other = on_ranks(2, load_of_rank)
     reason = f"{tmp_path / 'iter_0000200'}: cannot be read: {'Stale file handle' if stale else 'gone'} (on rank 1)"
     if unseen == "iter_0000200":
