@@ -60,7 +60,9 @@ def train(
         reason = loop._evaluate_loaded(trainer, session, 0) if loaded else loop._train(trainer, session, 0, 0)
     record.write_first("stop", iteration=0, reason=reason)
     assert reason == "SIGTERM" or not in_evaluation
-    return [(event["event"], event["iteration"]) for event in read_record(save) if event["event"] != "progress"]
+    # Only rank 0 writes.
+    events = read_record(save) if rank == 0 else []
+    return [(event["event"], event["iteration"]) for event in events if event["event"] != "progress"]
 
 
 @pytest.mark.parametrize(
