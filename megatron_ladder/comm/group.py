@@ -95,11 +95,12 @@ class CommGroup:
     def over_gloo(self, timeout: timedelta) -> "CommGroup":
         """Return a gloo group of the same ranks; a rank that waits in it sleeps, on every device.
 
-        All processes of the run must be in this group and call this method.
+        All ranks of this group must call this method, and other groups' methods in the same order.
         """
         if self.size == 1:
             return self
-        return CommGroup(self.ranks, self.rank, dist.new_group(list(self.ranks), timeout, backend="gloo"))
+        process_group = dist.new_group(list(self.ranks), timeout, backend="gloo", use_local_synchronization=True)
+        return CommGroup(self.ranks, self.rank, process_group)
 
     def gather_objects(self, value: object) -> list[Any]:
         """Return small picklable values of all ranks, in rank order, on the group's rank 0; an empty list elsewhere."""

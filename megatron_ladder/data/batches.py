@@ -131,12 +131,11 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         rules: DocumentRules,
         consumed_samples: int = 0,
         group: CommGroup | None = None,
-        device: torch.device | None = None,
     ) -> None:
-        """`reader` is None except on rank 0 of `group`: the ranks that exchange the batches, on `device`."""
+        """`reader` is None except on rank 0 of `group`: the ranks that exchange the batches, in host memory."""
         self.shape, self.rules, self.consumed_samples = shape, rules, consumed_samples
         self.reader_state = {} if reader is None else reader.state()
-        self._group, self._device = group or CommGroup.alone(), device or torch.device("cpu")
+        self._group = group or CommGroup.alone()
         self._reader, self._thread = reader, ThreadPoolExecutor(1, "reader")
         self._ahead: Future[tuple[SampleRows, dict[str, Any]]] | None = None
 
@@ -159,7 +158,7 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
             except UserError as error:
                 messages = error.messages
                 packed[0] = _IS_ERROR
-        packed = self._group.broadcast(packed.to(self._device)).cpu()
+        packed = self._group.broadcast(packed)
         if int(packed[0]) == _IS_ERROR:
             raise UserError(*self._group.broadcast_object(messages))
         return _unpack_rows(packed.numpy(), self.shape.rows)

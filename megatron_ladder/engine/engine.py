@@ -65,10 +65,11 @@ class Engine(ABC):
         """Return DeepSpeed's engine around the model; `arguments` are for `deepspeed.initialize`."""
 
     @abstractmethod
-    def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
         """Run forward and backward of this rank's micro-batches, and reduce gradients over data-parallel ranks.
 
-        The gradients are those of `scale` times the loss, summed over all target tokens of all data-parallel ranks.
+        The gradients are those of `scale` (a scalar in fp64) times the loss, summed over all target tokens of all
+        data-parallel ranks.
         Returns this rank's scaled loss, summed over micro-batches; zero on pipeline stages other than the last.
         """
 
@@ -106,10 +107,11 @@ class UnpipelinedEngine(Engine):
 
         return deepspeed.initialize(model=model, mpu=deepspeed_mpu(self._mesh), **arguments)[0]
 
-    def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
         loss_sum = torch.zeros((), device=self._device)
         for index, batch in enumerate(micro_batches):
-            loss = self.wrapped(*to_device(batch, self._device)) * scale
+            loss = self.wrapped(*to_device(batch, self._device))
+            loss = loss * scale.to(loss.dtype)
             loss_sum += loss.detach()
             # DeepSpeed averages gradients over data-parallel ranks.
             self.wrapped.backward(loss * self._mesh.data.size, scale_wrt_gas=False)

@@ -51,9 +51,9 @@ def gradient_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     if norms:
         # Gradients of an offloaded optimizer are in host memory, which no GPU collective can read.
-        squares = torch.stack(norms).to(device).double().square()
+        squares = torch.stack(norms).to(device, non_blocking=True).double().square()
         # Zero times infinity or NaN is NaN, so copies that do not count still make the sum invalid.
-        total = (squares * torch.tensor(counts, dtype=torch.float64, device=device)).sum()
+        total = (squares * torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)).sum()
     square, *sums = world.all_reduce(torch.cat([total.reshape(1), extra_sums])).tolist()
     return math.sqrt(square), sums
 

@@ -35,7 +35,7 @@ class _Stage(nn.Module):
         self.model = model
         self.coming: deque[ModelInputs] = deque()
         """The micro-batches that are still to be processed, in order."""
-        self.loss_scale = 1.0
+        self.loss_scale = torch.ones(())
         self.predictions: list[Tensor] | None = None
         """Receives the predictions of each micro-batch, whose loss is then not computed."""
 
@@ -46,7 +46,8 @@ class _Stage(nn.Module):
         if not self.model.is_last:
             return leaving
         if self.predictions is None:
-            return self.model.loss(leaving[0], labels, loss_mask) * self.loss_scale
+            loss = self.model.loss(leaving[0], labels, loss_mask)
+            return loss * self.loss_scale.to(loss.dtype)
         self.predictions.append(self.model.predictions(leaving[0], labels))
         return leaving.new_zeros(())
 
@@ -108,7 +109,7 @@ class PipelinedEngine(Engine):
         self._stage = staged.stage
         return deepspeed.initialize(model=staged, **arguments)[0]
 
-    def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: float) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
         count, data_parallel = self.wrapped.micro_batches, self._mesh.data.size
         assert len(micro_batches) == count
         # DeepSpeed averages gradients over data-parallel ranks, and divides the loss by the number of micro-batches.
@@ -118,7 +119,7 @@ class PipelinedEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
-        self._stage.loss_scale = 1.0
+        self._stage.loss_scale = torch.ones(())
         return self._run(self.wrapped._inference_schedule(len(micro_batches)), micro_batches)
 
     @torch.no_grad()

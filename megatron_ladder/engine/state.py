@@ -169,6 +169,21 @@ class _FlatState(EngineState):
 class _Bf16State(_FlatState):
     """ZeRO-1 in bf16 with fp32 gradient accumulation (`BF16_Optimizer`)."""
 
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        # DeepSpeed's own step computes the norm of all gradients again, and waits for it.
+        engine.optimizer.step = self._step
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        optimizer = self._engine.optimizer
+        masters, gradients = optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradient_flat_partition
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient
+        self.base.step()
+        self.copy_masters_to_weights()
+        optimizer.clear_hp_grads()
+
     def groups(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int], Tensor]]:
         optimizer = self._engine.optimizer
         for parameters, flat_master in zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True):
@@ -214,6 +229,12 @@ class _ZeroState(_FlatState):
 
 class _Zero3State(EngineState):
     """ZeRO-3: each parameter is divided into equal parts, the last one padded; a rank's parts are concatenated."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        if not engine.fp16_enabled():
+            # The norm is known, and DeepSpeed neither clips by it nor scales by it.
+            engine.optimizer._get_norm_groups = lambda: [torch.zeros(())]
 
     def _parts(self) -> Iterator[tuple[int, int, Span]]:
         """Iterate over subgroup, index within it, and this rank's span, leaving out parts that are only padding."""

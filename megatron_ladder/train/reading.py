@@ -43,7 +43,7 @@ def sample_batches(trainer: Trainer, source: Samples, consumed_samples: int) -> 
     reader = None
     if mesh.tensor.rank == 0:
         reader = SampleReader(source, shape, mesh.data.rank, consumed_samples, trainer.run.model.vocab_size)
-    return GlobalBatchLoader(reader, shape, rules, consumed_samples, mesh.tensor, trainer.device)
+    return GlobalBatchLoader(reader, shape, rules, consumed_samples, trainer.on_host(mesh.tensor))
 
 
 class TextStreams:
@@ -98,7 +98,7 @@ class TextStreams:
                 self._plan, choice.encoder.encode, shape, mesh.data.rank, consumed_samples, self._positions,
                 trainer.run.model.vocab_size, skipped,
             )  # fmt: skip
-        self._batches = GlobalBatchLoader(reader, shape, rules, consumed_samples, mesh.model, trainer.device)
+        self._batches = GlobalBatchLoader(reader, shape, rules, consumed_samples, trainer.on_host(mesh.model))
         return self._batches
 
 

@@ -9,6 +9,7 @@ import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,16 @@ class Trainer:
     peers: Peers = field(default_factory=Peers)
     eod_id: int | None = None
     guard: Guard = field(default_factory=Guard)
+    _host_groups: dict[tuple[int, ...], CommGroup] = field(default_factory=dict)
+
+    def on_host(self, group: CommGroup) -> CommGroup:
+        """Return a group of the same ranks in whose collectives the device takes no part; all of them must call it."""
+        if self.device.type == "cpu":
+            return group
+        if group.ranks not in self._host_groups:
+            timeout = timedelta(minutes=self.run.parallel.distributed_timeout_minutes)
+            self._host_groups[group.ranks] = group.over_gloo(timeout)
+        return self._host_groups[group.ranks]
 
 
 def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:

@@ -48,19 +48,19 @@ def train_step(
     """Run forward and backward of this rank's micro-batches, reduce and clip the gradient, and update the weights.
 
     `iteration` counts from 1. `extra_numbers` returns equally many numbers on every rank, which are summed with the
-    gradient norm's collective. Raises BadNumbersError, with the weights from before the step, if an fp16 gradient is
-    not finite and the loss scale cannot be lowered.
+    gradient norm's collective. The host waits for the device only to read its result. Raises BadNumbersError, with the
+    weights from before the step, if an fp16 gradient is not finite and the loss scale cannot be lowered.
     """
     engine, state, mesh = trainer.engine, trainer.engine.state, trainer.mesh
     learning_rate = trainer.schedule.at(iteration)
     state.set_learning_rate(learning_rate)
-    scale = 1.0 / max(_count_targets(trainer, micro_batches), 1.0)
+    scale = _count_targets(trainer, micro_batches).clamp(min=1.0).reciprocal()
     trainer.model.take_z_loss()
     loss_sum = engine.forward_backward(micro_batches, scale)
     # DeepSpeed multiplies the loss, and so the gradients, by the loss scale until its step.
     pieces, loss_scale = state.gradient_pieces(), state.loss_scale
-    numbers = torch.tensor(extra_numbers(), dtype=torch.float64, device=trainer.device)
-    z_loss_sum = trainer.model.take_z_loss().to(trainer.device) * scale
+    numbers = torch.tensor(extra_numbers(), dtype=torch.float64).to(trainer.device, non_blocking=True)
+    z_loss_sum = trainer.model.take_z_loss().to(trainer.device, non_blocking=True) * scale
     packed = torch.cat([loss_sum.detach().double().reshape(1), numbers, z_loss_sum.reshape(1)])
     scaled_norm, (losses, *extra_sums, z_losses) = gradient_norm(pieces, mesh.world, trainer.device, packed)
     # Every tensor-parallel rank contributed the same loss.
@@ -86,21 +86,21 @@ def train_step(
     else:
         engine.step()
     if state.overflowed():
-        scale = state.loss_scale
-        finding = Finding("overflow", True, f"overflow in fp16; loss scale {scale:g}", {"loss_scale": scale})
+        lowered = state.loss_scale
+        finding = Finding("overflow", True, f"overflow in fp16; loss scale {lowered:g}", {"loss_scale": lowered})
     return StepResult(loss_sum, norm, learning_rate, loss, z_loss, finding, extra_sums)
 
 
-def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> float:
-    """Return the number of target tokens in the global batch, weighted by their masks; 0 if this stage has none."""
+def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    """Return the number of target tokens in the global batch, weighted by their masks; 0 if this stage has none.
+
+    The result, a scalar in fp64 on the device, is not read by the host, which would have to wait for it.
+    """
     data, pipeline = trainer.mesh.data, trainer.mesh.pipeline
-    if pipeline.rank < pipeline.size - 1:
-        return 0.0
-    pairs = [(batch.labels, batch.loss_mask) for batch in micro_batches]
-    count = sum(labels.numel() if mask is None else float(mask.sum()) for labels, mask in pairs)
-    if all(mask is None for _, mask in pairs):
-        return float(count * data.size)
-    return float(data.all_reduce(torch.tensor(count, dtype=torch.float64, device=trainer.device)))
+    pairs = [(batch.labels, batch.loss_mask) for batch in micro_batches] if pipeline.rank == pipeline.size - 1 else []
+    own = sum(labels.numel() if mask is None else float(mask.sum()) for labels, mask in pairs)
+    count = torch.full((), own, dtype=torch.float64, device=trainer.device)
+    return count * data.size if all(mask is None for _, mask in pairs) else data.all_reduce(count)
 
 
 @torch.no_grad()
