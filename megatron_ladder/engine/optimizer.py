@@ -64,12 +64,18 @@ def build_optimizer(
         return torch.optim.AdamW(list(groups), fused=True, **settings), "torch, on the host"
     if wanted == "torch" or (wanted == "auto" and not (fused and apex_counts_steps)):
         return torch.optim.AdamW(list(groups), fused=fused, **settings), "torch"
-    fused_adam, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", device)
+    fused_adam, reason = find_fused_adam(config, device)
     if fused_adam is not None:
         return fused_adam(list(groups), adam_w_mode=True, **settings), "apex FusedAdam"
-    if wanted == "apex":
-        raise UserError(f"--optimizer-implementation apex: {reason}; use --optimizer-implementation torch")
     return torch.optim.AdamW(list(groups), fused=fused, **settings), f"torch ({reason})"
+
+
+def find_fused_adam(config: OptimizerConfig, device: torch.device) -> tuple[Any | None, str]:
+    """Return apex's AdamW, or None and the reason; raises UserError if --optimizer-implementation apex requires it."""
+    found, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", device)
+    if found is None and config.optimizer_implementation == "apex":
+        raise UserError(f"--optimizer-implementation apex: {reason}; use --optimizer-implementation torch")
+    return found, reason
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,10 @@ from megatron_ladder.data.tokenizers import (
     load_tokenizer_from_directory,
 )
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
+from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name
-from megatron_ladder.model.operations import require_compiler
+from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.train.record import RECORD_NAME
 from megatron_ladder.train.resume import (
     check_same_data,
@@ -166,6 +167,12 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
     """Check what the run needs of this machine, and create its output directories: now rather than after hours."""
     if run.training.fp16 and place.device().type != "cuda":
         errors.add("--fp16 needs a CUDA device, and there is none: use --bf16, or fp32 without either")
+    if run.training.norm_implementation == "apex":
+        with errors.collect():
+            select_operations("apex", False, place.device())
+    if run.optimizer.optimizer_implementation == "apex":
+        with errors.collect():
+            find_fused_adam(run.optimizer, place.device())
     if run.training.compile_sub_blocks:
         with errors.collect():
             require_compiler("--compile-sub-blocks")

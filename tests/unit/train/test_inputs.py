@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,18 @@ def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkey
         f"{prefix}: holds token ids up to 99, the model has 67",
     ]
     assert [line.startswith(start) for line, start in zip(raised.value.messages, starts, strict=True)] == [True] * 6
+
+
+def test_missing_apex_is_reported_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "apex", None)
+    words = f"--data-path {tmp_path}/a --norm-implementation apex --optimizer-implementation apex"
+    for device, reason in (("cpu", "apex's kernels need a CUDA device"), ("cuda", "NVIDIA's apex is not installed")):
+        monkeypatch.setattr(RankInfo, "device", lambda self, device=device: torch.device(device))
+        with pytest.raises(UserError) as raised:
+            read_inputs([*SIZES, *words.split()], RankInfo(0, 1, 0))
+        found = [message for message in raised.value.messages if "-implementation " in message]
+        starts = [f"--{one}-implementation apex: {reason}" for one in ("norm", "optimizer")]
+        assert [line.startswith(start) for line, start in zip(found, starts, strict=True)] == [True] * 2, found
 
 
 def test_missing_data_is_reported_with_its_flag(tmp_path: Path) -> None:
