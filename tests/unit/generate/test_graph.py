@@ -189,7 +189,7 @@ def test_the_program_frees_its_graph_before_the_groups(tmp_path: Path, monkeypat
     config = tiny_config(num_layers=1)
     write_checkpoint(tmp_path, config, reference_of(config)[0])
     graphs, alive = Graphs(), list[int]()
-    monkeypatch.setattr(program, "_check_hardware", lambda *arguments: None)
+    monkeypatch.setattr(program, "check_hardware", lambda *arguments: None)
     monkeypatch.setattr(program, "CudaStepGraph", graphs)
     monkeypatch.setattr(program, "stop_process_group", lambda: alive.append(len(graphs.alive)))
     words = ["--model", str(tmp_path), "--bench", "--bench-rounds", "2", "--bench-prompt", "4", "--max-new-tokens", "3"]
