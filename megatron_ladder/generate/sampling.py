@@ -11,7 +11,8 @@ No rank holds the logits of the whole vocabulary. Each rank has those of its par
     top_k, top_p, min_p     its most likely tokens, enough to include every token that can be drawn
     no filter               the sum of its exponentials; rank 0 answers which rank owns the drawn token, and where
 
-Rank 0 decides, so that rounding cannot make ranks diverge.
+Rank 0 decides, so that rounding cannot make ranks diverge. All of this runs on the device, and the host waits for it
+once per token, to read the token.
 """
 
 import hashlib
@@ -35,6 +36,8 @@ _GREEDY_BELOW = 1e-5
 """Lower temperatures count as 0: they leave no probability to a second token, and overflow in fp32."""
 _FIRST_CANDIDATES = 64
 """Candidates per rank where top_p or min_p can keep any number of tokens; multiplied by 8 while they are too few."""
+_ALL = 1 << 62
+"""More tokens than any vocabulary has."""
 _NEEDS_MORE = -2
 _OWNER = -3
 """Codes of rank 0's decision: more candidates are needed; or, as -3 - r, rank r owns the token and must find it."""
@@ -99,8 +102,52 @@ class Chosen(NamedTuple):
     """As many per row as the row requests; None if no row requests any."""
 
 
+class _Rows(NamedTuple):
+    """The parameters of the rows of a batch, as columns [b, 1] on the device or masks [b]."""
+
+    temperatures: Tensor
+    top_k: Tensor
+    limited: Tensor
+    """Whether top_k is given."""
+    top_p: Tensor
+    min_p: Tensor
+    plain: Tensor
+    """[b], drawn from all tokens."""
+    filtered: Tensor
+    """[b], drawn from some tokens."""
+    plain_rows: list[int]
+    any_filtered: bool
+    first_count: int
+    """Candidates per rank to begin with."""
+
+    @classmethod
+    def of(cls, parameters: Sequence[SamplingParameters], device: torch.device) -> "_Rows":
+        drawn = [one for one in parameters if not one.greedy]
+        unknown = any(one.filtered and one.top_k == 0 for one in drawn)
+        most = max((one.top_k for one in drawn), default=0)
+        plain = [not one.greedy and not one.filtered for one in parameters]
+        return cls(
+            temperatures=_column([1.0 if one.greedy else one.temperature for one in parameters]).to(device),
+            # top_k may exceed 64 bits.
+            top_k=torch.tensor([[min(one.top_k or _ALL, _ALL)] for one in parameters], device=device),
+            limited=torch.tensor([[one.top_k > 0] for one in parameters], device=device),
+            # The cumulative weight can round to the total before the last token, which top_p = 1 must keep.
+            top_p=_column([one.top_p if one.top_p < 1 else math.inf for one in parameters]).to(device),
+            min_p=_column([one.min_p for one in parameters]).to(device),
+            plain=torch.tensor(plain, device=device),
+            filtered=torch.tensor([not one.greedy and one.filtered for one in parameters], device=device),
+            plain_rows=[row for row, is_plain in enumerate(plain) if is_plain],
+            any_filtered=any(one.filtered for one in drawn),
+            first_count=max(1, most, _FIRST_CANDIDATES if unknown else 1),
+        )
+
+    @property
+    def any_drawn(self) -> bool:
+        return bool(self.plain_rows) or self.any_filtered
+
+
 class _Candidates(NamedTuple):
-    """Summaries of all ranks' logits: float64 on the CPU, [b, ranks], `values` and `ids` [b, ranks, count]."""
+    """Summaries of all ranks' logits: float64, [b, ranks], `values` and `ids` [b, ranks, count]."""
 
     highest: Tensor
     mass: Tensor
@@ -121,6 +168,7 @@ class Sampler:
         # On the CPU, so that a seed draws the same numbers on every device.
         self._generators = [torch.Generator() for _ in range(slots)]
         self._matchers: dict[int, TokenMatcher] = {}
+        self._rows: tuple[list[SamplingParameters], _Rows] | None = None
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
 
@@ -150,7 +198,7 @@ class Sampler:
         model_logits = vocabulary_logits(logits_shard_v, self._start, self._vocab_size)
         logits = self._restricted(self._penalized(model_logits, parameters, slots), slots)
         tokens = self._choose_tokens(logits, parameters, slots)
-        for token, slot in zip(tokens.tolist(), slots, strict=True):
+        for token, slot in zip(tokens, slots, strict=True):
             if self._seen is not None and token != NO_TOKEN:
                 self._seen[slot, token] = True
             if self._counts is not None and token != NO_TOKEN:
@@ -158,11 +206,12 @@ class Sampler:
             if slot in self._matchers and token != NO_TOKEN:
                 self._matchers[slot].consume(token)
         if not any(one.logprobs for one in parameters):
-            return Chosen(tokens.tolist(), None)
+            return Chosen(tokens, None)
         wanted = [one.top_logprobs if one.logprobs else 0 for one in parameters]
-        scores = score_tokens(model_logits, tokens, max(wanted), self._start, self._vocab_size, self._group)
+        chosen = torch.tensor(tokens)
+        scores = score_tokens(model_logits, chosen, max(wanted), self._start, self._vocab_size, self._group)
         alternatives = [row[:count] for row, count in zip(scores.alternatives, wanted, strict=True)]
-        return Chosen(tokens.tolist(), scores.logprobs, alternatives if any(wanted) else None)
+        return Chosen(tokens, scores.logprobs, alternatives if any(wanted) else None)
 
     def _penalized(self, logits: Tensor, parameters: Sequence[SamplingParameters], slots: Sequence[int]) -> Tensor:
         def column(numbers: Sequence[float]) -> Tensor:
@@ -197,105 +246,93 @@ class Sampler:
         return F.pad(own, (0, width - own.shape[1]))
 
     def _choose_tokens(
-        self, logits: Tensor, parameters: Sequence[SamplingParameters], slots: Sequence[int]
-    ) -> Tensor:
-        """Return the tokens [b] on the CPU, equal on every rank."""
-        uniform = _column(
-            [
+        self, logits: Tensor, parameters: list[SamplingParameters], slots: Sequence[int]
+    ) -> list[int]:
+        """Return the tokens, equal on every rank."""
+        if self._rows is None or self._rows[0] != parameters:
+            self._rows = parameters, _Rows.of(parameters, self._device)
+        rows = self._rows[1]
+        uniform = None
+        if rows.any_drawn:
+            numbers = [
                 0.0 if one.greedy else torch.rand(1, generator=self._generators[slot], dtype=torch.float64).item()
                 for one, slot in zip(parameters, slots, strict=True)
             ]
-        )
-        unknown = any(not one.greedy and one.filtered and one.top_k == 0 for one in parameters)
-        most = max((one.top_k for one in parameters if not one.greedy), default=0)
-        count = max(1, most, _FIRST_CANDIDATES if unknown else 1)
+            uniform = to_device(_column(numbers), self._device)
+        count = rows.first_count
         while True:
             count = min(count, logits.shape[1])
-            candidates = self._gather_candidates(logits, parameters, count)
-            decisions = torch.empty(len(parameters), 2, dtype=torch.float64)
+            candidates = self._gather_candidates(logits, rows, count)
+            decisions = logits.new_empty(len(parameters), 2, dtype=torch.float64)
             if self._group.rank == 0:
-                decisions = _decide(candidates, parameters, uniform, complete=count == logits.shape[1])
-            decisions = self._group.broadcast(decisions.to(self._device)).cpu()
+                decisions = _decide(candidates, rows, uniform, complete=count == logits.shape[1])
+            decisions = self._group.broadcast(decisions)
             codes = decisions[:, 0].long()
-            if not (codes == _NEEDS_MORE).any():
-                break
+            if rows.plain_rows:
+                codes = self._find_owned(logits, rows, codes, decisions[:, 1])
+            found: list[int] = codes.cpu().tolist()
+            if _NEEDS_MORE not in found:
+                return found
             count *= 8
-        if (codes <= _OWNER).any():
-            codes = self._find_owned(logits, parameters, codes, decisions[:, 1])
-        return codes
 
-    def _gather_candidates(
-        self, logits: Tensor, parameters: Sequence[SamplingParameters], count: int
-    ) -> _Candidates:
+    def _gather_candidates(self, logits: Tensor, rows: _Rows, count: int) -> _Candidates:
         values, ids = logits.max(-1, keepdim=True) if count == 1 else logits.topk(count, dim=-1)
         highest = values[:, :1].double()
         mass = torch.zeros_like(highest)
-        if not all(one.greedy for one in parameters):
-            temperatures = _temperatures(parameters).to(self._device)
-            mass = torch.exp((logits.double() - highest) / temperatures).nan_to_num().sum(-1, keepdim=True)
+        if rows.any_drawn:
+            mass = torch.exp((logits.double() - highest) / rows.temperatures).nan_to_num().sum(-1, keepdim=True)
         # Doubles represent all ids exactly.
         own = torch.cat((highest, mass, values.double(), (ids + self._start).double()), 1)
-        gathered = self._group.all_gather(own.unsqueeze(1), dim=1).cpu()
+        gathered = self._group.all_gather(own.unsqueeze(1), dim=1)
         return _Candidates(*gathered[..., :2].unbind(-1), *gathered[..., 2:].split(count, dim=-1))
 
-    def _find_owned(
-        self, logits: Tensor, parameters: Sequence[SamplingParameters], codes: Tensor, positions: Tensor
-    ) -> Tensor:
+    def _find_owned(self, logits: Tensor, rows: _Rows, codes: Tensor, positions: Tensor) -> Tensor:
         """Replace codes that name the owner of a token by the token, which the owner finds."""
-        found = codes.clone()
-        for row in torch.nonzero(codes <= _OWNER).flatten().tolist():
-            found[row] = NO_TOKEN
-            if _OWNER - int(codes[row]) == self._group.rank:
-                exact = logits[row].double()
-                weights = torch.exp((exact - exact.max()) / parameters[row].temperature)
-                position = positions[row].view(1, 1).to(self._device)
-                found[row] = self._start + _draw_at(weights.unsqueeze(0), position).item()
-        return self._group.all_reduce(found.to(self._device), dist.ReduceOp.MAX).cpu()
+        exact = logits.double()
+        weights = torch.exp((exact - exact.amax(1, keepdim=True)) / rows.temperatures)
+        drawn = self._start + _draw_at(weights, positions.unsqueeze(1).contiguous())
+        found = torch.where(codes <= _OWNER, NO_TOKEN, codes)
+        found = torch.where(codes == _OWNER - self._group.rank, drawn, found)
+        return self._group.all_reduce(found, dist.ReduceOp.MAX)
 
 
-def _decide(
-    candidates: _Candidates, parameters: Sequence[SamplingParameters], uniform: Tensor, complete: bool
-) -> Tensor:
+def _decide(candidates: _Candidates, rows: _Rows, uniform: Tensor | None, complete: bool) -> Tensor:
     """Return rank 0's decision [b, 2]: a token or a code for each row, and for an owner its position of the draw.
 
-    `uniform` is [b, 1] in [0, 1); `complete`: the candidates are the whole vocabulary.
+    `uniform` is [b, 1] in [0, 1), if any row is drawn; `complete`: the candidates are the whole vocabulary.
     """
     highest, leader = candidates.highest.max(1)
     codes = candidates.ids[:, :, 0].gather(1, leader.unsqueeze(1)).squeeze(1)
     positions = torch.zeros_like(codes)
-    plain = torch.tensor([not one.greedy and not one.filtered for one in parameters])
-    filtered = torch.tensor([not one.greedy and one.filtered for one in parameters])
-    masses = total = candidates.mass
-    if plain.any() or filtered.any():
-        masses = masses * torch.exp((candidates.highest - highest.unsqueeze(1)) / _temperatures(parameters))
+    if uniform is not None:
+        masses = candidates.mass * torch.exp((candidates.highest - highest.unsqueeze(1)) / rows.temperatures)
         total = masses.sum(1, keepdim=True)
-    if plain.any():
-        owners = _draw_at(masses, uniform * total).unsqueeze(1)
-        before, share = (masses.cumsum(1) - masses).gather(1, owners), masses.gather(1, owners)
-        within = (uniform * total - before) / share * candidates.mass.gather(1, owners)
-        codes = torch.where(plain, _OWNER - owners.squeeze(1), codes)
-        positions = torch.where(plain, within.squeeze(1), positions)
-    if filtered.any():
-        drawn = _draw_filtered(candidates, parameters, uniform, total, complete)
-        codes = torch.where(filtered, drawn, codes)
+        if rows.plain_rows:
+            owners = _draw_at(masses, uniform * total).unsqueeze(1)
+            before, share = (masses.cumsum(1) - masses).gather(1, owners), masses.gather(1, owners)
+            within = (uniform * total - before) / share * candidates.mass.gather(1, owners)
+            codes = torch.where(rows.plain, _OWNER - owners.squeeze(1), codes)
+            positions = torch.where(rows.plain, within.squeeze(1), positions)
+        if rows.any_filtered:
+            drawn = _draw_filtered(candidates, rows, uniform, total, complete)
+            codes = torch.where(rows.filtered, drawn, codes)
     # The maximum of logits with a NaN is NaN.
     codes = codes.masked_fill(~highest.isfinite(), NO_TOKEN)
     return torch.stack((codes, positions), dim=1)
 
 
 def _draw_filtered(
-    candidates: _Candidates, parameters: Sequence[SamplingParameters], uniform: Tensor, total: Tensor, complete: bool
+    candidates: _Candidates, rows: _Rows, uniform: Tensor, total: Tensor, complete: bool
 ) -> Tensor:
     """Return tokens [b] as float64, or `_NEEDS_MORE` where a token outside the candidates could be drawn."""
     ids, by_id = candidates.ids.flatten(1).sort(dim=1)
     values, order = candidates.values.flatten(1).gather(1, by_id).sort(dim=1, descending=True, stable=True)
     ids = ids.gather(1, order)
-    weights = torch.exp((values - values[:, :1]) / _temperatures(parameters))
-    kept = _keep_most_likely(weights, total, parameters)
+    weights = torch.exp((values - values[:, :1]) / rows.temperatures)
+    kept = _keep_most_likely(weights, total, rows)
     # Tokens that are no candidates have smaller logits than the last candidate of their rank.
     above_others = values > candidates.values[:, :, -1].amax(1, keepdim=True)
-    sufficient = torch.tensor([complete or one.top_k > 0 for one in parameters])
-    sufficient |= ~(kept & ~above_others).any(1)
+    sufficient = rows.limited.squeeze(1) | complete | ~(kept & ~above_others).any(1)
     ids, by_id = ids.sort(dim=1)
     weights = (weights * kept).gather(1, by_id)
     drawn = _draw_at(weights, uniform * weights.cumsum(-1)[:, -1:])
@@ -303,17 +340,12 @@ def _draw_filtered(
     return torch.where(sufficient, tokens, float(_NEEDS_MORE))
 
 
-def _keep_most_likely(weights: Tensor, total: Tensor, parameters: Sequence[SamplingParameters]) -> Tensor:
+def _keep_most_likely(weights: Tensor, total: Tensor, rows: _Rows) -> Tensor:
     """Return a mask of the tokens to draw from, by descending weights [b, n] and the vocabulary's total [b, 1]."""
-    # top_k may exceed 64 bits.
-    top_k = torch.tensor([[min(one.top_k or weights.shape[1], weights.shape[1])] for one in parameters])
-    kept = torch.arange(weights.shape[1]) < top_k
-    limited = torch.tensor([[one.top_k > 0] for one in parameters])
-    total = torch.where(limited, (weights * kept).sum(1, keepdim=True), total)
-    # The cumulative weight can round to the total before the last token, which top_p = 1 must keep.
-    top_p = _column([one.top_p if one.top_p < 1 else math.inf for one in parameters])
-    kept &= weights.cumsum(1) - weights < top_p * total
-    return kept & (weights >= _column([one.min_p for one in parameters]))
+    kept = torch.arange(weights.shape[1], device=weights.device) < rows.top_k
+    total = torch.where(rows.limited, (weights * kept).sum(1, keepdim=True), total)
+    kept &= weights.cumsum(1) - weights < rows.top_p * total
+    return kept & (weights >= rows.min_p)
 
 
 def _draw_at(weights: Tensor, at: Tensor) -> Tensor:
@@ -323,8 +355,9 @@ def _draw_at(weights: Tensor, at: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, at, right=True).minimum(last).squeeze(-1)
 
 
-def _temperatures(parameters: Sequence[SamplingParameters]) -> Tensor:
-    return _column([1.0 if one.greedy else one.temperature for one in parameters])
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the CPU to a device; the host does not wait for a GPU."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _column(numbers: Sequence[float]) -> Tensor:

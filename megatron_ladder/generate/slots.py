@@ -36,7 +36,7 @@ from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import StepGraph, captured_decode
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
-from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Sampler
+from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Sampler, to_device
 from megatron_ladder.generate.scoring import Alternatives, score_text
 from megatron_ladder.generate.structured import TokenMatcher
 from megatron_ladder.generate.text import IncrementalDecoder, StopFinder
@@ -277,8 +277,8 @@ class SlotBatch:
             (sample.ids[-1], len(sample.request.prompt_ids) + len(sample.ids) - 1) if sample else (PADDING, 0)
             for sample in self.samples
         ]
-        tokens = torch.tensor([[token] for token, _ in newest], device=self._device)
-        columns = torch.tensor([column for _, column in newest], device=self._device)
+        tokens, columns = to_device(torch.tensor(newest), self._device).split(1, dim=1)
+        columns = columns.squeeze(1)
         if self._captured is not None:
             logits_shard_v = self._captured(tokens, columns)
         else:

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.generate.sampling import (
+    GREEDY,
     NO_TOKEN,
     Sampler,
     SamplingParameters,
     _draw_at,
     _keep_most_likely,
+    _Rows,
     request_seed,
 )
 
@@ -53,7 +55,7 @@ def test_filters_follow_their_definition(top_k: int, top_p: float, min_p: float)
     descending, order = logits.sort(descending=True)
     weights = torch.exp(descending - descending[0]).unsqueeze(0)
     parameters = SamplingParameters(top_k=top_k, top_p=top_p, min_p=min_p)
-    kept = _keep_most_likely(weights, weights.sum(1, keepdim=True), [parameters])[0]
+    kept = _keep_most_likely(weights, weights.sum(1, keepdim=True), _Rows.of([parameters], CPU))[0]
     assert set(order[kept].tolist()) == allowed(logits.tolist(), top_k, top_p, min_p)
 
 
@@ -206,3 +208,46 @@ def test_seeds_differ_by_prompt_and_by_seed() -> None:
 def test_non_finite_logits_give_no_token(bad: float, parameters: SamplingParameters) -> None:
     found = tokens_of(new_sampler(parameters, parameters), torch.tensor([[-1e9, -1e9, 3.0], [1.0, bad, 0.0]]))
     assert found == [2, NO_TOKEN]
+
+
+class HostReads:
+    """Counts the calls that make the host wait for a device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copies, self.scalars = 0, 0
+        for name in ("item", "__bool__", "__int__", "__float__", "nonzero"):
+            self.count(monkeypatch, name, "scalars")
+        self.count(monkeypatch, "cpu", "copies")
+
+    def count(self, monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
+        real = getattr(Tensor, name)
+
+        def counted(tensor: Tensor, *arguments: object) -> object:
+            # Random numbers are drawn on the host.
+            if not (name == "item" and tensor.shape == (1,)):
+                setattr(self, kind, getattr(self, kind) + 1)
+            return real(tensor, *arguments)
+
+        monkeypatch.setattr(Tensor, name, counted)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        [GREEDY] * 3,
+        [SamplingParameters(seed=seed) for seed in range(3)],
+        [SamplingParameters(top_k=2), SamplingParameters(top_p=0.5), SamplingParameters(min_p=0.2)],
+        [GREEDY, SamplingParameters(temperature=0.7), SamplingParameters(top_k=3, top_p=0.9)],
+    ],
+    ids=["greedy", "all tokens", "filtered", "mixed"],
+)
+def test_the_host_reads_the_device_once_per_token(
+    parameters: list[SamplingParameters], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = new_sampler(*parameters, vocab_size=40)
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    tokens_of(sampler, logits)
+    reads = HostReads(monkeypatch)
+    for _ in range(5):
+        tokens_of(sampler, logits)
+    assert (reads.copies, reads.scalars) == (5, 0)
