@@ -32,6 +32,14 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def loss_chunk_tokens(tokens: int) -> int:
+    """Return how many tokens of a micro-batch have logits at once: an eighth, but at least 64 and at most 2048.
+
+    Smaller chunks would make inefficient products.
+    """
+    return min(max(-(-tokens // 8), 64), 2048)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One canonical tensor."""

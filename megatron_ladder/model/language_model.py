@@ -21,11 +21,10 @@ from megatron_ladder.model.stack import StackOptions, TransformerStack
 from megatron_ladder.model.sub_block import SequenceContext
 from megatron_ladder.parallel.layout import initialize
 from megatron_ladder.parallel.vocabulary import (
+    Targets,
     VocabParallelEmbedding,
     VocabParallelHead,
     VocabParallelMatrix,
-    vocab_parallel_argmax,
-    vocab_parallel_cross_entropy,
 )
 
 _DEFAULT_OPTIONS = StackOptions()
@@ -98,9 +97,7 @@ class LanguageModel(nn.Module):
     def logits_shard(self, hidden_states: Tensor) -> Tensor:
         """The stream -> this rank's logits [s, b, padded V / t]; columns from `head.valid` on are padding."""
         normed = self.final_norm(hidden_states)
-        logits = self.embedding.logits(normed) if self.lm_head is None else self.lm_head(normed)
-        cap = self.config.logit_soft_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return self.embedding.logits(normed) if self.lm_head is None else self.lm_head(normed)
 
     def forward(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None, positions: Tensor | None = None,
@@ -141,27 +138,25 @@ class LanguageModel(nn.Module):
         In training it also has the gradient of the z-loss, but not its value, so that losses with and without it are
         comparable; see `take_z_loss`.
         """
-        logits = self.logits_shard(hidden_states)
-        losses, normalizers = vocab_parallel_cross_entropy(
-            logits, labels.t(), self.head.start, self.head.valid, self.group
-        )
-        loss = losses.sum() if loss_mask is None else (losses * loss_mask.t()).sum()
-        if self._z_loss_coeff == 0.0 or not torch.is_grad_enabled():
-            return loss
-        squares = normalizers.square()
-        z_loss = self._z_loss_coeff * (squares.sum() if loss_mask is None else (squares * loss_mask.t()).sum())
-        self._z_loss_sum = self._z_loss_sum.to(z_loss.device) + z_loss.detach()
-        return loss + (z_loss - z_loss.detach())
+        weights = None if loss_mask is None else loss_mask.t()
+        loss, z_loss = self._loss(hidden_states, Targets(labels.t(), weights, self._z_loss_coeff))
+        if self._z_loss_coeff and torch.is_grad_enabled():
+            self._z_loss_sum = self._z_loss_sum.to(z_loss.device) + z_loss.detach()
+        return loss
 
     def predictions(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """The stream after the last layer [s, b, h] -> the loss of each label, and the token with the largest logit.
 
         Return [2, s, b] fp64, equal on every tensor-parallel rank.
         """
-        logits, head = self.logits_shard(hidden_states), self.head
-        losses, _ = vocab_parallel_cross_entropy(logits, labels.t(), head.start, head.valid, self.group)
-        words = vocab_parallel_argmax(logits, head.start, head.valid, self.group)
-        return torch.stack((losses.double(), words.double()))
+        return self._loss(hidden_states, Targets(labels.t(), predicts=True))
+
+    def _loss(self, hidden_states: Tensor, targets: Targets) -> Tensor:
+        normed = self.final_norm(hidden_states)
+        found: Tensor = (
+            self.embedding.loss(normed, targets) if self.lm_head is None else self.lm_head(normed, targets)
+        )
+        return found
 
     def take_z_loss(self) -> Tensor:
         """Return the z-loss of all target tokens since the last call, a scalar in fp64, and forget it."""
@@ -186,5 +181,6 @@ class LanguageModel(nn.Module):
 def _build_vocab_matrix(matrix_type: type[_Matrix], tensor: TensorSpec, build: BuildContext) -> _Matrix:
     mesh, operations = build.mesh, build.operations
     return matrix_type(
-        tensor, mesh.tensor, mesh.stream, build.dtype, build.device, embed=operations.embed, linear=operations.linear
-    )
+        tensor, mesh.tensor, mesh.stream, build.dtype, build.device, operations.embed, operations.linear,
+        build.config.logit_soft_cap,
+    )  # fmt: skip

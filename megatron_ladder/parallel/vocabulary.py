@@ -3,25 +3,47 @@
 With V words and t ranks, each rank holds `padded / t` rows, where `padded` is V rounded up to a multiple of 128 x t.
 Rows beyond V are zero, no token looks them up, and the loss ignores them.
 
-With logits z and target y, `loss = log(sum exp(z - m)) - (z_y - m)`, where m is the maximum over all ranks. Only three
-numbers per token cross the ranks; no rank ever holds the logits of the whole vocabulary. The z-loss of PaLM (arXiv
-2204.02311) keeps `log sum exp z` near 0, which the cross entropy does not determine.
+With logits z and target y, `loss = log(sum exp(z - m)) - (z_y - m)`, where m is the maximum over all ranks. The z-loss
+of PaLM (arXiv 2204.02311) keeps `log sum exp z` near 0, which the cross entropy does not determine.
+
+The loss processes a chunk of tokens at a time, so the logits of a micro-batch never exist at once. For each chunk it
+multiplies with the head, gathers three numbers per token and rank, and adds to the gradients of input and weight.
+Backward only multiplies these with the gradient of the loss, a scalar. The gather of a chunk overlaps with the gradient
+products of the previous one. Recomputing the logits in backward would cost a third more products.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron_ladder.blueprint.tensors import TensorSpec
+from megatron_ladder.blueprint.tensors import TensorSpec, loss_chunk_tokens
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.linear import LinearFunction, linear
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The labels of a micro-batch, ids of the whole vocabulary, and what their losses are summed with.
+
+    Attributes:
+        labels: [s, b] int64, equal on every rank.
+        weights: [s, b] float, weight of each loss; None counts all.
+        z_loss_coeff: coefficient of the squared log normaliser.
+        predicts: ask for the losses of all tokens and the predicted words instead of a sum.
+    """
+
+    labels: Tensor
+    weights: Tensor | None = None
+    z_loss_coeff: float = 0.0
+    predicts: bool = False
 
 
 class VocabParallelMatrix(ParallelModule):
@@ -30,6 +52,7 @@ class VocabParallelMatrix(ParallelModule):
     Attributes:
         start: the first word that this rank holds.
         valid: how many of its rows are words; the rest is padding.
+        soft_cap: bound of the logits, cap x tanh(logits / cap); None for no bound.
     """
 
     weight: nn.Parameter
@@ -37,18 +60,36 @@ class VocabParallelMatrix(ParallelModule):
     def __init__(
         self, tensor: TensorSpec, group: CommGroup, layout: StreamLayout, dtype: torch.dtype, device: torch.device,
         embed: Callable[[Tensor, Tensor], Tensor] = F.embedding, linear: LinearFunction = linear,
+        soft_cap: float | None = None,
     ) -> None:  # fmt: skip
         """`embed` is (indices [...], weight) -> rows of the weight [..., h]; `linear` multiplies with the weight."""
         super().__init__()
         self.layout = layout
         self.embed = embed
         self.linear = linear
+        self.soft_cap = soft_cap
+        self.group = group
         self.start, self.valid = tensor.slice_of(group.rank, group.size)
         self.add_parameter("weight", [tensor], group, dtype, device)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Map the stream to `x @ weight_shard^T`, [s, b, padded V / t]; columns from `valid` on are padding."""
-        return self.linear(self.layout.enter(hidden_states), self.weight, None)
+        logits = self.linear(self.layout.enter(hidden_states), self.weight, None)
+        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+
+    def loss(self, hidden_states: Tensor, targets: Targets) -> Tensor:
+        """Return the loss and the z-loss of the stream, weighted sums over the tokens: [2], equal on every rank.
+
+        The loss has the gradient of both, so that losses with and without a z-loss are comparable. Sums are in fp32
+        (fp64 for fp64 logits). If `targets.predicts`, return instead [2, s, b] fp64, without gradients: the loss of
+        each label, and the word with the largest logit.
+        """
+        x, labels = self.layout.enter(hidden_states), targets.labels
+        words = _Words(self.start, self.valid, self.group, self.soft_cap)
+        if targets.predicts:
+            return _predictions(x.flatten(0, 1), self.weight, labels.flatten(), words).view(2, *labels.shape)
+        wanted = (x.requires_grad, self.weight.requires_grad) if torch.is_grad_enabled() else (False, False)
+        return _ChunkedLoss.apply(x, self.weight, targets, words, wanted)
 
 
 class VocabParallelEmbedding(VocabParallelMatrix):
@@ -65,78 +106,140 @@ class VocabParallelEmbedding(VocabParallelMatrix):
 class VocabParallelHead(VocabParallelMatrix):
     """The output head."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """See `logits`."""
-        return self.logits(hidden_states)
+    def forward(self, hidden_states: Tensor, targets: Targets | None = None) -> Tensor:
+        """See `logits`, and `loss` if there are targets. ZeRO-3 gathers the weight for a call of the module."""
+        return self.logits(hidden_states) if targets is None else self.loss(hidden_states, targets)
 
 
-class _VocabParallelCrossEntropy(Function):
+class _Words(NamedTuple):
+    """This rank's columns of the logits."""
+
+    start: int
+    valid: int
+    group: CommGroup
+    soft_cap: float | None
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[n, h] -> [n, padded V / t]; padding columns are the lowest number."""
+        logits = x @ weight.t()
+        if self.soft_cap is not None:
+            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        logits[:, self.valid :] = torch.finfo(logits.dtype).min
+        return logits
+
+
+class _Chunk:
+    """The softmax of some tokens over this rank's words, and the gather of all ranks' maximum, sum and target logit."""
+
+    def __init__(self, logits: Tensor, labels: Tensor, words: _Words) -> None:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        local = labels - words.start
+        elsewhere = (local < 0) | (local >= words.valid)
+        self._target, self._elsewhere = local.masked_fill_(elsewhere, 0).unsqueeze(-1), elsewhere
+        self._maximum = wide.amax(-1)
+        self.softmax = wide.softmax(-1)
+        # The largest probability is exp(0) / sum.
+        self._sum = self.softmax.amax(-1).reciprocal_()
+        target = wide.gather(-1, self._target).squeeze(-1).masked_fill_(elsewhere, 0.0)
+        own = torch.stack((self._maximum, self._sum, target)).unsqueeze(0)
+        self._gathered = InFlight(*words.group.start_all_gather(own))
+        self._slope: Tensor | None = None
+        if words.soft_cap is not None:
+            # Clamped for the padding.
+            self._slope = logits.div_(words.soft_cap).clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Return the loss and the log normaliser, log sum exp, of each token; `softmax` is now over all words."""
+        maxima, sums, targets = self._gathered.wait().unbind(1)
+        maximum = maxima.amax(0)
+        total = (sums * (maxima - maximum).exp_()).sum(0)
+        self.softmax.mul_((self._sum * (self._maximum - maximum).exp_() / total).unsqueeze(-1))
+        log_total = total.log_()
+        return log_total - (targets.sum(0) - maximum), log_total + maximum
+
+    def gradient(self, weights: Tensor, of_softmax: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the logits' gradient for a gradient of each loss, and that of loss and log normaliser together."""
+        result = self.softmax.mul_(of_softmax.unsqueeze(-1))
+        result.scatter_add_(-1, self._target, weights.masked_fill(self._elsewhere, 0.0).neg_().unsqueeze(-1))
+        return (result if self._slope is None else result.mul_(self._slope)).to(dtype)
+
+
+def _chunks(tokens: int) -> list[slice]:
+    size = loss_chunk_tokens(tokens)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def _predictions(x: Tensor, weight: Tensor, labels: Tensor, words: _Words) -> Tensor:
+    result = x.new_empty(2, x.shape[0], dtype=torch.float64)
+    for rows in _chunks(x.shape[0]):
+        logits = words.logits(x[rows].detach(), weight.detach())
+        result[1, rows] = _argmax(logits, words).double()
+        result[0, rows] = _Chunk(logits, labels[rows], words).finish()[0].double()
+    return result
+
+
+class _ChunkedLoss(Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_shard_v: Tensor, labels: Tensor, start: int, valid: int, group: CommGroup
-    ) -> tuple[Tensor, Tensor]:
-        logits = logits_shard_v[..., :valid]
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()
-        # Contiguous on every rank, as the collective needs it.
-        maximum = logits.amax(-1) if valid else logits.new_full(labels.shape, torch.finfo(logits.dtype).min)
-        group.all_reduce(maximum, op=dist.ReduceOp.MAX)
-        exponentials = torch.exp(logits - maximum.unsqueeze(-1))
-        local = labels - start
-        elsewhere = (local < 0) | (local >= valid)
-        local = local.masked_fill(elsewhere, 0)
-        if valid:
-            target = (logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) - maximum).masked_fill(elsewhere, 0.0)
-        else:
-            target = torch.zeros_like(maximum)
-        total, target = group.all_reduce(torch.stack((exponentials.sum(-1), target)))
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), local, elsewhere)
-        ctx.padding = logits_shard_v.shape[-1] - valid
-        ctx.dtype = logits_shard_v.dtype
-        ctx.set_materialize_grads(False)
-        log_total = torch.log(total)
-        return log_total - target, log_total + maximum
+        ctx: Any, x: Tensor, weight: Tensor, targets: Targets, words: _Words, wanted: tuple[bool, bool]
+    ) -> Tensor:
+        inputs, labels, shape = x.flatten(0, 1), targets.labels.flatten(), targets.labels.shape
+        wide = torch.promote_types(x.dtype, torch.float32)
+        losses, normalizers = torch.empty(2, *shape, dtype=wide, device=x.device)
+        weights = torch.ones_like(losses) if targets.weights is None else targets.weights.to(wide).contiguous()
+        for_input = torch.empty_like(inputs) if wanted[0] else None
+        for_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+
+        def multiply(gradient: Tensor, rows: slice) -> None:
+            if for_input is not None:
+                torch.mm(gradient, weight, out=for_input[rows])
+            if for_weight is not None:
+                _add_product(for_weight, gradient.t(), inputs[rows])
+
+        ready: tuple[Tensor, slice] | None = None
+        for rows in _chunks(inputs.shape[0]):
+            chunk = _Chunk(words.logits(inputs[rows], weight), labels[rows], words)
+            if ready is not None:
+                multiply(*ready)
+            loss, normalizer = chunk.finish()
+            losses.view(-1)[rows], normalizers.view(-1)[rows] = loss, normalizer
+            if any(wanted):
+                own = weights.view(-1)[rows]
+                of_softmax = own * (1 + 2 * targets.z_loss_coeff * normalizer) if targets.z_loss_coeff else own
+                ready = chunk.gradient(own, of_softmax, x.dtype), rows
+            del chunk
+        if ready is not None:
+            multiply(*ready)
+        ctx.shape, ctx.dtype = x.shape, weight.dtype
+        ctx.save_for_backward(for_input, for_weight)
+        return torch.stack(
+            ((losses * weights).sum(), targets.z_loss_coeff * (normalizers.square() * weights).sum())
+        )
 
     @staticmethod
-    def backward(
-        ctx: Any, gradient: Tensor, normalizer_gradient: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None]:
-        probabilities, local, elsewhere = ctx.saved_tensors
-        of_both = gradient if normalizer_gradient is None else gradient + normalizer_gradient
-        result = probabilities * of_both.unsqueeze(-1)
-        if result.shape[-1]:
-            at_target = gradient.masked_fill(elsewhere, 0.0).neg().unsqueeze(-1)
-            result.scatter_add_(-1, local.unsqueeze(-1), at_target)
-        result = result.to(ctx.dtype)
-        return F.pad(result, (0, ctx.padding)), None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        for_input, for_weight = ctx.saved_tensors
+        # In place, so a second backward of one graph is an error of autograd.
+        if for_input is not None:
+            for_input = for_input.mul_(gradient[0]).view(ctx.shape)
+        if for_weight is not None:
+            for_weight = for_weight.mul_(gradient[0]).to(ctx.dtype)
+        return for_input, for_weight, None, None, None
 
 
-def vocab_parallel_cross_entropy(
-    logits_shard_v: Tensor, labels: Tensor, start: int, valid: int, group: CommGroup
-) -> tuple[Tensor, Tensor]:
-    """Return the loss and the log normalizer, log sum exp, of each token, not averaged.
-
-    Args:
-        logits_shard_v: [s, b, padded V / t], any floating dtype; computed in fp32 at least.
-        labels: [s, b] int64, ids of the whole vocabulary, equal on every rank.
-        start: the first word of this rank.
-        valid: the number of words that this rank holds; columns beyond are padding and get no gradient.
-
-    Returns:
-        Two tensors [s, b] in fp32 (fp64 for fp64 logits), equal on every rank.
-    """
-    return _VocabParallelCrossEntropy.apply(logits_shard_v, labels, start, valid, group)
-
-
-def vocab_parallel_argmax(logits_shard_v: Tensor, start: int, valid: int, group: CommGroup) -> Tensor:
-    """Return the word with the largest logit, the first of equal ones: [s, b, padded V / t] -> [s, b] int64.
-
-    `start` and `valid` are as in `vocab_parallel_cross_entropy`; the result is equal on every rank.
-    """
-    if valid:
-        largest, words = logits_shard_v[..., :valid].max(-1)
-        best = torch.stack((largest.double(), (words + start).double()))
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to the total, which may have a wider dtype."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, total.dtype, out=total)
     else:
-        best = logits_shard_v.new_full((2, *logits_shard_v.shape[:-1]), -torch.inf, dtype=torch.float64)
-    largest_of_ranks, words_of_ranks = group.all_gather(best.unsqueeze(0), 0).unbind(1)
+        total += a @ b
+
+
+def _argmax(logits: Tensor, words: _Words) -> Tensor:
+    """Return the word with the largest logit, the first of equal ones: [n, padded V / t] -> [n], equal on all ranks."""
+    largest, columns = logits.max(-1)
+    best = torch.stack((largest.double(), (columns + words.start).double()))
+    largest_of_ranks, words_of_ranks = words.group.all_gather(best.unsqueeze(0), 0).unbind(1)
     return words_of_ranks.gather(0, largest_of_ranks.argmax(0, keepdim=True))[0].long()

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ladder.parallel.vocabulary import vocab_parallel_cross_entropy
+from megatron_ladder.blueprint.tensors import TensorSpec
+from megatron_ladder.parallel.vocabulary import Targets, VocabParallelHead
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import mesh_of
@@ -17,31 +18,38 @@ from tests.reference.model import reference_logits
 COEFFICIENT = 0.02
 
 
-def sharded_gradients(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[float, float, Tensor]:
-    """On each of two ranks: return cross entropy and squared log normalisers, weighted, and the logits' gradient."""
-    group = mesh_of(2).tensor
-    start = 64 * group.rank
-    valid = min(64, logits.shape[-1] - start)
-    shard = F.pad(logits[..., start : start + valid], (0, 64 - valid), value=1e3).requires_grad_()
-    losses, normalizers = vocab_parallel_cross_entropy(shard, labels, start, valid, group)
-    loss, squares = (losses * weights).sum(), (normalizers.square() * weights).sum()
-    (loss + COEFFICIENT * squares).backward()
-    assert shard.grad is not None
-    return loss.item(), squares.item(), shard.grad[..., :valid]
+def sharded_gradients(x: Tensor, matrix: Tensor, targets: Targets, cap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """On each of two ranks: return loss and z-loss, the gradients of the input and of this rank's words."""
+    mesh, device = mesh_of(2), torch.device("cpu")
+    tensor = TensorSpec("head", tuple(matrix.shape), sharded_dim=0, padded=True)
+    head = VocabParallelHead(tensor, mesh.tensor, mesh.stream, x.dtype, device, soft_cap=cap)
+    with torch.no_grad():
+        # Padding must not matter, whatever it contains.
+        head.weight.fill_(1e3)[: head.valid] = matrix[head.start : head.start + head.valid]
+    both = head(x.requires_grad_(), targets)
+    both[0].backward()
+    assert x.grad is not None and head.weight.grad is not None and not head.weight.grad[head.valid :].any()
+    return both.detach(), x.grad, head.weight.grad[: head.valid]
 
 
-def test_gradients_equal_autograd_in_float64(gloo_pools: GlooPools) -> None:
+@pytest.mark.parametrize(("words", "cap"), [(301, None), (301, 2.0), (120, None)], ids=["", "capped", "one rank's"])
+def test_gradients_equal_autograd_in_float64(gloo_pools: GlooPools, words: int, cap: float | None) -> None:
     generator = torch.Generator().manual_seed(2)
-    logits = (4 * torch.randn(5, 3, 101, generator=generator, dtype=torch.float64)).requires_grad_()
-    labels = torch.randint(0, 101, (5, 3), generator=generator)
-    weights = torch.rand(5, 3, generator=generator, dtype=torch.float64)
+    x = torch.randn(50, 3, 8, generator=generator, dtype=torch.float64)
+    matrix = torch.randn(words, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    labels = torch.randint(0, words, (50, 3), generator=generator)
+    weights = torch.rand(50, 3, generator=generator, dtype=torch.float64)
+    logits = x.requires_grad_() @ matrix.t()
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
     loss = (F.cross_entropy(logits.transpose(1, 2), labels, reduction="none") * weights).sum()
-    squares = (logits.logsumexp(-1).square() * weights).sum()
-    (loss + COEFFICIENT * squares).backward()
-    results = gloo_pools(2).run(sharded_gradients, logits.detach(), labels, weights)
-    for found in results:
-        assert found[:2] == pytest.approx((loss.item(), squares.item()), rel=1e-12)
-    torch.testing.assert_close(torch.cat([gradient for *_, gradient in results], -1), logits.grad, rtol=1e-10, atol=0)
+    z_loss = COEFFICIENT * (logits.logsumexp(-1).square() * weights).sum()
+    (loss + z_loss).backward()
+    targets = Targets(labels, weights, COEFFICIENT)
+    results = gloo_pools(2).run(sharded_gradients, x.detach(), matrix.detach(), targets, cap)
+    for both, gradient, _ in results:
+        torch.testing.assert_close(both, torch.stack((loss, z_loss)).detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(gradient, x.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat([words for *_, words in results]), matrix.grad, rtol=1e-10, atol=1e-12)
 
 
 def step_and_evaluate(

@@ -22,7 +22,10 @@ Activations that autograd keeps for backward, in numbers, for T = s b tokens and
                        q k v projected, the heads' output                            T d (3 Hq + 3 Hkv) / t
     MLP                gate and up, silu(gate), their product       4 T f / t
     recomputed         only its input                               T h
-    head               the stream and its norm, and in fp32 the exponentials of the logits: 2 T h, T V / t
+    head               the stream and the gradient of its norm: 2 T h; in fp32 the weight's gradient: V h / t
+
+The loss has the logits of one chunk of c tokens at a time, at most 12 bytes for each of c V / t: the logits, their fp32
+copy and softmax, and the gradient of the previous chunk's.
 
 Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro-batches at once.
 """
@@ -32,13 +35,21 @@ from functools import lru_cache
 from typing import Literal
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import embedding_tensor, final_norm_tensor, layer_tensors, padded_vocab_size
+from megatron_ladder.blueprint.tensors import (
+    embedding_tensor,
+    final_norm_tensor,
+    layer_tensors,
+    loss_chunk_tokens,
+    padded_vocab_size,
+)
 from megatron_ladder.lab.cost.links import outputs_added
 
 Precision = Literal["fp32", "bf16"]
 FP32_BYTES = 4
 _NUMBER_BYTES = {"fp32": FP32_BYTES, "bf16": 2}
 """Size of one weight or activation."""
+LOSS_BYTES = 12
+"""Bytes of each logit that exists at once."""
 RESERVED_BYTES = 4e9
 """Assumed size of the CUDA context, the buffers of NCCL, DeepSpeed's bucket of 5e8 numbers, and fragmentation."""
 
@@ -178,9 +189,7 @@ def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, prec
     """Return the bytes that final norm, output head and loss keep. The head's input is whole on every rank."""
     size, cut = _NUMBER_BYTES[precision], layout.tensor if layout.sequence_parallel else 1
     stream = tokens * model.hidden_size * (size + (size + _unfused_bytes(layout, precision)) / cut)
-    rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
-    capped = 0 if model.logit_soft_cap is None else size * tokens * rows
-    return stream + FP32_BYTES * tokens * min(model.vocab_size, rows) + capped
+    return stream + FP32_BYTES * embedding_tensor(model).local_numel(layout.tensor)
 
 
 def _stage_memory(
@@ -194,9 +203,9 @@ def _stage_memory(
     if layout.recompute:
         activations += _inner_activations(model, layout.tensor, tokens) * size
     if stage == layout.pipeline - 1:
-        # Backward computes a gradient of the logits in fp32 and another in the model's precision.
-        logits = tokens * padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
-        activations += _head_activation_bytes(model, layout, tokens, precision) + (FP32_BYTES + size) * logits
+        rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
+        activations += LOSS_BYTES * loss_chunk_tokens(tokens) * rows
+        activations += _head_activation_bytes(model, layout, tokens, precision)
     if layout.zero >= 3:
         weights += 2 * size * _layer_parameters(model, layout.tensor)
     return Memory(weights, gradients, optimizer, activations)

@@ -24,6 +24,7 @@ from megatron_ladder.lab.cost.memory import (
 )
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
+from tests.helpers.live_bytes import LiveBytes
 
 SMALL = ModelConfig(
     num_layers=3, hidden_size=128, ffn_hidden_size=352, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -65,6 +66,18 @@ def test_activations_are_those_of_a_real_forward_pass(
     counted = _layers_activation_bytes(model, layout, 0, 128, precision)
     counted += _head_activation_bytes(model, layout, 128, precision)
     assert counted == pytest.approx(kept_bytes(model, recompute, dtype, 2, 64), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_the_peak_of_the_loss_is_that_of_a_real_step(dtype: torch.dtype, precision: Precision) -> None:
+    model = replace(SMALL, num_layers=1, vocab_size=16384)
+    module = LanguageModel(model, ProcessMesh.single(), dtype=dtype, seed=1)
+    ids = torch.randint(0, model.vocab_size, (4, 257))
+    with LiveBytes() as memory:
+        module(ids[:, :-1], ids[:, 1:]).backward()
+    layout = Layout(zero=1, micro_batch=4, fused_norms=False)
+    counted = _stage_memory(model, layout, 0, 256, 1, precision).activations
+    assert counted == pytest.approx(memory.peak, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
