@@ -3,6 +3,7 @@
 import gc
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import mesh_of
 from tests.helpers.steps import steps_of_batches
-from tests.helpers.training import build_trainer_here, own_batches
+from tests.helpers.training import build_trainer_here, own_batches, run_of
 
 SHAPE = "--hidden-size 128 --ffn-hidden-size 352 --train-iters 4 --lr 1e-3 --micro-batch-size 2".split()
 TOLERANCE = 0.001
@@ -141,6 +142,18 @@ def test_a_calibration_over_gloo(gloo_pools: GlooPools) -> None:
     assert math.isfinite(product.together_seconds) and product.together_seconds > 0
     known = apply_calibration(CLUSTERS["h100"], with_plain_decoding(first), "here")
     assert known.calibrated and known.all_reduce_seconds(1 << 12, 2) > 0
+
+
+def test_a_calibration_bounds_collectives_as_training_does(gloo_pools: GlooPools) -> None:
+    run = run_of([*SHAPE, "--global-batch-size", "4"], 2)
+    assert gloo_pools(2).run(bounds_of_calibration) == [[run.parallel.tp_comm_max_ctas]] * 2
+
+
+def bounds_of_calibration() -> list[int]:
+    """On each rank: return the bound of every group that a calibration times reduces in."""
+    with mock.patch("megatron_ladder.comm.mesh.overlapped_group_options", return_value=None) as options:
+        _Measurement(TINY, torch.device("cpu"), rounds=3)
+    return [call.args[1] for call in options.call_args_list]
 
 
 def with_plain_decoding(calibration: ClusterCalibration) -> ClusterCalibration:

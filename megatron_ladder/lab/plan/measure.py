@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_ladder.blueprint.model import key_value_replicas, tensor_parallel_errors
 from megatron_ladder.comm.launch import naming_lost_peers, read_rank_info, start_process_group, stop_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.config.training import ParallelConfig
 from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.bench.workloads import Workload
@@ -71,7 +72,9 @@ class _Measurement:
 
     def __init__(self, sizes: _Sizes, device: torch.device, rounds: int) -> None:
         self.sizes, self.device, self.rounds = sizes, device, rounds
-        self.group = ProcessMesh.build(torch.distributed.get_world_size()).tensor
+        # Bounded like the group that training overlaps with computation.
+        ranks, ctas = torch.distributed.get_world_size(), ParallelConfig().tp_comm_max_ctas
+        self.group = ProcessMesh.build(ranks, tp_comm_max_ctas=ctas).tensor
 
     def run(self) -> ClusterCalibration:
         reduces = tuple(self.reduce(size) for size in self.sizes.reduce_bytes)
