@@ -61,6 +61,8 @@ CARRIED = (
 """Files of a Hugging Face directory that travel with the model through import, training and export; none holds code."""
 
 _VERIFYING_THREADS = 8
+_FILES_OPEN = 128
+"""Most files kept open while loading; a process may usually open 1,024, fewer than the ranks of a large run wrote."""
 
 
 class Checkpoint:
@@ -95,7 +97,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def keeping_files_open(self) -> Iterator[None]:
-        """Open every file once for all reads in the block, which one thread makes."""
+        """Keep the last files that were read open for further reads in the block, which one thread makes."""
         self._kept = {}
         try:
             yield
@@ -107,9 +109,11 @@ class Checkpoint:
     def _opened(self, path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
         if self._kept is None:
             return open_unbuffered(path)
-        if path not in self._kept:
-            self._kept[path] = open_unbuffered(path)
-        return contextlib.nullcontext(self._kept[path])
+        if path not in self._kept and len(self._kept) >= _FILES_OPEN:
+            self._kept.pop(next(iter(self._kept))).close()
+        # The last one is the one that was read last.
+        file = self._kept[path] = self._kept.pop(path, None) or open_unbuffered(path)
+        return contextlib.nullcontext(file)
 
     @property
     def iteration(self) -> int:

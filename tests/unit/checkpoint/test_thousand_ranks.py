@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ladder.blueprint.tensors import TensorSpec, model_tensors
+from megatron_ladder.checkpoint import format
 from megatron_ladder.checkpoint.boxes import Box, cut_span
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.manifest import decode_manifest, encode_manifest, merge_manifest
 from megatron_ladder.checkpoint.tilings import BoxRecord, FileIndex, FileRecord, file_name, make_index
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.lab.bench.sizes import SIZES
+from tests.unit.checkpoint import tiny_training
 from tests.unit.checkpoint.tiny_training import TinyState, on_ranks, save_at_once
 
 RANKS, MODEL = 1024, SIZES["llama-70b"]
@@ -148,3 +151,20 @@ def test_only_rank_0_looks_at_the_files_of_others(tmp_path: Path, monkeypatch: p
     own = ("manifest.json", "_rank_00001.safetensors")
     assert all(line.startswith("open ") and line.endswith(own) for line in other), "\n".join(other)
     assert len(first) > 20
+
+
+def test_one_rank_reads_more_files_than_it_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format, "_FILES_OPEN", 16)
+    monkeypatch.setattr(tiny_training, "SHAPES", {"mlp.weight": (48, 2), "norm.weight": (48,)})
+    ranks, (soft, hard) = 48, resource.getrlimit(resource.RLIMIT_NOFILE)
+    saves = on_ranks(ranks, lambda world: save_at_once(tmp_path, 100, TinyState(1, world.rank, ranks), world))
+    assert {save.error for save in saves} == {None}
+    state, expected = TinyState(3), [span.master for span in TinyState(1).spans()]
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    # The limit is one of the numbers of files: 32 are free.
+    resource.setrlimit(resource.RLIMIT_NOFILE, ([number for number in range(soft) if number not in used][32], hard))
+    try:
+        load_newest(tmp_path, state, CommGroup.alone(), lambda checkpoint: [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(map(torch.equal, (span.master for span in state.spans()), expected))
