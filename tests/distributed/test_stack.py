@@ -190,6 +190,36 @@ def side_queue_events(config: ModelConfig, training: bool) -> str:
     return " ".join(events)
 
 
+def norms_in_the_side_queue(config: ModelConfig) -> list[bool]:
+    """Return for each recomputed norm, which autograd follows, whether a chain of the side queue computed it."""
+    model, _ = recorded_model(config, StackOptions(recompute_layers=3), sequence_parallel=True)
+    queue, found = CountingQueue(), []
+    model.stack.side_queue = queue
+    for step in model.stack.sub_blocks():
+        step.norm.register_forward_hook(lambda *_: found.append(queue.running) if torch.is_grad_enabled() else None)
+    state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=True)
+    model.stack(state, model.training_context(torch.arange(24).view(2, 12))).sum().backward()
+    return found
+
+
+class CountingQueue(AtTheBeginning):
+    """A side queue that knows whether a chain is running."""
+
+    running = False
+
+    def run(self, chain: Callable[[], Any], uses: Any) -> Any:
+        self.running = True
+        result = chain()
+        self.running = False
+        return result
+
+
+def test_recomputed_norms_belong_to_the_side_queue(gloo_pools: GlooPools) -> None:
+    """CUDA runs the backward of a norm on the stream of its forward; on the compute stream it would not overlap."""
+    config = small_model(num_layers=3, **LADDER)
+    assert gloo_pools(2).run(norms_in_the_side_queue, config) == [[True] * 6] * 2
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_results_of_the_side_queue_are_joined_before_their_use(gloo_pools: GlooPools, training: bool) -> None:
     """A chain uses the stream, and the outputs (or reads) that are in flight."""
