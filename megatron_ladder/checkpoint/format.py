@@ -109,10 +109,14 @@ class Checkpoint:
     def _opened(self, path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
         if self._kept is None:
             return open_unbuffered(path)
-        if path not in self._kept and len(self._kept) >= _FILES_OPEN:
-            self._kept.pop(next(iter(self._kept))).close()
-        # The last one is the one that was read last.
-        file = self._kept[path] = self._kept.pop(path, None) or open_unbuffered(path)
+        if path in self._kept:
+            file = self._kept.pop(path)
+        else:
+            if len(self._kept) >= _FILES_OPEN:
+                self._kept.pop(next(iter(self._kept))).close()
+            file = open_unbuffered(path)
+        # Now the last one, and so the last to be closed.
+        self._kept[path] = file
         return contextlib.nullcontext(file)
 
     @property
