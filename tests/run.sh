@@ -55,12 +55,18 @@ wait_for_lanes() {
     return "$failed"
 }
 
-# Tests in one process, and whole commands, which mostly wait; the pool of ranks fills the other core.
 run_unit_lane() {
     local status=0
     check_style || status=1
     check_types || status=1
     run_pytest unit tests/unit tests/docs "$@" || status=1
+    return "$status"
+}
+
+# Whole commands, which wait more than they compute.
+run_command_lane() {
+    local status=0
+    run_pytest chaos tests/chaos "$@" || status=1
     run_pytest commands tests/functional "$@" || status=1
     return "$status"
 }
@@ -72,8 +78,8 @@ status=0
 case "$*" in
 "" | --slow)
     in_background unit run_unit_lane "$@"
+    in_background commands run_command_lane "$@"
     run_pytest pool tests/distributed "${TIMED[@]/#/--ignore=}" "$@" || status=1
-    run_pytest chaos tests/chaos "$@" || status=1
     wait_for_lanes || status=1
     run_pytest timed "${TIMED[@]}" "$@" || status=1
     ;;
