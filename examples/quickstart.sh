@@ -3,7 +3,8 @@
 #
 #     bash examples/quickstart.sh                                       writes to quickstart/
 #     bash examples/quickstart.sh RUN_FOLDER                            writes to another folder
-#     bash examples/quickstart.sh RUN_FOLDER --residual-mode standard   further flags go to pretrain_ladder.py
+#     bash examples/quickstart.sh RUN_FOLDER --residual-mode standard   further flags go to pretrain_ladder.py,
+#     bash examples/quickstart.sh RUN_FOLDER --optimizer muon           such as these
 #
 # Creates its own Python environment (.venv), and runs two processes on a CPU or on two GPUs, or one on a single GPU.
 # Run again, it skips finished stages, and an interrupted training run resumes from its last checkpoint.
