@@ -2,8 +2,10 @@
 
 import importlib
 import os
+import sys
 import warnings
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +27,18 @@ from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule, initialize
 
 
+def _import_deepspeed() -> ModuleType:
+    """Import DeepSpeed without MLflow: only its autotuner would use it, and the import takes seconds."""
+    is_hidden = "mlflow" not in sys.modules
+    if is_hidden:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module("deepspeed")
+    finally:
+        if is_hidden:
+            del sys.modules["mlflow"]
+
+
 def start_deepspeed(place: RankInfo, device: torch.device) -> None:
     """Make DeepSpeed use the existing process group; nothing may have imported DeepSpeed before.
 
@@ -34,7 +48,7 @@ def start_deepspeed(place: RankInfo, device: torch.device) -> None:
     # DeepSpeed reads these variables; without the first it would search for a device.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
-    deepspeed = importlib.import_module("deepspeed")
+    deepspeed = _import_deepspeed()
     # Imported by its full name, because the attribute `deepspeed.comm.torch` is torch itself.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed(dist_init_required=False, verbose=False)

@@ -224,8 +224,8 @@ def test_an_error_on_one_host_ends_the_others_immediately(tokens: Path, tmp_path
     with running(*commands):
         assert [command.wait(START) for command in commands] == [2, 2]
     first, second = (command.stderr for command in commands)
-    assert re.search(r"error: rank 1 on \S+ \(127.0.0.1\): \S+no", first), first
-    assert re.search(r"error: \S+no", second) and "rank 1" not in second
+    assert re.search(r"error: rank 1 on \S+ \(127.0.0.1\): --data-path \S+no", first), first
+    assert re.search(r"error: --data-path \S+no", second) and "rank 1" not in second
 
 
 class Stubs:
