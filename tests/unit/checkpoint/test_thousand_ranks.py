@@ -85,6 +85,7 @@ def test_copies_of_a_layer_are_the_layers_of_a_whole_model() -> None:
         assert rows_of(index_of(whole, rank)) == rows_of(with_more_layers(index_of(one, rank), 3))
 
 
+@pytest.mark.long
 def test_the_manifest_of_a_thousand_ranks_is_small_and_opens_fast() -> None:
     parts = indices()
     start = time.process_time()

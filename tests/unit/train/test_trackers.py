@@ -112,6 +112,7 @@ def wandb_records(path: Path) -> Iterator[Record]:
             parts = b""
 
 
+@pytest.mark.long
 def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
