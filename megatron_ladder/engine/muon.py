@@ -34,7 +34,7 @@ ORTHOGONAL = "orthogonal"
 MOMENTUM = "exp_avg"
 """Key of the momentum in the state of a parameter, and its kind in checkpoints."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial whose iteration moves all singular values near 1 in few steps."""
+"""Coefficients of the quintic polynomial whose iteration moves all singular values close to 1 in a few steps."""
 _EPSILON = 1e-7
 
 
