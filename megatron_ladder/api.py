@@ -33,7 +33,7 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.inputs import read_inputs
 from megatron_ladder.train.lock import SaveLock
-from megatron_ladder.train.reading import TextStreams, sample_batches
+from megatron_ladder.train.reading import TextStreams, sample_batches, training_batches
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import StepResult, evaluate, train_step
 
@@ -135,12 +135,7 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
             streams = None if inputs.stream is None else TextStreams(trainer, inputs, inputs.stream)
             with CheckpointSaver(trainer, inputs, lambda event, /, **fields: None, streams) as checkpoints:
                 iteration, consumed_samples = checkpoints.resume()
-                if streams is None:
-                    assert inputs.sources.train is not None
-                    batches = sample_batches(trainer, inputs.sources.train, consumed_samples)
-                else:
-                    batches = streams.batches(consumed_samples)
-                with closing(batches):
+                with closing(training_batches(trainer, inputs, streams, consumed_samples)) as batches:
                     yield TrainingRun(trainer, checkpoints, batches, inputs.sources.valid, iteration)
             stop_process_group()
         finally:

@@ -35,7 +35,7 @@ from megatron_ladder.train.log import (
     report_finding,
 )
 from megatron_ladder.train.profile import ActivationMeter, step_contexts
-from megatron_ladder.train.reading import TextStreams, packing_notes, sample_batches
+from megatron_ladder.train.reading import TextStreams, packing_notes, training_batches
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import train_step
@@ -108,7 +108,7 @@ def _evaluate_loaded(trainer: Trainer, session: _Session, iteration: int) -> str
 
 def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples: int) -> str:
     """Train until --train-iters or a stop request, and return why the run ends; `iteration` steps were done before."""
-    run, rank, record, sources = trainer.run, trainer.mesh.world.rank, session.record, session.inputs.sources
+    run, rank, record = trainer.run, trainer.mesh.world.rank, session.record
     last, first = run.training.train_iters, iteration + 1
     if iteration >= last:
         print_rank_0(f"nothing to do: {iteration} of {last} steps are done", rank)
@@ -117,16 +117,11 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
     if reason is not None:
         print_rank_0(f"{reason.text}: ends before its first step; nothing was trained, so nothing is saved", rank)
         return reason.text
-    if session.streams is None:
-        assert sources.train is not None
-        train_batches = sample_batches(trainer, sources.train, consumed_samples)
-    else:
-        train_batches = session.streams.batches(consumed_samples)
     losses: list[float] = []
     startup = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
     with (
-        closing(train_batches) as batches,
+        closing(training_batches(trainer, session.inputs, session.streams, consumed_samples)) as batches,
         RunLog(trainer, first, record) as log,
         ActivationMeter(trainer.engine.module, trainer.device) as meter,
         HangWatch(trainer.peers, startup, running, partial(record_lost_peers, record, trainer.peers)) as watch,

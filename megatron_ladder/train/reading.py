@@ -110,3 +110,13 @@ def packing_notes(sources: Sources) -> list[str]:
         for part, source in sources.labeled.items()
         if isinstance(source, PackedSource)
     ]
+
+
+def training_batches(
+    trainer: Trainer, inputs: RunInputs, streams: TextStreams | None, consumed_samples: int
+) -> GlobalBatchLoader | UnreadBatches:
+    """Return this rank's training batches, of numbered samples or of streamed text, after `consumed_samples`."""
+    if streams is not None:
+        return streams.batches(consumed_samples)
+    assert inputs.sources.train is not None
+    return sample_batches(trainer, inputs.sources.train, consumed_samples)
