@@ -341,17 +341,6 @@ def test_trained_byte_pairs_include_line_feeds(tmp_path: Path, capsys: pytest.Ca
         train_bpe(["a"], 256)
 
 
-def test_an_output_that_cannot_be_written_is_found_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "m.model").mkdir()
-    for prefix, problem in (("/proc/m", "/proc is not writable"), (f"{tmp_path}/m", "m.model: is a directory")):
-        with pytest.raises(UserError, match=f"--model-prefix {prefix}: .*{problem}"):
-            train_tokenizer.main(f"--input {tmp_path}/a.txt --model-prefix {prefix} --vocab-size 400".split())
-    assert capsys.readouterr().out == ""
-
-
 def test_lines_too_long_for_sentencepiece_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     usual = Path(json.__file__).read_text()
     (tmp_path / "a.txt").write_text(f"{usual}\n{'long ' * 14_000}\n{'é' * 40_000}\n{usual}")
@@ -376,9 +365,18 @@ def test_ctrl_c_ends_training_without_a_message(kind: str, tmp_path: Path) -> No
     assert process.stderr.read() == "" and list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_input_and_an_unusable_output_are_found_before_training(tmp_path: Path) -> None:
+def test_an_empty_input_and_an_unusable_output_are_found_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(UserError, match="--input .*empty.txt: there is no text in it"):
-        train_tokenizer.main(f"--input {tmp_path}/empty.txt --vocab-size 300 --model-prefix {tmp_path}/m".split())
-    with pytest.raises(UserError, match="--model-prefix .*/m: cannot be written: .*empty.txt is not a directory"):
-        train_tokenizer.main(f"--input {tmp_path}/* --vocab-size 300 --model-prefix {tmp_path}/empty.txt/m".split())
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "taken.model").mkdir()
+    for name, prefix, error in (
+        ("empty.txt", tmp_path / "m", "--input .*empty.txt: there is no text in it"),
+        ("a.txt", tmp_path / "empty.txt" / "m", "--model-prefix .*/m: cannot be written: .*.txt is not a directory"),
+        ("a.txt", "/proc/m", "--model-prefix /proc/m: cannot be written: /proc is not writable"),
+        ("a.txt", tmp_path / "taken", "--model-prefix .*/taken: cannot write .*taken.model: is a directory"),
+    ):
+        with pytest.raises(UserError, match=error):
+            train_tokenizer.main(f"--input {tmp_path}/{name} --vocab-size 300 --model-prefix {prefix}".split())
+    assert capsys.readouterr().out == ""
