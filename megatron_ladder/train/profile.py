@@ -120,7 +120,7 @@ class ActivationMeter:
         self._device = device
         self._before = 0
         self._storages: _NewStorages | None = None
-        self._tracking = ExitStack()
+        self._tracking, self._eager = ExitStack(), ExitStack()
         self._hooks = ExitStack()
         self._hooks.callback(model.register_forward_pre_hook(self._begin, prepend=True).remove)
         self._hooks.callback(model.register_forward_hook(self._end).remove)
@@ -130,9 +130,11 @@ class ActivationMeter:
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
+        self._eager.close()
 
     def largest(self, world: CommGroup) -> int:
-        """Return the maximum over all ranks, in bytes; all ranks must call it."""
+        """Return the maximum over all ranks, in bytes; all ranks must call it, after the pass and its backward."""
+        self._eager.close()
         kept = torch.tensor(float(self.kept_bytes or 0), dtype=torch.float64, device=self._device)
         return int(world.all_reduce(kept, torch.distributed.ReduceOp.MAX))
 
@@ -142,8 +144,8 @@ class ActivationMeter:
         if self._device.type == "cuda":
             self._before = torch.cuda.memory_allocated(self._device)
         else:
-            # A dispatch mode cannot see into compiled functions.
-            self._tracking.enter_context(torch.compiler.set_stance("force_eager"))
+            # A dispatch mode cannot see into compiled functions. Recomputation in backward must run the same functions.
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
             self._storages = self._tracking.enter_context(_NewStorages())
 
     def _end(self, *_: object) -> None:
