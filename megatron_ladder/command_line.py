@@ -45,8 +45,12 @@ def _build_parser(config_classes: Sequence[type], program: str, description: str
             facts = "; ".join(part for part in (one.limits, default) if part)
             text = (one.documentation + (f" ({facts})" if facts else "")).replace("%", "%%")
             options: dict[str, Any] = {"dest": one.field_name, "help": text}
-            if not one.placeholder:
-                options |= {"action": "store_const", "const": "false" if one.turns_off else "true"}
+            if not one.placeholder or one.placeholder.startswith("["):
+                options |= {"const": "false" if one.turns_off else "true"}
+                if one.placeholder:
+                    options |= {"nargs": "?", "metavar": one.placeholder.strip("[]")}
+                else:
+                    options |= {"action": "store_const"}
                 opposite = flag_name(one.field_name if one.turns_off else f"no_{one.field_name}")
                 const = "true" if one.turns_off else "false"
                 group.add_argument(

@@ -6,7 +6,8 @@ docstring is its help. The type determines how many values the flag takes and ho
     int, float, str, Path      one value
     bool                       a switch: `--bf16`; a switch that is on by default becomes `--no-...`. The opposite
                                spelling restores the default, for a value that comes from a file
-    Literal["a", "b"]          one of the words
+    Literal["a", "b"]          one of the words; with "true" and "false" among them, the flag may stand alone or be
+                               spelled `--no-...`, as a switch
     tuple[T, ...]              one or more values after one flag
     T | None                   as T; None if the flag is not given
 
@@ -175,9 +176,10 @@ class ValueType:
 
     @property
     def placeholder(self) -> str:
-        """The value's placeholder in the help; empty for a switch."""
+        """The value's placeholder in the help, in brackets if it is optional; empty for a switch."""
         if self.choices:
-            return "{" + ",".join(self.choices) + "}"
+            words = "{" + ",".join(self.choices) + "}"
+            return f"[{words}]" if "true" in self.choices else words
         return {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: ""}[self.scalar]
 
 

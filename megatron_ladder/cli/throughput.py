@@ -76,14 +76,14 @@ def main(argv: Sequence[str]) -> None:
     from megatron_ladder.lab.bench.throughput import ThroughputWorkload, check_transformers, run
     from megatron_ladder.model.operations import require_compiler
 
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with errors.collect():
         if options.backend == "inductor":
-            require_compiler("--backend inductor")
+            require_compiler("--backend inductor", device)
     with errors.collect():
         if options.transformers:
             check_transformers()
     errors.raise_if_any()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = find_size(options.size)
     config = replace(
         shape, num_layers=options.layers or shape.num_layers,

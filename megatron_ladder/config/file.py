@@ -146,6 +146,8 @@ def _words(node: Any, value_type: ValueType) -> str | list[str] | None:
     text = str(node.value)
     if value_type.scalar is bool:
         return _SWITCH_WORDS[text.lower()]
+    if "true" in value_type.choices:
+        return _SWITCH_WORDS.get(text.lower(), text)
     return [text] if value_type.many else text
 
 

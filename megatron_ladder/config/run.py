@@ -265,7 +265,7 @@ def _training_errors(training: TrainingConfig, optimizer: OptimizerConfig, model
             yield f"--min-loss-scale {training.min_loss_scale:g}: expected a whole number"
         elif is_dynamic and training.min_loss_scale > scale:
             yield f"--min-loss-scale {training.min_loss_scale:g} is above --initial-loss-scale {scale:g}"
-    if training.compile_sub_blocks and training.norm_implementation == "apex":
+    if training.compile_sub_blocks == "true" and training.norm_implementation == "apex":
         yield "--compile-sub-blocks compiles torch's norm: leave out --norm-implementation apex or --compile-sub-blocks"
     if training.recompute_granularity == "selective":
         yield (

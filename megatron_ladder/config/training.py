@@ -50,10 +50,12 @@ class TrainingConfig:
     recompute_num_layers: int | None = flag(None, minimum=0, requires="--recompute-granularity full")
     """Recompute only the first N layers; all layers by default."""
     norm_implementation: Literal["auto", "torch", "apex"] = "auto"
-    """Implementation of RMSNorm. auto: NVIDIA apex on CUDA if it is installed, otherwise torch."""
-    compile_sub_blocks: bool = False
+    """Implementation of RMSNorm where it is not compiled. auto: NVIDIA apex on CUDA if it is installed, otherwise
+    torch."""
+    compile_sub_blocks: Literal["auto", "true", "false"] = "auto"
     """Use torch.compile for norms, SwiGLU and rotary embedding, the parts between the matrix products of a sub-block.
-    All-reduces overlap as without it. Needs a C++ compiler at run time."""
+    All-reduces overlap as without it. Needs a compiler at run time. auto: true on CUDA if a compiler and Triton are
+    installed, unless --norm-implementation apex is given. Without a value: true."""
     deterministic_mode: bool = False
     """Use only deterministic CUDA kernels."""
 

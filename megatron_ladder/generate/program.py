@@ -95,7 +95,7 @@ def check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelConf
         device = rank_info.device()
         check_peers(rank_info.world_size, device, DTYPES[_dtype_name(options, device)])
     if options.compile_sub_blocks:
-        require_compiler("--compile-sub-blocks")
+        require_compiler("--compile-sub-blocks", rank_info.device())
 
 
 def _prepare_mode(rank_info: RankInfo, options: GenerateOptions, stored: StoredModel) -> _Mode:

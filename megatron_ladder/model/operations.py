@@ -5,12 +5,15 @@ Another implementation (NVIDIA apex, torch.compile, the CPU decode functions in 
 them leaves the order of launches and waits as it is.
 """
 
+import importlib.util
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -121,34 +124,59 @@ def compile_operations(operations: Operations, backend: str = "inductor") -> Ope
 
     Each becomes one kernel forward and one backward, compiled once per shape for all layers. The addition before a norm
     is part of its kernel, except where `backward.py` keeps a separate graph of the norm. Matrix products stay as they
-    are. The backend "inductor" needs a C++ compiler on a CPU.
+    are.
     """
+    # Inductor would time variants of a reduction, and ranks with other variants round differently: their copies of
+    # replicated weights would drift apart, and a resumed run would differ.
+    options = {"deterministic": True} if backend == "inductor" else None
     # Without `fullgraph`, an unexpected kind of argument falls back to eager mode instead of raising an error.
+    compiled: Any = partial(torch.compile, backend=backend, options=options)
     return replace(
         operations,
-        norm=torch.compile(_rms_norm, backend=backend),
-        add_norm=torch.compile(_add_norm, backend=backend),
-        split_heads=torch.compile(_split_heads, backend=backend),
-        swiglu=torch.compile(_swiglu, backend=backend),
-    )
+        norm=compiled(_rms_norm), add_norm=compiled(_add_norm), split_heads=compiled(_split_heads),
+        swiglu=compiled(_swiglu),
+    )  # fmt: skip
 
 
-def require_compiler(flag: str) -> None:
-    """Raise a UserError that names `flag` if no C++ compiler is installed, which inductor needs at its first step."""
-    named = [os.environ[name] for name in ("CXX", "CC") if name in os.environ]
-    if not any(shutil.which(compiler) for compiler in (*named, "g++", "clang++", "gcc", "clang")):
-        raise UserError(f"{flag}: no C++ compiler was found (g++, clang++ or $CXX): install one, or leave {flag} out")
+def _compiler_problem(device: torch.device) -> str:
+    """Return what torch.compile lacks on this machine to compile for `device`; empty if nothing."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "the package triton is missing: install it"
+    # Triton compiles its launcher in C, inductor the kernels of a CPU in C++.
+    language, variable, names = ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++",))
+    if not any(map(shutil.which, [os.environ[variable]] if variable in os.environ else names)):
+        return f"no {language} compiler was found ({', '.join(names)} or ${variable}): install one"
+    header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
+    return "" if header.is_file() else f"{header} is missing: install the headers of Python, such as python3-dev"
+
+
+def require_compiler(flag: str, device: torch.device) -> None:
+    """Raise a UserError that names `flag` if torch.compile lacks something, which it reports only at the first step."""
+    if problem := _compiler_problem(device):
+        raise UserError(f"{flag}: {problem}, or leave {flag} out")
 
 
 def select_operations(
-    norm_implementation: Literal["auto", "torch", "apex"], compiled: bool, device: torch.device
-) -> tuple[Operations, str]:
+    norm_implementation: Literal["auto", "torch", "apex"], compiled: Literal["auto", "true", "false"],
+    device: torch.device,
+) -> tuple[Operations, str]:  # fmt: skip
     """Return the operations for training, and a description of their norm for the log.
 
     Raise a UserError if apex was requested, but NVIDIA's apex is missing or there is no CUDA device.
     """
-    if compiled:
+    problem = ""
+    if compiled == "auto" and device.type == "cuda" and norm_implementation != "apex":
+        problem = _compiler_problem(device)
+        compiled = "false" if problem else "true"
+    if compiled == "true":
         return compile_operations(Operations()), "torch, compiled"
+    operations, description = _select_uncompiled(norm_implementation, device)
+    return operations, f"{description} (not compiled: {problem})" if problem else description
+
+
+def _select_uncompiled(
+    norm_implementation: Literal["auto", "torch", "apex"], device: torch.device
+) -> tuple[Operations, str]:
     if norm_implementation == "torch" or (norm_implementation == "auto" and device.type != "cuda"):
         return Operations(), "torch"
     fused, reason = find_in_apex(

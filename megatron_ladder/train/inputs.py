@@ -169,13 +169,13 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
         errors.add("--fp16 needs a CUDA device, and there is none: use --bf16, or fp32 without either")
     if run.training.norm_implementation == "apex":
         with errors.collect():
-            select_operations("apex", False, place.device())
+            select_operations("apex", "false", place.device())
     if run.optimizer.optimizer_implementation == "apex":
         with errors.collect():
             find_fused_adam(run.optimizer, place.device())
-    if run.training.compile_sub_blocks:
+    if run.training.compile_sub_blocks == "true":
         with errors.collect():
-            require_compiler("--compile-sub-blocks")
+            require_compiler("--compile-sub-blocks", place.device())
     if place.rank == 0:
         with errors.collect():
             check_trackers(run)

@@ -28,6 +28,7 @@ from megatron_ladder.engine.optimizer import LearningRateSchedule, build_schedul
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.operations import select_operations
 from megatron_ladder.train.guards import Guard
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.profile import named_for_profiler
@@ -120,10 +121,14 @@ def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
         sources = json.dumps(inputs.stream.sources, sort_keys=True).encode()
         data["stream"] = inputs.stream.cut() | {"sources_sha256": hashlib.sha256(sources).hexdigest()}
     settings |= {f"data: {name}": value for name, value in data.items()}
+    training, device = run.training, place.device()
+    _, norm = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     return settings | {
+        # Ranks with other kernels round differently, so their copies of replicated weights would drift apart.
+        "implementation of the norm": norm.partition(" (")[0],
         "--load: newest checkpoint": None if inputs.checkpoint is None else inputs.checkpoint.directory.name,
         "number of processes": place.world_size,
-        "device": place.device().type,
+        "device": device.type,
         "version of Python": ".".join(platform.python_version_tuple()[:2]),
         "version of torch": torch.__version__,
         "version of deepspeed": version("deepspeed"),

@@ -1,7 +1,9 @@
 """Compiled operations yield the same gradients and the same order of launches and waits."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from megatron_ladder.model.stack import StackOptions
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import HYBRID, LADDER, PARALLEL, recorded_model
 from tests.helpers.sharded import small_model
+from tests.helpers.steps import RECIPE, Batch, steps_of_batches, train
+from tests.helpers.training import run_of
+from tests.reference import ReferenceConfig, Weights, make_weights
 
 BACKEND = "aot_eager"
 """Traces forward and backward as inductor does, without a C++ compiler."""
@@ -65,3 +70,29 @@ def test_compilation_keeps_gradients_and_order(
         assert order and order_compiled == order
         for a, b in zip(found, wanted, strict=True):
             assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def compiled_history(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> list[tuple[float, float]]:
+    """Return loss and gradient norm of every step, with compiled sub-blocks."""
+    torch.compiler.reset()
+    counters.clear()
+    compiled = partial(compile_operations, backend=BACKEND)
+    with mock.patch("megatron_ladder.model.operations.compile_operations", compiled):
+        history, _ = train([*argv, "--compile-sub-blocks"], weights, batches)
+    assert counters["stats"]["unique_graphs"] > 2 and not counters["graph_break"]
+    return history
+
+
+@pytest.mark.parametrize(
+    "words", ["--zero-stage 1 --bf16", "--zero-stage 3 --qk-layernorm --recompute-granularity full"]
+)
+def test_compiled_steps_equal_eager_ones(gloo_pools: GlooPools, words: str) -> None:
+    argv = [*RECIPE, *words.split(), "--residual-mode", "ladder"]
+    weights = make_weights(ReferenceConfig.like(run_of(argv, 2).model), seed=1, dtype=torch.float32)
+    batches = steps_of_batches(3, 2)
+    eager = gloo_pools(2).run(train, argv, weights, batches)
+    compiled = gloo_pools(2).run(compiled_history, argv, weights, batches)
+    tolerance = 2e-2 if "--bf16" in argv else 1e-5
+    for (wanted, _), found in zip(eager, compiled, strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            assert one == pytest.approx(other, rel=tolerance)

@@ -1,7 +1,7 @@
 """Trainers for the process pools, built from a command line like those of the program, in an existing process group."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.saving import SaveOptions, TrainingSave
-from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.batches import MicroBatch
@@ -31,16 +30,10 @@ SIZES = (
 ).split()
 
 
-def rank_device() -> torch.device:
-    """Return the GPU of a rank whose default process group uses NCCL, and the CPU for gloo."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.distributed.get_backend() == "nccl" else CPU
-
-
 @functools.cache
 def deepspeed_is_started() -> bool:
     """Start DeepSpeed once per process."""
-    rank = torch.distributed.get_rank()
-    start_deepspeed(RankInfo(rank, torch.distributed.get_world_size(), rank), rank_device())
+    start_deepspeed(RankInfo(torch.distributed.get_rank(), torch.distributed.get_world_size(), 0), CPU)
     return True
 
 
@@ -52,38 +45,30 @@ def run_of(argv: Sequence[str], world_size: int) -> RunConfig:
     return run
 
 
-def build_trainer_here(
-    argv: Sequence[str], weights: Mapping[str, Tensor] | None = None,
-    tensor_group: Callable[[CommGroup], CommGroup] = lambda group: group,
-) -> Trainer:  # fmt: skip
-    """On each rank: return a trainer, with these unsharded weights if they are given.
-
-    `tensor_group` may replace the tensor-parallel group.
-    """
+def build_trainer_here(argv: Sequence[str], weights: Mapping[str, Tensor] | None = None) -> Trainer:
+    """On each rank: return a trainer, with these unsharded weights if they are given."""
     assert deepspeed_is_started()
-    run, device = run_of(argv, torch.distributed.get_world_size()), rank_device()
+    run = run_of(argv, torch.distributed.get_world_size())
     tensor_parallel = run.parallel.tensor_model_parallel_size
     stages = run.parallel.pipeline_model_parallel_size
-    replicas = key_value_replicas(run.model, tensor_parallel)
-    mesh = mesh_of(tensor_parallel, replicas, stages, run.parallel.tp_comm_max_ctas)
-    mesh = replace(mesh, tensor=tensor_group(mesh.tensor), sequence_parallel=run.parallel.sequence_parallel)
+    mesh = mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel), stages)
+    mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel)
     named_mesh, span = named_for_profiler(run, mesh)
-    model, norm = build_model(run, named_mesh, device, span)
+    model, norm = build_model(run, named_mesh, CPU, span)
     if weights is not None:
         with gathered(model.parameters(), written=True), torch.no_grad():
             for parameter, sections in parameter_sections(model):
                 for section in sections:
                     box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
                     section.view(parameter).copy_(weights[section.name][box])
-    engine, adamw = build_engine(run, model, deepspeed_json(run, []), mesh, device)
+    engine, adamw = build_engine(run, model, deepspeed_json(run, []), mesh, CPU)
     implementations = {"norm": norm, "optimizer": adamw}
-    return Trainer(run, mesh, device, model, engine, build_schedule(run), implementations)
+    return Trainer(run, mesh, CPU, model, engine, build_schedule(run), implementations)
 
 
 def own_batches(trainer: Trainer, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[MicroBatch]:
     """Return this data-parallel rank's micro-batches of a global batch."""
-    own = micro_batches[trainer.mesh.data.rank :: trainer.mesh.data.size]
-    return [MicroBatch(*(part.to(trainer.device) for part in batch)) for batch in own]
+    return [MicroBatch(*batch) for batch in micro_batches[trainer.mesh.data.rank :: trainer.mesh.data.size]]
 
 
 def weight_pieces(trainer: Trainer) -> Pieces:

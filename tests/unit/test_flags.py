@@ -29,6 +29,8 @@ class Example:
     """Numbers."""
     folder: Path | None = None
     """A folder."""
+    fused: Literal["auto", "true", "false"] = "auto"
+    """Fuse."""
 
 
 def parse(words: str, **kwargs: object) -> Example:
@@ -65,6 +67,18 @@ def test_the_opposite_of_a_switch_restores_its_default() -> None:
     settings = {"lr": "1e-4", "bf16": "true", "overlap": "false", "ids": ["1", "2"], "folder": None, "style": "cosine"}
     assert parse("", settings=settings) == Example(1e-4, 3, "cosine", False, True, (1, 2))
     assert parse("--no-bf16 --overlap --ids 3 --lr 2", settings=settings) == Example(2.0, 3, "cosine", ids=(3,))
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("", "auto"), ("--fused", "true"), ("--fused --bf16", "true"), ("--fused false", "false"),
+        ("--no-fused", "false"), ("--no-fused --fused=auto", "auto"),
+    ],
+)  # fmt: skip
+def test_a_switch_with_a_third_value(words: str, value: str) -> None:
+    assert parse(f"--lr 1 {words}").fused == value
+    assert "--fused [{auto,true,false}]" in " ".join(_build_parser([Example], "p", "").format_help().split())
 
 
 def test_a_missing_value_is_an_error() -> None:

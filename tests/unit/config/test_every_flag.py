@@ -119,7 +119,7 @@ BY_DEFAULT: Mapping[str, Callable[[RunConfig, dict[str, Any]], bool]] = {
         "dropout" in path.read_text().lower() for path in (PACKAGE / "model").glob("*.py")
     ),
     "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm --use-mcore-models "
-    "--transformer-impl": lambda run, _: not run.training.compile_sub_blocks,
+    "--transformer-impl": lambda run, _: run.training.compile_sub_blocks == "auto",
     "--no-gradient-accumulation-fusion --accumulate-allreduce-grads-in-fp32": lambda _, json: (
         json["data_types"] == {"grad_accum_dtype": "fp32"} and json["communication_data_type"] == "fp32"
     ),

@@ -22,6 +22,14 @@ def read(tmp_path: Path, text: str | bytes, words: str = "", name: str = "run.ya
     return flags, [error.replace(str(path), name) for error in errors]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", "true"), ("off", "false"), ("No", "false"), ("auto", "auto"), ("'true'", "true")]
+)
+def test_a_switch_with_a_third_value(tmp_path: Path, text: str, value: str) -> None:
+    flags, errors = read(tmp_path, f"{BASE}compile_sub_blocks: {text}\nnum_layers: 2\n")
+    assert flags.training.compile_sub_blocks == value and not [line for line in errors if "compile" in line]
+
+
 FLAGS = (
     "--train-iters 10 --lr 1e-4 --micro-batch-size 4 --bf16 --no-tp-overlap --data-path 0.3 a 0.7 b --split 99,1 "
     "--num-layers 24 --residual-mode ladder --ladder-layers 16-23 --rope-scaling none --profile-ranks 0 "

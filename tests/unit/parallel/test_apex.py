@@ -32,8 +32,8 @@ def test_unrelated_package_is_reported(unrelated_apex: None) -> None:
     found, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", CUDA)
     assert found is None and "it is not NVIDIA's" in reason
     with pytest.raises(UserError, match="--norm-implementation apex: .* not NVIDIA's.*use --norm-implementation torch"):
-        select_operations("apex", False, CUDA)
-    operations, description = select_operations("auto", False, CUDA)
+        select_operations("apex", "false", CUDA)
+    operations, description = select_operations("auto", "false", CUDA)
     assert operations == Operations() and "not NVIDIA's" in description
 
 
@@ -42,10 +42,10 @@ def test_nvidias_package_is_used(unrelated_apex: None, monkeypatch: pytest.Monke
     module = sys.modules["apex.normalization.fused_layer_norm"]
     monkeypatch.setattr(module, "fused_rms_norm_affine", lambda *given: calls.append(given) or given[0], raising=False)
     # apex without compiled kernels still imports.
-    operations, description = select_operations("auto", False, CUDA)
+    operations, description = select_operations("auto", "false", CUDA)
     assert operations == Operations() and "fused_layer_norm_cuda" in description and "--cuda_ext" in description
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", ModuleType("fused_layer_norm_cuda"))
-    operations, description = select_operations("auto", False, CUDA)
+    operations, description = select_operations("auto", "false", CUDA)
     x, weight = torch.randn(2, 3), torch.ones(3)
     assert operations.norm(x, weight, 1e-5) is x and description == "apex FusedRMSNorm"
     assert calls == [(x, weight, weight.shape, 1e-5)]

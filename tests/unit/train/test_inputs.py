@@ -18,6 +18,7 @@ from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data, read_inputs
+from megatron_ladder.train.setup import _shared_settings
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
 SIZES = (
@@ -134,6 +135,21 @@ def test_a_tokenizer_without_a_file_has_a_vocabulary(tmp_path: Path) -> None:
     for words in ("--tokenizer-type HFTokenizer", "--tokenizer-type ByteTokenizer --tokenizer-model x"):
         with pytest.raises(UserError, match="--tokenizer-type and --tokenizer-model belong together"):
             read_inputs([*sizes, *words.split()], RankInfo(0, 1, 0))
+
+
+def test_hosts_that_compile_and_hosts_that_do_not_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
+        writer.add_document(np.arange(60))
+        writer.publish()
+    data, place = f"--data-path {tmp_path}/tokens --split 1 --eval-iters 0".split(), RankInfo(0, 1, 0)
+    inputs = read_inputs([*SIZES, *data], place)
+    monkeypatch.setattr(RankInfo, "device", lambda place: torch.device("cuda"))
+    problems = iter(["", "no compiler"])
+    monkeypatch.setattr("megatron_ladder.model.operations._compiler_problem", lambda device: next(problems))
+    monkeypatch.setattr("megatron_ladder.model.operations.compile_operations", lambda operations: operations)
+    one, other = _shared_settings(inputs, place), _shared_settings(inputs, place)
+    differences = [(name, value, other[name]) for name, value in one.items() if other[name] != value]
+    assert differences == [("implementation of the norm", "torch, compiled", "torch")]
 
 
 def test_sample_prompts_are_read_and_checked(tmp_path: Path) -> None:
