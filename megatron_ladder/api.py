@@ -6,6 +6,7 @@ UserError. Under a launcher, all processes must make the same calls. `docs/api.m
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ import torch.distributed as dist
 
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model
 from megatron_ladder.comm.agreement import Peers
-from megatron_ladder.comm.launch import check_device, read_rank_info, reporting_errors, stop_process_group
+from megatron_ladder.comm.launch import (
+    check_device,
+    from_rank_0,
+    read_rank_info,
+    reporting_errors,
+    stop_process_group,
+)
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.convert.carry_out import carry_out
@@ -126,7 +133,7 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
     place, peers = read_rank_info(), Peers()
     with ExitStack() as stack:
         with reporting_errors(place):
-            inputs = read_inputs(_words(flags), place)
+            inputs = read_inputs(_words(flags), place, partial(from_rank_0, place, stack))
             check_device(place)
             if inputs.run.checkpoint.save is not None and place.rank == 0:
                 stack.enter_context(SaveLock(inputs.run.checkpoint.save))

@@ -30,6 +30,14 @@ def hub_hint(missing: Path) -> str:
     )
 
 
+def read_if_exists(path: Path) -> bytes | None:
+    """Return the content of a file, or None if there is no such file, in one operation on its path."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+
+
 def temporary_path(path: Path) -> Path:
     """Return an unused name next to `path`, so that renaming it to `path` stays within one file system."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -38,7 +38,7 @@ from megatron_ladder.checkpoint.tensor_file import (
     BY_STORED_NAME,
     TensorPosition,
     element_name,
-    open_unbuffered,
+    open_to_read,
     read_header,
     read_part,
 )
@@ -108,13 +108,13 @@ class Checkpoint:
 
     def _opened(self, path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
         if self._kept is None:
-            return open_unbuffered(path)
+            return open_to_read(path)
         if path in self._kept:
             file = self._kept.pop(path)
         else:
             if len(self._kept) >= _FILES_OPEN:
                 self._kept.pop(next(iter(self._kept))).close()
-            file = open_unbuffered(path)
+            file = open_to_read(path)
         # Now the last one, and so the last to be closed.
         self._kept[path] = file
         return contextlib.nullcontext(file)
@@ -128,6 +128,11 @@ class Checkpoint:
     def consumed_samples(self) -> int:
         """Return the number of training samples seen."""
         return int(self.manifest["consumed_samples"])
+
+    @property
+    def file_names(self) -> frozenset[str]:
+        """Return the names of all files except the manifest."""
+        return frozenset(record["name"] for record in self.manifest["files"])
 
     @property
     def optimizer(self) -> str:
@@ -183,7 +188,8 @@ class Checkpoint:
             box = stored.box(index)
             shared = intersection(box, wanted)
             assert shared is not None
-            begin, path = self.position(stored, index).begin, self.directory / stored.file(index)
+            begin = self.position(stored, index, self._opened).begin
+            path = self.directory / stored.file(index)
             part = target[shared.within(wanted).slices()]
             read_part(path, begin, box.extent, shared.within(box), stored.dtype, part, opened=self._opened)
 
@@ -245,12 +251,15 @@ class Checkpoint:
                 for index in stored.boxes_in(names):
                     self.position(stored, index)
 
-    def position(self, stored: StoredTensor, index: int) -> TensorPosition:
+    def position(
+        self, stored: StoredTensor, index: int,
+        opened: Callable[[Path], contextlib.AbstractContextManager[BinaryIO]] = open_to_read,
+    ) -> TensorPosition:  # fmt: skip
         """Return the position of a box in its file; raise UserError if its header contradicts the manifest."""
         file, key = stored.file(index), stored.key(index)
         path = self.directory / file
         if file not in self._headers:
-            self._headers[file] = read_header(path)
+            self._headers[file] = read_header(path, opened)
         position = self._headers[file].get(key)
         if position is None:
             raise UserError(f"{path}: has no tensor {key!r}, which the manifest lists")

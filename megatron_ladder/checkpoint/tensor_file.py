@@ -160,14 +160,22 @@ def parse_json(text: str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def read_header(path: Path) -> dict[str, TensorPosition]:
-    """Return the position of each tensor in a safetensors file.
+def open_to_read(path: Path) -> BinaryIO:
+    """Open a file; `readinto` fills large tensors without a copy."""
+    return open(path, "rb")
+
+
+def read_header(
+    path: Path, opened: Callable[[Path], AbstractContextManager[BinaryIO]] = open_to_read
+) -> dict[str, TensorPosition]:
+    """Return the position of each tensor in a safetensors file; `opened` as in `read_part`.
 
     Raises:
         UserError: the file is not a complete safetensors file.
     """
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
+            file.seek(0)
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
@@ -206,15 +214,10 @@ def _position(key: str, value: Any, data_begin: int) -> TensorPosition:
     return TensorPosition(dtype, shape, data_begin + begin, data_begin + end)
 
 
-def open_unbuffered(path: Path) -> BinaryIO:
-    """Open a file for reads of many bytes."""
-    return open(path, "rb", buffering=0)
-
-
 def read_part(
     path: Path, begin: int, extent: Sequence[int], part: Box, dtype: str, out: torch.Tensor,
     mapped: memoryview | None = None,
-    opened: Callable[[Path], AbstractContextManager[BinaryIO]] = open_unbuffered,
+    opened: Callable[[Path], AbstractContextManager[BinaryIO]] = open_to_read,
 ) -> None:  # fmt: skip
     """Fill `out` with a part of a stored tensor, reading only the bytes around the part.
 

@@ -16,7 +16,8 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
@@ -38,8 +39,8 @@ MOST_HOSTS = 8
 REPORT, DIGEST, VERDICT, READ = "start/report", "start/digest", "start/verdict", "start/read"
 """Keys of the store; all except the verdict are followed by a rank."""
 
-_STARTS = itertools.count()
-"""Counts the starts of this process: a script may leave a process group and start another in the same store."""
+_USES: dict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Counts the uses of the store by this process: a script may leave a process group and start another in the store."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -181,8 +182,10 @@ class RankReport:
         return hashlib.sha256(content.encode()).hexdigest()
 
 
-def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
+def open_store(rank: int, world_size: int, timeout: timedelta, use: str = "attempt") -> Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves.
+
+    Keys of different uses, and of the first, second, ... store that is opened for a use, are separate.
 
     Raise a UserError if the port is in use, and a DistError if rank 0 cannot be reached within the timeout.
     """
@@ -198,7 +201,7 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
             raise
         raise UserError(f"MASTER_PORT {port} is already in use: give the launcher another --master_port") from error
     # The store of torchrun outlives ranks that it restarts.
-    return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}_{next(_STARTS)}", store)
+    return PrefixStore(f"{use}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}_{next(_USES[use])}", store)
 
 
 def agree(store: Store, rank: int, world_size: int, report: RankReport, timeout: timedelta) -> list[Host]:

@@ -1,10 +1,11 @@
 """Starts a process: finds its rank and device, and joins the default process group."""
 
 import contextlib
+import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from megatron_ladder.comm.agreement import Host, Peers, RankReport, agree, open_store
 from megatron_ladder.comm.nccl import explain_connections
 from megatron_ladder.comm.watch import describe_lost, describe_unfinished, lost_peers
-from megatron_ladder.errors import LostPeerError, UserError
+from megatron_ladder.errors import ErrorCollector, LostPeerError, UserError, raise_user_errors
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that `deepspeed` and `torchrun` set in each process."""
@@ -156,6 +157,40 @@ def _choose_interface(here: Host, hosts: Sequence[Host]) -> None:
         if any(one.address.partition("%")[0] == address for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             return
+
+
+def from_rank_0(
+    place: RankInfo, keep: contextlib.ExitStack, timeout_minutes: float, look: Callable[[], Any]
+) -> Any:
+    """Return the JSON-able findings of `look` on rank 0; the other ranks do not call it. Needs no process group.
+
+    A thousand ranks that look at the same directories at the same time would overload a file system. All ranks must
+    call this. `keep` must not end before the process group has started, because rank 0 serves its findings until then.
+
+    Raises:
+        UserError: `look` raised it, the launcher's address cannot be reached, or its port is in use.
+        LostPeerError: rank 0 did not answer in time.
+    """
+    if not place.launched:
+        return look()
+    _find_host()
+    timeout = timedelta(minutes=timeout_minutes)
+    try:
+        # The store ends with the last reference to it.
+        store = keep.enter_context(
+            contextlib.nullcontext(open_store(place.rank, place.world_size, timeout, "findings"))
+        )
+        if place.rank == 0:
+            errors, value = ErrorCollector(), None
+            with errors.collect():
+                value = look()
+            store.set("found", json.dumps([errors.messages, value]))
+        store.wait(["found"], timeout)
+        messages, found = json.loads(store.get("found"))
+    except dist.DistError as error:
+        raise LostPeerError(f"rank 0 sent no findings about --load and --save: {error}", [0]) from error
+    raise_user_errors(messages)
+    return found
 
 
 @contextlib.contextmanager

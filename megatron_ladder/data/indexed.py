@@ -21,15 +21,16 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, BinaryIO, Self
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import publish, temporary_path
+from megatron_ladder.files import publish, read_if_exists, temporary_path
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -55,6 +56,11 @@ def bin_path(prefix: Path) -> Path:
 def idx_path(prefix: Path) -> Path:
     """`data/train_text_document` -> `data/train_text_document.idx`."""
     return prefix.with_name(prefix.name + ".idx")
+
+
+def sidecar_path(prefix: Path) -> Path:
+    """`data/train_text_document` -> `data/train_text_document.json`, an optional file; see `sidecar`."""
+    return prefix.with_name(prefix.name + ".json")
 
 
 def loss_mask_path(prefix: Path) -> Path:
@@ -233,6 +239,8 @@ class IndexedDataset:
 
     def __init__(self, prefix: Path) -> None:
         """Raises UserError if a file is missing, has another format, or contradicts itself or the other file."""
+        if not prefix.name:
+            raise UserError(f"{prefix}: is a directory: give the path of a data set without .bin and .idx")
         self.prefix = prefix
         self._mapped: dict[Path, mmap.mmap] = {}
         dtype = self._read_index()
@@ -240,25 +248,25 @@ class IndexedDataset:
         if tokens == 0:
             raise UserError(f"{idx_path(prefix)}: has no token: preprocess an input with text")
         expected_by = f" by {idx_path(prefix)} ({tokens} tokens of {dtype.itemsize} bytes)"
-        self.tokens = self._map(bin_path(prefix), dtype, tokens, expected_by)
+        self.tokens = self._map(self._open(bin_path(prefix)), dtype, tokens, expected_by)
         self.loss_mask: NDArray[np.uint8] | None = None
-        if loss_mask_path(prefix).is_file():
+        if (file := _open_if_exists(loss_mask_path(prefix))) is not None:
             one_each = f", one for each token of {bin_path(prefix)}"
-            self.loss_mask = self._map(loss_mask_path(prefix), np.dtype(np.uint8), tokens, one_each)
+            self.loss_mask = self._map(file, np.dtype(np.uint8), tokens, one_each)
+
+    @cached_property
+    def sidecar(self) -> bytes | None:
+        """The content of the sidecar, which `sidecar.sidecar_of` reads, or None if there is no such file."""
+        return read_if_exists(sidecar_path(self.prefix))
 
     def _read_index(self) -> "np.dtype[Any]":
-        """Read and validate .idx and return the type of the tokens; of .bin only the existence is checked."""
-        prefix = self.prefix
-        if not prefix.name:
-            raise UserError(f"{prefix}: is a directory: give the path of a data set without .bin and .idx")
-        path = idx_path(prefix)
-        for needed in (path, bin_path(prefix)):
-            if not needed.is_file():
-                raise UserError(f"{needed}: no such file{_prefixes_nearby(prefix)}")
-        size = path.stat().st_size
-        if size < _HEADER.size:
-            raise UserError(f"{path}: {size} bytes found, at least {_HEADER.size} expected: not a Megatron index")
-        content = np.memmap(path, mode="r").data
+        """Read and validate .idx and return the type of the tokens."""
+        path = idx_path(self.prefix)
+        with self._open(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < _HEADER.size:
+                raise UserError(f"{path}: {size} bytes found, at least {_HEADER.size} expected: not a Megatron index")
+            content = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
         magic, version, code, sequences, bounds = _HEADER.unpack_from(content)
         if magic != _MAGIC or version != _VERSION:
             raise UserError(
@@ -286,9 +294,16 @@ class IndexedDataset:
         self.document_indices, self.idx_checksum = documents, format_checksum(xxhash.xxh3_128(content))
         return dtype
 
-    def _map(self, path: Path, dtype: "np.dtype[Any]", entries: int, reason: str) -> NDArray[Any]:
+    def _open(self, path: Path) -> BinaryIO:
+        file = _open_if_exists(path)
+        if file is None:
+            raise UserError(f"{path}: no such file{_prefixes_nearby(self.prefix)}")
+        return file
+
+    def _map(self, opened: BinaryIO, dtype: "np.dtype[Any]", entries: int, reason: str) -> NDArray[Any]:
         """Map a file of `entries` values; `reason` continues `N bytes expected` in the message about another size."""
-        with open(path, "rb") as file:
+        path = Path(opened.name)
+        with opened as file:
             found, expected = os.fstat(file.fileno()).st_size, entries * dtype.itemsize
             if found != expected:
                 what = f"{found} bytes found, {expected} expected{reason}"
@@ -312,6 +327,15 @@ class IndexedDataset:
     def document(self, number: int) -> NDArray[Any]:
         """Return the tokens of one document, a view into the file."""
         return self.tokens[self.document_bounds[number] : self.document_bounds[number + 1]]
+
+
+def _open_if_exists(path: Path) -> BinaryIO | None:
+    try:
+        return open(path, "rb")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def sampled_checksum(array: NDArray[Any], blocks: int = SAMPLED_BLOCKS) -> str:

@@ -7,8 +7,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_ladder.data.indexed import COPIED_TOKENS, IndexedDataset, bin_path, format_checksum, loss_mask_path
-from megatron_ladder.data.sidecar import check_index, checksum_errors, missing_loss_mask, read_sidecar, sidecar_path
+from megatron_ladder.data.indexed import (
+    COPIED_TOKENS,
+    IndexedDataset,
+    bin_path,
+    format_checksum,
+    loss_mask_path,
+    sidecar_path,
+)
+from megatron_ladder.data.sidecar import check_index, checksum_errors, missing_loss_mask, sidecar_of
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError, raise_user_errors
 
@@ -27,7 +34,7 @@ def summary(dataset: IndexedDataset) -> Iterator[str]:
     if dataset.loss_mask is not None:
         learnt = int(np.count_nonzero(dataset.loss_mask))
         yield f"  loss mask: {learnt:,} tokens count ({100 * learnt / tokens:.1f}%)"
-    sidecar = read_sidecar(dataset.prefix)
+    sidecar = sidecar_of(dataset)
     missing = missing_loss_mask(dataset, sidecar)
     if missing is not None:
         yield f"  {missing}: training requires it"

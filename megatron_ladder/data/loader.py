@@ -16,7 +16,7 @@ from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.megatron_order import megatron_source
 from megatron_ladder.data.packing import LossOn, PackedSource
 from megatron_ladder.data.samples import SampleSource
-from megatron_ladder.data.sidecar import check_index, check_sidecar, missing_loss_mask, read_sidecar
+from megatron_ladder.data.sidecar import check_index, check_sidecar, missing_loss_mask, sidecar_of
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 
@@ -191,7 +191,7 @@ def _open_part(
 ) -> DataSource | None:
     """Return a part's share of some data sets, all of them without `shares`; None if they have no document for it."""
     errors = ErrorCollector()
-    sidecars = {str(dataset.prefix): read_sidecar(dataset.prefix) for dataset in datasets}
+    sidecars = {str(dataset.prefix): sidecar_of(dataset) for dataset in datasets}
     packed = [prefix for prefix, sidecar in sidecars.items() if sidecar is not None and sidecar.conversations]
     if order.megatron_samples is not None and packed and part == "train":
         raise UserError(
@@ -231,7 +231,7 @@ def _choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
     """Return `loss_on`, or if it is None, `assistant` for a data set with a loss mask and `all` for others."""
     if loss_on == "all" or dataset.loss_mask is not None:
         return loss_on or "assistant"
-    missing = missing_loss_mask(dataset, read_sidecar(dataset.prefix))
+    missing = missing_loss_mask(dataset, sidecar_of(dataset))
     if missing is not None:
         raise UserError(f"{missing}: copy it as well, or give --loss-on all to train on every token")
     if loss_on == "assistant":
@@ -243,7 +243,7 @@ def _open_source(
     part: str, dataset: IndexedDataset, documents: range, order: OrderOptions
 ) -> SampleSource | PackedSource:
     """Return samples of texts, or packed conversations if the sidecar says that the data set contains conversations."""
-    sidecar, shuffle = read_sidecar(dataset.prefix), part == "train"
+    sidecar, shuffle = sidecar_of(dataset), part == "train"
     loss_on = _choose_labels(dataset, order.loss_on)
     if sidecar is not None and sidecar.conversations:
         return PackedSource(

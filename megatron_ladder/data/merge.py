@@ -16,13 +16,13 @@ from megatron_ladder.data.indexed import (
     format_checksum,
     idx_path,
     loss_mask_path,
+    sidecar_path,
 )
 from megatron_ladder.data.sidecar import (
     Sidecar,
     check_index,
     checksum_errors,
     missing_loss_mask,
-    sidecar_path,
     write_sidecar,
 )
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors

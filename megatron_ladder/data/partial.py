@@ -23,9 +23,9 @@ from typing import Any, Self
 import numpy as np
 
 from megatron_ladder.data.encoding import KeyTokens, Task
-from megatron_ladder.data.indexed import HashedFile, bin_path, idx_path, loss_mask_path, write_index
+from megatron_ladder.data.indexed import HashedFile, bin_path, idx_path, loss_mask_path, sidecar_path, write_index
 from megatron_ladder.data.reading.protocol import WrongInputError
-from megatron_ladder.data.sidecar import Sidecar, sidecar_path, write_sidecar
+from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import lock_file, publish, sync_directory
 

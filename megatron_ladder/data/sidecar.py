@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.data.indexed import IndexedDataset, idx_path, loss_mask_path, sampled_checksum
+from megatron_ladder.data.indexed import IndexedDataset, idx_path, loss_mask_path, sampled_checksum, sidecar_path
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import write_atomically
+from megatron_ladder.files import read_if_exists, write_atomically
 
 _FORMAT_VERSION = 1
 
@@ -60,11 +60,6 @@ class Sidecar:
         return self.conversations or self.loss_mask_checksum is not None
 
 
-def sidecar_path(prefix: Path) -> Path:
-    """`data/train_text_document` -> `data/train_text_document.json`."""
-    return prefix.with_name(prefix.name + ".json")
-
-
 def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
     """Write the sidecar of a data set atomically."""
     values = {"format_version": _FORMAT_VERSION} | dataclasses.asdict(sidecar)
@@ -73,11 +68,19 @@ def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
     """Return the sidecar of a data set, or None if there is none; raises UserError if the file has another format."""
-    path = sidecar_path(prefix)
-    if not path.is_file():
+    return _parse(sidecar_path(prefix), read_if_exists(sidecar_path(prefix)))
+
+
+def sidecar_of(dataset: IndexedDataset) -> Sidecar | None:
+    """Return the sidecar of an open data set as `read_sidecar`, but read the file only once."""
+    return _parse(sidecar_path(dataset.prefix), dataset.sidecar)
+
+
+def _parse(path: Path, content: bytes | None) -> Sidecar | None:
+    if content is None:
         return None
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(content)
         if values["format_version"] > _FORMAT_VERSION:
             raise UserError(f"{path}: found format version {values['format_version']}, expected {_FORMAT_VERSION}")
         types = typing.get_type_hints(Sidecar)
@@ -91,7 +94,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
 
 def check_index(dataset: IndexedDataset) -> Sidecar | None:
     """Return the sidecar of a data set or None; raises UserError if its counts or its checksum of the index differ."""
-    sidecar = read_sidecar(dataset.prefix)
+    sidecar = sidecar_of(dataset)
     if sidecar is None:
         return None
     path = sidecar_path(dataset.prefix)
@@ -146,7 +149,7 @@ def content_of(dataset: IndexedDataset) -> dict[str, Any]:
 
     It includes blocks from all over the token file, because the sidecar may be missing or belong to another file.
     """
-    sidecar = read_sidecar(dataset.prefix)
+    sidecar = sidecar_of(dataset)
     return {
         "documents": len(dataset),
         "tokens": len(dataset.tokens),

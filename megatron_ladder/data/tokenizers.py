@@ -16,7 +16,7 @@ import tokenizers
 
 from megatron_ladder.config.data import TokenizerType
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import hub_hint
+from megatron_ladder.files import hub_hint, read_if_exists
 
 DESCRIPTION_FILE = "megatron_ladder_tokenizer.json"
 _FORMAT_VERSION = 1
@@ -173,7 +173,8 @@ class HuggingFaceTokenizer(Tokenizer):
         except Exception as error:  # The library raises nothing narrower.
             raise UserError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
         companions = [path.with_name(name) for name in (*self._COMPANIONS, "chat_template.jinja")]
-        contents = {path: content} | {file: file.read_bytes() for file in companions if file.is_file()}
+        found = {file: read_if_exists(file) for file in companions}
+        contents = {path: content} | {file: text for file, text in found.items() if text is not None}
         self._initialize(library, contents, hashlib.sha256(content).hexdigest())
 
     def _initialize(self, library: tokenizers.Tokenizer, contents: Mapping[Path, bytes], sha256: str) -> None:
@@ -354,9 +355,10 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
     """Load a copy that consists of `tokenizer_files`; raises UserError if it is missing or its files have changed."""
     path = directory / DESCRIPTION_FILE
-    if not path.is_file():
+    content = read_if_exists(path)
+    if content is None:
         raise UserError(f"{path}: no such file: {directory} contains no tokenizer")
-    description = parse_json_object(path, path.read_bytes())
+    description = parse_json_object(path, content)
     missing = {"tokenizer_type", "file", "sha256"} - set(description)
     if missing:
         raise UserError(f"{path}: lacks {', '.join(sorted(missing))}: copy the tokenizer again")
@@ -384,10 +386,11 @@ def _unescaped(spelling: str) -> bytes:
 
 
 def _read_model_file(flag: str, model: Path, expected: str) -> bytes:
-    if not model.is_file():
+    content = read_if_exists(model)
+    if content is None:
         found = "is a directory" if model.is_dir() else "no such file"
         raise UserError(f"{flag} {model}: {found}, expected {expected}{hub_hint(model)}")
-    return model.read_bytes()
+    return content
 
 
 def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:

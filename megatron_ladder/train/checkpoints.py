@@ -275,8 +275,7 @@ class _SmallFiles:
         whose ids and chat template have another meaning.
         """
         notes, found = [], dict[str, bytes]()
-        stored = {record["name"] for record in checkpoint.manifest["files"]}
-        for path in (checkpoint.directory / name for name in CARRIED if name in stored):
+        for path in (checkpoint.directory / name for name in CARRIED if name in checkpoint.file_names):
             try:
                 found[path.name] = path.read_bytes()
             except OSError as error:

@@ -1,21 +1,22 @@
 """From a command line to everything that a run is made of; all errors are found before a process group exists."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.publish import REPLACED_FILES, is_published_name
+from megatron_ladder.checkpoint.publish import is_published_name
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.data import DataConfig
-from megatron_ladder.config.file import CONFIG_NAME
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_run
 from megatron_ladder.data.identity import describe_training
+from megatron_ladder.data.indexed import sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, find_data, open_sources
 from megatron_ladder.data.prompt_files import read_prompt_file
 from megatron_ladder.data.shards import find_input
-from megatron_ladder.data.sidecar import read_sidecar, sidecar_path
+from megatron_ladder.data.sidecar import sidecar_of
 from megatron_ladder.data.streaming import StreamPlan, choose_streams
 from megatron_ladder.data.tokenizers import (
     DESCRIPTION_FILE,
@@ -31,17 +32,18 @@ from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler, select_operations
-from megatron_ladder.train.record import RECORD_NAME
 from megatron_ladder.train.resume import (
     check_same_data,
-    check_save_directory,
     complete_flags,
+    look_into_directories,
     model_differences,
-    open_checkpoint,
+    open_found,
     resumed_run,
 )
 from megatron_ladder.train.trackers import check_trackers
 
+Ask = Callable[[float, Callable[[], Any]], Any]
+"""Receives a time limit in minutes, and a function that rank 0 calls; returns the function's value on every rank."""
 SamplePrompt = tuple[str, tuple[int, ...]]
 """The text and the ids of one of --sample-prompts."""
 
@@ -64,13 +66,17 @@ class RunInputs:
     sample_prompts: tuple[SamplePrompt, ...] = ()
 
 
-def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
-    """Read the command line and open the files that it names; raises UserError with one line per error."""
+def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes, look: look()) -> RunInputs:
+    """Read the command line and open the files that it names; raises UserError with one line per error.
+
+    `ask` returns the findings of rank 0, see `launch.from_rank_0`; by default, this rank looks.
+    """
     errors, found = ErrorCollector(), ErrorCollector()
     flags = parse_run(argv, errors.messages)
+    findings = ask(flags.parallel.distributed_timeout_minutes, lambda: look_into_directories(flags))
     checkpoint, load_errors = None, ErrorCollector()
     with load_errors.collect():
-        checkpoint = open_checkpoint(flags)
+        checkpoint = open_found(findings)
         if checkpoint is not None:
             flags = complete_flags(flags, checkpoint)
     if load_errors.messages:
@@ -85,9 +91,7 @@ def read_inputs(argv: Sequence[str], place: RankInfo) -> RunInputs:
     _check_machine(run, place, found)
     flags_are_valid = not errors.messages and not found.messages
     deepspeed = deepspeed_json(run, found.messages)
-    if not run.logging.skip_train:
-        with found.collect():
-            check_save_directory(run.checkpoint)
+    found.add(*findings["save_errors"])
     if checkpoint is not None:
         found.add(*model_differences(run, checkpoint, vocab_size is not None))
         run = resumed_run(run, checkpoint, found)
@@ -144,7 +148,7 @@ def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[To
     if data.tokenizer_type is not None:
         size = stored - 1 if vocab_size is None and stored is not None else vocab_size
         tokenizer = load_source(TokenizerSource(data.tokenizer_type, data.tokenizer_model, vocab_size=size))
-    elif vocab_size is None and checkpoint is not None and (checkpoint.directory / DESCRIPTION_FILE).is_file():
+    elif vocab_size is None and checkpoint is not None and DESCRIPTION_FILE in checkpoint.file_names:
         tokenizer = load_tokenizer_from_directory(checkpoint.directory)
     elif vocab_size is None and stored is None:
         raise UserError(
@@ -186,7 +190,7 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
         "--profile-dir": run.profile.profile_dir if run.profile.profile else None,
     }
     for flag, folder in folders.items():
-        if folder is None:
+        if folder is None or place.local_rank > 0:
             continue
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -194,12 +198,8 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
                 pass
         except OSError as error:
             errors.add(f"{flag} {folder}: cannot be written to: {error.strerror}: give another directory")
-    if (save := run.checkpoint.save) is not None:
-        if is_published_name(save.name):
-            errors.add(f"--save {save}: is the name of a single checkpoint: give the directory above it")
-        for path in (save / name for name in (*REPLACED_FILES, RECORD_NAME, CONFIG_NAME)):
-            if path.exists() and not path.is_file():
-                errors.add(f"--save {save}: {path.name} is not a file: remove it, or give another directory")
+    if (save := run.checkpoint.save) is not None and is_published_name(save.name):
+        errors.add(f"--save {save}: is the name of a single checkpoint: give the directory above it")
 
 
 def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
@@ -218,7 +218,7 @@ def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
         raise UserError(f"--data-cache-path {data.data_cache_path}: cannot be written to: {error.strerror}") from None
     if tokenizer is not None:
         check_tokenizer(sources, tokenizer)
-    sidecars = {dataset.prefix: read_sidecar(dataset.prefix) for dataset in sources.datasets}
+    sidecars = {dataset.prefix: sidecar_of(dataset) for dataset in sources.datasets}
     raise_user_errors(
         f"{prefix}: holds token ids up to {sidecar.largest_id}, the model has {run.model.vocab_size}: "
         "give the --tokenizer-model or --vocab-size of the data"
@@ -235,8 +235,8 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
     """
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     flags = " ".join(flag_name(name) for name in names if getattr(data, name))
-    prefixes = sorted(dataset.prefix for dataset in sources.datasets)
-    known = {prefix: sidecar for prefix in prefixes if (sidecar := read_sidecar(prefix)) is not None}
+    datasets = sorted(sources.datasets, key=attrgetter("prefix"))
+    known = {dataset.prefix: sidecar for dataset in datasets if (sidecar := sidecar_of(dataset)) is not None}
     # Elsewhere no document ends with the token, and no flag looks for it.
     relevant = {prefix: one.eod_id for prefix, one in known.items() if one.append_eod or data.eod_mask_loss}
     candidates = [*relevant.items(), *((prefix, one.eod_id) for prefix, one in known.items()), ("", None)]

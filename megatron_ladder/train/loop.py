@@ -13,6 +13,7 @@ import torch
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.launch import (
     check_device,
+    from_rank_0,
     naming_lost_peers,
     read_rank_info,
     reporting_errors,
@@ -60,7 +61,7 @@ def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
     start, place, peers = time.monotonic(), read_rank_info(), Peers()
     with ExitStack() as whole_run:
         with reporting_errors(place):
-            inputs = read_inputs(argv, place)
+            inputs = read_inputs(argv, place, partial(from_rank_0, place, whole_run))
             check_device(place)
             folder = inputs.run.checkpoint.save
             if folder is not None and place.rank == 0:

@@ -5,20 +5,30 @@ one of two flags decides between the values; their names and meaning are Megatro
 freely, and the decay of the learning rate still ends where it did.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.lineage import Lineage
 from megatron_ladder.checkpoint.manifest import read_lineage
-from megatron_ladder.checkpoint.publish import MANIFEST_NAME, is_published_name, published_checkpoints, read_latest
+from megatron_ladder.checkpoint.publish import (
+    MANIFEST_NAME,
+    REPLACED_FILES,
+    is_published_name,
+    published_checkpoints,
+    read_latest,
+)
 from megatron_ladder.config.data import CheckpointConfig
+from megatron_ladder.config.file import CONFIG_NAME
 from megatron_ladder.config.run import RunConfig, RunFlags
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.data.identity import data_changes
-from megatron_ladder.errors import ErrorCollector, UserError
+from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name
+from megatron_ladder.train.record import RECORD_NAME
 
 _FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
 """Fields of the model that a resumed run may change, because they affect no stored tensor and no step."""
@@ -39,7 +49,55 @@ _WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
 """Only effective in the style `WSD`."""
 
 
-def open_checkpoint(flags: RunFlags) -> Checkpoint | None:
+class DirectoryFindings(TypedDict):
+    """What rank 0 finds in --load and --save for all ranks: the checkpoint, its warnings, and errors."""
+
+    checkpoint: str | None
+    warnings: Sequence[str]
+    load_errors: Sequence[str]
+    save_errors: Sequence[str]
+
+
+def look_into_directories(flags: RunFlags) -> DirectoryFindings:
+    """Look for the checkpoint that --load names, and for obstacles in --save."""
+    checkpoint, load_errors, save_errors = None, ErrorCollector(), ErrorCollector()
+    load, save = flags.checkpoint.load, flags.checkpoint.save
+    with load_errors.collect(), _reporting(f"--load {load}"):
+        checkpoint = _find_loaded(flags)
+    with save_errors.collect(), _reporting(f"--save {save}"):
+        for path in () if save is None else (save / name for name in (*REPLACED_FILES, RECORD_NAME, CONFIG_NAME)):
+            if path.exists() and not path.is_file():
+                save_errors.add(f"--save {save}: {path.name} is not a file: remove it, or give another directory")
+        if not flags.logging.skip_train:
+            _check_save_directory(flags.checkpoint)
+    return {
+        "checkpoint": None if checkpoint is None else str(checkpoint.directory),
+        "warnings": () if checkpoint is None else checkpoint.warnings,
+        "load_errors": load_errors.messages,
+        "save_errors": save_errors.messages,
+    }
+
+
+@contextmanager
+def _reporting(argument: str) -> Iterator[None]:
+    """Convert an OSError to a UserError about an argument."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{argument}: {error.filename} cannot be read: {error.strerror}") from None
+
+
+def open_found(findings: DirectoryFindings) -> Checkpoint | None:
+    """Open the checkpoint that rank 0 found, if any; raise UserError if rank 0 found errors, or it cannot be read."""
+    raise_user_errors(findings["load_errors"])
+    if findings["checkpoint"] is None:
+        return None
+    checkpoint = Checkpoint.open_unchecked(Path(findings["checkpoint"]))
+    checkpoint.warnings = tuple(findings["warnings"])
+    return checkpoint
+
+
+def _find_loaded(flags: RunFlags) -> Checkpoint | None:
     """Return the checkpoint that --load names, if any; raise UserError if it is damaged, or the run requires one."""
     load = flags.checkpoint.load
     if load is None:
@@ -62,7 +120,7 @@ def open_checkpoint(flags: RunFlags) -> Checkpoint | None:
     return None
 
 
-def check_save_directory(options: CheckpointConfig) -> None:
+def _check_save_directory(options: CheckpointConfig) -> None:
     """Raise UserError if --save holds checkpoints that the run does not continue, unless --overwrite-checkpoints."""
     save, load = options.save, options.load
     if save is None or options.overwrite_checkpoints or not (names := published_checkpoints(save)):

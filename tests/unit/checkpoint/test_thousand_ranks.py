@@ -3,18 +3,14 @@
 `pytest -s` prints the figures of docs/checkpoints.md.
 """
 
-import builtins
-import io
 import json
 import math
 import os
 import resource
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,6 +23,7 @@ from megatron_ladder.checkpoint.manifest import decode_manifest, encode_manifest
 from megatron_ladder.checkpoint.tilings import BoxRecord, FileIndex, FileRecord, file_name, make_index
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.lab.bench.sizes import SIZES
+from tests.helpers.operations import Operations
 from tests.unit.checkpoint import tiny_training
 from tests.unit.checkpoint.tiny_training import TinyState, on_ranks, save_at_once
 
@@ -113,25 +110,6 @@ def test_the_manifest_of_a_thousand_ranks_is_small_and_opens_fast() -> None:
     )
 
 
-class Operations:
-    """Counts the operations on paths in a folder by thread name: a rank is a thread here."""
-
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self._folder, self.of_rank = f"{folder}/", dict[str, list[str]]()
-        names = "stat lstat open mkdir rmdir listdir scandir rename replace unlink readlink utime statvfs access"
-        for module, name in ((io, "open"), (builtins, "open"), *((os, name) for name in names.split())):
-            patch.setattr(module, name, self._counted(getattr(module, name)))
-
-    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(path: Any = ".", *args: Any, **options: Any) -> Any:
-            if isinstance(path, str | os.PathLike) and f"{os.fspath(path)}/".startswith(self._folder):
-                line = f"{real.__name__} {os.fspath(path)}"
-                self.of_rank.setdefault(threading.current_thread().name, []).append(line)
-            return real(path, *args, **options)
-
-        return counted
-
-
 def test_only_rank_0_looks_at_the_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resuming and saving: on 1,024 ranks, one operation per file of the checkpoint and rank would be 3 million."""
     ranks = 2
@@ -147,7 +125,7 @@ def test_only_rank_0_looks_at_the_files_of_others(tmp_path: Path, monkeypatch: p
         return f"{found.directory.name} {faults}"
 
     assert on_ranks(ranks, run) == ["iter_0000100 []"] * ranks
-    first, other = (operations.of_rank[f"rank {rank}"] for rank in range(ranks))
+    first, other = (operations.of_thread[f"rank {rank}"] for rank in range(ranks))
     assert len(other) <= 12, "\n".join(other)
     own = ("manifest.json", "_rank_00001.safetensors")
     assert all(line.startswith("open ") and line.endswith(own) for line in other), "\n".join(other)

@@ -1,12 +1,18 @@
 """The rank, device and network interface of a process."""
 
+import itertools
 import os
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from megatron_ladder.comm import agreement
 from megatron_ladder.comm.agreement import Host
 from megatron_ladder.comm.launch import (
     LAUNCHER_VARIABLES,
@@ -15,10 +21,12 @@ from megatron_ladder.comm.launch import (
     _choose_interface,
     _find_host,
     check_device,
+    from_rank_0,
     naming_lost_peers,
     read_rank_info,
 )
-from megatron_ladder.errors import LostPeerError, UserError
+from megatron_ladder.errors import LostPeerError, UserError, raise_user_errors
+from tests.helpers.commands import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +63,39 @@ def test_each_process_needs_a_separate_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "64")
     with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS=64: expected 1 to 32"):
         check_device(RankInfo(14, 16, 6))
+
+
+def test_rank_0_looks_for_all_ranks_before_there_is_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The ranks are threads here, which share the counter.
+    monkeypatch.setattr(agreement, "_USES", defaultdict(lambda: itertools.repeat(0)))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    looked: list[int] = []
+
+    def answers(error: str | None) -> list[Any]:
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        with ExitStack() as keep, ThreadPoolExecutor(3) as threads:
+
+            def ask(rank: int) -> Any:
+                def look() -> dict[str, Any]:
+                    looked.append(rank)
+                    raise_user_errors([] if error is None else [error])
+                    return {"checkpoint": "iter_0000007", "warnings": ["a"]}
+
+                try:
+                    return from_rank_0(RankInfo(rank, 3, rank), keep, 1, look)
+                except UserError as raised:
+                    return raised.messages
+
+            return list(threads.map(ask, (2, 1, 0)))
+
+    assert answers(None) == [{"checkpoint": "iter_0000007", "warnings": ["a"]}] * 3
+    assert answers("--load x: is a file") == [("--load x: is a file",)] * 3
+    assert looked == [0, 0]
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with ExitStack() as keep, pytest.raises(LostPeerError, match="rank 0 sent no findings"):
+        from_rank_0(RankInfo(1, 2, 1), keep, 0.01, lambda: {})
+    with ExitStack() as keep:
+        assert from_rank_0(RankInfo(0, 1, 0), keep, 1, lambda: 5) == 5
 
 
 def test_lost_peers_are_distinguished_from_other_errors() -> None:

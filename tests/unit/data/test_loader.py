@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader
-from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
+from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path, sidecar_path
 from megatron_ladder.data.loader import DataArguments, OrderOptions, check_tokenizer, open_sources
 from megatron_ladder.data.samples import SampleSource
-from megatron_ladder.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
+from megatron_ladder.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.errors import UserError
 
@@ -159,18 +159,21 @@ def test_sidecar_must_name_the_tokenizer(
     make_dataset: MakeDataset, sentencepiece_tokenizer: SentencePieceTokenizer
 ) -> None:
     dataset, tokenizer = make_dataset([50]), sentencepiece_tokenizer
-    sources = open_sources(shared(dataset.prefix), "1,0,0", ORDER)
-    check_tokenizer(sources, tokenizer)
+
+    def check() -> None:
+        check_tokenizer(open_sources(shared(dataset.prefix), "1,0,0", ORDER), tokenizer)
+
+    check()
     right = Sidecar(tokenizer.kind, tokenizer.sha256, tokenizer.vocab_size, 2, True, 49, 1, 50)
     write_sidecar(dataset.prefix, right)
-    check_tokenizer(sources, tokenizer)
+    check()
     for wrong in (replace(right, vocab_size=599), replace(right, tokenizer_sha256="0" * 64)):
         write_sidecar(dataset.prefix, wrong)
         with pytest.raises(UserError, match="--tokenizer-model .*tiny.model .* is not the tokenizer of"):
-            check_tokenizer(sources, tokenizer)
+            check()
     write_sidecar(dataset.prefix, replace(right, tokens=51))
     with pytest.raises(UserError, match="describes 1 documents and 51 tokens, the data set has 1 and 50"):
-        check_tokenizer(sources, tokenizer)
+        check()
 
 
 def test_a_sidecar_of_a_later_release_and_a_missing_one(make_dataset: MakeDataset) -> None:

@@ -108,7 +108,7 @@ def test_the_sidecar_marks_conversations(dataset: IndexedDataset) -> None:
     sidecar = Sidecar("HuggingFaceTokenizer", "ab", 100, 5, False, 52, 10, sum(LENGTHS), conversations=True)
     write_sidecar(dataset.prefix, sidecar)
     for loss_on, expected in ((None, "assistant"), ("assistant", "assistant"), ("all", "all")):
-        packed = open_whole(dataset, loss_on)
+        packed = open_whole(IndexedDataset(dataset.prefix), loss_on)
         assert isinstance(packed, PackedSource) and (packed.loss_on, packed.pad_id) == (expected, 5)
     loss_mask_path(dataset.prefix).unlink()
     bare = IndexedDataset(dataset.prefix)
@@ -128,4 +128,4 @@ def test_texts_with_a_missing_mask(dataset: IndexedDataset) -> None:
     assert isinstance(open_whole(bare, "all"), SampleSource)
     write_sidecar(dataset.prefix, replace(sidecar, loss_mask_checksum=None))
     with pytest.raises(UserError, match="--loss-on assistant: .*numbers has no loss mask"):
-        open_whole(bare, "assistant")
+        open_whole(IndexedDataset(bare.prefix), "assistant")
