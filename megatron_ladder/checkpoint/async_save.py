@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.comm.agreement import name_ranks
-from megatron_ladder.files import write_atomically
+from megatron_ladder.files import temporary_path
 
 _ALIGNMENT = 256
 """Bytes; every copy begins at a multiple, so that any element type can be viewed there."""
@@ -109,7 +109,9 @@ def gather_through_files(directory: Path, rank: int, size: int, timeout_seconds:
     if rank != 0:
         # If the disk is full even for this file, rank 0 notices by waiting.
         with contextlib.suppress(OSError):
-            write_atomically(files[rank], json.dumps(value).encode())
+            temporary = temporary_path(files[rank])
+            temporary.write_text(json.dumps(value))
+            os.replace(temporary, files[rank])
         return []
     deadline = time.monotonic() + timeout_seconds
     while missing := _missing(directory, files):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -76,8 +76,8 @@ class Checkpoint:
         """The manifest without its tensors."""
         self.warnings: tuple[str, ...] = ()
         """Problems of newer checkpoints that were passed over."""
+        self.manifest_checksum = manifest_checksum
         self._table = table
-        self._manifest_checksum = manifest_checksum
         self._headers: dict[str, dict[str, TensorPosition]] = {}
         self._kept: dict[Path, BinaryIO] | None = None
 
@@ -152,7 +152,7 @@ class Checkpoint:
     def reference(self) -> dict[str, Any]:
         """Return the description of this checkpoint as the parent of others."""
         directory = str(self.directory.resolve())
-        return {"directory": directory, "iteration": self.iteration, "manifest_checksum": self._manifest_checksum}
+        return {"directory": directory, "iteration": self.iteration, "manifest_checksum": self.manifest_checksum}
 
     def stored(self, kind: str) -> Mapping[str, StoredTensor]:
         """Return all stored tensors of a kind by name."""
@@ -188,8 +188,7 @@ class Checkpoint:
             box = stored.box(index)
             shared = intersection(box, wanted)
             assert shared is not None
-            begin = self.position(stored, index, self._opened).begin
-            path = self.directory / stored.file(index)
+            begin, path = self.position(stored, index).begin, self.directory / stored.file(index)
             part = target[shared.within(wanted).slices()]
             read_part(path, begin, box.extent, shared.within(box), stored.dtype, part, opened=self._opened)
 
@@ -213,6 +212,20 @@ class Checkpoint:
         self, progress: str | None = None, rank: int = 0, ranks: int = 1, only_weights: bool = False
     ) -> None:
         """Read files in parallel, and compare checksums and headers with the manifest.
+
+        Args: as for `verify_checksums`.
+
+        Raises:
+            UserError: files are damaged; one line per file.
+        """
+        self.verify_headers(self.verify_checksums(progress, rank, ranks, only_weights))
+
+    def verify_checksums(
+        self, progress: str | None = None, rank: int = 0, ranks: int = 1, only_weights: bool = False
+    ) -> set[str]:
+        """Read files in parallel, compare checksums with the manifest, and return the names of the files.
+
+        Another thread may read tensors meanwhile.
 
         Args:
             progress: description of the progress bar; no bar if None.
@@ -245,21 +258,21 @@ class Checkpoint:
 
             with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:
                 raise_user_errors(limited([error for error in threads.map(check, records) if error is not None]))
-        names = {record["name"] for record in records}
+        return {record["name"] for record in records}
+
+    def verify_headers(self, names: Collection[str]) -> None:
+        """Compare the headers of files with the manifest; raise UserError if one differs."""
         for tensors in self._table.values():
             for stored in tensors.values():
                 for index in stored.boxes_in(names):
                     self.position(stored, index)
 
-    def position(
-        self, stored: StoredTensor, index: int,
-        opened: Callable[[Path], contextlib.AbstractContextManager[BinaryIO]] = open_to_read,
-    ) -> TensorPosition:  # fmt: skip
+    def position(self, stored: StoredTensor, index: int) -> TensorPosition:
         """Return the position of a box in its file; raise UserError if its header contradicts the manifest."""
         file, key = stored.file(index), stored.key(index)
         path = self.directory / file
         if file not in self._headers:
-            self._headers[file] = read_header(path, opened)
+            self._headers[file] = read_header(path, self._opened)
         position = self._headers[file].get(key)
         if position is None:
             raise UserError(f"{path}: has no tensor {key!r}, which the manifest lists")

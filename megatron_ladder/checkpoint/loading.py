@@ -50,6 +50,7 @@ def load_newest(
     world: CommGroup,
     refuse: Callable[[Checkpoint], list[str]],
     *,
+    opened: Checkpoint | None = None,
     optimizer: bool = True,
     generators: bool = True,
     progress: str | None = None,
@@ -61,6 +62,7 @@ def load_newest(
     Args:
         load: a directory of checkpoints, or one checkpoint, which then is the only candidate.
         refuse: returns other reasons not to load an undamaged checkpoint; the same on every rank.
+        opened: a checkpoint that this rank has opened; it does not read the manifest again, except on rank 0.
         optimizer: read moments and the number of steps; without them the optimizer starts from scratch.
         generators: restore the random generators.
         progress: description of the progress bar of verifying this rank's share; no bar if None.
@@ -78,7 +80,7 @@ def load_newest(
     candidates, errors, untried = world.broadcast_object((candidates, errors, untried))
     for directory in candidates:
         try:
-            checkpoint = _open_on_all(directory, world, refuse)
+            checkpoint = _open_on_all(directory, world, refuse, opened)
             _load_state(checkpoint, state, world, optimizer, generators, progress)
         except UserError as error:
             errors = [*errors, *error.messages]
@@ -87,23 +89,33 @@ def load_newest(
     raise UserError(f"{load}: no checkpoint can be loaded", *errors, *untried)
 
 
-def _open_on_all(directory: Path, world: CommGroup, refuse: Callable[[Checkpoint], list[str]]) -> Checkpoint:
+def _open_on_all(
+    directory: Path, world: CommGroup, refuse: Callable[[Checkpoint], list[str]], opened: Checkpoint | None
+) -> Checkpoint:
     """Open a checkpoint; raise UserError on every rank if any rank cannot, for example on a host without the disk.
 
     Rank 0 looks at all files before the others read the manifest: thousands of ranks would overload a file system.
+    `opened` is used instead if it has the same manifest.
     """
-    checkpoint, errors = None, ErrorCollector()
+    checkpoint, errors, checksum = None, ErrorCollector(), ""
     for is_first in (True, False):
         if (world.rank == 0) == is_first:
             with errors.collect():
                 try:
-                    checkpoint = Checkpoint.open(directory) if is_first else Checkpoint.open_unchecked(directory)
+                    if is_first:
+                        checkpoint = Checkpoint.open(directory)
+                    elif opened is not None and (opened.directory, opened.manifest_checksum) == (directory, checksum):
+                        checkpoint = opened
+                    else:
+                        checkpoint = Checkpoint.open_unchecked(directory)
                 except OSError as error:
                     reason = f"cannot be read: {error.strerror or error}"
                     raise UserError(f"{error.filename or directory}: {reason}") from None
                 errors.add(*refuse(checkpoint))
         if is_first:
-            raise_user_errors(world.broadcast_object(errors.messages))
+            found = None if checkpoint is None else checkpoint.manifest_checksum
+            messages, checksum = world.broadcast_object((errors.messages, found))
+            raise_user_errors(messages)
     raise_on_all_ranks(world, errors.messages)
     assert checkpoint is not None
     return checkpoint
@@ -119,13 +131,13 @@ def _load_state(
 ) -> None:
     """Read masters, moments, weights and generators; raise UserError on every rank if any rank finds an error."""
     errors = ErrorCollector()
-    with ThreadPoolExecutor(1) as thread:
-        verified = thread.submit(checkpoint.verify, progress, world.rank, world.size)
+    with ThreadPoolExecutor(1) as thread, checkpoint.keeping_files_open():
+        verified = thread.submit(checkpoint.verify_checksums, progress, world.rank, world.size)
         restored: dict[str, Tensor] = {}
         counters = checkpoint.manifest.get("optimizer", {})
         if optimizer and counters.get("steps_taken", -1) < 0:
             errors.add(f"{checkpoint.directory}: {MANIFEST_NAME}: optimizer.steps_taken is missing or negative")
-        with errors.collect(), checkpoint.keeping_files_open():
+        with errors.collect():
             _read_optimizer(checkpoint, state, optimizer)
             stored = checkpoint.stored("rng") if generators else {}
             for name, now in generator_states(world.rank).items():
@@ -134,7 +146,7 @@ def _load_state(
                     checkpoint.read(name, "rng", (0,), tuple(now.shape), out=now)
                     restored[name] = now
         with errors.collect():
-            verified.result()
+            checkpoint.verify_headers(verified.result())
     raise_on_all_ranks(world, errors.messages)
     if optimizer:
         state.set_steps_taken(int(counters["steps_taken"]))

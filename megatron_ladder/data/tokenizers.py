@@ -166,8 +166,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, model: Path) -> None:
         """Raises UserError if the file is missing, is not a tokenizer.json, or has no end-of-document token."""
-        path = model / "tokenizer.json" if model.is_dir() else model
-        content = _read_model_file("--tokenizer-model", path, "a tokenizer.json, or a directory that contains one")
+        path, content = model / "tokenizer.json", None
+        if model.suffix != ".json":
+            content = read_if_exists(path)
+        if content is None:
+            path = model
+            content = _read_model_file("--tokenizer-model", path, "a tokenizer.json, or a directory that contains one")
         try:
             library = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # The library raises nothing narrower.

@@ -128,6 +128,7 @@ class CheckpointSaver:
 
         checkpoint, faults = load_newest(
             load, self._trainer.engine.state, self._world, refuse,
+            opened=opened,
             optimizer=config.load_optim and not only_weights,
             generators=config.load_rng and not only_weights,
             progress=f"verifying {load}" if self._world.rank == 0 else None,

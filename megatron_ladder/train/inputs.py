@@ -193,9 +193,11 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
         if folder is None or place.local_rank > 0:
             continue
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            try:
+                tempfile.TemporaryFile(dir=folder).close()
+            except FileNotFoundError:
+                folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             errors.add(f"{flag} {folder}: cannot be written to: {error.strerror}: give another directory")
     if (save := run.checkpoint.save) is not None and is_published_name(save.name):

@@ -22,7 +22,9 @@ class Operations:
 
     def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def counted(path: Any = ".", *args: Any, **options: Any) -> Any:
-            if isinstance(path, str | os.PathLike) and f"{os.fspath(path)}/".startswith(self._folder):
+            # An opener calls os.open.
+            is_path = isinstance(path, str | os.PathLike) and options.get("opener") is None
+            if is_path and f"{os.fspath(path)}/".startswith(self._folder):
                 line = f"{real.__name__} {os.fspath(path)[len(self._folder) :]}"
                 self.of_thread.setdefault(threading.current_thread().name, []).append(line)
             return real(path, *args, **options)

@@ -1,0 +1,71 @@
+"""A run under ZeRO-3 on two ranks, from its start to a save and from its resume to another: operations on files."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import tokenizers
+import torch.distributed as dist
+
+from megatron_ladder.data.sidecar import Sidecar, write_sidecar
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
+from megatron_ladder.train import loop, setup
+from tests.distributed.test_loop import write_tokens
+from tests.helpers.commands import free_port
+from tests.helpers.operations import Operations
+from tests.helpers.pool import GlooPools
+from tests.helpers.training import CPU, deepspeed_is_started
+
+RECIPE = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 12 --zero-stage 3 "
+    "--bf16 --train-iters 4 --lr 1e-2 --micro-batch-size 2 --split 8,2,0 --eval-iters 1 --save-interval 2 "
+    "--tokenizer-type HuggingFaceTokenizer"
+).split()
+
+
+def write_inputs(folder: Path) -> list[str]:
+    """Write a data set with a sidecar, and its tokenizer; return the flags."""
+    prefix, path = write_tokens(folder / "tokens"), folder / "tokenizer.json"
+    words = {word: number for number, word in enumerate(["</s>", *map(str, range(100))])}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "0")).save(str(path))
+    found = HuggingFaceTokenizer(path)
+    sidecar = Sidecar(found.kind, found.sha256, found.vocab_size, 0, False, largest_id=100, documents=10, tokens=500)
+    write_sidecar(Path(prefix), sidecar)
+    return [*RECIPE, "--data-path", prefix, "--tokenizer-model", str(path)]
+
+
+def pretrain(argv: list[str], folder: Path, port: int) -> list[str]:
+    """On each rank: run the program in the pool's process group; return the operations on files in a folder."""
+    assert deepspeed_is_started()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_PORT", str(port))
+        # The first rank of a host does more than the others.
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setattr(setup, "start_process_group", lambda *of_the_run: CPU)
+        patch.setattr(setup, "start_deepspeed", lambda *of_the_run: None)
+        patch.setattr(loop, "stop_process_group", dist.barrier)
+        patch.setattr(loop, "HangWatch", mock.MagicMock())
+        operations = Operations(folder, patch)
+        loop.pretrain(argv)
+        return [line for lines in operations.of_thread.values() for line in lines]
+
+
+def test_ranks_open_what_they_read_and_resume_bitwise(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    """On a thousand ranks each operation is a thousand operations of one shared file system."""
+    words, pool = write_inputs(tmp_path), gloo_pools(2)
+    whole, half, rest = (
+        [*words, *f"--save {tmp_path}/{name} --load {tmp_path}/{name} {flags}".split()]
+        for name, flags in (("a", "--async-save"), ("b", "--exit-interval 2"), ("b", ""))
+    )
+    counts = []
+    for argv in (whole, half, rest):
+        first, other = pool.run(pretrain, argv, tmp_path, free_port())
+        looks = [line for line in other if not line.startswith("open ")]
+        # Whether --save is the directory of rank 0, and the end of a background save.
+        assert [line.split()[0] for line in looks] == ["stat", *["replace"] * ("--async-save" in argv)], looks
+        assert len(first) > 60
+        counts.append(len(other))
+    # The start, two saves of which one is in the background; the start and a save; the start, a load and a save.
+    assert all(count <= most for count, most in zip(counts, (18, 13, 20), strict=True)), counts
+    for path in sorted((tmp_path / "a" / "iter_0000004").glob("*.safetensors")):
+        assert path.read_bytes() == (tmp_path / "b" / "iter_0000004" / path.name).read_bytes(), path
