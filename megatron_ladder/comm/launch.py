@@ -1,10 +1,11 @@
 """Starts a process: finds its rank and device, and joins the default process group."""
 
 import contextlib
-import json
 import os
+import pickle
 import socket
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -162,10 +163,10 @@ def _choose_interface(here: Host, hosts: Sequence[Host]) -> None:
 def from_rank_0(
     place: RankInfo, keep: contextlib.ExitStack, timeout_minutes: float, look: Callable[[], Any]
 ) -> Any:
-    """Return the JSON-able findings of `look` on rank 0; the other ranks do not call it. Needs no process group.
+    """Return the picklable findings of `look` on rank 0; the other ranks do not call it. Needs no process group.
 
-    A thousand ranks that look at the same directories at the same time would overload a file system. All ranks must
-    call this. `keep` must not end before the process group has started, because rank 0 serves its findings until then.
+    A thousand ranks that look at the same directories at the same time would overload a file system, or a hub. All
+    ranks must call this. `keep` must not end before the process group has started: rank 0 serves its findings.
 
     Raises:
         UserError: `look` raised it, the launcher's address cannot be reached, or its port is in use.
@@ -184,11 +185,11 @@ def from_rank_0(
             errors, value = ErrorCollector(), None
             with errors.collect():
                 value = look()
-            store.set("found", json.dumps([errors.messages, value]))
+            store.set("found", zlib.compress(pickle.dumps((errors.messages, value))))  # type: ignore[arg-type]
         store.wait(["found"], timeout)
-        messages, found = json.loads(store.get("found"))
+        messages, found = pickle.loads(zlib.decompress(store.get("found")))
     except dist.DistError as error:
-        raise LostPeerError(f"rank 0 sent no findings about --load and --save: {error}", [0]) from error
+        raise LostPeerError(f"rank 0 sent no findings about --load, --save and --streaming: {error}", [0]) from error
     raise_user_errors(messages)
     return found
 

@@ -128,7 +128,7 @@ def describe_sources(sources: Sequence[Source]) -> tuple[dict[str, Any], ...]:
     Blocks from all over each local file are read, fewer per file if there are many files. For files on the hub, the
     hub's own content hashes are used, so that a commit that does not touch them is not a change.
     """
-    files = [source.data_files() if isinstance(source, HubSource) else [source.name] for source in sources]
+    files = [source.data_files if isinstance(source, HubSource) else [source.name] for source in sources]
     blocks = max(2, min(SAMPLED_BLOCKS, _TOTAL_BLOCKS // max(1, sum(map(len, files)))))
     described = []
     for source, members in zip(sources, files, strict=True):

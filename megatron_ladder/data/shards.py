@@ -18,12 +18,14 @@ from megatron_ladder.data.reading.files import HugeLine, JsonLinesFile, LineSpan
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.hub import BATCH_ROWS, HubShard, HubSource
 from megatron_ladder.data.reading.parquet import ParquetFile, RowGroup
-from megatron_ladder.data.reading.protocol import SPAN_BYTES, BadRecord, Block, Reading, Source
+from megatron_ladder.data.reading.protocol import SPAN_BYTES, BadRecord, Block, FileSource, Reading, Source
 from megatron_ladder.data.streaming import Shard, ShardBlock
 from megatron_ladder.errors import UserError
 
 _ENOUGH_SHARDS = 256
 """Files are divided if there are fewer files than this."""
+_COMPARED_FILES = 4
+"""Files of which every host compares the size with that on the host of rank 0."""
 _MIN_BYTES = 1 << 12
 """Approximate minimum size of a part of a file of lines."""
 _LINES_COUNTED_BYTES = 1 << 30
@@ -34,10 +36,11 @@ _LINES_COUNTED_BYTES = 1 << 30
 class _SourceShard:
     source: Source
     reading: Reading
+    name: str
 
-    @property
-    def name(self) -> str:
-        return f"{Path(self.source.name).name} {self.source.total_bytes}"
+    @staticmethod
+    def of(source: Source, reading: Reading) -> "_SourceShard":
+        return _SourceShard(source, reading, f"{Path(source.name).name} {source.total_bytes}")
 
     def blocks(self, first: int) -> Iterator[ShardBlock]:
         if isinstance(self.source, HubShard):
@@ -127,10 +130,27 @@ def _documents(blocks: Iterator[Block], reading: Reading) -> Iterator[ShardBlock
 
 
 class StreamInput(NamedTuple):
-    """The input of a streamed run, and the descriptions of its sources, see `describe_sources`."""
+    """The input of a streamed run; picklable, so that one rank looks for all.
+
+    `sources` are described by `describe_sources`. `files` are some local files with their sizes.
+    """
 
     shards: tuple[Shard, ...]
     sources: tuple[dict[str, Any], ...]
+    files: tuple[tuple[Path, int], ...]
+
+    def check_files(self) -> None:
+        """Raise UserError if this host has other files than the one that looked."""
+        for path, expected in self.files:
+            try:
+                found = f"has {path.stat().st_size} bytes"
+            except OSError as error:
+                found = f"cannot be read: {error.strerror}"
+            if found != f"has {expected} bytes":
+                raise UserError(
+                    f"--streaming {path}: {found}, and {expected} bytes on the host of rank 0: give all hosts the same "
+                    "files"
+                )
 
 
 def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput:
@@ -147,10 +167,13 @@ def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput
         raise UserError("--streaming -: standard input cannot be read again by a resumed run: give files")
     part = max(_MIN_BYTES, sum(source.total_bytes or 0 for source in sources) // _ENOUGH_SHARDS)
     if len(sources) >= _ENOUGH_SHARDS:
-        shards: list[Shard] = [_SourceShard(source, reading) for source in sources]
+        shards: list[Shard] = [_SourceShard.of(source, reading) for source in sources]
     else:
         shards = [shard for source in sources for shard in _cut(source, reading, part)]
-    return StreamInput(tuple(shards), describe_sources(sources))
+    local = [source for source in sources if isinstance(source, FileSource)]
+    some = local[:: -(-len(local) // _COMPARED_FILES) or 1]
+    files = tuple((source.path, source.total_bytes) for source in some)
+    return StreamInput(tuple(shards), describe_sources(sources), files)
 
 
 def _with_training_flags(message: str) -> str:
@@ -169,6 +192,6 @@ def _cut(source: Source, reading: Reading, part: int) -> Iterator[Shard]:
             yield _RowGroupShard(tuple(parts), reading)
     elif isinstance(source, HubSource):
         count = source.count_shards()
-        yield from (_SourceShard(HubShard(source, number, count), reading) for number in range(count))
+        yield from (_SourceShard.of(HubShard(source, number, count), reading) for number in range(count))
     else:
-        yield _SourceShard(source, reading)
+        yield _SourceShard.of(source, reading)

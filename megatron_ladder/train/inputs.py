@@ -15,7 +15,7 @@ from megatron_ladder.data.identity import describe_training
 from megatron_ladder.data.indexed import sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, find_data, open_sources
 from megatron_ladder.data.prompt_files import read_prompt_file
-from megatron_ladder.data.shards import find_input
+from megatron_ladder.data.shards import StreamInput, find_input
 from megatron_ladder.data.sidecar import sidecar_of
 from megatron_ladder.data.streaming import StreamPlan, choose_streams
 from megatron_ladder.data.tokenizers import (
@@ -33,6 +33,7 @@ from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.train.resume import (
+    DirectoryFindings,
     check_same_data,
     complete_flags,
     look_into_directories,
@@ -73,10 +74,13 @@ def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes,
     """
     errors, found = ErrorCollector(), ErrorCollector()
     flags = parse_run(argv, errors.messages)
-    findings = ask(flags.parallel.distributed_timeout_minutes, lambda: look_into_directories(flags))
+    streams = bool(flags.data.streaming) and not errors.messages and not flags.logging.skip_train
+    directories, text_input, input_errors = ask(
+        flags.parallel.distributed_timeout_minutes, lambda: _look(flags, streams)
+    )
     checkpoint, load_errors = None, ErrorCollector()
     with load_errors.collect():
-        checkpoint = open_found(findings)
+        checkpoint = open_found(directories)
         if checkpoint is not None:
             flags = complete_flags(flags, checkpoint)
     if load_errors.messages:
@@ -91,7 +95,7 @@ def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes,
     _check_machine(run, place, found)
     flags_are_valid = not errors.messages and not found.messages
     deepspeed = deepspeed_json(run, found.messages)
-    found.add(*findings["save_errors"])
+    found.add(*directories.save_errors)
     if checkpoint is not None:
         found.add(*model_differences(run, checkpoint, vocab_size is not None))
         run = resumed_run(run, checkpoint, found)
@@ -110,7 +114,11 @@ def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes,
             found.add("--skip-train needs validation data: give --valid-data-path, or a --split with a share of it")
     elif run.data.streaming and flags_are_valid:
         with found.collect():
-            stream = _open_stream(run, tokenizer, checkpoint)
+            raise_user_errors(input_errors)
+            assert text_input is not None
+            if place.rank > 0 and place.local_rank == 0:
+                text_input.check_files()
+            stream = _open_stream(run, tokenizer, checkpoint, text_input)
     prompts: tuple[SamplePrompt, ...] = ()
     with found.collect():
         prompts = _read_sample_prompts(run, tokenizer)
@@ -264,17 +272,29 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
     return eod_id
 
 
-def _open_stream(run: RunConfig, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None) -> StreamPlan:
+def _look(flags: RunFlags, streams: bool) -> tuple[DirectoryFindings, StreamInput | None, list[str]]:
+    """Return what rank 0 finds for all ranks in directories of checkpoints, and the input of --streaming or errors."""
+    data, found, errors = flags.data, None, ErrorCollector()
+    if streams:
+        with errors.collect():
+            found = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
+    return look_into_directories(flags), found, errors.messages
+
+
+def _open_stream(
+    run: RunConfig, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None, text_input: StreamInput
+) -> StreamPlan:
     """Return the input of --streaming, with the checkpoint's number of streams unless a flag sets another."""
-    data, training = run.data, run.training
+    data, training, shards = run.data, run.training, text_input.shards
     assert tokenizer is not None
-    max_bad = data.streaming_skip_bad_lines
-    shards, sources = find_input(data.streaming, data.streaming_key, max_bad)
     stored = {} if checkpoint is None else checkpoint.manifest.get("data", {}).get("stream", {})
     requested = stored.get("streams") if data.streaming_shards is None else data.streaming_shards
     streams = choose_streams(requested, len(shards), run.data_parallel_size)
     window = max(1, data.streaming_shuffle_buffer // streams)
-    return StreamPlan(shards, streams, training.seq_length, training.seed, window, tokenizer.eod_id, sources, max_bad)
+    return StreamPlan(
+        shards, streams, training.seq_length, training.seed, window, tokenizer.eod_id, text_input.sources,
+        data.streaming_skip_bad_lines,
+    )  # fmt: skip
 
 
 def _read_sample_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[SamplePrompt, ...]:

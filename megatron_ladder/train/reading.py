@@ -18,7 +18,7 @@ from megatron_ladder.data.streaming import (
     positions_of,
     skipped_of,
 )
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import print_rank_0
 from megatron_ladder.train.setup import Trainer
@@ -84,8 +84,14 @@ class TextStreams:
         trainer, mesh, tokenizer, reader = self._trainer, self._trainer.mesh, self._inputs.tokenizer, None
         shape, rules = _shape_and_rules(trainer)
         assert tokenizer is not None
+        # Otherwise a thousand ranks would read the same file at once.
+        errors, texts = ErrorCollector(), list[str]()
+        if mesh.world.rank == 0:
+            with errors.collect():
+                texts = next(self._plan.shards[0].blocks(0), ShardBlock([])).texts
+        messages, texts = mesh.world.broadcast_object((errors.messages, texts))
+        raise_user_errors(messages)
         if mesh.model.rank == 0:
-            texts = next(self._plan.shards[0].blocks(0), ShardBlock([])).texts
             choice = choose_encoder(tokenizer, "auto", texts)
             print_rank_0(f"--streaming: {choice.sentence}", mesh.world.rank)
 

@@ -6,10 +6,10 @@ freely, and the decay of the learning rate still ends where it did.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.lineage import Lineage
@@ -49,17 +49,17 @@ _WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
 """Only effective in the style `WSD`."""
 
 
-class DirectoryFindings(TypedDict):
+class DirectoryFindings(NamedTuple):
     """What rank 0 finds in --load and --save for all ranks: the checkpoint, its warnings, and errors."""
 
-    checkpoint: str | None
+    checkpoint: Path | None
     warnings: Sequence[str]
     load_errors: Sequence[str]
     save_errors: Sequence[str]
 
 
 def look_into_directories(flags: RunFlags) -> DirectoryFindings:
-    """Look for the checkpoint that --load names, and for obstacles in --save."""
+    """Look for the checkpoint that --load names, and for obstacles in --save, which is created."""
     checkpoint, load_errors, save_errors = None, ErrorCollector(), ErrorCollector()
     load, save = flags.checkpoint.load, flags.checkpoint.save
     with load_errors.collect(), _reporting(f"--load {load}"):
@@ -70,12 +70,12 @@ def look_into_directories(flags: RunFlags) -> DirectoryFindings:
                 save_errors.add(f"--save {save}: {path.name} is not a file: remove it, or give another directory")
         if not flags.logging.skip_train:
             _check_save_directory(flags.checkpoint)
-    return {
-        "checkpoint": None if checkpoint is None else str(checkpoint.directory),
-        "warnings": () if checkpoint is None else checkpoint.warnings,
-        "load_errors": load_errors.messages,
-        "save_errors": save_errors.messages,
-    }
+    if save is not None:
+        # Now, so that no rank has to. Every host reports why it cannot write there.
+        with suppress(OSError):
+            save.mkdir(parents=True, exist_ok=True)
+    found, warnings = (None, ()) if checkpoint is None else (checkpoint.directory, checkpoint.warnings)
+    return DirectoryFindings(found, warnings, load_errors.messages, save_errors.messages)
 
 
 @contextmanager
@@ -89,11 +89,11 @@ def _reporting(argument: str) -> Iterator[None]:
 
 def open_found(findings: DirectoryFindings) -> Checkpoint | None:
     """Open the checkpoint that rank 0 found, if any; raise UserError if rank 0 found errors, or it cannot be read."""
-    raise_user_errors(findings["load_errors"])
-    if findings["checkpoint"] is None:
+    raise_user_errors(findings.load_errors)
+    if findings.checkpoint is None:
         return None
-    checkpoint = Checkpoint.open_unchecked(Path(findings["checkpoint"]))
-    checkpoint.warnings = tuple(findings["warnings"])
+    checkpoint = Checkpoint.open_unchecked(findings.checkpoint)
+    checkpoint.warnings = tuple(findings.warnings)
     return checkpoint
 
 

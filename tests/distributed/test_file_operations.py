@@ -1,5 +1,6 @@
 """A run under ZeRO-3 on two ranks, from its start to a save and from its resume to another: operations on files."""
 
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -18,20 +19,28 @@ from tests.helpers.training import CPU, deepspeed_is_started
 
 RECIPE = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 12 --zero-stage 3 "
-    "--bf16 --train-iters 4 --lr 1e-2 --micro-batch-size 2 --split 8,2,0 --eval-iters 1 --save-interval 2 "
+    "--bf16 --train-iters 4 --lr 1e-2 --micro-batch-size 2 --save-interval 2 "
     "--tokenizer-type HuggingFaceTokenizer"
 ).split()
 
 
-def write_inputs(folder: Path) -> list[str]:
-    """Write a data set with a sidecar, and its tokenizer; return the flags."""
-    prefix, path = write_tokens(folder / "tokens"), folder / "tokenizer.json"
+def write_tokenizer(folder: Path) -> list[str]:
+    """Write a tokenizer and return flags."""
+    path = folder / "tokenizer.json"
     words = {word: number for number, word in enumerate(["</s>", *map(str, range(100))])}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "0")).save(str(path))
-    found = HuggingFaceTokenizer(path)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+    return [*RECIPE, "--tokenizer-model", str(path)]
+
+
+def write_data(folder: Path) -> list[str]:
+    """Write a data set with a sidecar, and return flags."""
+    words, prefix = write_tokenizer(folder), write_tokens(folder / "tokens")
+    found = HuggingFaceTokenizer(folder / "tokenizer.json")
     sidecar = Sidecar(found.kind, found.sha256, found.vocab_size, 0, False, largest_id=100, documents=10, tokens=500)
     write_sidecar(Path(prefix), sidecar)
-    return [*RECIPE, "--data-path", prefix, "--tokenizer-model", str(path)]
+    return [*words, *f"--data-path {prefix} --split 8,2,0 --eval-iters 1".split()]
 
 
 def pretrain(argv: list[str], folder: Path, port: int) -> list[str]:
@@ -52,7 +61,7 @@ def pretrain(argv: list[str], folder: Path, port: int) -> list[str]:
 
 def test_ranks_open_what_they_read_and_resume_bitwise(gloo_pools: GlooPools, tmp_path: Path) -> None:
     """On a thousand ranks each operation is a thousand operations of one shared file system."""
-    words, pool = write_inputs(tmp_path), gloo_pools(2)
+    words, pool = write_data(tmp_path), gloo_pools(2)
     whole, half, rest = (
         [*words, *f"--save {tmp_path}/{name} --load {tmp_path}/{name} {flags}".split()]
         for name, flags in (("a", "--async-save"), ("b", "--exit-interval 2"), ("b", ""))
@@ -69,3 +78,19 @@ def test_ranks_open_what_they_read_and_resume_bitwise(gloo_pools: GlooPools, tmp
     assert all(count <= most for count, most in zip(counts, (18, 13, 20), strict=True)), counts
     for path in sorted((tmp_path / "a" / "iter_0000004").glob("*.safetensors")):
         assert path.read_bytes() == (tmp_path / "b" / "iter_0000004" / path.name).read_bytes(), path
+
+
+def test_rank_0_looks_at_streamed_files(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    words, pool = write_tokenizer(tmp_path), gloo_pools(2)
+    for number in range(20):
+        line = json.dumps({"text": " ".join(map(str, range(number, number + 60)))})
+        (tmp_path / f"{number:02}.jsonl").write_text(f"{line}\n")
+    words += f"--streaming {tmp_path}/*.jsonl --eval-iters 0 --save {tmp_path}/a --load {tmp_path}/a".split()
+    counts = []
+    for argv in ([*words, "--exit-interval", "2"], words):
+        first, other = pool.run(pretrain, argv, tmp_path, free_port())
+        looks = [line for line in other if not line.startswith("open ")]
+        assert len(looks) <= 5 and len(first) > 200, looks
+        # Reading the texts is no look.
+        counts.append(len([line for line in other if not (line.startswith("open ") and line.endswith(".jsonl"))]))
+    assert all(count <= most for count, most in zip(counts, (13, 20), strict=True)), counts

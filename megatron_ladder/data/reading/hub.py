@@ -142,14 +142,20 @@ class HubSource:
 
     def count_shards(self) -> int:
         """Return the number of parts into which the library can divide the data set."""
-        return int(self._open().num_shards)
+        return int(self._dataset.num_shards)
 
     def shard(self, number: int, count: int) -> Any:
         """Return one of `count` parts as the library's data set."""
-        return self._open().shard(num_shards=count, index=number)
+        return self._dataset.shard(num_shards=count, index=number)
 
+    @functools.cached_property
+    def _dataset(self) -> Any:
+        """The library's data set; a pickle of this source contains it, so that other processes do not ask the hub."""
+        return self._open()
+
+    @functools.cached_property
     def data_files(self) -> list[str]:
-        """Return paths or addresses of the split's files in order; none if the library does not know them."""
+        """Paths or addresses of the split's files in order; none if the library does not know them."""
         import datasets
 
         if Path(self.path).is_file():
@@ -203,7 +209,7 @@ class HubShard:
         """Stream rows without the first blocks, of which no more is read than the library requires."""
         dataset = self.whole.shard(self.number, self.count)
         if first:
-            files = self.whole.data_files()
+            files = self.whole.data_files
             file = files[self.number] if len(files) == self.count else None
             dataset = _skip_rows(dataset, first * BATCH_ROWS, file)
         yield from self.whole.blocks_of(dataset, reading)

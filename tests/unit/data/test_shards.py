@@ -2,11 +2,13 @@ import dataclasses
 import gzip
 import io
 import json
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -17,6 +19,7 @@ from megatron_ladder.data.reading import parquet as parquet_module
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.shards import find_input
 from megatron_ladder.errors import UserError
+from tests.helpers.operations import Operations
 
 
 def write_lines(path: Path, texts: list[str]) -> Path:
@@ -111,6 +114,47 @@ def test_every_format(tmp_path: Path) -> None:
     assert len(set(names)) == len(names) and not any(str(tmp_path) in name for name in names[:4])
 
 
+def test_one_rank_looks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pickled input is enough to read every shard, without another look at a directory or question to the hub."""
+    (tmp_path / "hub").mkdir()
+    for number in range(3):
+        path = tmp_path / "hub" / f"{number}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[:300]}), path, row_group_size=100)
+    for name in ("a.jsonl", "b.jsonl.gz", "c.txt"):
+        write_lines(tmp_path / name, TEXTS[:10])
+    asked: list[str] = []
+
+    def count(name: str) -> None:
+        real = getattr(datasets, name)
+        monkeypatch.setattr(datasets, name, lambda *args, **options: asked.append(name) or real(*args, **options))
+
+    count("load_dataset")
+    count("load_dataset_builder")
+    words = [f"hf://{tmp_path}/hub", *(f"{tmp_path}/{name}" for name in ("a.jsonl", "b.jsonl.gz", "c.txt"))]
+    content = pickle.dumps(find_input(words, "text"))
+    operations = Operations(tmp_path, monkeypatch)
+    found = pickle.loads(content)
+    names = [shard.name for shard in found.shards]
+    assert not operations.of_thread
+    blocks = [[block.texts for block in shard.blocks(first)] for shard in found.shards for first in (0, 1)]
+    assert blocks[:6] == [[TEXTS[:256], TEXTS[256:300]], [TEXTS[256:300]]] * 3
+    assert asked == ["load_dataset", "load_dataset_builder"]
+    assert names == [shard.name for shard in find_input(words, "text").shards]
+
+
+@pytest.mark.parametrize("change", ["missing", "longer"])
+def test_another_host_has_other_files(tmp_path: Path, change: str) -> None:
+    for number in range(20):
+        write_lines(tmp_path / f"{number:02}.jsonl", TEXTS[:10])
+    found = find_input([f"{tmp_path}/*.jsonl"], "text")
+    found.check_files()
+    assert 2 < len(found.files) <= 4
+    path, size = found.files[-1]
+    path.unlink() if change == "missing" else write_lines(path, TEXTS[:11])
+    with pytest.raises(UserError, match=f"--streaming {path}: .* and {size} bytes on the host of rank 0"):
+        found.check_files()
+
+
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the number of rows in each batch that `datasets` decodes."""
@@ -152,7 +196,6 @@ def test_previous_row_groups_are_not_read(tmp_path: Path, monkeypatch: pytest.Mo
     from datasets.packaged_modules.parquet.parquet import Parquet
 
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS * 2}), tmp_path / "a.parquet", row_group_size=100)
-    (shard,) = find_input([word.format(tmp_path)], "text").shards
     read: list[int] = []
 
     def tables(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -162,6 +205,7 @@ def test_previous_row_groups_are_not_read(tmp_path: Path, monkeypatch: pytest.Mo
 
     original = Parquet._generate_tables
     monkeypatch.setattr(Parquet, "_generate_tables", tables)
+    (shard,) = find_input([word.format(tmp_path)], "text").shards
     assert next(shard.blocks(2)).texts == (TEXTS * 2)[512:768]
     assert read == [100, 100, 100]
 

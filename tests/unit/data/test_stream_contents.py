@@ -37,7 +37,7 @@ def write(path: Path, seed: int) -> None:
 
 def described(*words: object) -> dict[str, Any]:
     """Return the description for a checkpoint."""
-    shards, sources = find_input(list(map(str, words)), "text")
+    shards, sources, _ = find_input(list(map(str, words)), "text")
     plan = StreamPlan(shards, 1, 7, 1, 10, 0, sources)
     kept: dict[str, Any] = json.loads(json.dumps({"tokenizer_sha256": None, "stream": plan.describe()}))
     return kept
@@ -131,7 +131,7 @@ def test_hub_files_are_compared_by_content_not_commit(monkeypatch: pytest.Monkey
 
     def at(commit: str) -> list[dict[str, Any]]:
         files = [f"hf://datasets/somebody/texts@{commit}/en/{name}" for name in contents]
-        monkeypatch.setattr(HubSource, "data_files", lambda self: files)
+        monkeypatch.setattr(HubSource, "data_files", files)
         return list(describe_sources([source]))
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda address: (Hub(), address))
@@ -145,7 +145,7 @@ def test_hub_files_are_compared_by_content_not_commit(monkeypatch: pytest.Monkey
 def test_the_state_contains_positions_and_the_division_of_the_input(tmp_path: Path) -> None:
     """The state of a rank does not grow with the number of files."""
     write(tmp_path / "a.jsonl", 1)
-    shards, sources = find_input([str(tmp_path / "a.jsonl")], "text")
+    shards, sources, _ = find_input([str(tmp_path / "a.jsonl")], "text")
     plan = StreamPlan(shards, 1, 7, 1, 10, 0, sources)
     assert plan.describe() == plan.cut() | {"sources": list(sources)}
     assert plan.cut() == dataclasses.replace(plan, sources=()).cut()
