@@ -73,4 +73,9 @@ class _CudaSideQueue:
 
 def create_side_queue(device: torch.device) -> SideQueue:
     """Return the queue for chains alongside computation on this device."""
-    return _CudaSideQueue(device) if device.type == "cuda" else _InlineQueue()
+    if device.type == "cuda":
+        return _CudaSideQueue(device)
+    queue = _InlineQueue()
+    # The meta device of a dry run stands for a GPU.
+    queue.runs_midway = device.type != "meta"
+    return queue

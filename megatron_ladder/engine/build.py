@@ -22,12 +22,12 @@ from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.operations import select_operations
+from megatron_ladder.model.operations import Operations, select_operations
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule, initialize
 
 
-def _import_deepspeed() -> ModuleType:
+def import_deepspeed() -> ModuleType:
     """Import DeepSpeed without MLflow: only its autotuner would use it, and the import takes seconds."""
     is_hidden = "mlflow" not in sys.modules
     if is_hidden:
@@ -48,7 +48,7 @@ def start_deepspeed(place: RankInfo, device: torch.device) -> None:
     # DeepSpeed reads these variables; without the first it would search for a device.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
-    deepspeed = _import_deepspeed()
+    deepspeed = import_deepspeed()
     # Imported by its full name, because the attribute `deepspeed.comm.torch` is torch itself.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
@@ -82,19 +82,24 @@ def partition(run: RunConfig) -> list[range]:
 
 
 def build_model(
-    run: RunConfig, mesh: ProcessMesh, device: torch.device, span: Span = no_span
-) -> tuple[LanguageModel, str]:
-    """Return this rank's initial model, fp32 (ZeRO-3: partitioned, in the run's precision), and its kind of norm."""
-    training = run.training
-    operations, description = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
+    run: RunConfig, mesh: ProcessMesh, device: torch.device, span: Span = no_span,
+    operations: Operations | None = None,
+) -> tuple[LanguageModel, str]:  # fmt: skip
+    """Return this rank's initial model, fp32 (ZeRO-3: partitioned, in the run's precision), and its kind of norm.
+
+    `operations` replace those of the flags. On the meta device, weights are not initialised.
+    """
+    training, description = run.training, "given"
+    if operations is None:
+        operations, description = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     layers = partition(run)[mesh.pipeline.rank]
     recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
     options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)
     if run.parallel.zero_stage != "3":
+        seed = None if device.type == "meta" else training.seed
         model = LanguageModel(
-            run.model, mesh, options, layers=layers, device=device, seed=training.seed,
-            z_loss_coeff=training.z_loss_coeff,
-        )  # fmt: skip
+            run.model, mesh, options, layers=layers, device=device, seed=seed, z_loss_coeff=training.z_loss_coeff
+        )
         return model, description
 
     import deepspeed

@@ -67,6 +67,22 @@ class RunInputs:
     sample_prompts: tuple[SamplePrompt, ...] = ()
 
 
+def read_dry_run(argv: Sequence[str]) -> RunConfig:
+    """Return the run of a command line with --dry-run; opens no data and creates no directories.
+
+    Raises UserError with one line per error.
+    """
+    errors = ErrorCollector()
+    flags = parse_run(argv, errors.messages)
+    checkpoint = open_found(look_into_directories(flags))
+    if checkpoint is not None:
+        flags = complete_flags(flags, checkpoint)
+    _, vocab_size = _load_vocabulary(flags, checkpoint)
+    run = resolve_run(flags, vocab_size or 1, flags.parallel.dry_run_ranks, errors.messages)
+    errors.raise_if_any()
+    return run
+
+
 def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes, look: look()) -> RunInputs:
     """Read the command line and open the files that it names; raises UserError with one line per error.
 
@@ -78,6 +94,8 @@ def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes,
     directories, text_input, input_errors = ask(
         flags.parallel.distributed_timeout_minutes, lambda: _look(flags, streams)
     )
+    if flags.parallel.dry_run:
+        found.add("--dry-run needs no launcher: start it as `python pretrain_ladder.py ...`")
     checkpoint, load_errors = None, ErrorCollector()
     with load_errors.collect():
         checkpoint = open_found(directories)

@@ -31,7 +31,7 @@ STACKS_SECONDS = 0.5
 def import_everything() -> None:
     """Import what ranks need, including modules that torch and DeepSpeed import on first use."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-    importlib.import_module("megatron_ladder.engine.build")._import_deepspeed()
+    importlib.import_module("megatron_ladder.engine.build").import_deepspeed()
     for module in (
         "deepspeed.pipe",
         "deepspeed.runtime.zero.muon.original_muon",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_ladder.engine.build import _import_deepspeed
+from megatron_ladder.engine.build import import_deepspeed
 from tests.helpers.pool import GlooPools
 
 PRELOADED = ("deepspeed.runtime.pipe.engine", "deepspeed.module_inject", "torch._inductor.compile_fx")
@@ -15,7 +15,7 @@ PRELOADED = ("deepspeed.runtime.pipe.engine", "deepspeed.module_inject", "torch.
 @pytest.fixture(scope="session")
 def gloo_pools() -> Iterator[GlooPools]:
     """Every pool of the run: `gloo_pools(2).run(function, ...)` runs a case on two ranks."""
-    _import_deepspeed()
+    import_deepspeed()
     for module in PRELOADED:
         importlib.import_module(module)
     pools = GlooPools()

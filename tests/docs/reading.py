@@ -133,6 +133,8 @@ def _read_training(words: Sequence[str], processes: int | None, open_end: bool, 
         return
     if processes is None:
         processes = flags.parallel.tensor_model_parallel_size * flags.parallel.pipeline_model_parallel_size
+    if flags.parallel.dry_run:
+        processes = flags.parallel.dry_run_ranks
     run = resolve_run(flags, flags.model.vocab_size or VOCABULARY, processes, errors)
     if run.parallel.deepspeed_config is None:
         deepspeed_json(run, errors)

@@ -192,7 +192,7 @@ def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, prec
     return stream + FP32_BYTES * embedding_tensor(model).local_numel(layout.tensor)
 
 
-def _stage_memory(
+def stage_memory(
     model: ModelConfig, layout: Layout, stage: int, sequence: int, micro_batches: int, precision: Precision = "bf16"
 ) -> Memory:
     size, tokens = _NUMBER_BYTES[precision], sequence * layout.micro_batch
@@ -216,5 +216,5 @@ def worst_memory(
 ) -> Memory:
     """Return the memory of the fullest GPU, on the first stage (which holds most micro-batches) or the last."""
     stages = {0, layout.pipeline - 1}
-    found = [_stage_memory(model, layout, stage, sequence, micro_batches, precision) for stage in stages]
+    found = [stage_memory(model, layout, stage, sequence, micro_batches, precision) for stage in stages]
     return max(found, key=lambda memory: memory.total)

@@ -45,6 +45,7 @@ NEEDS = {
         "--rope-low-freq-factor 2", "--rope-high-freq-factor 8", "--rope-original-max-position-embeddings 64",
     ),
     "--num-query-groups 4": ("--group-query-attention",),
+    "--dry-run": ("--dry-run-ranks 8", "--dry-run-json f"),
 }  # fmt: skip
 """Flags -> flags that have no effect without them."""
 CONFLICTS = (
@@ -57,6 +58,8 @@ CONFLICTS = (
     ("--disable-bias-linear", "--add-mlp-bias"),
     ("--disable-bias-linear", "--add-attention-output-bias"),
     ("--no-pipeline-parallel", "--pipeline-model-parallel-size 2"),
+    ("--dry-run", "--zero-stage 3"),
+    ("--dry-run", "--optimizer muon"),
 )
 IGNORED = {"deepspeed", "local_rank"}
 """Flags that launchers add, and that are documented as ignored."""
@@ -86,7 +89,7 @@ def test_a_flag_that_another_one_overrides_is_rejected(words: str, other: str) -
 
 def test_every_flag_of_the_trainer_is_read() -> None:
     """A field that no code outside its own section reads has no effect."""
-    folders = ("blueprint", "comm", "data", "engine", "model", "train")
+    folders = ("blueprint", "comm", "data", "engine", "model", "train", "lab/dry_run")
     sources = [PACKAGE / "config" / "run.py"]
     sources += [path for folder in folders for path in (PACKAGE / folder).rglob("*.py")]
     read_names = {name for path in sources for name in re.findall(r"\.(\w+)", path.read_text())}

@@ -16,9 +16,9 @@ from megatron_ladder.lab.cost.memory import (
     Precision,
     _head_activation_bytes,
     _layers_activation_bytes,
-    _stage_memory,
     _state_bytes,
     stage_layers,
+    stage_memory,
     stage_parameters,
     worst_memory,
 )
@@ -76,7 +76,7 @@ def test_the_peak_of_the_loss_is_that_of_a_real_step(dtype: torch.dtype, precisi
     with LiveBytes() as memory:
         module(ids[:, :-1], ids[:, 1:]).backward()
     layout = Layout(zero=1, micro_batch=4, fused_norms=False)
-    counted = _stage_memory(model, layout, 0, 256, 1, precision).activations
+    counted = stage_memory(model, layout, 0, 256, 1, precision).activations
     assert counted == pytest.approx(memory.peak, rel=TOLERANCE)
 
 
@@ -138,6 +138,6 @@ def test_what_a_layout_saves() -> None:
     # Stage 1 of 4 has 20 layers and holds three micro-batches, or as many as there are.
     piped = replace(plain, pipeline=4)
     for micro_batches, held in ((8, 3), (2, 2)):
-        memory = _stage_memory(model, piped, 1, tokens, micro_batches)
+        memory = stage_memory(model, piped, 1, tokens, micro_batches)
         assert memory.activations == held * 20 * 2 * (4 * tokens * h + inner)
-    assert worst_memory(model, piped, tokens, 8) == _stage_memory(model, piped, 0, tokens, 8)
+    assert worst_memory(model, piped, tokens, 8) == stage_memory(model, piped, 0, tokens, 8)

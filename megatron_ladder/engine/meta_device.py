@@ -1,0 +1,54 @@
+"""DeepSpeed on torch's meta device, whose tensors have no data: for the dry run.
+
+Importing this file imports DeepSpeed, and modules that it and torch import when they run, so that forks share them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+import torch
+import torch._dynamo  # noqa: F401
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.engine import TENSOR_META_SIZE
+
+
+class _MetaAccelerator(CPU_Accelerator):  # type: ignore[misc]
+    """Allocates on the meta device; everything else is as on a CPU."""
+
+    def __init__(self, synchronized: Callable[[], None]) -> None:
+        super().__init__()
+        self._synchronized = synchronized
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return "meta"
+
+    def current_device_name(self) -> str:
+        return "meta"
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_meta
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        self._synchronized()
+
+
+def use_meta_device(synchronized: Callable[[], None]) -> None:
+    """Make DeepSpeed allocate on the meta device, and call `synchronized` where it would wait for a device."""
+    set_accelerator(_MetaAccelerator(synchronized))
+
+
+def receive_states(wrapped: Any, shape: list[int], dtype: torch.dtype) -> None:
+    """Give a pipeline engine of DeepSpeed the shape of the states that it receives.
+
+    The previous stage sends the shape before its first state, and there is no data to read it from.
+    """
+
+    def receive_shape(stage: int) -> torch.Tensor:
+        p2p.recv(torch.empty(TENSOR_META_SIZE, dtype=torch.int32, device=wrapped.device), stage)
+        buffer: torch.Tensor = wrapped._allocate_or_extend_buffers(0, shape, dtype)
+        return buffer
+
+    wrapped._recv_tensor_meta = receive_shape

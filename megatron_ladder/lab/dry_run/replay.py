@@ -1,0 +1,169 @@
+"""Replays the collectives of all ranks against each other, as NCCL would run them, and finds those that never match.
+
+A communicator completes a collective when all its ranks have launched it. NCCL matches by order alone: it compares
+neither operations nor sizes, so two ranks that differ hang or mix up their data. Two checks find every difference:
+
+1. All ranks of a communicator must launch the same sequence: operation, size, dtype, source and sub-block. A send and
+   its receive are the two sides of one operation in the communicator of their two ranks.
+2. Each rank waits at each of its collectives until all ranks of the communicator have arrived. If this order of
+   launches comes to an end, so does every weaker one, in which collectives of several communicators overlap. If it
+   stops, some ranks wait for each other in a circle. That is an error even where streams could hide it, because the
+   kernels of one collective may occupy the device that the other needs (`comm/nccl.py`).
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from megatron_ladder.comm.agreement import name_ranks
+
+MOST_PROBLEMS = 10
+"""Maximum number of communicators whose differences are reported."""
+
+
+class Communicator(NamedTuple):
+    """Ranks that communicate, in order, and the name of their group."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"group '{self.name}' of {_short(self.ranks)}"
+
+
+class Collective(NamedTuple):
+    """One launch of a rank."""
+
+    slot: int
+    """Index of the communicator in the rank's program."""
+    kind: str
+    """Such as `all_reduce`, `send` and `recv`."""
+    size: int
+    """Bytes of this rank's part: the input of a gather, the result of a reduce-scatter."""
+    dtype: str
+    source: int
+    """Index in the communicator of the rank whose data the others receive; -1 if all ranks contribute."""
+    place: str
+    """The sub-block or the function that launches it."""
+
+    @property
+    def contract(self) -> tuple[object, ...]:
+        """What all ranks of the communicator must have in common."""
+        if self.kind in ("send", "recv"):
+            return "send", self.size, self.dtype, self.source
+        return self.kind, self.size, self.dtype, self.source, self.place
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.size:,} bytes ({self.dtype}) in {self.place}"
+
+
+class RankProgram(NamedTuple):
+    """The launches of one rank in order; ranks that differ only in their communicators share the sequence."""
+
+    communicators: Sequence[Communicator]
+    collectives: Sequence[Collective]
+
+
+def find_problems(programs: Mapping[int, RankProgram]) -> list[str]:
+    """Return one message per communicator whose ranks differ, or one about ranks that wait in a circle.
+
+    `programs` has every rank of every communicator.
+    """
+    differences = list(_differences(programs))
+    if differences:
+        return differences[:MOST_PROBLEMS]
+    return _run_to_the_end(programs)
+
+
+def _differences(programs: Mapping[int, RankProgram]) -> Iterator[str]:
+    members: dict[Communicator, dict[int, tuple[Collective, ...]]] = {}
+    # Ranks that share a sequence share its parts.
+    parts: dict[int, list[tuple[Collective, ...]]] = {}
+    for rank, (communicators, collectives) in programs.items():
+        if id(collectives) not in parts:
+            lists: list[list[Collective]] = [[] for _ in communicators]
+            for one in collectives:
+                lists[one.slot].append(one)
+            parts[id(collectives)] = [tuple(part) for part in lists]
+        for communicator, part in zip(communicators, parts[id(collectives)], strict=True):
+            if part and rank not in communicator.ranks:
+                yield f"rank {rank} launches {part[0]} in {communicator}, to which it does not belong"
+            members.setdefault(communicator, {})[rank] = part
+    equal: dict[tuple[int, ...], bool] = {}
+    for communicator, found in members.items():
+        launches = {rank: found.get(rank, ()) for rank in communicator.ranks}
+        key = tuple(dict.fromkeys(id(part) for part in launches.values()))
+        if key not in equal:
+            contracts = {tuple(one.contract for one in part) for part in {id(p): p for p in launches.values()}.values()}
+            equal[key] = len(contracts) == 1
+        if not equal[key]:
+            yield _describe_difference(communicator, launches)
+
+
+def _describe_difference(communicator: Communicator, launches: Mapping[int, Sequence[Collective]]) -> str:
+    """Name the first collective that differs, the ranks that differ from most others, and what both launch."""
+    number = 0
+    while len({one[number].contract if number < len(one) else None for one in launches.values()}) == 1:
+        number += 1
+    at = {rank: part[number] if number < len(part) else None for rank, part in launches.items()}
+    kinds = {rank: None if one is None else one.contract for rank, one in at.items()}
+    usual = Counter(kinds.values()).most_common(1)[0][0]
+    others = [rank for rank, kind in kinds.items() if kind != usual]
+    same = [rank for rank in kinds if kinds[rank] == usual]
+    first, second = at[others[0]], at[same[0]]
+    odd = [rank for rank in others if kinds[rank] == kinds[others[0]]]
+    return (
+        f"{communicator}, collective {number + 1}: {_launches(odd, first)}, but {_launches(same, second)}"
+    )
+
+
+def _short(ranks: Sequence[int]) -> str:
+    """Format ranks at equal distances by the first two and the last: `ranks 0, 8, ... 56`."""
+    steps = {after - before for before, after in pairwise(sorted(ranks))}
+    if len(ranks) > 3 and len(steps) == 1 and steps != {1}:
+        first, second, *_, last = sorted(ranks)
+        return f"ranks {first}, {second}, ... {last}"
+    return name_ranks(sorted(ranks))
+
+
+def _launches(ranks: Sequence[int], one: Collective | None) -> str:
+    verb = "launches" if len(ranks) == 1 else "launch"
+    return f"{_short(ranks)} {verb} {'nothing more' if one is None else one}"
+
+
+def _run_to_the_end(programs: Mapping[int, RankProgram]) -> list[str]:
+    done = dict.fromkeys(programs, 0)
+    arrived: Counter[Communicator] = Counter()
+    ready = deque(programs)
+    while ready:
+        communicators, collectives = programs[rank := ready.popleft()]
+        if done[rank] == len(collectives):
+            continue
+        communicator = communicators[collectives[done[rank]].slot]
+        arrived[communicator] += 1
+        if arrived[communicator] == len(communicator.ranks):
+            arrived[communicator] = 0
+            for member in communicator.ranks:
+                done[member] += 1
+            ready.extend(communicator.ranks)
+    rest = {rank: programs[rank].collectives[count:] for rank, count in done.items()}
+    waiting = {rank: collectives[0] for rank, collectives in rest.items() if collectives}
+    return [_describe_circle(programs, waiting)] if waiting else []
+
+
+def _describe_circle(programs: Mapping[int, RankProgram], waiting: Mapping[int, Collective]) -> str:
+    def awaited(rank: int) -> int:
+        """Return a rank that has not arrived where this one waits."""
+        mine = programs[rank].communicators[waiting[rank].slot]
+        places = ((other, programs[other].communicators[waiting[other].slot]) for other in mine.ranks)
+        return next(other for other, place in places if place != mine)
+
+    path = [next(iter(waiting))]
+    while (following := awaited(path[-1])) not in path:
+        path.append(following)
+    circle = path[path.index(following) :]
+    steps = (
+        f"rank {rank} waits in {waiting[rank]} of {programs[rank].communicators[waiting[rank].slot]}" for rank in circle
+    )
+    return f"cyclic wait: {'; '.join(steps)}; each of these ranks waits for the next one, and the last for the first"

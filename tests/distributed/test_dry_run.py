@@ -1,0 +1,101 @@
+"""The dry run of small layouts: compared with real ranks and the planner's memory, and with a fault planted in it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ladder.comm.group import CommGroup, Work
+from megatron_ladder.data.batches import MicroBatch
+from megatron_ladder.errors import UserError
+from megatron_ladder.lab.dry_run.program import dry_run
+from megatron_ladder.lab.dry_run.recorder import Recorder
+from megatron_ladder.train.step import train_step
+from tests.helpers.pool import GlooPools
+from tests.helpers.training import SIZES, build_trainer_here
+
+RECIPE = [*SIZES, *"--train-iters 9 --lr 1e-3 --bf16 --residual-mode ladder --vocab-size 101".split()]
+LARGER = (
+    "--train-iters 2 --lr 1e-3 --bf16 --residual-mode ladder --num-layers 8 --hidden-size 2048 "
+    "--num-attention-heads 16 --seq-length 2048 --vocab-size 32000"
+).split()
+DRY_RUN = ["--dry-run", "--dry-run-ranks"]
+
+
+@pytest.fixture(autouse=True)
+def preloaded(gloo_pools: GlooPools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share the imports of the other tests; the dry run sets the variable."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def launches_of_second_step(argv: Sequence[str]) -> list[tuple[Any, ...]]:
+    """On each rank: train two steps, and return the collectives of the second."""
+    trainer = build_trainer_here(argv)
+    training, recorder = trainer.run.training, Recorder(dist.get_rank())
+    tokens = torch.zeros(training.micro_batch_size, training.seq_length, dtype=torch.int64)
+    for iteration in (1, 2):
+        start = len(recorder.program.collectives)
+        with recorder:
+            train_step(trainer, [MicroBatch(tokens, tokens)] * trainer.run.accumulation_steps, iteration)
+    communicators, collectives = recorder.program
+    return [(communicators[slot].ranks, *rest) for slot, *rest, _ in collectives[start:]]
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", ""])
+def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str, tmp_path: Path) -> None:
+    argv = [*RECIPE, *layout.split(), "--global-batch-size", "4" if not layout else "2"]
+    dry_run([*argv, *DRY_RUN, "2", "--dry-run-json", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["ranks"]
+    for rank, expected in enumerate(gloo_pools(2).run(launches_of_second_step, argv)):
+        groups = found[str(rank)]["groups"]
+        launches = [
+            (tuple(groups[one["slot"]]["ranks"]), one["kind"], one["size"], one["dtype"], one["source"])
+            for one in found[str(rank)]["last_step"]
+        ]
+        assert launches == expected and launches
+
+
+def test_memory_is_that_of_the_planner_and_the_host_waits_once(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
+    dry_run([*LARGER, *layout, "--global-batch-size", "64", *DRY_RUN, "8"])
+    report = capsys.readouterr().out
+    assert "*** stage" not in report, report
+    assert report.count("the host waits for the device once in a step, in engine/gradients.py: gradient_norm") == 2
+    assert "built 5 of them, and ran 2 steps of 3 of the 32 micro-batches" in report
+    assert "launches of 8 ranks in 15 communicators match" in report
+
+
+def test_a_reduce_that_one_rank_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, launches = CommGroup.start_all_reduce, []
+
+    def leave_one_out(group: CommGroup, tensor: Tensor) -> Work | None:
+        launches.append(tensor)
+        return None if group.rank == 1 and len(launches) == 4 else start(group, tensor)
+
+    monkeypatch.setattr(CommGroup, "start_all_reduce", leave_one_out)
+    argv = [*RECIPE, "--tensor-model-parallel-size", "2", "--global-batch-size", "1", *DRY_RUN, "2"]
+    with pytest.raises(UserError) as caught:
+        dry_run(argv)
+    assert caught.value.messages == (
+        "--dry-run: group 'tensor' of ranks 0-1, collective 4: rank 1 launches all_reduce of 768 bytes (bfloat16) in "
+        "layers.1.mlp forward, but rank 0 launches all_reduce of 768 bytes (bfloat16) in layers.1.attention forward",
+    )
+
+
+@pytest.mark.slow
+def test_a_thousand_ranks_match_in_three_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+    model = (
+        "--train-iters 2 --lr 1e-4 --bf16 --residual-mode ladder --num-layers 80 --hidden-size 8192 "
+        "--ffn-hidden-size 28672 --num-attention-heads 64 --num-key-value-heads 8 --seq-length 4096 "
+        "--vocab-size 128256 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --sequence-parallel "
+        "--global-batch-size 1024 --dry-run --dry-run-ranks 1024"
+    )
+    dry_run(model.split())
+    report = capsys.readouterr().out
+    assert "*** stage" not in report, report
+    assert "launches of 1,024 ranks in 961 communicators match" in report
