@@ -93,7 +93,8 @@ def _locked(path: Path) -> Iterator[bool]:
 def _read_order(path: Path, key: bytes) -> _Arrays | None:
     """Return the arrays of a file, mapped and read-only; None if there is no complete file with this key."""
     try:
-        content = np.memmap(path, np.uint8, mode="r").data
+        # Given a Path, NumPy would look at each of its directories.
+        content = np.memmap(str(path), np.uint8, mode="r").data
     except (OSError, ValueError):
         return None
     if len(content) < _HEADER.size:

@@ -16,6 +16,7 @@ import pytest
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_ladder.data.order_cache import load_or_build
 from megatron_ladder.data.samples import SampleSource
+from tests.helpers.operations import Operations
 
 MakeDataset = Callable[..., IndexedDataset]
 NUMBERS = np.arange(60)
@@ -60,7 +61,9 @@ def test_a_cached_order_equals_a_new_one(
     assert read(dataset, folder) == expected
     assert len(orders(folder)) == 3, "24 samples an epoch: epochs 0, 1 and 2"
     monkeypatch.setattr(SampleSource, "_build_order", None)
+    operations = Operations(tmp_path, monkeypatch)
     assert read(dataset, folder) == expected
+    assert sorted(operations.of_thread["MainThread"]) == [f"open cache/{path.name}" for path in orders(folder)]
     order = SampleSource(dataset, range(4), 4, 3, shuffle=True, cache=folder)._order_of(0)
     assert not order.samples.flags.writeable and order.samples.base is not None
 
