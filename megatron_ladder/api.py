@@ -97,6 +97,8 @@ class TrainingRun:
         """
         self.iteration += 1
         result = train_step(self._trainer, next(self._batches), self.iteration)
+        # The caller may read the weights of `model`.
+        self._trainer.engine.finish_step()
         self._checkpoints.poll()
         self._trainer.guard.stop_if_hopeless(result.finding)
         return result

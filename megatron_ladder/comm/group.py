@@ -47,25 +47,27 @@ class CommGroup:
             return None
         return dist.all_reduce(tensor, group=self.process_group, async_op=True)
 
-    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Start to sum `tensor` [n, ...] (contiguous); each rank gets n / size rows of the sum, in rank order.
 
-        Return the buffer of the rows, and the handle; in a group of one rank, the tensor itself and None.
+        Return the buffer of the rows (`into` if it is given, which may be this rank's rows of `tensor`), and the
+        handle; in a group of one rank, the tensor itself and None.
         """
         if self.size == 1:
             return tensor, None
-        rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:]) if into is None else into
         # gloo copies the sum there during the wait, which autograd must not see.
         return rows, dist.reduce_scatter_single(rows.data, tensor, group=self.process_group, async_op=True)
 
-    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Start to concatenate all ranks' `tensor` [n, ...] (contiguous) along the first dimension, in rank order.
 
-        Return the buffer [size x n, ...], and the handle; in a group of one rank, the tensor itself and None.
+        Return the buffer [size x n, ...] (`into` if it is given, of which `tensor` may be this rank's part), and the
+        handle; in a group of one rank, the tensor itself and None.
         """
         if self.size == 1:
             return tensor, None
-        whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:])
+        whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:]) if into is None else into
         return whole, dist.all_gather_single(whole.data, tensor, group=self.process_group, async_op=True)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -54,14 +54,14 @@ class _RecordedGroup(CommGroup):
         with self._span("all_reduce start"):
             return self._named(self._group.start_all_reduce(tensor), "all_reduce")
 
-    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         with self._span("reduce_scatter start"):
-            rows, work = self._group.start_reduce_scatter(tensor)
+            rows, work = self._group.start_reduce_scatter(tensor, into)
         return rows, self._named(work, "reduce_scatter")
 
-    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         with self._span("all_gather start"):
-            whole, work = self._group.start_all_gather(tensor)
+            whole, work = self._group.start_all_gather(tensor, into)
         return whole, self._named(work, "all_gather")
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -20,6 +20,7 @@ from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.engine import Engine, UnpipelinedEngine
 from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
+from megatron_ladder.engine.sharded import ShardedOptimizer, is_sharded
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, select_operations
@@ -136,9 +137,16 @@ def build_engine(
     parallel, groups = run.parallel, parameter_groups(model, run.optimizer)
     offload, apex_counts_steps = parallel.offload_optimizer == "cpu", parallel.zero_stage != "3"
     muon_dtype = torch.bfloat16 if run.training.bf16 or run.training.fp16 else torch.float32
+    sharded = None
+    if is_sharded(run):
+        dtype = torch.bfloat16 if run.training.bf16 else torch.float32
+        sharded = ShardedOptimizer(model, groups, mesh, dtype, config["zero_optimization"]["reduce_bucket_size"])
+        groups = sharded.groups
     optimizer, description = build_optimizer(groups, run.optimizer, device, offload, apex_counts_steps, muon_dtype)
+    if sharded is not None:
+        sharded.optimizer = optimizer
     try:
-        engine = kind(model, optimizer, config, mesh, device)
+        engine = kind(model, sharded or optimizer, config, mesh, device)
     except (pydantic.ValidationError, DeepSpeedConfigError) as error:
         if parallel.deepspeed_config is None:
             raise

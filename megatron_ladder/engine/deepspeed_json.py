@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.engine.sharded import is_sharded
 
 REFUSED_KEYS = {
     "amp": "half precision is --bf16 or --fp16",
@@ -39,6 +40,10 @@ REFUSED_KEYS = {
 
 _BUCKET_NUMBERS = 500_000_000
 """DeepSpeed's default size of a bucket of gradients."""
+_SHARDED_BUCKET_NUMBERS = 40_000_000
+"""That of `ShardedOptimizer`, Megatron's: the reduce of the last bucket of a step is not hidden."""
+_SHARDED_BUCKETS = 16
+"""Least number of buckets of a model, so that the first ones are reduced under the backward of the others."""
 _OFF = (False, None, "auto", "none")
 """Values that do not request a refused setting."""
 _LEFT_TO_DEEPSPEED = {
@@ -119,15 +124,17 @@ def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
     # DeepSpeed allocates a whole bucket, even for a model with fewer gradients.
     ranks = run.parallel.tensor_model_parallel_size
     local_parameters = sum(tensor.local_numel(ranks) for tensor in model_tensors(run.model))
-    zero.setdefault("reduce_bucket_size", min(_BUCKET_NUMBERS, local_parameters))
+    bucket_numbers = min(_BUCKET_NUMBERS, local_parameters)
+    if is_sharded(run):
+        bucket_numbers = min(_SHARDED_BUCKET_NUMBERS, -(-local_parameters // _SHARDED_BUCKETS))
+        # DeepSpeed is to leave weights, gradients and optimizer as they are.
+        zero["stage"] = stage = 0
+        derived["bf16"] = {"enabled": False}
+    zero.setdefault("reduce_bucket_size", bucket_numbers)
     if offload == "none":
         del zero["offload_optimizer"]
-        if stage in (1, 2) and run.data_parallel_size == 1 and not (training.bf16 or training.fp16):
-            # There is nothing to shard, and stages 1 and 2 would only copy weights and gradients. Results are bitwise
-            # the same.
-            zero["stage"] = stage = 0
-        # This package computes the norm; DeepSpeed can omit its own only in these cases.
-        if stage == 2 or (stage == 1 and not training.bf16):
+        if stage in (1, 2):
+            # This package computes the norm.
             zero["compute_grad_norm"] = False
     if stage == 3:
         # It would replace torch's linear function in the whole process.

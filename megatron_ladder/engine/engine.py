@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.engine.state import EngineState, engine_state
 from megatron_ladder.model.language_model import LanguageModel
 
@@ -43,7 +45,7 @@ class Engine(ABC):
     def __init__(
         self,
         model: LanguageModel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | ShardedOptimizer,
         config: dict[str, Any],
         mesh: ProcessMesh,
         device: torch.device,
@@ -51,8 +53,13 @@ class Engine(ABC):
         """`config` is DeepSpeed's."""
         self._mesh = mesh
         self._device = device
-        self.wrapped = self._initialize(model, optimizer=optimizer, config=config, dist_init_required=False)
+        self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
+        # DeepSpeed accepts a function that returns any optimizer.
+        given = optimizer if self._sharded is None else lambda _: optimizer
+        self.wrapped = self._initialize(model, optimizer=given, config=config, dist_init_required=False)
         """DeepSpeed's engine."""
+        if self._sharded is not None:
+            self.wrapped.enable_backward_allreduce = False
         self.state: EngineState = engine_state(self.wrapped)
 
     @property
@@ -63,6 +70,15 @@ class Engine(ABC):
     @abstractmethod
     def _initialize(self, model: LanguageModel, **arguments: Any) -> Any:
         """Return DeepSpeed's engine around the model; `arguments` are for `deepspeed.initialize`."""
+
+    @property
+    def _gradient_divisor(self) -> int:
+        """What DeepSpeed divides gradients by: it averages them over data-parallel ranks."""
+        return self._mesh.data.size if self._sharded is None else 1
+
+    def _reducing(self, micro_batches: int) -> AbstractContextManager[None]:
+        """Return the context of this many forward and backward passes."""
+        return nullcontext() if self._sharded is None else self._sharded.reducing(micro_batches)
 
     @abstractmethod
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
@@ -83,7 +99,15 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Update the weights with the reduced gradients, and clear the gradients."""
+        """Update the weights with the reduced gradients, and clear the gradients.
+
+        Other ranks' parts of the weights may arrive later, at the latest under the next forward pass.
+        """
+
+    def finish_step(self) -> None:
+        """Wait for the weights of the last step, for readers other than the model's forward pass."""
+        if self._sharded is not None:
+            self._sharded.finish_gather()
 
     def skip_step(self) -> None:
         """Clear the gradients without changing weights, moments or the optimizer's step count."""
@@ -91,7 +115,7 @@ class Engine(ABC):
             # DeepSpeed must not find an invalid gradient either.
             piece.gradient.zero_()
         # An attribute of the instance overrides the method of the class.
-        optimizer = vars(self.state.base)
+        optimizer = vars(self._sharded or self.state.base)
         optimizer["step"] = lambda closure=None: None
         try:
             self.step()
@@ -109,14 +133,14 @@ class UnpipelinedEngine(Engine):
 
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
         loss_sum = torch.zeros((), device=self._device)
-        for index, batch in enumerate(micro_batches):
-            loss = self.wrapped(*to_device(batch, self._device))
-            loss = loss * scale.to(loss.dtype)
-            loss_sum += loss.detach()
-            # DeepSpeed averages gradients over data-parallel ranks.
-            self.wrapped.backward(loss * self._mesh.data.size, scale_wrt_gas=False)
-            if index < len(micro_batches) - 1:
-                self.wrapped.step()
+        with self._reducing(len(micro_batches)):
+            for index, batch in enumerate(micro_batches):
+                loss = self.wrapped(*to_device(batch, self._device))
+                loss = loss * scale.to(loss.dtype)
+                loss_sum += loss.detach()
+                self.wrapped.backward(loss * self._gradient_divisor, scale_wrt_gas=False)
+                if index < len(micro_batches) - 1:
+                    self.wrapped.step()
         return loss_sum
 
     @torch.no_grad()

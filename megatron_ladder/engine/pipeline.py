@@ -26,8 +26,7 @@ from megatron_ladder.model.language_model import LanguageModel
 class _Stage(nn.Module):
     """A range of the model's layers.
 
-    The stage computes the loss itself instead of using DeepSpeed's `loss_fn`: DeepSpeed's bf16 optimizer clears
-    gradients when backward reaches the output of the layers, and would lose those of a head behind them.
+    The stage computes the loss itself instead of using DeepSpeed's `loss_fn`, which only receives outputs and labels.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -73,10 +72,8 @@ class _StagedModel(PipelineModule):  # type: ignore[misc]
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup | None]]:
         """Return the weights whose gradients are summed over stages: an embedding that is the output head as well."""
-        model = self.stage.model
-        if not (model.config.tie_embeddings and (model.is_first or model.is_last)):
-            return []
-        return [(model.embedding.weight, self._mesh.ends.process_group)]
+        tied = self.stage.model.tied_weight
+        return [] if tied is None else [(tied, self._mesh.ends.process_group)]
 
 
 @contextlib.contextmanager
@@ -107,15 +104,19 @@ class PipelinedEngine(Engine):
     def _initialize(self, model: LanguageModel, **arguments: Any) -> Any:
         staged = _StagedModel(model, self._mesh)
         self._stage = staged.stage
-        return deepspeed.initialize(model=staged, **arguments)[0]
+        engine = deepspeed.initialize(model=staged, **arguments)[0]
+        engine.pipeline_enable_backward_allreduce = self._sharded is None
+        return engine
 
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
-        count, data_parallel = self.wrapped.micro_batches, self._mesh.data.size
+        count = self.wrapped.micro_batches
         assert len(micro_batches) == count
-        # DeepSpeed averages gradients over data-parallel ranks, and divides the loss by the number of micro-batches.
-        self._stage.loss_scale = scale * data_parallel * count
+        # DeepSpeed divides the loss by the number of micro-batches.
+        self._stage.loss_scale = scale * self._gradient_divisor * count
         self._stage.model.stack.partial_sums.expect(count)
-        return self._run(_WithoutStep(self.wrapped._train_schedule()), micro_batches) / count / data_parallel
+        with self._reducing(count):
+            loss_sum = self._run(_WithoutStep(self.wrapped._train_schedule()), micro_batches)
+        return loss_sum / count / self._gradient_divisor
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:

@@ -1,9 +1,9 @@
-"""DeepSpeed's optimizer state: fp32 masters, moments and gradients, by parameter and element.
+"""The optimizer's state: fp32 masters, moments and gradients, by parameter and element.
 
-DeepSpeed flattens parameters and divides them among data-parallel ranks, in a different way in each of its optimizer
-classes. One adapter per class maps the parts of local parameters (`Span`) to DeepSpeed's tensors; this needs no
-communication. No other code reads the attributes of those classes. They are private to DeepSpeed, so its version is
-pinned, an unknown class is an error, and every save checks that each weight is its rounded master
+Every class of optimizer that shards its state over data-parallel ranks flattens and divides the parameters in another
+way. One adapter per class maps the parts of local parameters (`Span`) to the optimizer's tensors; this needs no
+communication. No other code reads the attributes of DeepSpeed's classes. They are private to DeepSpeed, so its version
+is pinned, an unknown class is an error, and every save checks that each weight is its rounded master
 (`checkpoint/saving.py`).
 """
 
@@ -144,67 +144,56 @@ class _PlainState(EngineState):
 
 
 class _FlatState(EngineState):
-    """ZeRO-1 and 2: the parameters of a group are flattened, and each data-parallel rank updates a partition."""
+    """ZeRO-1 and 2: parameters are flattened, and each data-parallel rank updates a part of each flat vector."""
 
     @abstractmethod
-    def groups(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int], Tensor]]:
-        """Yield each group's parameters, their starts in its flat vector, and this rank's partition of it, fp32."""
+    def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor]]:
+        """Yield for each flat vector its parameter group, its parameters, their starts, and this rank's part, fp32."""
 
     def spans(self) -> Iterator[Span]:
-        for index, (parameters, offsets, flat_master) in enumerate(self.groups()):
-            moments = _moments(self.base.param_groups[index])
-            low = dist.get_rank(self._engine.optimizer.real_dp_process_group[index]) * flat_master.numel()
+        rank = dist.get_rank(self._engine.seq_data_parallel_group)
+        for group, parameters, offsets, flat_master in self.vectors():
+            low = rank * flat_master.numel()
             high = low + flat_master.numel()
             for parameter, offset in zip(parameters, offsets, strict=True):
                 first, last = max(offset, low), min(offset + parameter.numel(), high)
                 if first < last:
                     weight = parameter.detach().view(-1).narrow(0, first - offset, last - first)
                     sections, start = self._sections[id(parameter)], first - offset
-                    yield Span(sections, parameter.shape, start, weight, flat_master, first - low, True, moments)
+                    yield Span(
+                        sections, parameter.shape, start, weight, flat_master, first - low, True, _moments(group)
+                    )
 
-    def copy_masters_to_weights(self) -> None:
-        self._engine.optimizer.update_lp_params()
 
+class _ShardedState(_FlatState):
+    """ZeRO-1 in bf16 and fp32 (`ShardedOptimizer`)."""
 
-class _Bf16State(_FlatState):
-    """ZeRO-1 in bf16 with fp32 gradient accumulation (`BF16_Optimizer`)."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        # DeepSpeed's own step computes the norm of all gradients again, and waits for it.
-        engine.optimizer.step = self._step
-
-    @torch.no_grad()
-    def _step(self) -> None:
-        optimizer = self._engine.optimizer
-        masters, gradients = optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradient_flat_partition
-        for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = gradient
-        self.base.step()
-        self.copy_masters_to_weights()
-        optimizer.clear_hp_grads()
-
-    def groups(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int], Tensor]]:
-        optimizer = self._engine.optimizer
-        for parameters, flat_master in zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True):
-            ends = list(accumulate((parameter.numel() for parameter in parameters), initial=0))
-            yield parameters, ends[:-1], flat_master
+    def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor]]:
+        groups = {id(master): group for group in self.base.param_groups for master in group["params"]}
+        for bucket in self._engine.optimizer.buckets:
+            yield groups[id(bucket.master)], bucket.parameters, bucket.offsets, bucket.master
 
     def gradients(self) -> Iterator[Tensor]:
-        optimizer = self._engine.optimizer
-        masters, gradients = optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradient_flat_partition
-        of_master = {id(master): gradient for master, gradient in zip(masters, gradients, strict=True)}
         for span in self.spans():
-            yield of_master[id(span.flat_master)].narrow(0, span.offset, span.length)
+            assert span.flat_master.grad is not None
+            yield span.flat_master.grad.narrow(0, span.offset, span.length)
+
+    def copy_masters_to_weights(self) -> None:
+        self._engine.optimizer.start_gather()
 
 
 class _ZeroState(_FlatState):
-    """ZeRO-1 in fp32 and fp16, ZeRO-2 (`DeepSpeedZeroOptimizer`), and both with the optimizer offloaded."""
+    """ZeRO-1 in fp16, ZeRO-2 (`DeepSpeedZeroOptimizer`), and both with the optimizer offloaded."""
 
-    def groups(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int], Tensor]]:
+    def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor]]:
         optimizer = self._engine.optimizer
         parameters, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
-        return zip(parameters, offsets, optimizer.single_partition_of_fp32_groups, strict=True)
+        return zip(
+            self.base.param_groups, parameters, offsets, optimizer.single_partition_of_fp32_groups, strict=True
+        )
+
+    def copy_masters_to_weights(self) -> None:
+        self._engine.optimizer.update_lp_params()
 
     def gradients(self) -> Iterator[Tensor]:
         optimizer = self._engine.optimizer
@@ -283,7 +272,7 @@ _STATES: dict[str, type[EngineState]] = {
     "AdamW": _PlainState,
     "MuonWithAdamW": _PlainState,
     "FusedAdam": _PlainState,
-    "BF16_Optimizer": _Bf16State,
+    "ShardedOptimizer": _ShardedState,
     "DeepSpeedZeroOptimizer": _ZeroState,
     "DeepSpeedZeroOptimizer_Stage3": _Zero3State,
 }

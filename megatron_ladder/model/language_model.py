@@ -90,6 +90,11 @@ class LanguageModel(nn.Module):
         """The matrix of the output head: the embedding's if it is tied."""
         return self.embedding if self.lm_head is None else self.lm_head
 
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The embedding's matrix if this is one of two pipeline stages with a copy, whose gradients are summed."""
+        return self.embedding.weight if self.config.tie_embeddings and self.is_first != self.is_last else None
+
     def hidden_states(self, tokens: Tensor, context: SequenceContext) -> Tensor:
         """Token ids [b, s] -> the complete stream after the last layer, [s, b, h], or this rank's positions of it."""
         return self.stack(self.embedding(tokens).unsqueeze(0), context)[0]

@@ -130,6 +130,8 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
 
         @contextmanager
         def not_training() -> Iterator[None]:
+            # A profiler must not start or stop while torch communicates, and no rank may leave.
+            trainer.engine.finish_step()
             with log.paused(), watch.patient():
                 yield
 

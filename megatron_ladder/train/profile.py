@@ -30,7 +30,9 @@ def named_for_profiler(run: RunConfig, mesh: ProcessMesh) -> tuple[ProcessMesh, 
     if not run.profile.profile or mesh.world.rank not in run.profile.profile_ranks:
         return mesh, no_span
     tensor, kv_replica = (name_collectives(group, record_function) for group in (mesh.tensor, mesh.kv_replica))
-    return replace(mesh, tensor=tensor, kv_replica=kv_replica), record_function
+    # Data-parallel collectives run under sub-blocks without being theirs.
+    data = name_collectives(mesh.data, lambda name: record_function(f"data {name}"))
+    return replace(mesh, tensor=tensor, kv_replica=kv_replica, data=data), record_function
 
 
 def step_contexts(
@@ -42,7 +44,8 @@ def step_contexts(
 ) -> Callable[[int], AbstractContextManager[object]]:
     """Return a function from a step's number to its context, which every rank must enter.
 
-    `first_iteration` is the first step of this process; `pause` is the context for work that is not training.
+    `first_iteration` is the first step of this process; `pause` is the context for work that is not training,
+    which begins without communication in flight.
     """
     config = run.profile
     first, last = max(config.profile_step_start + 1, first_iteration), config.profile_step_end

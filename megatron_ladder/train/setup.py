@@ -74,11 +74,10 @@ def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
     timeout_minutes = run.parallel.distributed_timeout_minutes
     device = start_process_group(place, timeout_minutes, _shared_settings(inputs, place), peers)
     start_deepspeed(place, device)
-    mesh = build_mesh(run)
+    mesh, span = named_for_profiler(run, build_mesh(run))
     if run.checkpoint.save is not None:
         _check_shared(run.checkpoint.save, mesh.world)
-    named_mesh, span = named_for_profiler(run, mesh)
-    model, norm = build_model(run, named_mesh, device, span)
+    model, norm = build_model(run, mesh, device, span)
     engine, adamw = build_engine(run, model, inputs.deepspeed, mesh, device)
     return Trainer(
         run, mesh, device, model, engine, build_schedule(run), {"norm": norm, "optimizer": adamw}, peers, inputs.eod_id,

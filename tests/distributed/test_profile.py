@@ -19,7 +19,12 @@ RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --global-batch-size 4 -
 def profiled_steps(argv: list[str], first_iteration: int = 1) -> list[float]:
     """Return the losses of the steps up to the fifth, run inside the contexts of --profile."""
     trainer = build_trainer_here([*RECIPE, *argv])
-    around = step_contexts(trainer.run, trainer.mesh.world, CPU, first_iteration, contextlib.nullcontext)
+
+    def pause() -> contextlib.AbstractContextManager[None]:
+        trainer.engine.finish_step()
+        return contextlib.nullcontext()
+
+    around = step_contexts(trainer.run, trainer.mesh.world, CPU, first_iteration, pause)
     ids = torch.arange(26).view(2, 13)
     batch = (ids[:, :-1], ids[:, 1:], torch.ones(2, 12))
     losses = []
@@ -137,3 +142,19 @@ def test_each_collective_of_a_real_trace_has_its_sub_block(
     for step in _step_rows(found):
         assert 0 < step["exposed_seconds"] < step["seconds"]
         assert step["exposed_seconds"] <= step["in_flight_seconds"]
+
+
+def test_data_parallel_collectives_belong_to_no_sub_block(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    argv = [*arguments(tmp_path, mode="ladder", ranks="0"), "--tensor-model-parallel-size", "1"]
+    gloo_pools(2).run(profiled_steps, argv)
+    (path,) = tmp_path.iterdir()
+    events = read_events(path)
+    names = names_of(events, 4)
+    reduces = names.count("data reduce_scatter start")
+    assert reduces > 8 and names.count("data all_gather start") == reduces
+    # The weights of later layers arrive under the first one.
+    assert "data all_gather wait" in names[names.index("layers.0.attention forward") :]
+    found = [one for one in communication(events).collectives if one.iteration == 4]
+    assert {one.owner.name for one in found} == {ELSEWHERE}
+    # The first step of the trace waits for the weights of the step before, which it has not seen start.
+    assert len(found) > 2 * reduces

@@ -32,12 +32,12 @@ class RecordingGroup(CommGroup):
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         return self._note("L", "W", self._next_reduce(), super().start_all_reduce(tensor))
 
-    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
-        rows, work = super().start_reduce_scatter(tensor)
+    def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
+        rows, work = super().start_reduce_scatter(tensor, into)
         return rows, self._note("L", "W", self._next_reduce(), work)
 
-    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
-        whole, work = super().start_all_gather(tensor)
+    def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
+        whole, work = super().start_all_gather(tensor, into)
         self.gathers += 1
         return whole, self._note("G", "H", self.gathers - 1, work)
 

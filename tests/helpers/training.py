@@ -1,7 +1,7 @@
 """Trainers for the process pools, built from a command line like those of the program, in an existing process group."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.saving import SaveOptions, TrainingSave
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.batches import MicroBatch
@@ -45,16 +46,21 @@ def run_of(argv: Sequence[str], world_size: int) -> RunConfig:
     return run
 
 
-def build_trainer_here(argv: Sequence[str], weights: Mapping[str, Tensor] | None = None) -> Trainer:
-    """On each rank: return a trainer, with these unsharded weights if they are given."""
+def build_trainer_here(
+    argv: Sequence[str],
+    weights: Mapping[str, Tensor] | None = None,
+    wrap_data: Callable[[CommGroup], CommGroup] = lambda group: group,
+) -> Trainer:
+    """On each rank: return a trainer, with these unsharded weights if they are given, and its data-parallel group
+    replaced by what `wrap_data` returns for it."""
     assert deepspeed_is_started()
     run = run_of(argv, torch.distributed.get_world_size())
     tensor_parallel = run.parallel.tensor_model_parallel_size
     stages = run.parallel.pipeline_model_parallel_size
     mesh = mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel), stages)
-    mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel)
-    named_mesh, span = named_for_profiler(run, mesh)
-    model, norm = build_model(run, named_mesh, CPU, span)
+    mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel, data=wrap_data(mesh.data))
+    mesh, span = named_for_profiler(run, mesh)
+    model, norm = build_model(run, mesh, CPU, span)
     if weights is not None:
         with gathered(model.parameters(), written=True), torch.no_grad():
             for parameter, sections in parameter_sections(model):
@@ -73,6 +79,7 @@ def own_batches(trainer: Trainer, micro_batches: Sequence[tuple[Tensor, Tensor, 
 
 def weight_pieces(trainer: Trainer) -> Pieces:
     """Return every weight of this rank's part of the model, gathered if ZeRO-3 partitions it."""
+    trainer.engine.finish_step()
     with gathered(trainer.model.parameters()):
         return [
             (section.name, section.offset, section.view(parameter.detach()).clone())

@@ -40,7 +40,7 @@ COMMUNICATION_KERNELS = r"nccl|(one|two)_shot_all_reduce|multimem"
 
 _STEP = re.compile(r"iteration (\d+)")
 _SUB_BLOCK = re.compile(r"(layers\.\d+\.\w+) (forward|norm forward|backward|norm backward|gather|recompute)")
-_COLLECTIVE = re.compile(r"(all_reduce|all_gather|reduce_scatter|broadcast)(?: (start|wait))?")
+_COLLECTIVE = re.compile(r"((?:data )?(?:all_reduce|all_gather|reduce_scatter|broadcast))(?: (start|wait))?")
 _AUTOGRAD = "autograd::engine::evaluate_function"
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -143,6 +143,8 @@ class _Names:
                 elif sub_block := _SUB_BLOCK.fullmatch(event["name"]):
                     owner = Owner(sub_block[1], "forward" if sub_block[2].endswith("forward") else "backward")
                     self._sub_blocks[event["tid"]].append((_interval(event), owner))
+                elif event["name"].startswith("data "):
+                    self._sub_blocks[event["tid"]].append((_interval(event), Owner(ELSEWHERE, "")))
             sequence = event.get("args", {}).get("Sequence number", -1)
             if sequence >= 0 and event["name"].startswith(_AUTOGRAD):
                 self._backward_nodes[event["tid"]].append((_interval(event), sequence))

@@ -1,15 +1,15 @@
 """Memory of one GPU in training: weights, gradients, optimizer state, activations.
 
-The counts follow the allocations of this package and DeepSpeed's optimizers. With D data-parallel ranks, the bytes per
-parameter of the GPU (those of its tensor- and pipeline-parallel share) are:
+The counts follow the allocations of `engine/sharded.py` (ZeRO 1) and of DeepSpeed's optimizers. With D data-parallel
+ranks, the bytes per parameter of the GPU (those of its tensor- and pipeline-parallel share) are:
 
     precision, ZeRO    weights   gradients   optimizer
     fp32, 0            4         4           8
-    fp32, 1            4         4           12 / D         master copy and both moments
-    fp32, 2            4         4 / D       12 / D
+    fp32, 1            4         4           8 / D          both moments; the weights are their own masters
+    fp32, 2            4         4 / D       12 / D         masters and both moments
     fp32, 3            4 / D     4 / D       12 / D
-                       fp32 with ZeRO 1 or 2 on one data-parallel rank is run as ZeRO 0
-    bf16, 1            2         6           12 / D         gradients in bf16, and their sums in fp32
+                       ZeRO 2 on one data-parallel rank is run as ZeRO 1
+    bf16, 1            2         4           12 / D
     bf16, 2            2         4 / D       12 / D
     bf16, 3            2 / D     4 / D       12 / D
 
@@ -133,14 +133,13 @@ def _state_bytes(
     if precision == "bf16" and layout.zero == 0:
         raise ValueError("bf16 needs ZeRO 1 or more")
     share = 1 / layout.data
-    if precision == "fp32" and layout.data == 1 and layout.zero < 3:
-        layout = replace(layout, zero=0)
+    if layout.data == 1 and layout.zero == 2:
+        layout = replace(layout, zero=1)
     weights = _NUMBER_BYTES[precision] * parameters * (share if layout.zero >= 3 else 1)
     gradients = FP32_BYTES * parameters * (share if layout.zero >= 2 else 1)
-    if precision == "bf16" and layout.zero == 1:
-        gradients += _NUMBER_BYTES[precision] * parameters
-    optimizer = 2 * FP32_BYTES * parameters if layout.zero == 0 else 3 * FP32_BYTES * parameters * share
-    optimizer -= FP32_BYTES * orthogonal * (1 if layout.zero == 0 else share)
+    share = 1 if layout.zero == 0 else share
+    has_masters = layout.zero >= 2 or precision == "bf16"
+    optimizer = FP32_BYTES * share * ((3 if has_masters else 2) * parameters - orthogonal)
     return weights, gradients, optimizer
 
 

@@ -10,7 +10,7 @@ A pipeline of p stages and m micro-batches takes the sum of all stages once and 
 
 Bytes that data-parallel ranks move per parameter of a GPU (bf16 weights, gradients accumulated in fp32):
 
-    ZeRO 1    once a step: all-reduce of 4, all-gather of 2                                     all exposed
+    ZeRO 1    once a step: reduce-scatter of 4, all-gather of 2             under the last backward, the first forward
     ZeRO 2    each micro-batch: reduce-scatter of 4; once a step: all-gather of 2              under backward
     ZeRO 3    each micro-batch: all-gather of 2, twice; reduce-scatter of 4; layer by layer    under both passes
 
@@ -177,13 +177,14 @@ def _exposed_data(times: LayerTime, layout: Layout, parameters: int, micro_batch
     def exposed(reduce: float, compute: float) -> float:
         return max(0.0, reduce - compute) + cluster.contention_of(parameters) * min(reduce, compute)
 
+    forward, backward = pass_seconds / 3, pass_seconds * 2 / 3
     if layout.zero == 2:
-        return around(WEIGHT_BYTES) + micro_batches * exposed(around(FP32_BYTES), pass_seconds * 2 / 3)
+        return around(WEIGHT_BYTES) + micro_batches * exposed(around(FP32_BYTES), backward)
     if layout.zero == 3:
         layers = times.model.num_layers
         gathers, scatters = 2 * around(WEIGHT_BYTES, layers), around(FP32_BYTES, layers)
         return micro_batches * exposed(gathers + scatters, pass_seconds)
-    return cluster.all_reduce_seconds(FP32_BYTES * parameters, layout.data, layout.tensor) + around(WEIGHT_BYTES)
+    return exposed(around(FP32_BYTES), backward) + exposed(around(WEIGHT_BYTES), forward)
 
 
 def model_flop_utilisation(times: LayerTime, layout: Layout, global_batch: int, seconds: float) -> float:

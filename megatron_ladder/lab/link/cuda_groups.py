@@ -69,14 +69,14 @@ class MeteredGroup(WaitMeter, CommGroup):
         """Start summing `tensor` in place."""
         return self._metered(self._group.start_all_reduce(tensor))
 
-    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Start summing `tensor`; each rank gets its rows."""
-        rows, work = self._group.start_reduce_scatter(tensor)
+        rows, work = self._group.start_reduce_scatter(tensor, into)
         return rows, self._metered(work)
 
-    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Start joining all ranks' rows."""
-        whole, work = self._group.start_all_gather(tensor)
+        whole, work = self._group.start_all_gather(tensor, into)
         return whole, self._metered(work)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

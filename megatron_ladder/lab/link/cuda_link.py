@@ -92,18 +92,20 @@ class CudaLink(WaitMeter, WireGroup):
             return None
         return self._launch(tensor, tensor, halves=2)
 
-    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Return this rank's rows of its own values, after half of an all-reduce's time."""
         if self.size == 1:
             return tensor, None
         rows = tensor.chunk(self.size)[self.rank]
+        rows = rows if into is None else into.copy_(rows)
         return rows, self._launch(tensor, rows, halves=1)
 
-    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Return this rank's rows, repeated for every rank, after half of an all-reduce's time for the result."""
         if self.size == 1:
             return tensor, None
         whole = torch.cat([tensor] * self.size)
+        whole = whole if into is None else into.copy_(whole)
         return whole, self._launch(whole, whole, halves=1)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -151,22 +151,22 @@ class EmulatedLink(WireGroup):
         data = tensor.data
         return self._launch(tensor, lambda parts: _add_up(data.view(-1), parts), self.spec.seconds(tensor.nbytes))
 
-    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Start a sum of which each rank gets its rows, in half of an all-reduce's time."""
         if self.size == 1:
             return tensor, None
-        rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:]) if into is None else into
 
         def add_up_own(parts: Sequence[Tensor]) -> None:
             _add_up(rows.data.view(-1), [part.chunk(self.size)[self.rank] for part in parts])
 
         return rows, self._launch(tensor, add_up_own, self.spec.seconds(tensor.nbytes) / 2)
 
-    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Start joining all ranks' rows, in half of an all-reduce's time for the result."""
         if self.size == 1:
             return tensor, None
-        whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:])
+        whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:]) if into is None else into
         seconds = self.spec.seconds(whole.nbytes) / 2
         return whole, self._launch(tensor, lambda parts: torch.cat(list(parts), out=whole.data.view(-1)), seconds)
 
@@ -283,13 +283,15 @@ class NoCommGroup(CommGroup):
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Return None: there is nothing to wait for."""
 
-    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Return this rank's rows of its own part."""
-        return tensor.chunk(self.size)[self.rank], None
+        rows = tensor.chunk(self.size)[self.rank]
+        return rows if into is None else into.copy_(rows), None
 
-    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Repeat this rank's rows for every rank."""
-        return torch.cat([tensor] * self.size), None
+        whole = torch.cat([tensor] * self.size)
+        return whole if into is None else into.copy_(whole), None
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Return `tensor` unchanged."""

@@ -19,7 +19,7 @@ class _Pending:
 class _Group(CommGroup):
     """Two ranks; a reduce-scatter that keeps no reference to its input, as torch after the wait."""
 
-    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
+    def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         return tensor.new_zeros(tensor.shape[0] // 2, *tensor.shape[1:]), _Pending()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -144,10 +144,10 @@ def test_no_flag_is_both_ours_and_megatrons() -> None:
 
 
 def test_deepspeed_json_is_derived() -> None:
-    run, _ = read("--micro-batch-size 2 --global-batch-size 16 --bf16 --clip-grad 0.7")
+    run, _ = read("--micro-batch-size 2 --global-batch-size 16 --bf16 --zero-stage 2 --clip-grad 0.7")
     config = deepspeed_json(run, [])
     assert config["train_batch_size"] == 16 and config["gradient_accumulation_steps"] == 2
-    assert config["zero_optimization"]["stage"] == 1 and config["bf16"]["enabled"] is True
+    assert config["zero_optimization"]["stage"] == 2 and config["bf16"]["enabled"] is True
     assert config["data_types"]["grad_accum_dtype"] == "fp32"
     # Twelve layers, final norm, and embedding and head of 1,000 words padded to 1,024.
     parameters = 12 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64 + 2 * 1024 * 64
@@ -159,9 +159,19 @@ def test_deepspeed_json_is_derived() -> None:
     assert staged["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
 
 
-def test_one_data_parallel_rank_shards_nothing() -> None:
+def test_deepspeed_leaves_the_sharded_optimizer_alone() -> None:
+    config = deepspeed_json(read("--micro-batch-size 1 --global-batch-size 4 --bf16")[0], [])
+    assert config["zero_optimization"]["stage"] == 0 and config["bf16"]["enabled"] is False
+    # A sixteenth of the model, so that the first gradients are reduced under backward.
+    parameters = 12 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64 + 2 * 1024 * 64
+    assert config["zero_optimization"]["reduce_bucket_size"] == -(-parameters // 16)
+    large = "--hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672 --micro-batch-size 1 --bf16"
+    assert deepspeed_json(read(large)[0], [])["zero_optimization"]["reduce_bucket_size"] == 40_000_000
+
+
+def test_stages_on_one_data_parallel_rank() -> None:
     for words, stage in (
-        ("--zero-stage 1", 0), ("--zero-stage 2", 0), ("--zero-stage 3", 3), ("--bf16", 1),
+        ("--zero-stage 1", 0), ("--zero-stage 2", 0), ("--zero-stage 3", 3), ("--bf16", 0),
         ("--zero-stage 1 --offload-optimizer cpu", 1),
     ):  # fmt: skip
         config = deepspeed_json(read(f"--tensor-model-parallel-size 4 {words}")[0], [])
@@ -257,12 +267,13 @@ def test_a_users_json_is_merged(tmp_path: Path) -> None:
             "train_batch_size": "auto",
             "gradient_clipping": 0.7,
             "zero_optimization": {"stage": "auto", "reduce_bucket_size": 1000},
+            "bf16": {"enabled": "auto"},
             "wall_clock_breakdown": True,
         },
     )
     assert errors == []
     assert config["train_batch_size"] == 4 and config["wall_clock_breakdown"] is True
-    assert config["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 1000, "compute_grad_norm": False}
+    assert config["zero_optimization"] == {"stage": 0, "reduce_bucket_size": 1000}
 
 
 @pytest.mark.parametrize(

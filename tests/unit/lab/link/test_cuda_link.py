@@ -141,10 +141,10 @@ class Recorded(CommGroup):
     def start_all_reduce(self, tensor: torch.Tensor) -> Work:
         return self
 
-    def start_reduce_scatter(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
+    def start_reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Work]:
         return tensor[:1], self
 
-    def start_all_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
+    def start_all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Work]:
         return torch.cat([tensor] * 2), self
 
     def wait(self) -> None:

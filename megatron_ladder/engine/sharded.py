@@ -1,0 +1,227 @@
+"""ZeRO stage 1 with its communication under computation.
+
+Parameters lie in buckets: contiguous vectors of weights and of their fp32 gradients. Each data-parallel rank owns an
+equal part of every bucket, whose master weights and moments it holds and updates.
+
+    compute   [ backward of the last micro-batch ][ norm, clip, step ][ forward of the next step
+    wire          [ reduce-scatter ... ]                                [ all-gather ... ]
+
+A bucket is reduced when its last gradient of the step has been added. All ranks start the reduces in the same order, in
+which backward completes the buckets. After the update the weights are gathered in the opposite order, in which forward
+reads them, and every module waits for its weights before it runs.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.config.run import RunConfig
+from megatron_ladder.model.language_model import LanguageModel
+
+
+def is_sharded(run: RunConfig) -> bool:
+    """Return whether a run uses `ShardedOptimizer`; the other optimizers with ZeRO are DeepSpeed's."""
+    stage, data_parallel = run.parallel.zero_stage, run.data_parallel_size
+    # On one rank ZeRO 2 shards nothing more.
+    has_stage = stage == "1" or (stage == "2" and data_parallel == 1)
+    return has_stage and run.parallel.offload_optimizer == "none" and not run.training.fp16
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters of one group whose gradients are reduced together."""
+
+    parameters: Sequence[nn.Parameter]
+    offsets: Sequence[int]
+    """Index of the first element of each parameter."""
+    weights: Tensor
+    """Flat, in the precision of the model, padded to a multiple of the number of ranks."""
+    own_weights: Tensor
+    """This rank's part of `weights`."""
+    gradients: Tensor
+    """Summed over micro-batches, flat, fp32; this rank's part is then summed over the ranks, in place."""
+    master: nn.Parameter
+    """This rank's part in fp32, with its gradient. In an fp32 model it is `own_weights`."""
+    copies: CommGroup | None
+    """Pipeline stages with copies of the parameters, over which gradients are summed first."""
+    unfinished: int = 0
+    """Number of parameters that will get another gradient in this step."""
+    streams: set[Any] = field(default_factory=set)
+    """CUDA streams that have added gradients."""
+
+
+class ShardedOptimizer:
+    """Reduces gradients into this rank's parts of the buckets, which torch's optimizer updates, and gathers weights.
+
+    DeepSpeed's engine steps it like an optimizer.
+
+    Attributes:
+        buckets: in the order in which their gradients are reduced.
+        groups: the parameter groups of this rank's parts.
+        optimizer: torch's, of these groups; to be set before the first step.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self, model: LanguageModel, groups: Sequence[dict[str, Any]], mesh: ProcessMesh, dtype: torch.dtype,
+        bucket_numbers: int,
+    ) -> None:  # fmt: skip
+        """Move the parameters into buckets of at most `bucket_numbers` elements of `dtype`, or of one parameter.
+
+        `groups` are the parameter groups of the model, the last one of norms and biases.
+        """
+        self._data = mesh.data
+        position = {parameter: index for index, parameter in enumerate(model.parameters())}
+        tied = model.tied_weight if mesh.pipeline.size > 1 else None
+        placed: list[tuple[tuple[bool, bool, int], _Bucket]] = []
+        self.groups: list[dict[str, Any]] = []
+        for index, group in enumerate(groups):
+            ordered = sorted(group["params"], key=position.__getitem__, reverse=True)
+            buckets = [
+                _bucket(parameters, dtype, mesh.data, mesh.ends if parameters[0] is tied else None)
+                for parameters in _cut(ordered, bucket_numbers, tied)
+            ]
+            self.groups.append({**group, "params": [bucket.master for bucket in buckets]})
+            # Norms and biases are the first weights to arrive, because some are read outside of their modules.
+            is_last = index == len(groups) - 1
+            placed += [((one.copies is not None, is_last, -position[one.parameters[-1]]), one) for one in buckets]
+        self.buckets = [bucket for _, bucket in sorted(placed, key=lambda entry: entry[0])]
+        self._sums = {
+            parameter: (bucket, bucket.gradients.narrow(0, offset, parameter.numel()).view(parameter.shape))
+            for bucket in self.buckets
+            for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
+        }
+        self._micro_batches = 0
+        self._added: dict[nn.Parameter, int] = {}
+        """Number of gradients of each parameter in this step."""
+        self._reduces: list[InFlight] = []
+        """Those of the first buckets."""
+        self._gathers: deque[tuple[_Bucket, InFlight]] = deque()
+        for parameter in self._sums:
+            parameter.register_post_accumulate_grad_hook(self._add_gradient)
+        for module in model.modules():
+            needed = [self._sums[parameter][0] for parameter in module.parameters(recurse=False)]
+            if needed:
+                module.register_forward_pre_hook(self._wait_before_forward(needed))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of torch's optimizer."""
+        return self.optimizer.param_groups
+
+    @contextmanager
+    def reducing(self, micro_batches: int) -> Iterator[None]:
+        """Sum the gradients of this many backward passes inside the block; at its end, they are reduced."""
+        self._micro_batches = micro_batches
+        self._added.clear()
+        for bucket in self.buckets:
+            bucket.unfinished = len(bucket.parameters)
+        yield
+        for bucket in self.buckets[len(self._reduces) :]:
+            self._start_reduce(bucket)
+        for in_flight in self._reduces:
+            in_flight.wait()
+        self._reduces.clear()
+
+    def step(self) -> None:
+        """Update this rank's masters, and start to gather all weights."""
+        self.optimizer.step()
+        self.start_gather()
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Start to give every rank the weights of all masters."""
+        for bucket in reversed(self.buckets):
+            if bucket.own_weights.dtype != bucket.master.dtype:
+                bucket.own_weights.copy_(bucket.master)
+            in_flight = InFlight(*self._data.start_all_gather(bucket.own_weights, into=bucket.weights))
+            self._gathers.append((bucket, in_flight))
+
+    def finish_gather(self) -> None:
+        """Return when all weights are valid."""
+        self._wait_for(self.buckets)
+
+    @torch.no_grad()
+    def _add_gradient(self, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        bucket, total = self._sums[parameter]
+        count = self._added[parameter] = self._added.get(parameter, 0) + 1
+        if count > self._micro_batches:
+            raise RuntimeError(f"gradient {count} of a parameter in a step of {self._micro_batches} backward passes")
+        if count == 1:
+            total.copy_(gradient)
+        else:
+            total.add_(gradient)
+        if gradient.is_cuda:
+            bucket.streams.add(torch.cuda.current_stream())
+        bucket.unfinished -= count == self._micro_batches
+        for ready in self.buckets[len(self._reduces) :]:
+            if ready.unfinished or ready.copies is not None:
+                break
+            self._start_reduce(ready)
+
+    @torch.no_grad()
+    def _start_reduce(self, bucket: _Bucket) -> None:
+        for parameter in bucket.parameters:
+            if parameter not in self._added:
+                self._sums[parameter][1].zero_()
+        for stream in bucket.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        bucket.streams.clear()
+        if bucket.copies is not None:
+            bucket.copies.all_reduce(bucket.gradients)
+        self._reduces.append(InFlight(*self._data.start_reduce_scatter(bucket.gradients, into=bucket.master.grad)))
+
+    def _wait_for(self, buckets: Iterable[_Bucket]) -> None:
+        while self._gathers and any(bucket is waiting for bucket in buckets for waiting, _ in self._gathers):
+            _, in_flight = self._gathers.popleft()
+            in_flight.wait()
+
+    def _wait_before_forward(self, needed: Sequence[_Bucket]) -> Callable[..., None]:
+        return lambda *_: self._wait_for(needed)
+
+
+def _cut(
+    parameters: Sequence[nn.Parameter], bucket_numbers: int, alone: nn.Parameter | None
+) -> Iterator[list[nn.Parameter]]:
+    """Yield successive parameters of together at most `bucket_numbers` elements; `alone` shares with no other."""
+    part: list[nn.Parameter] = []
+    for parameter in parameters:
+        numbers = sum(one.numel() for one in (*part, parameter))
+        if part and (numbers > bucket_numbers or parameter is alone or part[0] is alone):
+            yield part
+            part = []
+        part.append(parameter)
+    if part:
+        yield part
+
+
+def _bucket(
+    parameters: Sequence[nn.Parameter], dtype: torch.dtype, data: CommGroup, copies: CommGroup | None
+) -> _Bucket:
+    """Return the bucket of these parameters, whose weights become views of it."""
+    offsets, length = [], 0
+    for parameter in parameters:
+        offsets.append(length)
+        length += parameter.numel()
+    own_length = -(-length // data.size)
+    weights = torch.zeros(own_length * data.size, dtype=dtype, device=parameters[0].device)
+    gradients = torch.zeros_like(weights, dtype=torch.float32)
+    for parameter, offset in zip(parameters, offsets, strict=True):
+        view = weights.narrow(0, offset, parameter.numel()).view(parameter.shape)
+        view.copy_(parameter.detach())
+        parameter.data = view
+    own_weights, own_gradients = (whole.narrow(0, data.rank * own_length, own_length) for whole in (weights, gradients))
+    master = nn.Parameter(own_weights.float())
+    master.grad = own_gradients
+    return _Bucket(parameters, offsets, weights, own_weights, gradients, master, copies)

@@ -1,0 +1,123 @@
+"""The optimizer of ZeRO 1: when it communicates, and that modules wait for their weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.comm.group import CommGroup, Work
+from megatron_ladder.train.step import train_step
+from tests.helpers.pool import GlooPools
+from tests.helpers.steps import RECIPE, Batch, steps_of_batches
+from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
+
+ARGV = [*RECIPE, *"--zero-stage 1 --global-batch-size 8 --residual-mode ladder".split()]
+
+
+class _LateWork:
+    """Communicates only when somebody waits."""
+
+    def __init__(self, start: Callable[[], Work | None]) -> None:
+        self._start = start
+
+    def wait(self) -> None:
+        work = self._start()
+        assert work is not None
+        work.wait()
+
+
+class LateGroup(CommGroup):
+    """A group on which a result that nobody waits for never arrives."""
+
+    def __init__(self, group: CommGroup) -> None:
+        super().__init__(group.ranks, group.rank, group.process_group)
+        self.events: list[str] = []
+
+    def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
+        assert into is not None
+        self.events.append("reduce")
+        return into, _LateWork(lambda: super(LateGroup, self).start_reduce_scatter(tensor, into)[1])
+
+    def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
+        assert into is not None
+        self.events.append("gather")
+        return into, _LateWork(lambda: super(LateGroup, self).start_all_gather(tensor, into)[1])
+
+
+def steps(argv: list[str], batches: list[list[Batch]], late: bool) -> tuple[list[float], list[Tensor]]:
+    """On each rank: the losses, and the final weights."""
+    trainer = build_trainer_here(argv, wrap_data=LateGroup if late else lambda group: group)
+    results = [train_step(trainer, own_batches(trainer, batch), 1 + index) for index, batch in enumerate(batches)]
+    return [result.loss for result in results], [values for _, _, values in weight_pieces(trainer)]
+
+
+@pytest.mark.parametrize(
+    ("words", "world"),
+    [
+        ("--qk-layernorm --add-attention-output-bias --add-mlp-bias", 2),
+        ("--tie-embeddings --bf16 --recompute-granularity full", 2),
+        ("--residual-mode desync --desync-interval 2 --tensor-model-parallel-size 2", 4),
+        ("--pipeline-model-parallel-size 2 --tie-embeddings --bf16", 4),
+    ],
+)
+def test_every_module_waits_for_its_weights(gloo_pools: GlooPools, tmp_path: Path, words: str, world: int) -> None:
+    config = tmp_path / "one_parameter_per_bucket.json"
+    config.write_text('{"zero_optimization": {"reduce_bucket_size": 1}}')
+    argv, batches = [*ARGV, *words.split(), "--deepspeed_config", str(config)], steps_of_batches(3, 4)
+    late, usual = (gloo_pools(world).run(steps, argv, batches, late) for late in (True, False))
+    for (losses, weights), (expected_losses, expected_weights) in zip(late, usual, strict=True):
+        assert losses == expected_losses
+        assert all(map(torch.equal, weights, expected_weights))
+
+
+def order_of_events(batches: list[list[Batch]]) -> list[str]:
+    """On each rank: the starts of collectives in a step of two micro-batches, and the ends of their backward."""
+    groups: list[LateGroup] = []
+    trainer = build_trainer_here(ARGV, wrap_data=lambda group: groups.append(LateGroup(group)) or groups[0])
+    events = groups[0].events
+    backward: Any = trainer.engine.wrapped.backward
+
+    def noted_backward(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        events.append("end of backward")
+
+    trainer.engine.wrapped.backward = noted_backward
+    # Backward computes the gradient of the embedding last.
+    trainer.model.embedding.weight.register_post_accumulate_grad_hook(lambda _: events.append("embedding"))
+    train_step(trainer, own_batches(trainer, batches[0]), 1)
+    return events
+
+
+def test_gradients_are_reduced_under_the_last_backward(gloo_pools: GlooPools) -> None:
+    for events in gloo_pools(2).run(order_of_events, steps_of_batches(1, 4)):
+        buckets = events.count("reduce")
+        assert buckets > 8 and events.count("gather") == buckets
+        # All but the buckets of the embedding and of the norms are reduced before the last gradient.
+        last = events.index("embedding", events.index("embedding") + 1)
+        assert events[:2] == ["embedding", "end of backward"] and set(events[2 : last - 1]) == {"reduce"}
+        assert buckets - events[:last].count("reduce") <= 2
+        assert events[last:][-buckets - 1 :] == ["end of backward", *["gather"] * buckets]
+
+
+def unusual_steps(batches: list[list[Batch]]) -> None:
+    """On each rank: a step in which one parameter has a gradient, and a step with one backward pass too many."""
+    trainer = build_trainer_here(ARGV)
+    train_step(trainer, own_batches(trainer, batches[0]), 1)
+    weight = trainer.model.embedding.weight
+    optimizer = trainer.engine.wrapped.optimizer
+    with optimizer.reducing(1):
+        weight.sum().backward()
+    for piece in trainer.engine.state.gradient_pieces():
+        is_embedding = piece.sections[0].name == "embedding.weight"
+        assert piece.gradient.eq(2.0 if is_embedding else 0.0).all()
+    with optimizer.reducing(1):
+        weight.sum().backward()
+        with pytest.raises(RuntimeError, match="gradient 2 of a parameter in a step of 1 backward passes"):
+            weight.sum().backward()
+
+
+def test_steps_with_too_few_or_too_many_gradients(gloo_pools: GlooPools) -> None:
+    gloo_pools(2).run(unusual_steps, steps_of_batches(1, 4))
