@@ -31,6 +31,18 @@ def test_neighbours_are_tensor_parallel(gloo_pools: GlooPools) -> None:
         }
 
 
+def ranks_over_gloo() -> tuple[list[int], list[int]]:
+    """Return the ranks that rank 0 of a model of four stages gathers, in a second and in a third group of them."""
+    mesh = ProcessMesh.build(1, 4)
+    first, second = (mesh.model.over_gloo(timedelta(seconds=5)).gather_objects(dist.get_rank()) for _ in "ab")
+    return first, second
+
+
+def test_stages_that_joined_other_groups_form_a_group_over_gloo(gloo_pools: GlooPools) -> None:
+    """The first and the last stage have a group that those between them lack."""
+    assert gloo_pools(4).run(ranks_over_gloo) == [([0, 1, 2, 3], [0, 1, 2, 3]), ([], []), ([], []), ([], [])]
+
+
 def waits_for_a_late_peer() -> float | None:
     """Return, on rank 0, the seconds until a reduce with a missing peer raises an error."""
     mesh = ProcessMesh.build(2, timeout=timedelta(seconds=1))
