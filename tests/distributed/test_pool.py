@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, run_command
-from tests.helpers.pool import GROUPS_KEPT, GlooPool
+from tests.helpers.pool import GROUPS_KEPT, RankPool
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[GlooPool]:
+def pool() -> Iterator[RankPool]:
     """Apart from the run's own pools: the cases here end it again and again."""
-    pool = GlooPool(2)
+    pool = RankPool(2)
     yield pool
     pool.close()
 
@@ -120,21 +120,21 @@ def _soon(happened: Callable[[], bool], seconds: float = 5) -> bool:
     return happened()
 
 
-def test_results_come_in_rank_order(pool: GlooPool) -> None:
+def test_results_come_in_rank_order(pool: RankPool) -> None:
     results = pool.run(_rank_and_sum, torch.tensor([1.0, 2.0]), scale=2.0)
     assert [rank for rank, _ in results] == [0, 1]
     for _, total in results:
         assert total.tolist() == [6.0, 12.0]
 
 
-def test_cases_share_processes_and_nothing_random(pool: GlooPool) -> None:
+def test_cases_share_processes_and_nothing_random(pool: RankPool) -> None:
     first, process_ids = pool.run(_draw), pool.process_ids
     assert pool.run(_draw) == first
     assert first[0] == first[1]
     assert pool.process_ids == process_ids
 
 
-def test_tensors_arrive_as_plain_copies(pool: GlooPool) -> None:
+def test_tensors_arrive_as_plain_copies(pool: RankPool) -> None:
     for nested in pool.run(_slice_of_a_parameter):
         part, whole = nested.parts
         assert part.tolist() == [2.0, 3.0]
@@ -144,7 +144,7 @@ def test_tensors_arrive_as_plain_copies(pool: GlooPool) -> None:
 
 def test_environment_is_a_launchers_and_an_exit_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
-    with contextlib.closing(GlooPool(1)) as alone:
+    with contextlib.closing(RankPool(1)) as alone:
         environment = alone.run(_environment)[0]
         with pytest.raises(AssertionError, match="SystemExit: left by the door"):
             alone.run(_exit)
@@ -153,7 +153,7 @@ def test_environment_is_a_launchers_and_an_exit_is_a_failure(monkeypatch: pytest
     assert "gloo_pool_1_" in environment["TORCH_EXTENSIONS_DIR"]
 
 
-def test_abandoned_groups_are_destroyed_and_kept_ones_are_not(pool: GlooPool) -> None:
+def test_abandoned_groups_are_destroyed_and_kept_ones_are_not(pool: RankPool) -> None:
     pool.run(_make_groups, 1, keep=True)
     before = pool.run(_open_descriptors)[0]
     pool.run(_make_groups, GROUPS_KEPT, keep=False)
@@ -162,14 +162,14 @@ def test_abandoned_groups_are_destroyed_and_kept_ones_are_not(pool: GlooPool) ->
     assert pool.run(_use_kept_group) == [([0, 1], 2.0)] * 2
 
 
-def test_local_functions_are_refused_before_they_are_sent(pool: GlooPool) -> None:
+def test_local_functions_are_refused_before_they_are_sent(pool: RankPool) -> None:
     process_ids = pool.process_ids
     with pytest.raises(Exception, match="local"):
         pool.run(lambda: None)
     assert pool.process_ids == process_ids
 
 
-def test_failing_rank_is_named_and_the_pool_works_afterwards(pool: GlooPool) -> None:
+def test_failing_rank_is_named_and_the_pool_works_afterwards(pool: RankPool) -> None:
     pool.run(_draw)
     process_ids = pool.process_ids
     with pytest.raises(AssertionError, match="rank 1 of 2: Traceback") as failure:
@@ -180,7 +180,7 @@ def test_failing_rank_is_named_and_the_pool_works_afterwards(pool: GlooPool) -> 
     assert pool.run(_draw)[0] > 0
 
 
-def test_dead_rank_is_named_with_its_output(pool: GlooPool) -> None:
+def test_dead_rank_is_named_with_its_output(pool: RankPool) -> None:
     with pytest.raises(AssertionError, match="rank 0 of 2: ended with exit code 7") as failure:
         pool.run(_die_on_first_rank)
     assert "last words" in str(failure.value)
@@ -192,14 +192,14 @@ def test_ranks_whose_connections_fail_are_started_anew(
 ) -> None:
     begun: list[int] = []
 
-    def start(self: GlooPool) -> None:
+    def start(self: RankPool) -> None:
         begun.append(len(begun))
         if len(begun) <= failures:
             raise AssertionError(f"rank 1 of 2: {message}")
 
-    monkeypatch.setattr(GlooPool, "_start", start)
-    monkeypatch.setattr(GlooPool, "_exchange", lambda self, call, timeout: ["done"])
-    pool = GlooPool(1)
+    monkeypatch.setattr(RankPool, "_start", start)
+    monkeypatch.setattr(RankPool, "_exchange", lambda self, call, timeout: ["done"])
+    pool = RankPool(1)
     if starts > failures:
         assert pool.run(_draw) == ["done"]
     else:
@@ -208,7 +208,7 @@ def test_ranks_whose_connections_fail_are_started_anew(
     assert len(begun) == starts
 
 
-def test_hanging_ranks_are_shown_and_all_processes_end(pool: GlooPool) -> None:
+def test_hanging_ranks_are_shown_and_all_processes_end(pool: RankPool) -> None:
     pool.run(_draw)
     process_ids = pool.process_ids
     started = time.monotonic()
@@ -229,7 +229,7 @@ from pathlib import Path
 from tests.distributed import test_pool
 from tests.helpers import pool
 
-pool.GlooPool(1).run(test_pool._show_and_sleep, Path(sys.argv[1]))
+pool.RankPool(1).run(test_pool._show_and_sleep, Path(sys.argv[1]))
 """
 
 

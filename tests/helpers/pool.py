@@ -1,4 +1,4 @@
-"""One pool of gloo processes per world size for a whole test run: a test case is a message, not a launch.
+"""One pool of processes per world size for a whole test run: a test case is a message, not a launch.
 
 The ranks are forks of the test process, so torch and the modules that it has imported cost them nothing. The test
 process and each rank share one pipe. A message to a rank is the pickle of `(function, arguments, keyword arguments)`; a
@@ -23,11 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import psutil
 import torch
 
+from megatron_ladder.engine.build import import_deepspeed
 from tests.helpers.commands import clean_environment, end_tree, free_port
 
 P = ParamSpec("P")
@@ -44,18 +45,33 @@ STACKS_TIMEOUT = 5.0
 """Seconds that hanging ranks get to write their stacks."""
 GROUPS_KEPT = 32
 """Process groups that a rank may hold before abandoned ones are destroyed."""
+PRELOADED = ("deepspeed.runtime.pipe.engine", "deepspeed.module_inject", "torch._inductor.compile_fx")
+"""Imported once for all ranks on a CPU, which are forks of this process; each would need seconds for it."""
 
 
-class GlooPool:
-    """`world_size` processes with gloo as their default process group, started at the first case.
+def import_for_ranks() -> None:
+    """Import what ranks need, for a CPU."""
+    import_deepspeed()
+    for module in PRELOADED:
+        importlib.import_module(module)
+
+
+class RankPool:
+    """`world_size` processes with a default process group, started at the first case.
 
     After a failed case the processes are ended and the next case gets new ones: ranks that are out of step
     cannot spoil other cases. Process groups that a case made and that nothing refers to any more are
     destroyed in time; a mesh that many cases need is best kept by `functools.cache` in their module.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(
+        self, world_size: int, backend: Literal["gloo", "nccl"] = "gloo", variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`variables` are added to the environment of the ranks."""
         self.world_size = world_size
+        self._backend = backend
+        self._variables = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if backend == "gloo" else {}
+        self._variables |= variables or {}
         self._processes: list[psutil.Process] = []
         self._pipes: list[Connection] = []
         self._imported: set[str] = set()
@@ -122,13 +138,11 @@ class GlooPool:
         environment = clean_environment() | {
             "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
             "GLOO_SOCKET_IFNAME": "lo",
-            "CUDA_VISIBLE_DEVICES": "",
-            "DS_ACCELERATOR": "cpu",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.world_size),
-        }
+        } | self._variables
         # DeepSpeed collects garbage in every step of some optimizers. Imported modules need no look then.
         gc.collect()
         gc.freeze()
@@ -141,7 +155,7 @@ class GlooPool:
             if child == 0:
                 for pipe in self._pipes:
                     pipe.close()
-                _become_rank(rank, folder, environment, theirs, parent)
+                _become_rank(rank, folder, environment, theirs, parent, self._backend)
             theirs.close()
             self._processes.append(psutil.Process(child))
         self._gather(START_TIMEOUT)
@@ -210,10 +224,10 @@ class GlooPools:
     """The pools of a test run, one for each world size asked for; `pools(2)` is the pool of two ranks."""
 
     def __init__(self) -> None:
-        self._pools: dict[int, GlooPool] = {}
+        self._pools: dict[int, RankPool] = {}
 
-    def __call__(self, world_size: int) -> GlooPool:
-        return self._pools.setdefault(world_size, GlooPool(world_size))
+    def __call__(self, world_size: int) -> RankPool:
+        return self._pools.setdefault(world_size, RankPool(world_size))
 
     def close(self) -> None:
         """End every process of every pool."""
@@ -221,7 +235,9 @@ class GlooPools:
             pool.close()
 
 
-def _become_rank(rank: int, folder: Path, environment: Mapping[str, str], pipe: Connection, parent: int) -> NoReturn:
+def _become_rank(
+    rank: int, folder: Path, environment: Mapping[str, str], pipe: Connection, parent: int, backend: str
+) -> NoReturn:
     """Make this fork of the test process a rank with a process environment as a launcher provides it."""
     try:
         os.setsid()
@@ -231,7 +247,7 @@ def _become_rank(rank: int, folder: Path, environment: Mapping[str, str], pipe: 
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
         _redirect_streams(folder / f"output.{rank}")
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _serve(rank, pipe)
+        _serve(rank, pipe, backend)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -252,12 +268,14 @@ def _redirect_streams(output: Path) -> None:
     faulthandler.enable(file=sys.stderr)
 
 
-def _serve(rank: int, pipe: Connection) -> None:
+def _serve(rank: int, pipe: Connection, backend: str) -> None:
     """Join the default process group, then answer cases until the parent closes its end of the pipe."""
     stacks = open(f"stacks.{rank}", "w")  # noqa: SIM115 (the signal's handler writes to it for life)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{Path('store').resolve()}",
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),

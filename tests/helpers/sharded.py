@@ -23,9 +23,11 @@ PADDING = 1e3
 
 
 @functools.cache
-def mesh_of(tensor_parallel: int, kv_replicas: int = 1, pipeline_parallel: int = 1) -> ProcessMesh:
+def mesh_of(
+    tensor_parallel: int, kv_replicas: int = 1, pipeline_parallel: int = 1, tp_comm_max_ctas: int = 0
+) -> ProcessMesh:
     """Return one mesh per shape and process, because creating groups is slow."""
-    return ProcessMesh.build(tensor_parallel, pipeline_parallel, kv_replicas)
+    return ProcessMesh.build(tensor_parallel, pipeline_parallel, kv_replicas, tp_comm_max_ctas=tp_comm_max_ctas)
 
 
 def small_model(**changes: Any) -> ModelConfig:

@@ -23,7 +23,9 @@ def pass_on(argv: list[str], load: str | None, save: str, steps: int) -> int:
     trainer = build_trainer_here(argv if load is None else [*argv, "--seed", "99"])
     if load is not None:
         load_trainer(trainer, Path(load))
-    for iteration, batch in enumerate(steps_of_batches(steps, 4), start=1):
+    training = trainer.run.training
+    batches = steps_of_batches(steps, 4, training.micro_batch_size, training.seq_length)
+    for iteration, batch in enumerate(batches, start=1):
         train_step(trainer, own_batches(trainer, batch), iteration)
     save_trainer(trainer, Path(save), 1)
     return trainer.engine.state.steps_taken()

@@ -31,10 +31,16 @@ SIZES = (
 ).split()
 
 
+def rank_device() -> torch.device:
+    """Return the GPU of a rank whose default process group uses NCCL, and the CPU for gloo."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.distributed.get_backend() == "nccl" else CPU
+
+
 @functools.cache
 def deepspeed_is_started() -> bool:
     """Start DeepSpeed once per process."""
-    start_deepspeed(RankInfo(torch.distributed.get_rank(), torch.distributed.get_world_size(), 0), CPU)
+    rank = torch.distributed.get_rank()
+    start_deepspeed(RankInfo(rank, torch.distributed.get_world_size(), rank), rank_device())
     return True
 
 
@@ -50,31 +56,35 @@ def build_trainer_here(
     argv: Sequence[str],
     weights: Mapping[str, Tensor] | None = None,
     wrap_data: Callable[[CommGroup], CommGroup] = lambda group: group,
+    wrap_tensor: Callable[[CommGroup], CommGroup] = lambda group: group,
 ) -> Trainer:
-    """On each rank: return a trainer, with these unsharded weights if they are given, and its data-parallel group
-    replaced by what `wrap_data` returns for it."""
+    """On each rank: return a trainer, with these unsharded weights if they are given, and its data-parallel and
+    tensor-parallel groups replaced by what `wrap_data` and `wrap_tensor` return for them."""
     assert deepspeed_is_started()
-    run = run_of(argv, torch.distributed.get_world_size())
+    run, device = run_of(argv, torch.distributed.get_world_size()), rank_device()
     tensor_parallel = run.parallel.tensor_model_parallel_size
     stages = run.parallel.pipeline_model_parallel_size
-    mesh = mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel), stages)
-    mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel, data=wrap_data(mesh.data))
+    replicas = key_value_replicas(run.model, tensor_parallel)
+    mesh = mesh_of(tensor_parallel, replicas, stages, run.parallel.tp_comm_max_ctas)
+    mesh = replace(mesh, tensor=wrap_tensor(mesh.tensor), data=wrap_data(mesh.data))
+    mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel)
     mesh, span = named_for_profiler(run, mesh)
-    model, norm = build_model(run, mesh, CPU, span)
+    model, norm = build_model(run, mesh, device, span)
     if weights is not None:
         with gathered(model.parameters(), written=True), torch.no_grad():
             for parameter, sections in parameter_sections(model):
                 for section in sections:
                     box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
                     section.view(parameter).copy_(weights[section.name][box])
-    engine, adamw = build_engine(run, model, deepspeed_json(run, []), mesh, CPU)
+    engine, adamw = build_engine(run, model, deepspeed_json(run, []), mesh, device)
     implementations = {"norm": norm, "optimizer": adamw}
-    return Trainer(run, mesh, CPU, model, engine, build_schedule(run), implementations)
+    return Trainer(run, mesh, device, model, engine, build_schedule(run), implementations)
 
 
 def own_batches(trainer: Trainer, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[MicroBatch]:
     """Return this data-parallel rank's micro-batches of a global batch."""
-    return [MicroBatch(*batch) for batch in micro_batches[trainer.mesh.data.rank :: trainer.mesh.data.size]]
+    own = micro_batches[trainer.mesh.data.rank :: trainer.mesh.data.size]
+    return [MicroBatch(*(part.to(trainer.device) for part in batch)) for batch in own]
 
 
 def weight_pieces(trainer: Trainer) -> Pieces:

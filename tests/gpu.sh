@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Checks the CUDA path on the GPUs of this machine and prints one table; docs/gpu.md describes the checks:
+#
+#     bash tests/gpu.sh                       all checks for which there are enough GPUs, in at most 15 minutes
+#     bash tests/gpu.sh --only gradients      those whose titles match a regular expression
+#     bash tests/gpu.sh --output gpu.md       also writes the table, with the errors of failed checks
+#     bash tests/gpu.sh --device cpu          the same checks on a CPU: 2 and 4 gloo processes stand for 2 and 8 GPUs
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source examples/environment.sh
+
+prepare_environment test
+exec "$ENVIRONMENT/bin/python" -m tests.gpu --gpus "$(gpu_count)" "$@"

@@ -1,0 +1,310 @@
+"""The parts of the checks that run on ranks: functions for `Machine.call`, on the GPU of the rank or on the CPU."""
+
+import contextlib
+import importlib
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.symmetric import AllReduceChoice, select_all_reduce
+from megatron_ladder.errors import UserError
+from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.graph import CudaStepGraph
+from megatron_ladder.generate.loading import DTYPES, load_model, open_model
+from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.sampling import SamplingParameters
+from megatron_ladder.lab.bench.exposed import Event, read_events
+from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec
+from megatron_ladder.train.profile import step_contexts
+from megatron_ladder.train.reading import sample_batches
+from megatron_ladder.train.step import train_step
+from tests.helpers.sharded import mesh_of
+from tests.helpers.steps import steps_of_batches
+from tests.helpers.training import build_trainer_here, own_batches, rank_device
+from tests.helpers.waits import MaskedNumbers, waits_of_steps
+
+PROMPTS = ((5, 9, 3), (17,), (1, 2, 3, 4, 5, 6, 7, 8, 40), (60, 60, 2, 11, 9))
+NEW_TOKENS = 16
+ROWS = (1, 1_000, 50_000)
+"""Rows per rank of the tensors that collectives carry."""
+SUM_BYTES = 16 * 2**10
+"""Size of the timed sums: the output of a sub-block for one token of a large model."""
+TIMED_SUMS = 50
+TIMED_PASSES = 20
+SYNCHRONISATIONS = re.compile(r"(cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy")
+"""Calls in which the host waits for the device."""
+ATTENTION = re.compile(
+    r"(?!.*backward)(?:aten::_scaled_dot_product_(\w+?)(?:_attention)?(?:_for_cpu)?|\w+::_(varlen_attn)\w*)"
+)
+"""Attention operators, whose names contain the backend."""
+
+
+def describe_device() -> str:
+    """Return the name of this machine's device."""
+    device = rank_device()
+    if device.type == "cpu":
+        return f"CPU of {platform.node()}"
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{torch.cuda.get_device_name(device)} x {torch.cuda.device_count()}, CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+def synchronise() -> None:
+    """Wait for the device, so that a clock may be read."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def collective_errors(layouts: list[tuple[int, int, int]]) -> dict[str, float]:
+    """Return the largest error of the collectives of every group of these meshes, compared with fp64.
+
+    Layouts are (tensor-parallel size, replicas of key-value heads, pipeline stages). Errors are relative to the largest
+    value: of "fp32" and "bf16" sums, and of what is only "moved".
+    """
+    worst = {"fp32": 0.0, "bf16": 0.0, "moved": 0.0}
+    for tensor_parallel, replicas, stages in layouts:
+        mesh = mesh_of(tensor_parallel, replicas, stages, tp_comm_max_ctas=16)
+        groups = (mesh.world, mesh.tensor, mesh.data, mesh.pipeline, mesh.model, mesh.kv_replica, mesh.ends)
+        for group in {group.ranks: group for group in groups if group.size > 1}.values():
+            for name in ("fp32", "bf16"):
+                for rows in ROWS:
+                    for kind, error in _errors_of(group, rows, DTYPES[name]):
+                        key = name if kind == "sum" else kind
+                        worst[key] = max(worst[key], error)
+        assert mesh.world.over_gloo(timedelta(minutes=1)).gather_objects(mesh.world.rank) in (
+            [], list(range(mesh.world.size)),
+        )  # fmt: skip
+    return worst
+
+
+def _errors_of(group: CommGroup, rows: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """Yield the kind and error of each collective, two of each kind being in flight at the same time."""
+    device, size, mine = rank_device(), group.size, group.rank
+    generator = torch.Generator().manual_seed(rows)
+    inputs = torch.randn(size, size * rows, 3, generator=generator).to(dtype)
+    total, own = inputs.double().sum(0), inputs[mine].to(device)
+
+    def error(found: Tensor, expected: Tensor) -> float:
+        return float((found.cpu().double() - expected.double()).abs().max() / expected.double().abs().max())
+
+    summed, more = own.clone(), -own
+    works = [group.start_all_reduce(tensor) for tensor in (summed, more)]
+    part, part_work = group.start_reduce_scatter(own)
+    whole, whole_work = group.start_all_gather(own)
+    for work in (*works, part_work, whole_work):
+        assert work is not None
+        work.wait()
+    yield "sum", max(error(summed, total), error(more, -total))
+    yield "sum", error(part, total[mine * rows : (mine + 1) * rows])
+    yield "sum", error(group.all_reduce(own.clone()), total)
+    yield "moved", error(whole, inputs.flatten(0, 1))
+    yield "moved", error(group.all_reduce(own.clone(), dist.ReduceOp.MAX), inputs.max(0).values)
+    yield "moved", error(group.all_gather(own, dim=1), torch.cat(list(inputs), 1))
+    yield "moved", error(group.broadcast(own.clone(), size - 1), inputs[-1])
+    pieces = group.all_to_all([row.flatten() for row in own.chunk(size)], [3 * rows] * size)
+    yield "moved", max(error(piece, inputs[i].chunk(size)[mine].flatten()) for i, piece in enumerate(pieces))
+
+
+def sums_in_two_ways(choice: AllReduceChoice) -> tuple[str, float, float, float]:
+    """Compare a group's own sums with the chosen implementation.
+
+    Return the name of the latter's class, the largest error of either compared with fp64, and the seconds of a small
+    sum in both. An error of the choice is the name, and the figures are 0.
+    """
+    device, own_group = rank_device(), mesh_of(dist.get_world_size(), 1, 1, tp_comm_max_ctas=16).tensor
+    try:
+        chosen = select_all_reduce(choice, own_group, device, torch.bfloat16)
+    except UserError as error:
+        return str(error), 0.0, 0.0, 0.0
+    worst = 0.0
+    for group in (own_group, chosen):
+        for rows in (1, 16, 4_096):
+            worst = max(worst, *(error for kind, error in _errors_of(group, rows, torch.bfloat16) if kind == "sum"))
+    tensor = torch.zeros(SUM_BYTES // 2, dtype=torch.bfloat16, device=device)
+
+    def seconds(group: CommGroup) -> float:
+        times = []
+        for _ in range(5):
+            synchronise()
+            began = time.perf_counter()
+            for _ in range(TIMED_SUMS):
+                group.all_reduce(tensor)
+            synchronise()
+            times.append((time.perf_counter() - began) / TIMED_SUMS)
+        return statistics.median(times)
+
+    return type(chosen).__name__, worst, seconds(own_group), seconds(chosen)
+
+
+def host_waits(argv: list[str], traces: Path) -> list[list[str]]:
+    """Return the places where the host waits for the device in each of three steps.
+
+    On a CPU, `tests/helpers/waits.py` counts them. On a GPU, they are calls of CUDA in a trace.
+    """
+    if rank_device().type == "cpu":
+        return waits_of_steps(argv)
+    rank = dist.get_rank()
+    trainer = build_trainer_here([*argv, *profile_flags(traces, first=3, last=5)])
+    batches: Any = sample_batches(trainer, MaskedNumbers(), 0)  # type: ignore[arg-type]
+    around = step_contexts(trainer.run, trainer.mesh.world, trainer.device, 1, contextlib.nullcontext)
+    for iteration in range(1, 6):
+        with around(iteration):
+            train_step(trainer, next(batches), iteration, lambda: (1.0, 2.0))
+    batches.close()
+    if rank > 0:
+        return []
+    return list(waits_in(read_events(next(traces.glob("rank0-*")))).values())
+
+
+def waits_in(events: list[Event]) -> dict[int, list[str]]:
+    """Return the names of the calls in which the host waits for the device, for each step of a trace."""
+    found: dict[int, list[str]] = {}
+    for step in events:
+        if (name := re.fullmatch(r"iteration (\d+)", step["name"])) and step.get("cat") == "user_annotation":
+            inside = (event for event in events if step["ts"] <= event["ts"] < step["ts"] + step["dur"])
+            calls = (event["name"] for event in inside if event.get("cat") in ("cuda_runtime", "cuda_driver"))
+            found[int(name[1])] = [call for call in calls if SYNCHRONISATIONS.fullmatch(call)]
+    return found
+
+
+def profile_flags(folder: Path, first: int, last: int) -> list[str]:
+    """Return the flags that make rank 0 trace these steps."""
+    words = f"--profile --profile-step-start {first - 1} --profile-step-end {last} --profile-ranks 0 --profile-dir"
+    return [*words.split(), str(folder)]
+
+
+def traced_steps(argv: list[str], steps: int, alpha_seconds: float) -> float:
+    """Take steps with the flags of --profile, and return the last loss.
+
+    On a CPU, the tensor-parallel collectives use an emulated wire that takes this time for each.
+    """
+    links: list[EmulatedLink] = []
+
+    def over_wire(group: CommGroup) -> CommGroup:
+        if rank_device().type == "cpu":
+            links.append(EmulatedLink(group, LinkSpec(alpha_seconds, 0.0, True)))
+        return links[0] if links else group
+
+    trainer = build_trainer_here(argv, wrap_tensor=over_wire)
+    training = trainer.run.training
+    batch = steps_of_batches(1, 1, training.micro_batch_size, training.seq_length)[0]
+    around = step_contexts(trainer.run, trainer.mesh.world, trainer.device, 1, contextlib.nullcontext)
+    loss = 0.0
+    for iteration in range(1, steps + 1):
+        with around(iteration):
+            loss = train_step(trainer, own_batches(trainer, batch), iteration).loss
+    for link in links:
+        link.close()
+    return loss
+
+
+class RepeatedStep:
+    """A `StepGraph` for a CPU: a replay runs the captured function again."""
+
+    def capture(self, step: Callable[[], Tensor]) -> Tensor:
+        self._step = step
+        self._result = step().clone().fill_(torch.nan)
+        return self._result
+
+    def replay(self) -> None:
+        self._result.copy_(self._step())
+
+    def close(self) -> None:
+        pass
+
+
+def decode(checkpoint: Path, dtype: str, captured: bool) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Return ids and log-probabilities of greedy continuations by all ranks together."""
+    engine = _engine(checkpoint, dtype, captured)
+    sampling = SamplingParameters(temperature=0.0, logprobs=True)
+    generations = engine.generate([GenerationRequest(prompt, NEW_TOKENS, sampling) for prompt in PROMPTS])
+    engine.close()
+    return [(generation.ids, generation.logprobs or ()) for generation in generations]
+
+
+def _engine(checkpoint: Path, dtype: str, captured: bool) -> GenerationEngine:
+    device, stored, ranks = rank_device(), open_model(checkpoint, None, None), dist.get_world_size()
+    mesh = mesh_of(ranks, key_value_replicas(stored.config, ranks))
+    model = load_model(stored, mesh, DTYPES[dtype], device, overlap=True)
+    new_graph = CudaStepGraph if device.type == "cuda" else RepeatedStep
+    return GenerationEngine(model, mesh, None, new_graph if captured else None)
+
+
+def attention_backends(argv: list[str], checkpoint: Path, dtype: str) -> Mapping[str, list[str]]:
+    """Return the attention operators of a training step, of eager decoding and of captured decoding."""
+    trainer = build_trainer_here(argv)
+    training = trainer.run.training
+    batch = steps_of_batches(1, 1, training.micro_batch_size, training.seq_length)[0]
+    eager, captured = (_engine(checkpoint, dtype, captured) for captured in (False, True))
+    request = GenerationRequest(PROMPTS[0], 4)
+
+    def decoding(engine: GenerationEngine) -> Callable[[], object]:
+        """The first token is the prefill's."""
+        stream = engine.stream([request])
+        next(stream)
+        return lambda: next(stream)
+
+    return {
+        "training": _attention_of(lambda: train_step(trainer, own_batches(trainer, batch), 1)),
+        "prefill": _attention_of(lambda: next(eager.stream([request]))),
+        "decoding": _attention_of(decoding(eager)),
+        "captured decoding": _attention_of(lambda: captured.generate([request])),
+    }
+
+
+def _attention_of(work: Callable[[], object]) -> list[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        work()
+    matches = (ATTENTION.fullmatch(event.key) for event in profiler.key_averages())
+    return sorted({match[1] or match[2] for match in matches if match is not None})
+
+
+def time_torchtitan(flavor: str, sequence: int) -> tuple[float, str]:
+    """Return the seconds of forward and backward of one sample in torchtitan's Llama 3, compiled as its trainer does.
+
+    If the installed version has another interface, return 0 and what is different. On a CPU, where its attention has no
+    backward, only the forward pass is timed, and nothing is compiled.
+    """
+    device = rank_device()
+    try:
+        llama3 = importlib.import_module("torchtitan.models.llama3")
+        with device:
+            model = llama3.model_registry(flavor, attn_backend="flex").model.build()
+            model.init_states(buffer_device=device)
+            ids = torch.randint(0, 2000, (1, sequence + 1))
+            positions = torch.arange(sequence).view(1, -1)
+            masks = model.get_attention_masks(positions=positions)
+        blocks = model.layers.values()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        return 0.0, f"{type(error).__name__}: {error}"
+    if device.type == "cuda":
+        # Not `model.to`, which would make its complex table of angles real.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        for block in blocks:
+            block.compile(fullgraph=True)
+    model.requires_grad_(device.type == "cuda")
+    times = []
+    for _ in range(TIMED_PASSES):
+        model.zero_grad()
+        synchronise()
+        began = time.perf_counter()
+        logits = model(ids[:, :-1], positions=positions, attention_masks=masks)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        if device.type == "cuda":
+            loss.backward()
+        synchronise()
+        times.append(time.perf_counter() - began)
+    # The first ones compile.
+    return statistics.median(times[TIMED_PASSES // 2 :]), ""

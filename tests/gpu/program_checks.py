@@ -1,0 +1,208 @@
+"""Checks that run whole programs, as a user does."""
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ladder.blueprint.tensors import ModelFlops
+from megatron_ladder.errors import ExitCode
+from megatron_ladder.lab.bench.sizes import find_size
+from tests.chaos.runs import VOCABULARY, final_tensors, losses, write_tokens
+from tests.gpu import on_ranks
+from tests.gpu.rank_checks import Decoded, compare_decoded, decoding_model
+from tests.gpu.runner import Machine, NotRun, check
+from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
+
+EXIT_SECONDS = 30.0
+"""Time in which a program must end after its last work, and ranks after the loss of another one is detected."""
+TIMEOUT_SECONDS = 15
+"""Time after which a training run gives up on a lost rank that NCCL does not notice."""
+
+
+@check("20 steps, saved both ways, resumed bitwise", gpus=(2, 8), seconds=180)
+def resumes(machine: Machine, ranks: int) -> str:
+    folder = machine.folder / f"resumes {ranks}"
+    folder.mkdir()
+    layout = ["--tensor-model-parallel-size", "2", *(["--pipeline-model-parallel-size", "2"] if ranks > 2 else [])]
+    argv = training_flags(folder) + ["--train-iters", "20", "--save-interval", "10", *layout, "--deterministic-mode"]
+    deepspeed = ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port()), "pretrain_ladder.py"]
+    torchrun = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), "pretrain_ladder.py"]
+    whole, resumed = folder / "whole", folder / "resumed"
+    machine.command(*deepspeed, *argv, "--save", whole, "--async-save")
+    machine.command(*torchrun, *argv, "--load", whole / "iter_0000010", "--save", resumed)
+    wanted, found = final_tensors(whole), final_tensors(resumed)
+    assert found.keys() == wanted.keys() and len(wanted) > 50
+    different = [key for key, tensor in found.items() if not torch.equal(tensor, wanted[key])]
+    assert not different, f"{len(different)} tensors differ after the resume, such as {different[0]}"
+    history, again = losses(whole), losses(resumed)
+    assert sorted(history) == list(range(1, 21)), f"steps {sorted(history)}"
+    assert again == {step: history[step] for step in range(11, 21)}, f"{again} instead of {history}"
+    return f"{len(wanted)} tensors and all losses are equal; final loss {min(history[20]):.3f}"
+
+
+def training_flags(folder: Path) -> list[str]:
+    """Return flags of a small run, and write its data."""
+    recipe = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --seq-length 16 --split 1 "
+        f"--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-warmup-iters 2 --vocab-size {VOCABULARY} "
+        "--log-interval 1 --eval-iters 0 --residual-mode ladder --bf16 --zero-stage 1"
+    ).split()
+    return [*recipe, "--data-path", str(write_tokens(folder))]
+
+
+@check("generate.py on several GPUs, compared with one; time to exit", gpus=(2, 8), seconds=180)
+def generation(machine: Machine, ranks: int) -> str:
+    flags = ["--cuda-graph", "--tp-all-reduce", "auto"] if machine.on_gpu else []
+    runs: list[tuple[int, list[str]]] = [(1, []), (ranks, []), *([(ranks, flags)] if flags else [])]
+    results, times = zip(*(generated(machine, processes, more) for processes, more in runs), strict=True)
+    wanted, *others = results
+    compared = [compare_decoded(other, wanted, "fp32") for other in others]
+    assert all(equal == len(wanted[0][0]) for equal, _ in compared)
+    worst = max(difference for _, difference in compared)
+    return f"{compared[0][0]} tokens equal, logprobs within {worst:.1e}; exit within {max(times):.1f} s of the output"
+
+
+def generated(machine: Machine, processes: int, more: Sequence[str]) -> tuple[Decoded, float]:
+    """Run generate.py; return its result, and the seconds from its output to its end."""
+    words = "--tokens 5,9,3,7 --max-new-tokens 32 --temperature 0 --dtype fp32 --json --logprobs"
+    command = [sys.executable, "tools/generate.py", "--model", str(decoding_model(machine)), *words.split()]
+    command += ["--tp", str(processes), *more]
+    # Errors go to a file, because a full pipe would block the program while its output is awaited.
+    errors = machine.folder / "errors"
+    with open(errors, "w") as stderr:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=REPOSITORY_ROOT,
+            env=clean_environment() | machine.environment(), start_new_session=True,
+        )  # fmt: skip
+    assert process.stdout is not None
+    timer = machine.kill_at_limit(process)
+    try:
+        line = process.stdout.readline()
+        began = time.monotonic()
+        assert line, f"{' '.join(command)}\nno output\n{errors.read_text()}"
+        process.wait(EXIT_SECONDS)
+        seconds = time.monotonic() - began
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"{' '.join(command)}\nstill runs {EXIT_SECONDS:g} s after its output") from None
+    finally:
+        timer.cancel()
+        kill_tree(process)
+        process.stdout.close()
+    assert process.returncode == 0, f"{' '.join(command)}\nexit code {process.returncode}\n{errors.read_text()}"
+    values = json.loads(line)
+    return [(values["ids"], values["logprobs"])], seconds
+
+
+@check("exit after a rank was killed", gpus=(2, 8), seconds=150)
+def killed_rank(machine: Machine, ranks: int) -> str:
+    folder = machine.folder / f"killed {ranks}"
+    folder.mkdir()
+    save, output = folder / "save", folder / "output"
+    argv = [
+        *training_flags(folder), "--train-iters", "1000000", "--save", str(save), "--save-interval", "1000000",
+        "--distributed-timeout-seconds-after-first-step", str(TIMEOUT_SECONDS), "--tensor-model-parallel-size", "2",
+    ]  # fmt: skip
+    with started_ranks(machine, ranks, ["pretrain_ladder.py", *argv], output) as processes:
+        while len(losses(save)) < 3:
+            ended = [process.returncode for process in processes if process.poll() is not None]
+            waits = not ended and machine.seconds_left > TIMEOUT_SECONDS + EXIT_SECONDS
+            assert waits, f"no third step; ended ranks: {ended}\n{output.read_text()}"
+            time.sleep(0.05)
+        os.killpg(processes[-1].pid, signal.SIGKILL)
+        began, limit = time.monotonic(), TIMEOUT_SECONDS + EXIT_SECONDS
+        try:
+            for process in processes[:-1]:
+                process.wait(began + limit - time.monotonic())
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"ranks still run {limit:g} s after the kill\n{output.read_text()}") from None
+        seconds = time.monotonic() - began
+    text, codes = output.read_text(), sorted({process.returncode for process in processes[:-1]})
+    named = f"rank {ranks - 1}" in text
+    figure = f"exit code {', '.join(map(str, codes))} after {seconds:.1f} s; lost rank {'' if named else 'not '}named"
+    # On GPUs, NCCL's watchdog may abort a process before it can report.
+    assert 0 not in codes and (machine.on_gpu or (codes == [ExitCode.LOST_PEER] and named)), f"{figure}\n{text}"
+    return figure
+
+
+@contextmanager
+def started_ranks(
+    machine: Machine, ranks: int, command: Sequence[str], output: Path
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start a program on all ranks without a launcher, which would end them; kill those that are left at the end."""
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = clean_environment() | machine.environment() | shared
+    processes = []
+    with open(output, "w") as file:
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCH_EXTENSIONS_DIR": f"{output}.extensions"}
+            process = subprocess.Popen(
+                [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=file, stderr=file, text=True,
+                cwd=REPOSITORY_ROOT, start_new_session=True, env=variables | own,
+            )  # fmt: skip
+            processes.append(process)
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            kill_tree(process)
+
+
+SHAPES = {"1B": ("llama-1b", None), "8B": ("llama-8b", 8)}
+"""Shapes of the throughput check, with fewer layers where two models with gradients need more than 80 GB."""
+SEQUENCE = 2048
+CPU_SHAPES = {"1B": "2x64x160x4x4x256", "8B": "2x128x384x8x2x512"}
+
+
+def throughput(machine: Machine, ranks: int, name: str) -> str:
+    size, layers = SHAPES[name]
+    result = machine.folder / f"throughput {name}.json"
+    flags = ["--size", size, "--sequence", str(SEQUENCE), *([] if layers is None else ["--layers", str(layers)])]
+    if not machine.on_gpu:
+        flags = ["--size", CPU_SHAPES[name], "--sequence", "64", "--matrix", "256", "--backend", "none"]
+    # 3: too noisy to judge, with results.
+    machine.command(
+        sys.executable, "tools/throughput.py", *flags, "--rounds", "5", "--json", result,
+        codes=(ExitCode.DONE, ExitCode.BAD_NUMBERS),
+    )  # fmt: skip
+    rows: dict[str, dict[str, Any]] = {row["way"]: row for row in json.loads(result.read_text())}
+    figure = "; ".join(
+        f"{way} {row['model_flops_per_second'] / 1e12:.3g} TFLOP/s, {row['utilisation']:.0%} of a product's rate"
+        + ("" if way == "transformers" else f", {row['speed_over_transformers']:.2f} x transformers")
+        + ("" if row["verdict"] == "sound" else f" ({row['verdict']})")
+        for way, row in rows.items()
+    )
+    assert rows.keys() == {"standard", "ladder", "transformers"}, figure
+    assert all(0 < row["utilisation"] < 1.1 for row in rows.values()) or not machine.on_gpu, figure
+    slower = [row for row in rows.values() if row["speed_over_transformers"] + row["spread"] < 1]
+    assert not (slower and machine.on_gpu), f"slower than transformers: {figure}"
+    return figure
+
+
+for _shape in SHAPES:
+    check(f"throughput of {_shape} shapes, compared with transformers", gpus=1, seconds=240)(
+        functools.partial(throughput, name=_shape)
+    )
+
+
+@check("throughput of 1B shapes in torchtitan", gpus=1, seconds=240)
+def torchtitan(machine: Machine, ranks: int) -> str:
+    if importlib.util.find_spec("torchtitan") is None:
+        raise NotRun("torchtitan is not installed")
+    flavor, sequence = ("1B", SEQUENCE) if machine.on_gpu else ("debugmodel", 64)
+    ((seconds, difference),) = machine.call(ranks, on_ranks.time_torchtitan, flavor, sequence)
+    if not seconds:
+        raise NotRun(f"torchtitan {version('torchtitan')} has another interface: {difference}")
+    flops = ModelFlops(find_size("llama-1b"), sequence).training
+    return f"{flops / seconds / 1e12:.3g} TFLOP/s" if machine.on_gpu else f"forward in {1e3 * seconds:.0f} ms"

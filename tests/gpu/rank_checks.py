@@ -1,0 +1,256 @@
+"""Checks that compare what ranks compute, or measure them."""
+
+import functools
+import itertools
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
+from tests.gpu import on_ranks
+from tests.gpu.runner import Machine, NotRun, check
+from tests.helpers.states import everything, pass_on
+from tests.helpers.steps import RECIPE, check_outcome, plain_steps, train
+from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
+
+COLLECTIVE_LIMITS = {"fp32": 1e-6, "bf16": 2e-2, "moved": 0.0}
+GRADIENT_LIMITS = {"fp32": 1e-5, "bf16": 5e-2}
+"""Largest error of a gradient, relative to its norm: other sums of the same numbers, rounded to this precision."""
+LOGPROB_LIMITS = {"fp32": 1e-3, "bf16": 0.15}
+WIRINGS = {
+    **{mode: f"--residual-mode {mode}" for mode in SHARED_STREAM_MODES},
+    "hybrid": "--residual-mode ladder --ladder-layers 1",
+    "staleness 2": "--residual-mode ladder --residual-staleness 2",
+}
+VARIANTS = {
+    "": {},
+    ", blocking launches": {"CUDA_LAUNCH_BLOCKING": "1"},
+    ", without the caching allocator": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+}
+"""Environments that reveal missing synchronisation: results must not depend on them."""
+
+
+def of_wiring(name: str) -> list[str]:
+    return WIRINGS[name].split()
+
+
+def layouts_of(ranks: int) -> dict[str, str]:
+    """Return the flags of the layouts to compare with one GPU, by name."""
+    if ranks == 2:
+        zero = {f"ZeRO-{stage}": f"--zero-stage {stage}" for stage in range(4)}
+        return {
+            "TP2": "--tensor-model-parallel-size 2",
+            "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+            "PP2": "--pipeline-model-parallel-size 2",
+            **zero,
+            "offload": "--zero-stage 2 --offload-optimizer cpu",
+        }
+    half = ranks // 2
+    return {
+        f"TP{ranks}+SP": f"--tensor-model-parallel-size {ranks} --sequence-parallel",
+        f"TP{half} x DP2, ZeRO-1": f"--tensor-model-parallel-size {half} --zero-stage 1",
+        f"TP2 x PP2 x DP{ranks // 4}": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        f"TP2+SP x DP{half}, ZeRO-3": "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3",
+    }
+
+
+@check("collectives of every group, compared with fp64", gpus=(2, 8), seconds=90)
+def collectives(machine: Machine, ranks: int) -> str:
+    layouts = [(ranks, 1, 1), (1, 1, 1), (1, 1, 2)]
+    if ranks > 2:
+        layouts = [(ranks, 2, 1), (2, 2, 2), (1, 1, ranks)]
+    found = machine.call(ranks, on_ranks.collective_errors, layouts)
+    worst = {name: max(errors[name] for errors in found) for name in COLLECTIVE_LIMITS}
+    figure = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
+    assert all(worst[name] <= limit for name, limit in COLLECTIVE_LIMITS.items()), f"{figure}: above the limits"
+    return figure
+
+
+@check("five steps, compared with plain arithmetic", gpus=(1, 2), seconds=120)
+def plain_arithmetic(machine: Machine, ranks: int) -> str:
+    cases = list(WIRINGS.values())
+    if ranks == 2:
+        cases = [f"--residual-mode desync --desync-interval {interval}" for interval in (2, 4)]
+    for words in cases:
+        argv = [*RECIPE, *words.split(), "--global-batch-size", "8", "--tensor-model-parallel-size", str(ranks)]
+        weights, batches, expected, final = machine.call(ranks, plain_steps, argv, ranks)[0]
+        check_outcome(machine.call(ranks, train, argv, weights, batches), expected, final, slack=10)
+    return f"{len(cases)} wirings: losses, norms and weights agree"
+
+
+def gradients(machine: Machine, ranks: int, variables: Mapping[str, str]) -> str:
+    """Compare the first moments after one step, which are proportional to the gradients, with those of one GPU."""
+    # On a GPU, kernels must take long enough for a missing dependency to show.
+    width, tokens = (256, 512) if machine.on_gpu else (64, 12)
+    recipe = (
+        f"--hidden-size {width} --ffn-hidden-size {3 * width} --num-attention-heads 8 --seq-length {tokens} "
+        "--micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 1e-4 --clip-grad 0 "
+        # Scores of attention stay small, so that the precision of bf16 changes little.
+        "--init-method-std 0.05"
+    ).split()
+    worst, cases = dict.fromkeys(GRADIENT_LIMITS, 0.0), 0
+    for wiring, precision in itertools.product(WIRINGS, GRADIENT_LIMITS):
+        if precision == "bf16" and wiring not in ("standard", "ladder"):
+            continue
+        argv = [*recipe, *of_wiring(wiring), *(["--bf16"] if precision == "bf16" else [])]
+        layouts = {"one": "--zero-stage 1", **layouts_of(ranks)}
+        found = {}
+        for layout, words in layouts.items():
+            if precision == "bf16" and layout == "ZeRO-0":
+                continue
+            save = machine.folder / f"{ranks} {layout} {wiring} {precision} {len(variables)}"
+            world = 1 if layout == "one" else ranks
+            machine.call(world, pass_on, [*argv, *words.split()], None, str(save), 1, variables=variables)
+            values = everything(save)
+            shutil.rmtree(save)
+            found[layout] = {name: value for (name, kind), value in values.items() if kind == "exp_avg"}
+        wanted = found.pop("one")
+        for layout, moments in found.items():
+            name, error = largest_error(moments, wanted)
+            worst[precision] = max(worst[precision], error)
+            limit = GRADIENT_LIMITS[precision]
+            assert error <= limit, f"{wiring}, {layout}, {precision}: {name} differs by {error:.1e}, above {limit:g}"
+            cases += 1
+    return f"{cases} cases; largest error {', '.join(f'{error:.1e} in {name}' for name, error in worst.items())}"
+
+
+def largest_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[str, float]:
+    """Return the tensor with the largest error relative to its norm, and that error."""
+    assert found.keys() == wanted.keys()
+    errors = {name: float((found[name] - value).norm() / value.norm()) for name, value in wanted.items()}
+    # NaN compares as neither larger nor smaller.
+    return max(errors.items(), key=lambda item: (item[1] != item[1], item[1]))
+
+
+for _name, _variables in VARIANTS.items():
+    check(f"gradients of every wiring and layout, compared with one GPU{_name}", gpus=(2, 8), seconds=180)(
+        functools.partial(gradients, variables=_variables)
+    )
+
+
+@check("synchronisations of the host with the device, per step", gpus=2, seconds=120)
+def synchronisations(machine: Machine, ranks: int) -> str:
+    cases = {
+        "TP2": "--tensor-model-parallel-size 2 --residual-mode ladder --bf16 --zero-stage 1",
+        "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel --residual-mode ladder",
+        "ZeRO-2": "--zero-stage 2 --bf16 --residual-mode ladder",
+        "ZeRO-3": "--zero-stage 3 --bf16 --residual-mode ladder",
+        "PP2": "--pipeline-model-parallel-size 2 --bf16 --zero-stage 1",
+    }
+    counts = {}
+    for name, words in cases.items():
+        traces = machine.folder / f"synchronisations {name}"
+        traces.mkdir()
+        argv = [*RECIPE, *words.split(), "--global-batch-size", "8"]
+        steps = machine.call(ranks, on_ranks.host_waits, argv, traces)[0]
+        assert len(steps) == 3, f"{name}: {len(steps)} steps were counted"
+        most = sorted(steps, key=len)[-1]
+        counts[name] = len(most)
+        assert 0 < counts[name] <= 1, "\n".join([f"{name}: {counts[name]} per step:", *most])
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+@check("exposed communication in a trace, ladder and standard", gpus=(2, 8), seconds=120)
+def exposed(machine: Machine, ranks: int) -> str:
+    sizes = "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 8 --seq-length 64"
+    if machine.on_gpu:
+        sizes = "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 2048"
+    shares = {}
+    for wiring in ("standard", "ladder"):
+        traces = machine.folder / f"exposed {wiring} {ranks}"
+        traces.mkdir()
+        argv = [
+            *f"{sizes} --train-iters 9 --lr 1e-4 --micro-batch-size 2 --global-batch-size 2".split(),
+            *of_wiring(wiring), "--tensor-model-parallel-size", str(ranks), *on_ranks.profile_flags(traces, 4, 8),
+            *(["--bf16"] if machine.on_gpu else []),
+        ]  # fmt: skip
+        machine.call(ranks, on_ranks.traced_steps, argv, 8, 2e-3)
+        result, (trace,) = traces / "exposed.json", traces.glob("rank0-*")
+        machine.command(sys.executable, "tools/exposed_communication.py", "--trace", trace, "--json", result)
+        steps = json.loads(result.read_text())["steps"]
+        assert len(steps) == 5 and all(step["collectives"] > 0 for step in steps)
+        shares[wiring] = statistics.median(step["exposed_seconds"] / step["seconds"] for step in steps)
+        milliseconds = 1e3 * statistics.median(step["exposed_seconds"] for step in steps)
+        shares[f"{wiring} ms"] = milliseconds
+    figure = ", ".join(f"{name} {shares[name]:.1%} ({shares[name + ' ms']:.2f} ms)" for name in ("ladder", "standard"))
+    assert shares["ladder ms"] < shares["standard ms"], f"of a step: {figure}"
+    return f"of a step: {figure}"
+
+
+@check("attention backends", gpus=1, seconds=120)
+def attention(machine: Machine, ranks: int) -> str:
+    dtype = "bf16" if machine.on_gpu else "fp32"
+    argv = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --lr 1 --train-iters 5".split()
+    argv += ["--micro-batch-size", "1", *(["--bf16"] if machine.on_gpu else [])]
+    (found,) = machine.call(ranks, on_ranks.attention_backends, argv, decoding_model(machine), dtype)
+    figure = "; ".join(f"{work}: {', '.join(names) or 'none'}" for work, names in found.items())
+    slow = [work for work, names in found.items() if any("math" in name for name in names)]
+    plans = [work for work, names in found.items() if "decoding" in work and "cudnn" in names]
+    if machine.on_gpu:
+        assert not slow and not plans and all(found.values()), figure
+    assert found["training"], figure
+    return figure
+
+
+def decoding_model(machine: Machine) -> Path:
+    """Return the directory of a small model that eight ranks can share."""
+    folder = machine.folder / "model"
+    if not folder.exists():
+        config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2), num_attention_heads=8, head_dim=16)
+        write_checkpoint(folder, config, reference_of(config)[0])
+    return folder
+
+
+Decoded = Sequence[tuple[Sequence[int], Sequence[float]]]
+"""Ids and log-probabilities of each continuation."""
+
+
+def compare_decoded(found: Decoded, wanted: Decoded, dtype: str) -> tuple[int, float]:
+    """Return the number of equal tokens and the largest difference of log-probabilities up to the first other token.
+
+    Raise AssertionError if that is too large; in fp32, also if any token differs.
+    """
+    equal, worst = 0, 0.0
+    assert len(found) == len(wanted)
+    for (ids, logprobs), (wanted_ids, wanted_logprobs) in zip(found, wanted, strict=True):
+        for one, other, logprob, wanted_logprob in zip(ids, wanted_ids, logprobs, wanted_logprobs, strict=True):
+            worst = max(worst, abs(logprob - wanted_logprob))
+            assert worst <= LOGPROB_LIMITS[dtype], f"{dtype}: {logprob:.4f}, not {wanted_logprob:.4f}"
+            if one != other:
+                # Two tokens are nearly equally likely; what follows cannot be compared.
+                assert dtype != "fp32", f"{dtype}: {ids}, not {wanted_ids}"
+                break
+            equal += 1
+    return equal, worst
+
+
+@check("captured decoding, compared with eager decoding", gpus=(1, 2, 8), seconds=120)
+def captured_decoding(machine: Machine, ranks: int) -> str:
+    figures = []
+    for dtype in LOGPROB_LIMITS:
+        eager, captured = (
+            machine.call(ranks, on_ranks.decode, decoding_model(machine), dtype, captured)[0]
+            for captured in (False, True)
+        )
+        equal, worst = compare_decoded(captured, eager, dtype)
+        figures.append(f"{dtype}: {equal} of {sum(len(ids) for ids, _ in eager)} tokens, logprobs within {worst:.1e}")
+    return "; ".join(figures)
+
+
+@check("symmetric memory, compared with NCCL", gpus=(2, 8), seconds=60)
+def symmetric_memory(machine: Machine, ranks: int) -> str:
+    name, worst, of_group, of_chosen = machine.call(
+        ranks, on_ranks.sums_in_two_ways, "symmetric" if machine.on_gpu else "auto"
+    )[0]
+    if not of_group:
+        raise NotRun(name)
+    figure = f"{name} {1e6 * of_chosen:.0f} us, {'NCCL' if machine.on_gpu else 'gloo'} {1e6 * of_group:.0f} us"
+    assert worst <= COLLECTIVE_LIMITS["bf16"], f"error {worst:.1e}; {figure}"
+    return f"{figure} for {on_ranks.SUM_BYTES // 1024} KB; error {worst:.1e}"
+
+
