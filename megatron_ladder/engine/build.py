@@ -29,15 +29,18 @@ from megatron_ladder.parallel.layout import ParallelModule, initialize
 
 
 def import_deepspeed() -> ModuleType:
-    """Import DeepSpeed without MLflow: only its autotuner would use it, and the import takes seconds."""
+    """Import DeepSpeed without MLflow, for its autotuner, and torch's compiler, for its Muon: both take seconds."""
     is_hidden = "mlflow" not in sys.modules
     if is_hidden:
         sys.modules["mlflow"] = None  # type: ignore[assignment]
     try:
-        return importlib.import_module("deepspeed")
+        deepspeed = importlib.import_module("deepspeed")
     finally:
         if is_hidden:
             del sys.modules["mlflow"]
+    compiler = importlib.import_module("deepspeed.runtime.compiler")
+    compiler.compile = lambda: compiler.dummy_decorator  # type: ignore[attr-defined]
+    return deepspeed
 
 
 def start_deepspeed(place: RankInfo, device: torch.device) -> None:

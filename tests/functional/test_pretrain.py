@@ -82,15 +82,18 @@ def test_a_resumed_run_equals_an_uninterrupted_run_bitwise(tokens: Path, tmp_pat
 
 
 def test_one_process_reports_a_start_from_scratch_and_never_compiles(tokens: Path, tmp_path: Path) -> None:
-    """A killed build of DeepSpeed's operators leaves a lock, for which nothing may wait."""
+    """A killed build of DeepSpeed's operators leaves a lock, for which nothing may wait.
+
+    Importing torch's compiler takes a second.
+    """
     extensions = tmp_path / "extensions"
     (extensions / "deepspeed_shm_comm").mkdir(parents=True)
     (extensions / "deepspeed_shm_comm" / "lock").touch()
     done = run_command(
         [
-            sys.executable, "pretrain_ladder.py", *RECIPE, "--data-path", tokens, "--split", "90,10,0",
-            "--train-iters", "3", "--load", tmp_path / "empty", "--eval-iters", "1", "--tensorboard-dir",
-            tmp_path / "tb", "--save", tmp_path / "saved",
+            sys.executable, "-X", "importtime", "pretrain_ladder.py", *RECIPE, "--data-path", tokens, "--split",
+            "90,10,0", "--bf16", "--train-iters", "3", "--load", tmp_path / "empty", "--eval-iters", "1",
+            "--tensorboard-dir", tmp_path / "tb", "--save", tmp_path / "saved",
         ],
         timeout=90,
         env={"TORCH_EXTENSIONS_DIR": str(extensions)},
@@ -98,6 +101,7 @@ def test_one_process_reports_a_start_from_scratch_and_never_compiles(tokens: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"--load {tmp_path / 'empty'} holds no checkpoint: the run starts from scratch" in done.stdout
     assert "valid lm loss" in done.stdout and "ETA" in done.stdout
+    assert " torch\n" in done.stderr and "torch._inductor.compile_fx" not in done.stderr
     assert sorted(os.listdir(extensions)) == ["deepspeed_shm_comm"]
     assert os.listdir(extensions / "deepspeed_shm_comm") == ["lock"]
     assert list((tmp_path / "tb").glob("events*"))
@@ -109,8 +113,8 @@ def check_evaluation_of_what_was_saved(tokens: Path, tmp_path: Path) -> None:
     done = run_command(
         [
             sys.executable, "pretrain_ladder.py", "--data-path", tokens, "--split", "90,10,0", "--train-iters", "9",
-            "--micro-batch-size", "2", "--lr", "1", "--load", tmp_path / "saved", "--eval-iters", "1", "--skip-train",
-            "--save", tmp_path / "evaluated",
+            "--micro-batch-size", "2", "--lr", "1", "--bf16", "--load", tmp_path / "saved", "--eval-iters", "1",
+            "--skip-train", "--save", tmp_path / "evaluated",
         ],
         timeout=90,
     )  # fmt: skip
