@@ -14,6 +14,7 @@ boxes that hold them. There is no pickle. This module needs no process group, an
 from __future__ import annotations
 
 import contextlib
+import stat
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -387,11 +388,20 @@ def _open_complete(directory: Path) -> Checkpoint:
     checkpoint, errors = _open_directory(directory), []
     for record in checkpoint.manifest["files"]:
         path, expected = directory / record["name"], record["size"]
-        if path.resolve().parent != directory.resolve():
-            errors.append(f"{path}: is a link out of the directory of the checkpoint")
-        elif not path.is_file():
+        try:
+            found = path.lstat()
+            if is_link := stat.S_ISLNK(found.st_mode):
+                found = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
             errors.append(f"{path}: is missing, or not a file")
-        elif (size := path.stat().st_size) != expected:
-            errors.append(f"{path}: truncated or changed: the manifest records {expected} bytes, the file has {size}")
+            continue
+        if is_link and path.resolve().parent != directory.resolve():
+            errors.append(f"{path}: is a link out of the directory of the checkpoint")
+        elif not stat.S_ISREG(found.st_mode):
+            errors.append(f"{path}: is missing, or not a file")
+        elif found.st_size != expected:
+            errors.append(
+                f"{path}: truncated or changed: the manifest records {expected} bytes, the file has {found.st_size}"
+            )
     raise_user_errors(limited(errors))
     return checkpoint

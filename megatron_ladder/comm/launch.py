@@ -1,8 +1,8 @@
 """Starts a process: finds its rank and device, and joins the default process group."""
 
 import contextlib
+import json
 import os
-import pickle
 import socket
 import sys
 import zlib
@@ -163,7 +163,7 @@ def _choose_interface(here: Host, hosts: Sequence[Host]) -> None:
 def from_rank_0(
     place: RankInfo, keep: contextlib.ExitStack, timeout_minutes: float, look: Callable[[], Any]
 ) -> Any:
-    """Return the picklable findings of `look` on rank 0; the other ranks do not call it. Needs no process group.
+    """Return the JSON-able findings of `look` on rank 0; the other ranks do not call it. Needs no process group.
 
     A thousand ranks that look at the same directories at the same time would overload a file system, or a hub. All
     ranks must call this. `keep` must not end before the process group has started: rank 0 serves its findings.
@@ -185,9 +185,10 @@ def from_rank_0(
             errors, value = ErrorCollector(), None
             with errors.collect():
                 value = look()
-            store.set("found", zlib.compress(pickle.dumps((errors.messages, value))))  # type: ignore[arg-type]
+            # The store accepts bytes, too, up to 8 MB.
+            store.set("found", zlib.compress(json.dumps([errors.messages, value]).encode()))  # type: ignore[arg-type]
         store.wait(["found"], timeout)
-        messages, found = pickle.loads(zlib.decompress(store.get("found")))
+        messages, found = json.loads(zlib.decompress(store.get("found")))
     except dist.DistError as error:
         raise LostPeerError(f"rank 0 sent no findings about --load, --save and --streaming: {error}", [0]) from error
     raise_user_errors(messages)

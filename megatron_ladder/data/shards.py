@@ -129,8 +129,21 @@ def _documents(blocks: Iterator[Block], reading: Reading) -> Iterator[ShardBlock
         yield ShardBlock(parsed.columns[0], bad)
 
 
+@dataclass(frozen=True)
+class _NamedShard:
+    """A shard that another rank has found and sends before it is read."""
+
+    name: str
+
+    def blocks(self, first: int) -> Iterator[ShardBlock]:
+        raise NotImplementedError
+
+    def place(self, block: int, record: int) -> str:
+        raise NotImplementedError
+
+
 class StreamInput(NamedTuple):
-    """The input of a streamed run; picklable, so that one rank looks for all.
+    """The input of a streamed run; its shards are picklable, so that one rank looks for all.
 
     `sources` are described by `describe_sources`. `files` are some local files with their sizes.
     """
@@ -138,6 +151,17 @@ class StreamInput(NamedTuple):
     shards: tuple[Shard, ...]
     sources: tuple[dict[str, Any], ...]
     files: tuple[tuple[Path, int], ...]
+
+    def record(self) -> dict[str, Any]:
+        """Return everything except the content of the shards, JSON-able."""
+        names, files = [shard.name for shard in self.shards], [(str(path), size) for path, size in self.files]
+        return {"shards": names, "sources": self.sources, "files": files}
+
+    @staticmethod
+    def from_record(record: dict[str, Any]) -> "StreamInput":
+        """Return an input whose shards have only names."""
+        files = tuple((Path(path), size) for path, size in record["files"])
+        return StreamInput(tuple(map(_NamedShard, record["shards"])), tuple(record["sources"]), files)
 
     def check_files(self) -> None:
         """Raise UserError if this host has other files than the one that looked."""

@@ -33,7 +33,6 @@ from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.train.resume import (
-    DirectoryFindings,
     check_same_data,
     complete_flags,
     look_into_directories,
@@ -91,14 +90,13 @@ def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes,
     errors, found = ErrorCollector(), ErrorCollector()
     flags = parse_run(argv, errors.messages)
     streams = bool(flags.data.streaming) and not errors.messages and not flags.logging.skip_train
-    directories, text_input, input_errors = ask(
-        flags.parallel.distributed_timeout_minutes, lambda: _look(flags, streams)
-    )
+    look = _Look(flags, streams)
+    findings = ask(flags.parallel.distributed_timeout_minutes, look)
     if flags.parallel.dry_run:
         found.add("--dry-run needs no launcher: start it as `python pretrain_ladder.py ...`")
     checkpoint, load_errors = None, ErrorCollector()
     with load_errors.collect():
-        checkpoint = open_found(directories)
+        checkpoint = open_found(findings["directories"])
         if checkpoint is not None:
             flags = complete_flags(flags, checkpoint)
     if load_errors.messages:
@@ -113,7 +111,7 @@ def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes,
     _check_machine(run, place, found)
     flags_are_valid = not errors.messages and not found.messages
     deepspeed = deepspeed_json(run, found.messages)
-    found.add(*directories.save_errors)
+    found.add(*findings["directories"]["save_errors"])
     if checkpoint is not None:
         found.add(*model_differences(run, checkpoint, vocab_size is not None))
         run = resumed_run(run, checkpoint, found)
@@ -132,8 +130,8 @@ def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes,
             found.add("--skip-train needs validation data: give --valid-data-path, or a --split with a share of it")
     elif run.data.streaming and flags_are_valid:
         with found.collect():
-            raise_user_errors(input_errors)
-            assert text_input is not None
+            raise_user_errors(findings["input_errors"])
+            text_input = look.text_input or StreamInput.from_record(findings["input"])
             if place.rank > 0 and place.local_rank == 0:
                 text_input.check_files()
             stream = _open_stream(run, tokenizer, checkpoint, text_input)
@@ -290,13 +288,22 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
     return eod_id
 
 
-def _look(flags: RunFlags, streams: bool) -> tuple[DirectoryFindings, StreamInput | None, list[str]]:
-    """Return what rank 0 finds for all ranks in directories of checkpoints, and the input of --streaming or errors."""
-    data, found, errors = flags.data, None, ErrorCollector()
-    if streams:
-        with errors.collect():
-            found = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
-    return look_into_directories(flags), found, errors.messages
+class _Look:
+    """Finds, when rank 0 calls it for all ranks, directories of checkpoints, and the input of --streaming."""
+
+    def __init__(self, flags: RunFlags, streams: bool) -> None:
+        self._flags, self._streams = flags, streams
+        self.text_input: StreamInput | None = None
+
+    def __call__(self) -> dict[str, Any]:
+        data, errors = self._flags.data, ErrorCollector()
+        if self._streams:
+            with errors.collect():
+                self.text_input = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
+        record = None if self.text_input is None else self.text_input.record()
+        return {
+            "directories": look_into_directories(self._flags), "input": record, "input_errors": errors.messages
+        }  # fmt: skip
 
 
 def _open_stream(

@@ -1,6 +1,7 @@
 """Decides which ranks read batches, and which ranks receive them by broadcast."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader, UnreadBatches
@@ -84,7 +85,8 @@ class TextStreams:
         trainer, mesh, tokenizer, reader = self._trainer, self._trainer.mesh, self._inputs.tokenizer, None
         shape, rules = _shape_and_rules(trainer)
         assert tokenizer is not None
-        # Otherwise a thousand ranks would read the same file at once.
+        # Rank 0 has looked at files and asked a hub for all ranks, and it reads the first texts for them.
+        self._plan = replace(self._plan, shards=mesh.world.broadcast_object(self._plan.shards))
         errors, texts = ErrorCollector(), list[str]()
         if mesh.world.rank == 0:
             with errors.collect():

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypedDict
 
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.lineage import Lineage
@@ -49,10 +49,10 @@ _WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
 """Only effective in the style `WSD`."""
 
 
-class DirectoryFindings(NamedTuple):
-    """What rank 0 finds in --load and --save for all ranks: the checkpoint, its warnings, and errors."""
+class DirectoryFindings(TypedDict):
+    """What rank 0 finds in --load and --save for all ranks: the checkpoint, its warnings, and errors; JSON-able."""
 
-    checkpoint: Path | None
+    checkpoint: str | None
     warnings: Sequence[str]
     load_errors: Sequence[str]
     save_errors: Sequence[str]
@@ -74,8 +74,12 @@ def look_into_directories(flags: RunFlags) -> DirectoryFindings:
         # Now, so that no rank has to. Every host reports why it cannot write there.
         with suppress(OSError):
             save.mkdir(parents=True, exist_ok=True)
-    found, warnings = (None, ()) if checkpoint is None else (checkpoint.directory, checkpoint.warnings)
-    return DirectoryFindings(found, warnings, load_errors.messages, save_errors.messages)
+    return {
+        "checkpoint": None if checkpoint is None else str(checkpoint.directory),
+        "warnings": () if checkpoint is None else checkpoint.warnings,
+        "load_errors": load_errors.messages,
+        "save_errors": save_errors.messages,
+    }
 
 
 @contextmanager
@@ -89,11 +93,11 @@ def _reporting(argument: str) -> Iterator[None]:
 
 def open_found(findings: DirectoryFindings) -> Checkpoint | None:
     """Open the checkpoint that rank 0 found, if any; raise UserError if rank 0 found errors, or it cannot be read."""
-    raise_user_errors(findings.load_errors)
-    if findings.checkpoint is None:
+    raise_user_errors(findings["load_errors"])
+    if findings["checkpoint"] is None:
         return None
-    checkpoint = Checkpoint.open_unchecked(findings.checkpoint)
-    checkpoint.warnings = tuple(findings.warnings)
+    checkpoint = Checkpoint.open_unchecked(Path(findings["checkpoint"]))
+    checkpoint.warnings = tuple(findings["warnings"])
     return checkpoint
 
 

@@ -130,6 +130,10 @@ def test_only_rank_0_looks_at_the_files_of_others(tmp_path: Path, monkeypatch: p
     own = ("manifest.json", "_rank_00001.safetensors")
     assert all(line.startswith("open ") and line.endswith(own) for line in other), "\n".join(other)
     assert len(first) > 20
+    looks = [line for line in first if "_0000100/" in line and "_rank_" in line and not line.startswith("open ")]
+    assert len(set(looks)) == len(looks) == 3 * ranks, looks
+    looks = [line for line in first if "_0000100/" in line and "_rank_" in line and not line.startswith("open ")]
+    assert len(set(looks)) == len(looks) == 3 * ranks, looks
 
 
 def test_one_rank_reads_more_files_than_it_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

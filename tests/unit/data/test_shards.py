@@ -17,7 +17,7 @@ from megatron_ladder.data import shards as shards_module
 from megatron_ladder.data.reading import files as files_module
 from megatron_ladder.data.reading import parquet as parquet_module
 from megatron_ladder.data.reading.protocol import Reading
-from megatron_ladder.data.shards import find_input
+from megatron_ladder.data.shards import StreamInput, find_input
 from megatron_ladder.errors import UserError
 from tests.helpers.operations import Operations
 
@@ -131,12 +131,14 @@ def test_one_rank_looks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     count("load_dataset")
     count("load_dataset_builder")
     words = [f"hf://{tmp_path}/hub", *(f"{tmp_path}/{name}" for name in ("a.jsonl", "b.jsonl.gz", "c.txt"))]
-    content = pickle.dumps(find_input(words, "text"))
+    first = find_input(words, "text")
+    before_a_process_group, in_one = json.dumps(first.record()), pickle.dumps(first.shards)
     operations = Operations(tmp_path, monkeypatch)
-    found = pickle.loads(content)
+    found, shards = StreamInput.from_record(json.loads(before_a_process_group)), pickle.loads(in_one)
     names = [shard.name for shard in found.shards]
+    assert [shard.name for shard in shards] == names and found[1:] == first[1:]
     assert not operations.of_thread
-    blocks = [[block.texts for block in shard.blocks(first)] for shard in found.shards for first in (0, 1)]
+    blocks = [[block.texts for block in shard.blocks(first)] for shard in shards for first in (0, 1)]
     assert blocks[:6] == [[TEXTS[:256], TEXTS[256:300]], [TEXTS[256:300]]] * 3
     assert asked == ["load_dataset", "load_dataset_builder"]
     assert names == [shard.name for shard in find_input(words, "text").shards]

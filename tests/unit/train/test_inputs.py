@@ -1,7 +1,6 @@
 """Validation of a training command line, its files, and the checkpoint that it resumes."""
 
 import json
-import pickle
 import shutil
 import sys
 from collections.abc import Callable
@@ -295,7 +294,7 @@ def test_only_rank_0_looks_into_directories_of_checkpoints(tmp_path: Path, monke
     findings: list[Any] = []
 
     def look(minutes: float, look_around: Callable[[], Any]) -> Any:
-        findings.append(pickle.loads(pickle.dumps(look_around())))
+        findings.append(json.loads(json.dumps(look_around())))
         return findings[-1]
 
     first = read_inputs(words, RankInfo(0, 2, 0), look)
@@ -305,9 +304,9 @@ def test_only_rank_0_looks_into_directories_of_checkpoints(tmp_path: Path, monke
     assert other.checkpoint.directory == first.checkpoint.directory and other.run == first.run
     found = [line for line in operations.of_thread["MainThread"] if " tokens" not in line]
     assert found == [f"open {first.checkpoint.directory.name}/manifest.json"]
-    damaged = findings[0][0]._replace(load_errors=["--load x: is damaged"], save_errors=["--save y: is a file"])
+    findings[0]["directories"] |= {"load_errors": ["--load x: is damaged"], "save_errors": ["--save y: is a file"]}
     with pytest.raises(UserError) as raised:
-        read_inputs([*SIZES, *words], RankInfo(1, 2, 1), lambda minutes, look_around: (damaged, None, []))
+        read_inputs([*SIZES, *words], RankInfo(1, 2, 1), lambda minutes, look_around: findings[0])
     assert {"--load x: is damaged", "--save y: is a file"} <= set(raised.value.messages)
     with pytest.raises(UserError, match="(?s)--load .* cannot be read: File name too long.*--save .* name too long"):
         read_inputs([*SIZES, "--load", "x" * 300, "--save", "y" * 300], RankInfo(0, 2, 0), look)
