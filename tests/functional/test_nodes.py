@@ -228,6 +228,21 @@ def test_an_error_on_one_host_ends_the_others_immediately(tokens: Path, tmp_path
     assert re.search(r"error: --data-path \S+no", second) and "rank 1" not in second
 
 
+def test_an_error_of_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
+    """Only data-parallel rank 1 reads the sample with an id that the vocabulary lacks."""
+    document = np.ones(16 * 64 + 1, dtype=np.int64)
+    document[16 * 40 :] = VOCABULARY + 5
+    writer = IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16))
+    writer.add_document(document)
+    writer.publish()
+    flags = ["--data-path", tmp_path / "tokens", "--train-iters", "64", "--micro-batch-size", "1"]
+    commands = start_ranks([flags, flags], tmp_path)
+    with running(*commands):
+        assert [command.wait(START) for command in commands] == [4, 2]
+    assert "LostPeerError: rank 1 on" in commands[0].stderr
+    assert f"holds token id {VOCABULARY + 5}" in commands[1].stderr and "--tokenizer-model" in commands[1].stderr
+
+
 class Stubs:
     """Programs in the first folder of PATH that record their arguments, and a copy of examples/."""
 

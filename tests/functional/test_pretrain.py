@@ -150,20 +150,6 @@ def test_all_errors_are_reported_once(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_error_of_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
-    """Only data-parallel rank 1 reads the sample with an id that the vocabulary lacks."""
-    document = np.zeros(16 * 64 + 1, dtype=np.int64)
-    document[1:] = VOCABULARY + 5
-    document[: 16 * 40] = 1
-    prefix = write_tokens(tmp_path / "tokens", [document])
-    done = run_command(
-        [*deepspeed(2), *RECIPE, *f"--data-path {prefix} --split 1 --train-iters 64 --micro-batch-size 1".split()],
-        timeout=90,
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert f"holds token id {VOCABULARY + 5}" in done.stderr and "--tokenizer-model" in done.stderr
-
-
 def test_a_directory_without_a_complete_checkpoint_is_rejected(tokens: Path, tmp_path: Path) -> None:
     (tmp_path / "save" / "iter_0000005").mkdir(parents=True)
     (tmp_path / "save" / "latest").write_text("iter_0000005\n")
