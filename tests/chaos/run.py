@@ -18,9 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
+from megatron_ladder.flags import flag  # noqa: E402
 from tests.chaos import faults  # noqa: E402
 from tests.chaos.ranks import import_everything  # noqa: E402
 from tests.chaos.runs import Experiment, write_tokens  # noqa: E402
+
+FAULTS = ("kill", "term", "ask", "second-signal", "stop", "nan", "lock", "cost")
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,13 @@ class ChaosConfig:
 
     layouts: tuple[Literal["tp", "pp", "dp"], ...] = ("tp", "pp", "dp")
     """Layouts of two processes, one after another."""
-    faults: tuple[Literal["kill", "term", "ask", "second-signal", "stop", "nan", "lock", "cost"], ...] = (
-        "kill", "term", "ask", "second-signal", "stop", "nan", "lock",
-    )  # fmt: skip
+    faults: tuple[str, ...] = flag(
+        ("kill", "term", "ask", "second-signal", "stop", "nan", "lock"),
+        choices=[f"{layout}{name}" for layout in ("", "tp:", "pp:", "dp:") for name in FAULTS],
+    )
     """kill: SIGKILL at random moments. term: SIGTERM or SIGINT during a start, a step and a save. ask: stop by steps,
     file and time. second-signal: a second SIGTERM. stop: SIGSTOP of a rank. nan: bad gradients. lock: two runs with one
-    directory. cost: time of the hooks."""
+    directory. cost: time of the hooks. tp:kill: a fault of one layout only."""
     kills: int = 3
     """Number of kills, and of terminations, per layout."""
     seed: int = 0
@@ -47,8 +51,8 @@ def main(argv: Sequence[str]) -> None:
     """Print one line per fault and layout; raise AssertionError at the first unexpected outcome."""
     (config,) = parse_command_line([ChaosConfig], argv, "run.py", "Faults in runs of two processes.")
     import_everything()
-    with tempfile.TemporaryDirectory(prefix="chaos_") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="chaos_") as scratch:
+        folder = Path(scratch)
         write_tokens(folder)
         for layout in config.layouts:
             (folder / layout).mkdir()
@@ -63,10 +67,11 @@ def main(argv: Sequence[str]) -> None:
                 "lock": lambda e=experiment: faults.second_run(e),
                 "cost": lambda e=experiment: faults.cost(e),
             }
-            for fault in config.faults:
-                began = time.monotonic()
-                outcome = known[fault]()
-                print(f"{layout} {fault}: {outcome} ({time.monotonic() - began:.1f} s)", flush=True)
+            for name in (fault.removeprefix(f"{layout}:") for fault in config.faults):
+                if name in known:
+                    began = time.monotonic()
+                    outcome = known[name]()
+                    print(f"{layout} {name}: {outcome} ({time.monotonic() - began:.1f} s)", flush=True)
             if config.verbose:
                 print("\n".join(experiment.moments), flush=True)
 
