@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
@@ -289,7 +290,7 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
 
 
 class _Look:
-    """Finds, when rank 0 calls it for all ranks, directories of checkpoints, and the input of --streaming."""
+    """Finds for all ranks, when rank 0 calls it, checkpoints and the input of --streaming, and creates --save."""
 
     def __init__(self, flags: RunFlags, streams: bool) -> None:
         self._flags, self._streams = flags, streams
@@ -301,9 +302,12 @@ class _Look:
             with errors.collect():
                 self.text_input = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
         record = None if self.text_input is None else self.text_input.record()
-        return {
-            "directories": look_into_directories(self._flags), "input": record, "input_errors": errors.messages
-        }  # fmt: skip
+        directories, save = look_into_directories(self._flags), self._flags.checkpoint.save
+        if save is not None:
+            # Now, so that no other rank has to. Every host reports why it cannot write there.
+            with suppress(OSError):
+                save.mkdir(parents=True, exist_ok=True)
+        return {"directories": directories, "input": record, "input_errors": errors.messages}
 
 
 def _open_stream(

@@ -6,7 +6,7 @@ freely, and the decay of the learning rate still ends where it did.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -59,7 +59,7 @@ class DirectoryFindings(TypedDict):
 
 
 def look_into_directories(flags: RunFlags) -> DirectoryFindings:
-    """Look for the checkpoint that --load names, and for obstacles in --save, which is created."""
+    """Look for the checkpoint that --load names, and for obstacles in --save."""
     checkpoint, load_errors, save_errors = None, ErrorCollector(), ErrorCollector()
     load, save = flags.checkpoint.load, flags.checkpoint.save
     with load_errors.collect(), _reporting(f"--load {load}"):
@@ -70,10 +70,6 @@ def look_into_directories(flags: RunFlags) -> DirectoryFindings:
                 save_errors.add(f"--save {save}: {path.name} is not a file: remove it, or give another directory")
         if not flags.logging.skip_train:
             _check_save_directory(flags.checkpoint)
-    if save is not None:
-        # Now, so that no rank has to. Every host reports why it cannot write there.
-        with suppress(OSError):
-            save.mkdir(parents=True, exist_ok=True)
     return {
         "checkpoint": None if checkpoint is None else str(checkpoint.directory),
         "warnings": () if checkpoint is None else checkpoint.warnings,

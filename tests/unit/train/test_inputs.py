@@ -19,7 +19,7 @@ from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import UserError
-from megatron_ladder.train.inputs import RunInputs, describe_data, read_inputs
+from megatron_ladder.train.inputs import RunInputs, describe_data, read_dry_run, read_inputs
 from megatron_ladder.train.setup import _shared_settings
 from tests.helpers.operations import Operations
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
@@ -310,6 +310,12 @@ def test_only_rank_0_looks_into_directories_of_checkpoints(tmp_path: Path, monke
     assert {"--load x: is damaged", "--save y: is a file"} <= set(raised.value.messages)
     with pytest.raises(UserError, match="(?s)--load .* cannot be read: File name too long.*--save .* name too long"):
         read_inputs([*SIZES, "--load", "x" * 300, "--save", "y" * 300], RankInfo(0, 2, 0), look)
+
+
+def test_a_dry_run_creates_no_directories(tmp_path: Path) -> None:
+    words = f"--dry-run --dry-run-ranks 2 --save {tmp_path}/save --load {tmp_path}/save".split()
+    assert read_dry_run([*SIZES, *words]).world_size == 2
+    assert not (tmp_path / "save").exists()
 
 
 def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None:
