@@ -1,6 +1,6 @@
 """Kills a process at every file-system call of a save, and checks what is left; run by `test_killed_saves`.
 
-    python -m tests.unit.checkpoint.kill_sweep DIRECTORY SCENARIO
+    python -m tests.unit.checkpoint.kill_sweep DIRECTORY SCENARIO...
 
 A child is forked for each point. It counts the calls that change the file system, and sends itself SIGKILL before the
 chosen one, or after half of a write. Before a whole call it also empties every file that was not fsynced since its
@@ -202,4 +202,4 @@ def sweep(root: Path, scenario: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(sweep(Path(sys.argv[1]), sys.argv[2])))
+    print(json.dumps({scenario: sweep(Path(sys.argv[1], scenario), scenario) for scenario in sys.argv[2:]}))
