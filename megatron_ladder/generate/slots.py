@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
@@ -118,6 +117,9 @@ class _FilledColumns(NamedTuple):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """See `model.operations.attend`; k and v are all columns of the cache, and there is no mask."""
+        # Imported here because it loads torch's compiler, which takes seconds.
+        from torch.nn.attention.varlen import varlen_attn
+
         kv_heads, positions, head_dim = k.shape[1:]
         attended = varlen_attn(
             q.reshape(-1, q.shape[1] // kv_heads, head_dim), k.reshape(-1, 1, head_dim), v.reshape(-1, 1, head_dim),

@@ -248,7 +248,7 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
         calls.append(len(arguments[0]))
         return attend_to_sequences(*arguments, **options)
 
-    monkeypatch.setattr(slots, "varlen_attn", counted)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", counted)
     monkeypatch.setattr(slots, "_counts_filled_columns", lambda *arguments: True)
     for module in (slots, engine_module):
         monkeypatch.setattr(module, "prompt_width", lambda longest, positions, device: min(16, positions))
