@@ -46,9 +46,9 @@ def launches_of_second_step(argv: Sequence[str]) -> list[tuple[Any, ...]]:
     return [(communicators[slot].ranks, *rest) for slot, *rest, _ in collectives[start:]]
 
 
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", ""])
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--zero-stage 2"])
 def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str, tmp_path: Path) -> None:
-    argv = [*RECIPE, *layout.split(), "--global-batch-size", "4" if not layout else "2"]
+    argv = [*RECIPE, *layout.split(), "--global-batch-size", "2"]
     dry_run([*argv, *DRY_RUN, "2", "--dry-run-json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["ranks"]
     for rank, expected in enumerate(gloo_pools(2).run(launches_of_second_step, argv)):
@@ -58,6 +58,7 @@ def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str,
             for one in found[str(rank)]["last_step"]
         ]
         assert launches == expected and launches
+        assert found[str(rank)]["waits"] == ["engine/gradients.py: gradient_norm"]
 
 
 def test_memory_is_that_of_the_planner_and_the_host_waits_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +66,7 @@ def test_memory_is_that_of_the_planner_and_the_host_waits_once(capsys: pytest.Ca
     dry_run([*LARGER, *layout, "--global-batch-size", "64", *DRY_RUN, "8"])
     report = capsys.readouterr().out
     assert "*** stage" not in report, report
+    assert report.count("the host waits") == 2, report
     assert report.count("the host waits for the device once in a step, in engine/gradients.py: gradient_norm") == 2
     assert "built 5 of them, and ran 2 steps of 3 of the 32 micro-batches" in report
     assert "launches of 8 ranks in 15 communicators match" in report
