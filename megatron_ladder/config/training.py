@@ -149,10 +149,9 @@ class ParallelConfig:
     distributed_timeout_seconds_after_first_step: float = flag(120.0, above=0)
     """Seconds to wait in a collective after the first step; at most --distributed-timeout-minutes. Shortly before the
     timeout, each rank without progress prints its stack traces and the operation that it waits for."""
-    dry_run: bool = flag(False, excludes=("--zero-stage 3", "--offload-optimizer cpu", "--optimizer muon", "--fp16"))
+    dry_run: bool = flag(False, excludes=("--offload-optimizer cpu", "--optimizer muon"))
     """Do not train: build every distinct rank of the run without devices or data, run two steps, report memory and
-    collectives, and check that the collectives of all ranks match. The excluded flags read numbers to decide what they
-    allocate or send, and a dry run has shapes only."""
+    collectives, and check that the collectives of all ranks match. A dry run has shapes and no numbers."""
     dry_run_ranks: int = flag(1, minimum=1, requires="--dry-run")
     """Processes of the run that --dry-run simulates."""
     dry_run_json: Path | None = flag(None, output="file", requires="--dry-run")

@@ -117,7 +117,8 @@ def build_model(
     for module in model.modules():
         if isinstance(module, ParallelModule):
             module.allocate(device)
-            initialize(module, training.seed)
+            if device.type != "meta":
+                initialize(module, training.seed)
             module.to(dtype)
             group = mesh.data.process_group
             deepspeed.zero.Init(module=module, data_parallel_group=group, mem_efficient_linear=False, dtype=dtype)

@@ -3,6 +3,7 @@
 Importing this file imports DeepSpeed, and modules that it and torch import when they run, so that forks share them.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import TENSOR_META_SIZE
+from deepspeed.runtime.zero import partitioned_param_coordinator
 
 
 class _MetaAccelerator(CPU_Accelerator):  # type: ignore[misc]
@@ -31,6 +33,13 @@ class _MetaAccelerator(CPU_Accelerator):  # type: ignore[misc]
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.is_meta
 
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        # Of the host it would be too little, and DeepSpeed would use host memory instead.
+        return sys.maxsize
+
     def synchronize(self, device_index: int | None = None) -> None:
         self._synchronized()
 
@@ -38,6 +47,8 @@ class _MetaAccelerator(CPU_Accelerator):  # type: ignore[misc]
 def use_meta_device(synchronized: Callable[[], None]) -> None:
     """Make DeepSpeed allocate on the meta device, and call `synchronized` where it would wait for a device."""
     set_accelerator(_MetaAccelerator(synchronized))
+    # ZeRO-3 compares numbers with rank 0's in its first step; there are none to compare.
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
 
 
 def receive_states(wrapped: Any, shape: list[int], dtype: torch.dtype) -> None:
@@ -52,3 +63,9 @@ def receive_states(wrapped: Any, shape: list[int], dtype: torch.dtype) -> None:
         return buffer
 
     wrapped._recv_tensor_meta = receive_shape
+
+
+def descriptions(wrapped: Any) -> list[torch.Tensor]:
+    """Return the tensors that an engine of DeepSpeed has on the meta device in a real run as well."""
+    groups = getattr(wrapped.optimizer, "round_robin_bit16_meta", ())
+    return [tensor for group in groups for tensor in group]

@@ -119,6 +119,11 @@ class BuildContext:
     device: torch.device
 
 
+def with_norm(norm: NormFunction) -> Operations:
+    """Return torch's operations with another norm."""
+    return Operations(norm, partial(_add_norm, norm=norm), partial(_split_heads, norm=norm))
+
+
 def compile_operations(operations: Operations, backend: str = "inductor") -> Operations:
     """Replace the norms, the splitting of heads and SwiGLU with torch.compile'd versions of torch's own.
 
@@ -190,9 +195,4 @@ def _select_uncompiled(
     def apex_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return fused(x, weight, weight.shape, epsilon)
 
-    operations = Operations(
-        norm=apex_rms_norm,
-        add_norm=partial(_add_norm, norm=apex_rms_norm),
-        split_heads=partial(_split_heads, norm=apex_rms_norm),
-    )
-    return operations, "apex FusedRMSNorm"
+    return with_norm(apex_rms_norm), "apex FusedRMSNorm"

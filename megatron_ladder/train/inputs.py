@@ -72,12 +72,13 @@ def read_dry_run(argv: Sequence[str]) -> RunConfig:
 
     Raises UserError with one line per error.
     """
-    errors = ErrorCollector()
+    errors, vocab_size = ErrorCollector(), None
     flags = parse_run(argv, errors.messages)
-    checkpoint = open_found(look_into_directories(flags))
-    if checkpoint is not None:
-        flags = complete_flags(flags, checkpoint)
-    _, vocab_size = _load_vocabulary(flags, checkpoint)
+    with errors.collect():
+        checkpoint = open_found(look_into_directories(flags))
+        if checkpoint is not None:
+            flags = complete_flags(flags, checkpoint)
+        _, vocab_size = _load_vocabulary(flags, checkpoint)
     run = resolve_run(flags, vocab_size or 1, flags.parallel.dry_run_ranks, errors.messages)
     errors.raise_if_any()
     return run

@@ -43,10 +43,15 @@ def launches_of_second_step(argv: Sequence[str]) -> list[tuple[Any, ...]]:
         with recorder:
             train_step(trainer, [MicroBatch(tokens, tokens)] * trainer.run.accumulation_steps, iteration)
     communicators, collectives = recorder.program
-    return [(communicators[slot].ranks, *rest) for slot, *rest, _ in collectives[start:]]
+    launches = [(communicators[slot].ranks, *rest) for slot, *rest, _ in collectives[start:]]
+    # With ZeRO 3, DeepSpeed compares the order of its modules once; a dry run leaves that out.
+    return [one for one in launches if one[1] != "broadcast"]
 
 
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--zero-stage 2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--zero-stage 2", "--zero-stage 3"],
+)
 def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str, tmp_path: Path) -> None:
     argv = [*RECIPE, *layout.split(), "--global-batch-size", "2"]
     dry_run([*argv, *DRY_RUN, "2", "--dry-run-json", str(tmp_path / "found.json")])

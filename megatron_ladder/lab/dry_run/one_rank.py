@@ -3,6 +3,7 @@
 import io
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.engine.state import EngineState
 from megatron_ladder.lab.dry_run.recorder import Recorder
 from megatron_ladder.lab.dry_run.replay import RankProgram
-from megatron_ladder.model.operations import Operations
+from megatron_ladder.model.operations import with_norm
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
 
@@ -66,7 +67,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return result
 
 
-OPERATIONS = Operations(norm=_norm, attend=_attend)
+OPERATIONS = replace(with_norm(_norm), attend=_attend)
 """The operations that run on CUDA, where they differ from those on the meta device."""
 
 
@@ -77,7 +78,7 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
     place, recorder = RankInfo(rank, run.world_size, 0), Recorder(rank)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world_size)
     start_deepspeed(place, META)
-    from megatron_ladder.engine.meta_device import receive_states, use_meta_device
+    from megatron_ladder.engine.meta_device import descriptions, receive_states, use_meta_device
 
     use_meta_device(recorder.host_waits)
     memory = recorder.memory
@@ -91,7 +92,8 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
             shape = [1 + model.stack.pending_in * shards, training.seq_length // shards, training.micro_batch_size]
             dtype = torch.bfloat16 if training.bf16 else torch.float32
             receive_states(engine.wrapped, [*shape, run.model.hidden_size], dtype)
-        memory.mark("weights", model.parameters())
+        memory.leave_out(descriptions(engine.wrapped))
+        memory.mark("weights", [*model.parameters(), *(span.weight for span in engine.state.spans())])
 
         def mark_gradients() -> tuple[float, ...]:
             memory.mark("gradients", [parameter.grad for parameter in model.parameters()])

@@ -58,10 +58,14 @@ def dry_run(argv: Sequence[str]) -> None:
 
 
 def _shortened(run: RunConfig) -> RunConfig:
-    """Return the run with no more micro-batches than the first stage needs to hold most of them and release one."""
+    """Return the run with no more micro-batches than the first stage needs to hold most of them and release one.
+
+    The optimizer is torch's, because apex needs a GPU.
+    """
     count = min(run.accumulation_steps, run.parallel.pipeline_model_parallel_size + 1)
     size = count * run.training.micro_batch_size * run.data_parallel_size
-    return replace(run, accumulation_steps=count, global_batch_size=size)
+    optimizer = replace(run.optimizer, optimizer_implementation="torch")
+    return replace(run, accumulation_steps=count, global_batch_size=size, optimizer=optimizer)
 
 
 def _run_ranks(run: RunConfig) -> dict[int, RankRecord]:
@@ -152,10 +156,12 @@ def _describe(planned: RunConfig, run: RunConfig, records: Mapping[int, RankReco
     for stage, rank in enumerate(firsts):
         memory = records[rank].memory
         total, plan = sum(memory.values()), _planned_bytes(run, stage)
+        # Buffers are in the planner's reserve.
+        comparable = total - memory.get("buffers", 0)
         row = f"{stage:>5} {rank:>6} " + "".join(f"{memory.get(kind, 0) / 1e9:>12.3f}" for kind in KINDS)
         yield row + f"{total / 1e9:>9.3f}" + (f"{plan / 1e9:>9.3f}" if plan else f"{'-':>9}")
-        if plan and abs(plan - total) > TOLERANCE * total:
-            yield f"*** stage {stage}: the planner's estimate is off by {plan / total - 1:+.0%} ***"
+        if plan and abs(plan - comparable) > TOLERANCE * comparable:
+            yield f"*** stage {stage}: the planner's estimate is off by {plan / comparable - 1:+.0%} ***"
     for stage, rank in enumerate(firsts):
         record = records[rank]
         collectives = record.program.collectives[record.last_step :]

@@ -77,6 +77,9 @@ class Recorder(TorchDispatchMode):
         elif func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             self.host_waits()
             return 0.0 if args[0].is_floating_point() else False
+        elif func is torch.ops.aten.copy_.default and args[0].is_cpu and args[1].is_meta:
+            self.host_waits()
+            return args[0]
         elif func is torch.ops.aten._to_copy.default and (device := kwargs.get("device")) is not None:
             is_blocking = not kwargs.get("non_blocking", False) and args[0].numel() > 0
             if args[0].is_meta and device.type == "cpu":
@@ -166,6 +169,10 @@ class _MemoryLog:
         for tensor in tensors:
             if tensor is not None and (number := self._live.get(tensor.untyped_storage()._cdata)) is not None:
                 self._kinds.setdefault(number, kind)
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count these tensors."""
+        self._ignored |= {self._live[tensor.untyped_storage()._cdata] for tensor in tensors}
 
     def mark_others(self, kind: str) -> None:
         """Set the kind of all live storages that have none."""

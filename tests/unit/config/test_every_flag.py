@@ -58,7 +58,7 @@ CONFLICTS = (
     ("--disable-bias-linear", "--add-mlp-bias"),
     ("--disable-bias-linear", "--add-attention-output-bias"),
     ("--no-pipeline-parallel", "--pipeline-model-parallel-size 2"),
-    ("--dry-run", "--zero-stage 3"),
+    ("--dry-run", "--offload-optimizer cpu"),
     ("--dry-run", "--optimizer muon"),
 )
 IGNORED = {"deepspeed", "local_rank"}

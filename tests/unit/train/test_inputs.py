@@ -36,6 +36,12 @@ def differences_in(save: Path, words: str) -> list[str]:
     return [message.split(":")[0] for message in raised.value.messages if "was trained with" in message]
 
 
+def test_a_dry_run_is_refused_under_a_launcher() -> None:
+    with pytest.raises(UserError) as raised:
+        read_inputs([*SIZES, "--dry-run"], RankInfo(0, 4, 0))
+    assert "--dry-run needs no launcher: start it as `python pretrain_ladder.py ...`" in raised.value.messages
+
+
 def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All files are checked, after the numbers."""
     prefix = tmp_path / "tokens"
