@@ -81,12 +81,12 @@ class Recorder(TorchDispatchMode):
             self.host_waits()
             return args[0]
         elif func is torch.ops.aten._to_copy.default and (device := kwargs.get("device")) is not None:
-            is_blocking = not kwargs.get("non_blocking", False) and args[0].numel() > 0
-            if args[0].is_meta and device.type == "cpu":
+            leaves = args[0].is_meta and device.type == "cpu"
+            crosses = leaves or (args[0].is_cpu and device.type == "meta")
+            if crosses and args[0].numel() > 0 and not kwargs.get("non_blocking", False):
                 self.host_waits()
+            if leaves:
                 return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-            if args[0].is_cpu and device.type == "meta" and is_blocking:
-                self.host_waits()
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.is_meta:

@@ -127,7 +127,7 @@ BY_DEFAULT: Mapping[str, Callable[[RunConfig, dict[str, Any]], bool]] = {
         json["data_types"] == {"grad_accum_dtype": "fp32"} and json["communication_data_type"] == "fp32"
     ),
     "--make-vocab-size-divisible-by": lambda *_: padded_vocab_size(1, 1) == 128,
-    "--data-impl": lambda *_: "np.memmap(" in source("data/indexed.py"),
+    "--data-impl": lambda *_: "mmap.mmap(" in source("data/indexed.py"),
     "--dataloader-type": lambda *_: "consumed_samples" in source("data/batches.py"),
     "--timing-log-level": lambda run, _: not run.profile.profile,
     "--use-pytorch-profiler": lambda *_: "torch.profiler" in source("train/profile.py"),
