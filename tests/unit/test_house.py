@@ -173,6 +173,7 @@ def definitions_without_client(sources: Mapping[str, str], scripts: str = "") ->
     modules = {_module_of(path): path for path in sources}
     trees = {path: ast.parse(source) for path, source in sources.items()}
     used = {reference for path, tree in trees.items() for reference in _references(tree, path, modules)}
+    words = set(re.findall(r"\w+", scripts))
     found = []
     for path, tree in trees.items():
         annotated = _annotated_names(tree)
@@ -180,8 +181,7 @@ def definitions_without_client(sources: Mapping[str, str], scripts: str = "") ->
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name[0] == "_":
                 continue
             is_annotation = isinstance(node, ast.ClassDef) and node.name in annotated
-            in_script = re.search(rf"\b{node.name}\b", scripts)
-            if not (is_annotation or in_script or (path, node.name) in used):
+            if not (is_annotation or node.name in words or (path, node.name) in used):
                 found.append(f"{path}: {node.name}")
     return found
 
@@ -193,7 +193,8 @@ def _module_of(path: str) -> str:
 def _references(tree: ast.Module, path: str, modules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield file and name of the definitions that one file takes from other files."""
     aliases: dict[str, str] = {}
-    for node in ast.walk(tree):
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Attribute)]
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             parents = _module_of(path).split(".")
             parents = parents[: len(parents) - node.level + path.endswith("__init__.py")] if node.level else []
@@ -203,7 +204,7 @@ def _references(tree: ast.Module, path: str, modules: Mapping[str, str]) -> Iter
                     aliases[alias.asname or alias.name] = modules[f"{base}.{alias.name}"]
                 elif base in modules:
                     yield modules[base], alias.name
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
             yield aliases[node.value.id], node.attr
 
