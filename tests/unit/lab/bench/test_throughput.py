@@ -46,7 +46,7 @@ def test_utilisation_and_ratios() -> None:
 
 def test_the_command_at_a_small_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.compiler.reset()
-    words = "--size small-train --layers 1 --sequence 8 12 --matrix 64 --rounds 4 --backend aot_eager".split()
+    words = "--size 2x64x96x8x8x128 --layers 1 --sequence 8 12 --matrix 64 --rounds 4 --backend eager".split()
     try:
         main([*words, "--json", str(tmp_path / "rows.json")])
     except BadNumbersError as error:
@@ -58,7 +58,7 @@ def test_the_command_at_a_small_size(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
     assert all(row["utilisation"] > 0 and row["speed_over_transformers"] > 0 for row in found)
     printed = capsys.readouterr().out
-    assert "small-train, 1 of 6 layers, fp32, torch.compile aot_eager, on CPU" in printed
+    assert "2x64x96x8x8x128, 1 of 2 layers, fp32, torch.compile eager, on CPU" in printed
     assert printed.count("| ladder |") == 2
 
 
