@@ -220,7 +220,7 @@ def test_recomputation_matches_the_gradients_of_the_training_model(changes: dict
 def test_it_compiles_into_one_graph(changes: dict[str, Any]) -> None:
     """Prefill and a step with a cache; dynamo's graph runs uncompiled, because code generation needs a compiler."""
     torch.compiler.reset()
-    module = module_of(random_model(tiny_config(num_layers=3, **changes)))
+    module = module_of(random_model(tiny_config(num_layers=2, **changes)))
     tokens = random_tokens(2, 9)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     with torch.no_grad():
