@@ -137,7 +137,7 @@ def test_a_checkpoint_is_read_in_another_layout(
     argv = [*RECIPE, *precision.split(), "--global-batch-size", "8", "--residual-mode", "ladder"]
     batches = steps_of_batches(STEPS, 4)
     ranks = gloo_pools(4).run(
-        interrupted, [*argv, "--tensor-model-parallel-size", "2"], batches[:3], str(tmp_path / "save"), 3
+        interrupted, [*argv, "--tensor-model-parallel-size", "2"], batches, str(tmp_path / "save"), STEPS
     )
     (single,) = gloo_pools(1).run(load_elsewhere, argv, str(tmp_path / "save"))
     full = {name: values for name, _, values in single}

@@ -140,7 +140,7 @@ def test_bf16_gives_equal_losses_in_every_stage(gloo_pools: GlooPools) -> None:
     """Gradients are summed in fp32 over micro-batches and over data-parallel ranks in every stage."""
     argv = [*RECIPE, *"--bf16 --tensor-model-parallel-size 2 --global-batch-size 8 --residual-mode ladder".split()]
     weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
-    batches = steps_of_batches(5, 4)
+    batches = steps_of_batches(3, 4)
     histories = [
         gloo_pools(4).run(train, [*argv, *words.split()], weights, batches)[0][0]
         for words in ("--zero-stage 1", "--zero-stage 2", "--zero-stage 3", "--zero-stage 1 --offload-optimizer cpu")
@@ -268,7 +268,7 @@ def fp16_history(argv: list[str]) -> list[tuple[float, float]]:
     """On each rank: return loss and gradient norm of every step."""
     trainer = build_fp16_trainer(argv)
     history = []
-    for iteration, batch in enumerate(steps_of_batches(5, 4), start=1):
+    for iteration, batch in enumerate(steps_of_batches(3, 4), start=1):
         result = train_step(trainer, own_batches(trainer, batch), iteration)
         history.append((trainer.mesh.data.all_reduce(result.loss_sum.clone()).item(), result.gradient_norm))
     return history
@@ -279,7 +279,7 @@ def test_fp16_follows_fp32_at_any_loss_scale(gloo_pools: GlooPools, scale: str) 
     """Norm and clipping use gradients without the scale, which would turn a norm of 2 into 2,000."""
     weights = make_weights(ReferenceConfig.like(run_of(FP16, 4).model), seed=1, dtype=torch.float32)
     fp32 = [word for word in FP16 if word != "--fp16"]
-    plain = gloo_pools(4).run(train, fp32, weights, steps_of_batches(5, 4))[0][0]
+    plain = gloo_pools(4).run(train, fp32, weights, steps_of_batches(3, 4))[0][0]
     assert all(norm > 0.5 for _, norm in plain), "nothing was clipped, so clipping is not tested"
     half = gloo_pools(4).run(fp16_history, [*FP16, "--zero-stage", "2", "--loss-scale", scale])[0]
     for found, wanted in zip(half, plain, strict=True):

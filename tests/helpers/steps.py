@@ -22,7 +22,7 @@ from tests.helpers.training import (
 from tests.reference import ReferenceConfig, Weights, make_weights, reference_training
 
 Batch = tuple[Tensor, Tensor, Tensor]
-STEPS = 5
+STEPS = 3
 RECIPE = f"--train-iters {STEPS} --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2".split()
 
 
@@ -118,7 +118,7 @@ def uninterrupted(argv: list[str], batches: list[list[Batch]]) -> tuple[list[flo
 def check_resume(gloo_pools: GlooPools, tmp_path: Path, argv: list[str], world: int) -> None:
     batches = steps_of_batches(STEPS, 4)
     whole = gloo_pools(world).run(uninterrupted, argv, batches)
-    resumed = gloo_pools(world).run(interrupted, argv, batches, str(tmp_path / "save"), 3)
+    resumed = gloo_pools(world).run(interrupted, argv, batches, str(tmp_path / "save"), STEPS - 1)
     for (losses, pieces), (losses_resumed, pieces_resumed) in zip(whole, resumed, strict=True):
         assert losses == losses_resumed
         for (name, _, values), (_, _, values_resumed) in zip(pieces, pieces_resumed, strict=True):
