@@ -66,25 +66,25 @@ def steps_around(
     return findings, losses, weight_pieces(trainer), trainer.engine.state.steps_taken()
 
 
-@pytest.mark.parametrize("bad", [1, 3])
+@pytest.mark.parametrize("bad", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_bad_step_leaves_no_trace(gloo_pools: GlooPools, layout: str, bad: int) -> None:
     """The run equals one without the step bitwise. The rate is constant, because its schedule counts skipped steps."""
     argv = [*BASE, *layout.split(), "--lr-decay-style", "constant", "--lr-warmup-iters", "0", "--min-lr", "0"]
-    batches = steps_of_batches(5, 4)
+    batches = steps_of_batches(3, 4)
     rank = 1
     found = gloo_pools(2).run(steps_around, argv, batches, bad, rank)
     wanted = gloo_pools(2).run(steps_around, argv, [*batches[: bad - 1], *batches[bad:]], None, rank)
     for (findings, losses, pieces, steps), (_, expected_losses, expected, expected_steps) in zip(
         found, wanted, strict=True
     ):
-        assert [finding is not None for finding in findings] == [i == bad for i in range(1, 6)]
+        assert [finding is not None for finding in findings] == [i == bad for i in range(1, 4)]
         finding = findings[bad - 1]
         assert finding.skipped and finding.kind == "bad numbers"
         assert finding.details == {"rank": rank, "parameter": SPOILED}
         assert f"iteration {bad}: the gradient's norm is nan" in finding.text
         assert finding.text.endswith(f": first bad parameter {SPOILED}, on rank {rank}")
-        assert losses == expected_losses and steps == expected_steps == 4
+        assert losses == expected_losses and steps == expected_steps == 2
         for (name, _, values), (_, _, expected_values) in zip(pieces, expected, strict=True):
             assert torch.equal(values, expected_values), name
 
