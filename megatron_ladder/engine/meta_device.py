@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import torch
 import torch._dynamo  # noqa: F401
 from deepspeed.accelerator import set_accelerator

@@ -95,7 +95,7 @@ def test_a_reduce_that_one_rank_leaves_out_is_named(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_a_thousand_ranks_match_in_three_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_ranks_of_a_large_model_match(capsys: pytest.CaptureFixture[str]) -> None:
     model = (
         "--train-iters 2 --lr 1e-4 --bf16 --residual-mode ladder --num-layers 80 --hidden-size 8192 "
         "--ffn-hidden-size 28672 --num-attention-heads 64 --num-key-value-heads 8 --seq-length 4096 "

@@ -16,8 +16,6 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
-import psutil
-
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import import_deepspeed
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
@@ -82,7 +80,7 @@ def _run_ranks(run: RunConfig) -> dict[int, RankRecord]:
     records: dict[int, RankRecord] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < (psutil.cpu_count(logical=False) or 1):
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_send_record, args=(sender, run, deepspeed, waiting[0]))
                 process.start()
