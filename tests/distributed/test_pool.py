@@ -144,12 +144,12 @@ def test_tensors_arrive_as_plain_copies(pool: RankPool) -> None:
 
 def test_environment_is_a_launchers_and_an_exit_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
-    with contextlib.closing(RankPool(1)) as alone:
+    with contextlib.closing(RankPool(1, variables={"CUDA_LAUNCH_BLOCKING": "1"})) as alone:
         environment = alone.run(_environment)[0]
         with pytest.raises(AssertionError, match="SystemExit: left by the door"):
             alone.run(_exit)
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["OMP_NUM_THREADS"]) == ("0", "1", "1")
-    assert environment["MASTER_PORT"] != "1"
+    assert environment["MASTER_PORT"] != "1" and environment["CUDA_LAUNCH_BLOCKING"] == "1"
     assert "gloo_pool_1_" in environment["TORCH_EXTENSIONS_DIR"]
 
 

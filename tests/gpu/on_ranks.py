@@ -27,6 +27,7 @@ from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.lab.bench.exposed import Event, read_events
 from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec
+from megatron_ladder.model.operations import require_compiler
 from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import train_step
@@ -43,7 +44,7 @@ SUM_BYTES = 16 * 2**10
 """Size of the timed sums: the output of a sub-block for one token of a large model."""
 TIMED_SUMS = 50
 TIMED_PASSES = 20
-SYNCHRONISATIONS = re.compile(r"(cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy")
+SYNCHRONISATIONS = re.compile(r"((cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy)(_pt[ds][sz])?")
 """Calls in which the host waits for the device."""
 ATTENTION = re.compile(
     r"(?!.*backward)(?:aten::_scaled_dot_product_(\w+?)(?:_attention)?(?:_for_cpu)?|\w+::_(varlen_attn)\w*)"
@@ -58,6 +59,15 @@ def describe_device() -> str:
         return f"CPU of {platform.node()}"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return f"{torch.cuda.get_device_name(device)} x {torch.cuda.device_count()}, CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+def compiler_problem() -> str:
+    """Return what torch.compile lacks, if anything."""
+    try:
+        require_compiler("--compile-sub-blocks", rank_device())
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def synchronise() -> None:
@@ -116,22 +126,23 @@ def _errors_of(group: CommGroup, rows: int, dtype: torch.dtype) -> Iterator[tupl
     yield "moved", max(error(piece, inputs[i].chunk(size)[mine].flatten()) for i, piece in enumerate(pieces))
 
 
-def sums_in_two_ways(choice: AllReduceChoice) -> tuple[str, float, float, float]:
+def sums_in_two_ways(choice: AllReduceChoice, dtype_name: str) -> tuple[str, float, float, float]:
     """Compare a group's own sums with the chosen implementation.
 
     Return the name of the latter's class, the largest error of either compared with fp64, and the seconds of a small
     sum in both. An error of the choice is the name, and the figures are 0.
     """
-    device, own_group = rank_device(), mesh_of(dist.get_world_size(), 1, 1, tp_comm_max_ctas=16).tensor
+    device, dtype = rank_device(), DTYPES[dtype_name]
+    own_group = mesh_of(dist.get_world_size(), 1, 1, tp_comm_max_ctas=16).tensor
     try:
-        chosen = select_all_reduce(choice, own_group, device, torch.bfloat16)
+        chosen = select_all_reduce(choice, own_group, device, dtype)
     except UserError as error:
         return str(error), 0.0, 0.0, 0.0
     worst = 0.0
     for group in (own_group, chosen):
         for rows in (1, 16, 4_096):
-            worst = max(worst, *(error for kind, error in _errors_of(group, rows, torch.bfloat16) if kind == "sum"))
-    tensor = torch.zeros(SUM_BYTES // 2, dtype=torch.bfloat16, device=device)
+            worst = max(worst, *(error for kind, error in _errors_of(group, rows, dtype) if kind == "sum"))
+    tensor = torch.zeros(SUM_BYTES // dtype.itemsize, dtype=dtype, device=device)
 
     def seconds(group: CommGroup) -> float:
         times = []

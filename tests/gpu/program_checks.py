@@ -21,7 +21,7 @@ from megatron_ladder.errors import ExitCode
 from megatron_ladder.lab.bench.sizes import find_size
 from tests.chaos.runs import VOCABULARY, final_tensors, losses, write_tokens
 from tests.gpu import on_ranks
-from tests.gpu.rank_checks import Decoded, compare_decoded, decoding_model
+from tests.gpu.rank_checks import NOT_COMPILED, Decoded, compare_decoded, decoding_model
 from tests.gpu.runner import Machine, NotRun, check
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
 
@@ -31,7 +31,7 @@ TIMEOUT_SECONDS = 15
 """Time after which a training run gives up on a lost rank that NCCL does not notice."""
 
 
-@check("20 steps, saved both ways, resumed bitwise", gpus=(2, 8), seconds=180)
+@check("20 steps, saved both ways, resumed bitwise", gpus=(2, 8), seconds=240)
 def resumes(machine: Machine, ranks: int) -> str:
     folder = machine.folder / f"resumes {ranks}"
     folder.mkdir()
@@ -91,16 +91,16 @@ def generated(machine: Machine, processes: int, more: Sequence[str]) -> tuple[De
     try:
         line = process.stdout.readline()
         began = time.monotonic()
-        assert line, f"{' '.join(command)}\nno output\n{errors.read_text()}"
+        assert line, f"no output: {' '.join(command)}\n{errors.read_text()}"
         process.wait(EXIT_SECONDS)
         seconds = time.monotonic() - began
     except subprocess.TimeoutExpired:
-        raise AssertionError(f"{' '.join(command)}\nstill runs {EXIT_SECONDS:g} s after its output") from None
+        raise AssertionError(f"still runs {EXIT_SECONDS:g} s after its output: {' '.join(command)}") from None
     finally:
         timer.cancel()
         kill_tree(process)
         process.stdout.close()
-    assert process.returncode == 0, f"{' '.join(command)}\nexit code {process.returncode}\n{errors.read_text()}"
+    assert process.returncode == 0, f"exit code {process.returncode}: {' '.join(command)}\n{errors.read_text()}"
     values = json.loads(line)
     return [(values["ids"], values["logprobs"])], seconds
 
@@ -113,6 +113,7 @@ def killed_rank(machine: Machine, ranks: int) -> str:
     argv = [
         *training_flags(folder), "--train-iters", "1000000", "--save", str(save), "--save-interval", "1000000",
         "--distributed-timeout-seconds-after-first-step", str(TIMEOUT_SECONDS), "--tensor-model-parallel-size", "2",
+        *NOT_COMPILED.split(),
     ]  # fmt: skip
     with started_ranks(machine, ranks, ["pretrain_ladder.py", *argv], output) as processes:
         while len(losses(save)) < 3:

@@ -19,7 +19,7 @@ from tests.helpers.steps import RECIPE, check_outcome, plain_steps, train
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
 COLLECTIVE_LIMITS = {"fp32": 1e-6, "bf16": 2e-2, "moved": 0.0}
-GRADIENT_LIMITS = {"fp32": 1e-5, "bf16": 5e-2}
+GRADIENT_LIMITS = {"fp32": 1e-4, "bf16": 5e-2}
 """Largest error of a gradient, relative to its norm: other sums of the same numbers, rounded to this precision."""
 LOGPROB_LIMITS = {"fp32": 1e-3, "bf16": 0.15}
 WIRINGS = {
@@ -27,16 +27,17 @@ WIRINGS = {
     "hybrid": "--residual-mode ladder --ladder-layers 1",
     "staleness 2": "--residual-mode ladder --residual-staleness 2",
 }
-VARIANTS = {
+TRACED_STEPS = (4, 14)
+WIRE_SECONDS = 8e-3
+"""Time of a collective on the emulated wire, long compared with a sub-block even on a busy machine."""
+NOT_COMPILED, COMPILED = "--compile-sub-blocks false", "--compile-sub-blocks true"
+"""Where many models are built, compiling all of them would take minutes."""
+VARIANTS: dict[str, dict[str, str]] = {
     "": {},
     ", blocking launches": {"CUDA_LAUNCH_BLOCKING": "1"},
     ", without the caching allocator": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
 }
 """Environments that reveal missing synchronisation: results must not depend on them."""
-
-
-def of_wiring(name: str) -> list[str]:
-    return WIRINGS[name].split()
 
 
 def layouts_of(ranks: int) -> dict[str, str]:
@@ -78,13 +79,29 @@ def plain_arithmetic(machine: Machine, ranks: int) -> str:
         cases = [f"--residual-mode desync --desync-interval {interval}" for interval in (2, 4)]
     for words in cases:
         argv = [*RECIPE, *words.split(), "--global-batch-size", "8", "--tensor-model-parallel-size", str(ranks)]
+        argv += NOT_COMPILED.split()
         weights, batches, expected, final = machine.call(ranks, plain_steps, argv, ranks)[0]
         check_outcome(machine.call(ranks, train, argv, weights, batches), expected, final, slack=10)
     return f"{len(cases)} wirings: losses, norms and weights agree"
 
 
 def gradients(machine: Machine, ranks: int, variables: Mapping[str, str]) -> str:
-    """Compare the first moments after one step, which are proportional to the gradients, with those of one GPU."""
+    cases = [
+        (wiring, precision, layout, words)
+        for wiring, precision in itertools.product(WIRINGS, GRADIENT_LIMITS)
+        for layout, words in layouts_of(ranks).items()
+        if precision == "fp32" or (wiring in ("standard", "ladder") and layout != "ZeRO-0")
+    ]
+    return compare_gradients(machine, ranks, cases, NOT_COMPILED, variables)
+
+
+def compare_gradients(
+    machine: Machine, ranks: int, cases: Sequence[tuple[str, str, str, str]], flags: str, variables: Mapping[str, str]
+) -> str:
+    """Compare the first moments after one step, which are proportional to the gradients, with those of one GPU.
+
+    Cases are wirings, precisions, and the names and flags of layouts.
+    """
     # On a GPU, kernels must take long enough for a missing dependency to show.
     width, tokens = (256, 512) if machine.on_gpu else (64, 12)
     recipe = (
@@ -93,30 +110,25 @@ def gradients(machine: Machine, ranks: int, variables: Mapping[str, str]) -> str
         # Scores of attention stay small, so that the precision of bf16 changes little.
         "--init-method-std 0.05"
     ).split()
-    worst, cases = dict.fromkeys(GRADIENT_LIMITS, 0.0), 0
-    for wiring, precision in itertools.product(WIRINGS, GRADIENT_LIMITS):
-        if precision == "bf16" and wiring not in ("standard", "ladder"):
-            continue
-        argv = [*recipe, *of_wiring(wiring), *(["--bf16"] if precision == "bf16" else [])]
-        layouts = {"one": "--zero-stage 1", **layouts_of(ranks)}
-        found = {}
-        for layout, words in layouts.items():
-            if precision == "bf16" and layout == "ZeRO-0":
-                continue
-            save = machine.folder / f"{ranks} {layout} {wiring} {precision} {len(variables)}"
-            world = 1 if layout == "one" else ranks
-            machine.call(world, pass_on, [*argv, *words.split()], None, str(save), 1, variables=variables)
-            values = everything(save)
-            shutil.rmtree(save)
-            found[layout] = {name: value for (name, kind), value in values.items() if kind == "exp_avg"}
-        wanted = found.pop("one")
-        for layout, moments in found.items():
-            name, error = largest_error(moments, wanted)
+    save = machine.folder / "gradients"
+
+    def moments(world: int, words: str) -> dict[str, Tensor]:
+        machine.call(world, pass_on, [*recipe, *words.split()], None, str(save), 1, variables=variables)
+        values = everything(save)
+        shutil.rmtree(save)
+        return {name: value for (name, kind), value in values.items() if kind == "exp_avg"}
+
+    worst = dict.fromkeys((precision for _, precision, *_ in cases), 0.0)
+    for (wiring, precision), group in itertools.groupby(cases, key=lambda case: case[:2]):
+        model = WIRINGS[wiring] + (" --bf16" if precision == "bf16" else "")
+        wanted = moments(1, f"{model} {NOT_COMPILED} --zero-stage 1")
+        for _, _, layout, words in group:
+            name, error = largest_error(moments(ranks, f"{model} {flags} {words}"), wanted)
             worst[precision] = max(worst[precision], error)
             limit = GRADIENT_LIMITS[precision]
             assert error <= limit, f"{wiring}, {layout}, {precision}: {name} differs by {error:.1e}, above {limit:g}"
-            cases += 1
-    return f"{cases} cases; largest error {', '.join(f'{error:.1e} in {name}' for name, error in worst.items())}"
+    errors = ", ".join(f"{error:.1e} in {name}" for name, error in worst.items())
+    return f"{len(cases)} case{'s' * (len(cases) > 1)}; largest error {errors}"
 
 
 def largest_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[str, float]:
@@ -128,9 +140,20 @@ def largest_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> 
 
 
 for _name, _variables in VARIANTS.items():
-    check(f"gradients of every wiring and layout, compared with one GPU{_name}", gpus=(2, 8), seconds=180)(
+    check(f"gradients of every wiring and layout, compared with one GPU{_name}", gpus=(2, 8), seconds=240)(
         functools.partial(gradients, variables=_variables)
     )
+
+
+@check("gradients of compiled sub-blocks, compared with one GPU", gpus=2, seconds=180)
+def compiled_gradients(machine: Machine, ranks: int) -> str:
+    (problem,) = machine.call(1, on_ranks.compiler_problem)
+    if problem:
+        raise NotRun(problem)
+    # A C++ compiler needs a minute for each precision and layout.
+    chosen = itertools.product(GRADIENT_LIMITS, ("TP2", "TP2+SP", "ZeRO-1")) if machine.on_gpu else [("fp32", "TP2")]
+    cases = [("ladder", precision, layout, layouts_of(ranks)[layout]) for precision, layout in chosen]
+    return compare_gradients(machine, ranks, cases, COMPILED, {})
 
 
 @check("synchronisations of the host with the device, per step", gpus=2, seconds=120)
@@ -146,7 +169,7 @@ def synchronisations(machine: Machine, ranks: int) -> str:
     for name, words in cases.items():
         traces = machine.folder / f"synchronisations {name}"
         traces.mkdir()
-        argv = [*RECIPE, *words.split(), "--global-batch-size", "8"]
+        argv = [*RECIPE, *words.split(), *NOT_COMPILED.split(), "--global-batch-size", "8"]
         steps = machine.call(ranks, on_ranks.host_waits, argv, traces)[0]
         assert len(steps) == 3, f"{name}: {len(steps)} steps were counted"
         most = sorted(steps, key=len)[-1]
@@ -155,38 +178,38 @@ def synchronisations(machine: Machine, ranks: int) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-@check("exposed communication in a trace, ladder and standard", gpus=(2, 8), seconds=120)
+@check("exposed communication in a trace, ladder and standard", gpus=(2, 8), seconds=180)
 def exposed(machine: Machine, ranks: int) -> str:
     sizes = "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 8 --seq-length 64"
     if machine.on_gpu:
         sizes = "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 2048"
-    shares = {}
-    for wiring in ("standard", "ladder"):
+    quartiles, figures = {}, []
+    for wiring in ("ladder", "standard"):
         traces = machine.folder / f"exposed {wiring} {ranks}"
         traces.mkdir()
         argv = [
-            *f"{sizes} --train-iters 9 --lr 1e-4 --micro-batch-size 2 --global-batch-size 2".split(),
-            *of_wiring(wiring), "--tensor-model-parallel-size", str(ranks), *on_ranks.profile_flags(traces, 4, 8),
-            *(["--bf16"] if machine.on_gpu else []),
+            *f"{sizes} --train-iters {TRACED_STEPS[1]} --lr 1e-4 --micro-batch-size 2 --global-batch-size 2".split(),
+            *WIRINGS[wiring].split(), "--tensor-model-parallel-size", str(ranks),
+            *on_ranks.profile_flags(traces, *TRACED_STEPS), *(["--bf16"] if machine.on_gpu else []),
         ]  # fmt: skip
-        machine.call(ranks, on_ranks.traced_steps, argv, 8, 2e-3)
+        machine.call(ranks, on_ranks.traced_steps, argv, TRACED_STEPS[1], WIRE_SECONDS)
         result, (trace,) = traces / "exposed.json", traces.glob("rank0-*")
         machine.command(sys.executable, "tools/exposed_communication.py", "--trace", trace, "--json", result)
         steps = json.loads(result.read_text())["steps"]
-        assert len(steps) == 5 and all(step["collectives"] > 0 for step in steps)
-        shares[wiring] = statistics.median(step["exposed_seconds"] / step["seconds"] for step in steps)
-        milliseconds = 1e3 * statistics.median(step["exposed_seconds"] for step in steps)
-        shares[f"{wiring} ms"] = milliseconds
-    figure = ", ".join(f"{name} {shares[name]:.1%} ({shares[name + ' ms']:.2f} ms)" for name in ("ladder", "standard"))
-    assert shares["ladder ms"] < shares["standard ms"], f"of a step: {figure}"
-    return f"of a step: {figure}"
+        assert all(step["collectives"] > 0 for step in steps)
+        quartiles[wiring] = statistics.quantiles((1e3 * step["exposed_seconds"] for step in steps), n=4)
+        share = statistics.median(step["exposed_seconds"] / step["seconds"] for step in steps)
+        low, median, high = quartiles[wiring]
+        figures.append(f"{wiring} {median:.2f} ms ({low:.2f} to {high:.2f}), {share:.1%} of a step")
+    assert quartiles["ladder"][2] < quartiles["standard"][0], f"the quartiles overlap: {'; '.join(figures)}"
+    return "; ".join(figures)
 
 
 @check("attention backends", gpus=1, seconds=120)
 def attention(machine: Machine, ranks: int) -> str:
     dtype = "bf16" if machine.on_gpu else "fp32"
     argv = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --lr 1 --train-iters 5".split()
-    argv += ["--micro-batch-size", "1", *(["--bf16"] if machine.on_gpu else [])]
+    argv += ["--micro-batch-size", "1", *NOT_COMPILED.split(), *(["--bf16"] if machine.on_gpu else [])]
     (found,) = machine.call(ranks, on_ranks.attention_backends, argv, decoding_model(machine), dtype)
     figure = "; ".join(f"{work}: {', '.join(names) or 'none'}" for work, names in found.items())
     slow = [work for work, names in found.items() if any("math" in name for name in names)]
@@ -244,13 +267,13 @@ def captured_decoding(machine: Machine, ranks: int) -> str:
 
 @check("symmetric memory, compared with NCCL", gpus=(2, 8), seconds=60)
 def symmetric_memory(machine: Machine, ranks: int) -> str:
-    name, worst, of_group, of_chosen = machine.call(
-        ranks, on_ranks.sums_in_two_ways, "symmetric" if machine.on_gpu else "auto"
-    )[0]
-    if not of_group:
-        raise NotRun(name)
-    figure = f"{name} {1e6 * of_chosen:.0f} us, {'NCCL' if machine.on_gpu else 'gloo'} {1e6 * of_group:.0f} us"
-    assert worst <= COLLECTIVE_LIMITS["bf16"], f"error {worst:.1e}; {figure}"
-    return f"{figure} for {on_ranks.SUM_BYTES // 1024} KB; error {worst:.1e}"
-
-
+    choice, usual = ("symmetric", "NCCL") if machine.on_gpu else ("auto", "gloo")
+    figures = []
+    for dtype in ("fp32", "bf16"):
+        name, worst, of_group, of_chosen = machine.call(ranks, on_ranks.sums_in_two_ways, choice, dtype)[0]
+        if not of_group:
+            raise NotRun(name)
+        times = f"{name} {1e6 * of_chosen:.0f} us, {usual} {1e6 * of_group:.0f} us"
+        figures.append(f"{dtype}: {times}, error {worst:.1e}")
+        assert worst <= COLLECTIVE_LIMITS[dtype], "; ".join(figures)
+    return f"{on_ranks.SUM_BYTES // 1024} KB: {'; '.join(figures)}"

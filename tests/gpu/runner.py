@@ -177,8 +177,9 @@ def _run(one: Check, machine: Machine, seconds_left: float) -> Outcome:
 
 
 def _summary(error: Exception) -> str:
-    """Return the line that says what went wrong: the first, or after a traceback of a rank the last of that."""
-    first, *more = str(error).strip().splitlines() or [type(error).__name__]
+    """Return the line that names the problem: the first, the last of a rank's traceback, or the code that failed."""
+    failed_line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    first, *more = str(error).strip().splitlines() or [f"{type(error).__name__}: {failed_line}"]
     if not first.endswith("Traceback (most recent call last):"):
         return first[:LONGEST_SUMMARY]
     return next((line for line in more if line and not line.startswith(" ")), first)[:LONGEST_SUMMARY]
