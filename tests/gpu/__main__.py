@@ -93,8 +93,7 @@ def choose_checks(options: GpuOptions) -> list[runner.Check]:
 
 
 def _report(outcome: runner.Outcome) -> None:
-    name = f"{outcome.check.title}, {outcome.check.gpus} GPU{'s' * (outcome.check.gpus > 1)}"
-    print(f"{outcome.result:7}  {name}: {outcome.figure} ({outcome.seconds:.0f} s)", flush=True)
+    print(f"{outcome.result:7}  {outcome.check.name}: {outcome.figure} ({outcome.seconds:.0f} s)", flush=True)
     if outcome.details:
         print(outcome.details, file=sys.stderr, flush=True)
 

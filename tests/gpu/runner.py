@@ -120,6 +120,11 @@ class Check:
     seconds: float
     run: Callable[[Machine, int], str]
 
+    @property
+    def name(self) -> str:
+        """The title with the number of GPUs."""
+        return f"{self.title}, {self.gpus} GPU{'s' * (self.gpus > 1)}"
+
 
 class Outcome(NamedTuple):
     """What became of a check. `figure` is the measured figure, or the reason why there is none."""
@@ -192,5 +197,5 @@ def summary(outcomes: Sequence[Outcome]) -> tuple[str, str]:
         figure = one.figure.replace("|", "\\|")
         lines.append(f"| {one.check.title} | {one.check.gpus} | {one.result} | {figure} | {one.seconds:.0f} |")
     failed = (one for one in outcomes if one.result == "failed")
-    errors = [f"\n{one.check.title}, {one.check.gpus} GPUs:\n\n```\n{one.details}```\n" for one in failed]
+    errors = [f"\n{one.check.name}:\n\n```\n{one.details}```\n" for one in failed]
     return "\n".join(lines), "".join(errors)
