@@ -63,12 +63,12 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="gpu_checks_") as folder:
         machine = runner.Machine(options.device, options.gpus, Path(folder))
         with machine.limited_to(START_SECONDS):
-            (described,) = machine.call(1, describe_device)
-        print(described, flush=True)
+            (machine.description,) = machine.call(1, describe_device)
+        print(machine.description, flush=True)
         outcomes = runner.run_checks(chosen, machine, 60 * options.minutes, _report)
     text, failures = runner.summary(outcomes)
     versions = f"megatron_ladder {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    text = f"{described}; {versions}\n\n{text}\n"
+    text = f"{machine.description}; {versions}\n\n{text}\n"
     print(f"\n{text}", flush=True)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)

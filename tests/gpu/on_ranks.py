@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-import platform
+import os
 import re
 import statistics
 import time
@@ -56,7 +56,7 @@ def describe_device() -> str:
     """Return the name of this machine's device."""
     device = rank_device()
     if device.type == "cpu":
-        return f"CPU of {platform.node()}"
+        return f"CPU with {os.cpu_count()} cores"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return f"{torch.cuda.get_device_name(device)} x {torch.cuda.device_count()}, CUDA {torch.version.cuda}, NCCL {nccl}"
 

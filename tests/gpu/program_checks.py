@@ -19,6 +19,7 @@ import torch
 from megatron_ladder.blueprint.tensors import ModelFlops
 from megatron_ladder.errors import ExitCode
 from megatron_ladder.lab.bench.sizes import find_size
+from megatron_ladder.lab.cost.hardware import CLUSTERS
 from tests.chaos.runs import VOCABULARY, final_tensors, losses, write_tokens
 from tests.gpu import on_ranks
 from tests.gpu.rank_checks import NOT_COMPILED, Decoded, compare_decoded, decoding_model
@@ -166,6 +167,13 @@ SEQUENCE = 2048
 CPU_SHAPES = {"1B": "2x64x160x4x4x256", "8B": "2x128x384x8x2x512"}
 
 
+def speed(flops_per_second: float, device: str) -> str:
+    """Return a speed in model FLOPs, with its share of the peak (MFU) of GPUs that the planner knows."""
+    peaks = [cluster.peak_flops for name, cluster in CLUSTERS.items() if name in device.lower()]
+    utilisation = "".join(f", MFU {flops_per_second / peak:.1%}" for peak in peaks)
+    return f"{flops_per_second / 1e12:.3g} TFLOP/s{utilisation}"
+
+
 def throughput(machine: Machine, ranks: int, name: str) -> str:
     size, layers = SHAPES[name]
     result = machine.folder / f"throughput {name}.json"
@@ -178,8 +186,9 @@ def throughput(machine: Machine, ranks: int, name: str) -> str:
         codes=(ExitCode.DONE, ExitCode.BAD_NUMBERS),
     )  # fmt: skip
     rows: dict[str, dict[str, Any]] = {row["way"]: row for row in json.loads(result.read_text())}
+    device = machine.description
     figure = "; ".join(
-        f"{way} {row['model_flops_per_second'] / 1e12:.3g} TFLOP/s, {row['utilisation']:.0%} of a product's rate"
+        f"{way} {speed(row['model_flops_per_second'], device)}, {row['utilisation']:.0%} of a product's rate"
         + ("" if way == "transformers" else f", {row['speed_over_transformers']:.2f} x transformers")
         + ("" if row["verdict"] == "sound" else f" ({row['verdict']})")
         for way, row in rows.items()
@@ -206,4 +215,4 @@ def torchtitan(machine: Machine, ranks: int) -> str:
     if not seconds:
         raise NotRun(f"torchtitan {version('torchtitan')} has another interface: {difference}")
     flops = ModelFlops(find_size("llama-1b"), sequence).training
-    return f"{flops / seconds / 1e12:.3g} TFLOP/s" if machine.on_gpu else f"forward in {1e3 * seconds:.0f} ms"
+    return speed(flops / seconds, machine.description) if machine.on_gpu else f"forward in {1e3 * seconds:.0f} ms"

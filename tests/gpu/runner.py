@@ -41,6 +41,8 @@ class Machine:
         self.device = device
         self.gpus = gpus
         self.folder = folder
+        self.description = ""
+        """Name and number of the devices, once a rank has found them."""
         self._deadline = 0.0
         self._pools: dict[tuple[int, tuple[tuple[str, str], ...]], RankPool] = {}
 

@@ -9,6 +9,7 @@ from megatron_ladder.errors import UserError
 from tests.gpu import runner
 from tests.gpu.__main__ import GpuOptions, choose_checks
 from tests.gpu.on_ranks import ATTENTION, waits_in
+from tests.gpu.program_checks import speed
 from tests.gpu.rank_checks import compare_decoded, largest_error
 from tests.gpu.runner import Check, Machine, NotRun, Outcome, run_checks, summary
 
@@ -119,6 +120,11 @@ def test_backends_are_read_from_the_names_of_operators() -> None:
         assert match is not None and (match[1] or match[2]) == backend
     for name in ("aten::_scaled_dot_product_flash_attention_backward", "aten::scaled_dot_product_attention"):
         assert ATTENTION.fullmatch(name) is None
+
+
+def test_utilisation_is_relative_to_the_peak_of_known_devices() -> None:
+    assert speed(494.5e12, "NVIDIA H100 80GB HBM3 x 8, CUDA 13.0, NCCL 2.28.9") == "494 TFLOP/s, MFU 50.0%"
+    assert speed(1e9, "CPU with 2 cores") == "0.001 TFLOP/s"
 
 
 def test_decoded_tokens_may_differ_only_where_two_are_equally_likely() -> None:
