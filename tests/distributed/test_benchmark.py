@@ -12,6 +12,7 @@ from megatron_ladder.lab.bench.program import _Benchmark
 from megatron_ladder.lab.bench.results import BenchmarkRow
 from megatron_ladder.lab.bench.variants import VARIANTS
 from megatron_ladder.lab.cost.links import WireModel
+from tests.helpers.data_parallel_overlap import measure
 from tests.helpers.pool import GlooPools
 
 ALPHA = 0.004
@@ -67,3 +68,9 @@ def test_variants_of_one_wiring_are_the_same_model(gloo_pools: GlooPools) -> Non
             assert same == pytest.approx([same[0]] * len(same), rel=1e-6) and len(same) > 1
         wirings = [losses[name] for name in (*SHARED_STREAM_MODES, "staleness-2")]
         assert len({round(value, 4) for value in wirings}) == len(SHARED_STREAM_MODES) + 1
+
+
+def test_most_data_parallel_communication_is_hidden(gloo_pools: GlooPools) -> None:
+    """`python -m tests.helpers.data_parallel_overlap` measures how much."""
+    for found in gloo_pools(2).run(measure, 4):
+        assert found.backward > 0 and found.exposed < found.wire / 2

@@ -1,6 +1,6 @@
 """Measures how much of the data-parallel communication training hides: `python -m tests.helpers.data_parallel_overlap`.
 
-Two processes of one core each train a small model in fp32 with ZeRO 1, over an emulated wire (`lab/link/link.py`) on
+Two processes of one core each train a small model in bf16 with ZeRO 1, over an emulated wire (`lab/link/link.py`) on
 which all reduces of a step together take half as long as the backward of its last micro-batch.
 """
 
@@ -13,7 +13,7 @@ import torch
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec
 from megatron_ladder.train.step import train_step
-from tests.helpers.pool import GlooPool
+from tests.helpers.pool import RankPool
 from tests.helpers.steps import Batch
 from tests.helpers.training import build_trainer_here, own_batches
 
@@ -21,7 +21,7 @@ ROUNDS = 9
 MICRO_BATCHES = 2
 ARGV = (
     "--train-iters 100 --lr 1e-3 --zero-stage 1 --micro-batch-size 1 --seq-length 256 --num-layers 8 --hidden-size 256 "
-    f"--ffn-hidden-size 704 --vocab-size 512 --global-batch-size {2 * MICRO_BATCHES}"
+    f"--ffn-hidden-size 704 --vocab-size 512 --bf16 --global-batch-size {2 * MICRO_BATCHES}"
 ).split()
 
 
@@ -31,7 +31,7 @@ class Overlap(NamedTuple):
     backward: float
     """Backward of the last micro-batch, without a wire."""
     wire: float
-    """All reduces of a step, one after another; the gathers take as long."""
+    """All reduces of a step, one after another; the gathers of bf16 weights take half as long."""
     exposed: float
     """Waits of a step for reduces and gathers, beyond those without a wire."""
 
@@ -41,7 +41,7 @@ def _batches() -> list[Batch]:
     return [(one[:, :-1], one[:, 1:], torch.ones(1, 256)) for one in ids]
 
 
-def measure() -> Overlap:
+def measure(rounds: int = ROUNDS) -> Overlap:
     """On each of two ranks: train with and without a wire in alternation."""
     links: list[EmulatedLink] = []
 
@@ -76,13 +76,13 @@ def measure() -> Overlap:
 
     for _ in range(3):
         step(0.0)
-    backward = statistics.median(step(0.0)[0] for _ in range(ROUNDS))
+    backward = statistics.median(step(0.0)[0] for _ in range(rounds))
     backward = float(trainer.mesh.world.all_reduce(torch.tensor(backward))) / 2
     # A reduce-scatter takes half of an all-reduce's time.
     num_bytes = sum(bucket.gradients.nbytes for bucket in trainer.engine.wrapped.optimizer.buckets)
     wire = backward / 2
     exposed = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         without, with_wire = (step(seconds_per_byte)[1] for seconds_per_byte in (0.0, 2 * wire / num_bytes))
         exposed.append(with_wire - without)
     link.close()
@@ -90,7 +90,7 @@ def measure() -> Overlap:
 
 
 def main() -> None:
-    pool = GlooPool(2)
+    pool = RankPool(2)
     try:
         found = pool.run(measure)
     finally:
