@@ -104,6 +104,14 @@ class RunConfig(_Sections):
         return self.global_batch_size * self.training.seq_length
 
     @property
+    def shards_optimizer(self) -> bool:
+        """Whether the optimizer is `engine/sharded.py`; the others with ZeRO are DeepSpeed's."""
+        stage = self.parallel.zero_stage
+        # On one rank ZeRO 2 shards nothing more.
+        has_stage = stage == "1" or (stage == "2" and self.data_parallel_size == 1)
+        return has_stage and self.parallel.offload_optimizer == "none" and not self.training.fp16
+
+    @property
     def loads_only_weights(self) -> bool:
         """Whether --load provides only weights, so that its schedule and data may differ from this run's."""
         return self.checkpoint.finetune or self.logging.skip_train

@@ -20,7 +20,7 @@ from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.engine import Engine, UnpipelinedEngine
 from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
-from megatron_ladder.engine.sharded import ShardedOptimizer, is_sharded
+from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, select_operations
@@ -142,7 +142,7 @@ def build_engine(
     offload, apex_counts_steps = parallel.offload_optimizer == "cpu", parallel.zero_stage != "3"
     muon_dtype = torch.bfloat16 if run.training.bf16 or run.training.fp16 else torch.float32
     sharded = None
-    if is_sharded(run):
+    if run.shards_optimizer:
         dtype = torch.bfloat16 if run.training.bf16 else torch.float32
         sharded = ShardedOptimizer(model, groups, mesh, dtype, config["zero_optimization"]["reduce_bucket_size"])
         groups = sharded.groups

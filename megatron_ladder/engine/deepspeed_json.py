@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.engine.sharded import is_sharded
 
 REFUSED_KEYS = {
     "amp": "half precision is --bf16 or --fp16",
@@ -125,7 +124,7 @@ def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
     ranks = run.parallel.tensor_model_parallel_size
     local_parameters = sum(tensor.local_numel(ranks) for tensor in model_tensors(run.model))
     bucket_numbers = min(_BUCKET_NUMBERS, local_parameters)
-    if is_sharded(run):
+    if run.shards_optimizer:
         bucket_numbers = min(_SHARDED_BUCKET_NUMBERS, -(-local_parameters // _SHARDED_BUCKETS))
         # DeepSpeed is to leave weights, gradients and optimizer as they are.
         zero["stage"] = stage = 0

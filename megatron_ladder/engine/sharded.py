@@ -23,16 +23,7 @@ from torch import Tensor, nn
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.run import RunConfig
 from megatron_ladder.model.language_model import LanguageModel
-
-
-def is_sharded(run: RunConfig) -> bool:
-    """Return whether a run uses `ShardedOptimizer`; the other optimizers with ZeRO are DeepSpeed's."""
-    stage, data_parallel = run.parallel.zero_stage, run.data_parallel_size
-    # On one rank ZeRO 2 shards nothing more.
-    has_stage = stage == "1" or (stage == "2" and data_parallel == 1)
-    return has_stage and run.parallel.offload_optimizer == "none" and not run.training.fp16
 
 
 @dataclass(eq=False)
