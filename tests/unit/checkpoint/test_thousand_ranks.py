@@ -101,7 +101,7 @@ def test_the_manifest_of_a_thousand_ranks_is_small_and_opens_fast() -> None:
     assert found == [[index] for _, index in own]
     assert len(table["weight"]) == len(table["exp_avg_sq"]) == 723 and len(table["rng"]) == RANKS
     assert len(data) < 2e6 and len(json.dumps(parts[rank])) < 2e5
-    assert opened - merged < 1 and resumed - opened < 1 and merged - start < 20
+    assert resumed - merged < 2 and merged - start < 20
     boxes, memory = sum(stored.num_boxes for stored in tensors), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(
         f"\n{boxes:,} boxes; bytes: manifest {len(data):,}, index of a rank {len(json.dumps(parts[rank])):,}; CPU "
