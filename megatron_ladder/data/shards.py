@@ -131,15 +131,15 @@ def _documents(blocks: Iterator[Block], reading: Reading) -> Iterator[ShardBlock
 
 @dataclass(frozen=True)
 class _NamedShard:
-    """A shard that another rank has found and sends before it is read."""
+    """A shard of which only the name is known, until rank 0 sends it through the process group."""
 
     name: str
 
     def blocks(self, first: int) -> Iterator[ShardBlock]:
-        raise NotImplementedError
+        raise RuntimeError(f"{self.name}: read before rank 0 has sent it")
 
     def place(self, block: int, record: int) -> str:
-        raise NotImplementedError
+        raise RuntimeError(f"{self.name}: located before rank 0 has sent it")
 
 
 class StreamInput(NamedTuple):
