@@ -1,0 +1,41 @@
+"""Serves models of type `megatron_ladder` in vLLM.
+
+vLLM calls `register` in each of its processes, through the entry point of this distribution.
+"""
+
+import logging
+
+SUPPORTED_VLLM = "0.32"
+"""The minor version of vLLM whose internal interfaces `model.py` uses."""
+
+_ARCHITECTURE = "MegatronLadderForCausalLM"
+_log = logging.getLogger("vllm.plugins.megatron_ladder")
+
+
+def register() -> None:
+    """Register the configuration with transformers and the model with vLLM; repeated calls have no effect.
+
+    With another version of vLLM nothing is registered, so vLLM serves other models as usual and rejects a
+    `megatron_ladder` directory.
+    """
+    import vllm
+
+    if not vllm.__version__.startswith(f"{SUPPORTED_VLLM}."):
+        _log.error(
+            "megatron-ladder-vllm supports vLLM %s, but this is vLLM %s: models of type megatron_ladder are not "
+            "available; install vllm==%s.*",
+            SUPPORTED_VLLM, vllm.__version__, SUPPORTED_VLLM,
+        )  # fmt: skip
+        return
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
+    from megatron_ladder_vllm.graphs import FullGraphs
+
+    # transformers prefers a registered class to the code in the model's directory, so that code is never run.
+    AutoConfig.register(MegatronLadderConfig.model_type, MegatronLadderConfig, exist_ok=True)
+    # By name: importing the module would initialise CUDA before vLLM forks.
+    ModelRegistry.register_model(_ARCHITECTURE, f"megatron_ladder_vllm.model:{_ARCHITECTURE}")
+    MODELS_CONFIG_MAP[_ARCHITECTURE] = FullGraphs

@@ -1,0 +1,28 @@
+"""CUDA graphs of a model whose all-reduces run on a side stream.
+
+A piecewise graph ends at each attention. A launch and its wait would be in different graphs, and CUDA rejects a capture
+that leaves a stream unjoined. So decode steps use full graphs, and steps with prompts use none.
+"""
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+
+class FullGraphs(VerifyAndUpdateConfig):
+    """Selects full CUDA graphs for decoding before vLLM fills in its defaults."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Set the mode of CUDA graphs, unless the user did.
+
+        Raises:
+            ValueError: the user requested piecewise graphs.
+        """
+        compilation = vllm_config.compilation_config
+        if compilation.cudagraph_mode is None:
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        elif compilation.cudagraph_mode.requires_piecewise_compilation():
+            raise ValueError(
+                f"cudagraph_mode {compilation.cudagraph_mode.name}: piecewise CUDA graphs cannot contain all-reduces "
+                "that run during attention; leave it out or use FULL_DECODE_ONLY"
+            )

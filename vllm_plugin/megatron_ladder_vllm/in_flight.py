@@ -1,0 +1,163 @@
+"""All-reduces that run while the next sub-block computes.
+
+Two operations, in eager mode and in compiled graphs alike:
+
+    ladder::start(partial, group) -> buffer                              launch the sum of `partial` over the ranks
+    ladder::wait(buffer, partial, newest_launched, group) -> output      wait for it
+
+Both are functional: each output is a new tensor, so a compiler that reuses memory cannot touch a buffer in flight.
+`wait` reads neither `partial` nor `newest_launched`. They are arguments because a graph has no other dependencies:
+
+* `partial` stays allocated until the wait, since another stream reads it until then.
+* `newest_launched` is the buffer of the newest launch. The launch therefore precedes this wait, and this wait precedes
+  the sub-block that reads its output. This fixes the order "launch i, wait i-1, compute i+1, launch i+1, ..." for every
+  scheduler.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.utils.torch_utils import direct_register_custom_op
+
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> object:
+        """Block the host (CPU) or the current stream (CUDA) until the collective is done."""
+
+
+class Transport(Protocol):
+    """Sums tensors over the tensor-parallel ranks in the background."""
+
+    def start(self, partial: Tensor) -> tuple[Tensor, Work]:
+        """Launch the sum of `partial`, which must not change until it is done; return its buffer and its handle."""
+
+
+class AsyncTransport:
+    """Asynchronous collectives of torch.distributed: gloo on a CPU.
+
+    vLLM's own all-reduce of a CPU goes through shared memory and blocks the caller.
+    """
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        self._group = group.device_group
+
+    def start(self, partial: Tensor) -> tuple[Tensor, Work]:
+        buffer = partial.clone(memory_format=torch.contiguous_format)
+        return buffer, dist.all_reduce(buffer, group=self._group, async_op=True)
+
+
+class SideStreamTransport:
+    """vLLM's own all-reduce of a GPU (custom, symmetric memory, multimem or NCCL) on one side stream.
+
+    The reduces of the main stream use the same communicators. They are ordered against those of the side stream because
+    each launch waits for the main stream, and the model waits for all launches before its head.
+    """
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        self._group = group
+        self._stream = torch.cuda.Stream()
+
+    def start(self, partial: Tensor) -> tuple[Tensor, Work]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # The side stream's allocator may give this memory away again only after the next launch, which waits for
+            # all readers of the buffer on the main stream.
+            buffer = self._group._all_reduce_out_place(partial)
+            done = torch.cuda.Event()
+            done.record()
+        return buffer, done
+
+
+class AllReduces:
+    """The all-reduces in flight of one tensor-parallel group."""
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        self.name = group.unique_name
+        self.transport: Transport = (
+            SideStreamTransport(group) if group.device.type == "cuda" else AsyncTransport(group)
+        )
+        self._works: dict[int, Work] = {}
+        _by_group[self.name] = self
+
+    def start(self, partial: Tensor) -> Tensor:
+        """Launch the sum of `partial`; return its buffer, which is undefined until `wait`."""
+        buffer, work = self.transport.start(partial)
+        self._works[buffer.data_ptr()] = work
+        return buffer
+
+    def wait(self, buffer: Tensor) -> Tensor:
+        """Return the sum, in memory of its own."""
+        self._works.pop(buffer.data_ptr()).wait()
+        return buffer.clone()
+
+
+_by_group: weakref.WeakValueDictionary[str, AllReduces] = weakref.WeakValueDictionary()
+"""Operations of a graph can carry only the name of a group. An engine that ends takes its groups along."""
+
+
+def _start(partial: Tensor, group: str) -> Tensor:
+    return _by_group[group].start(partial)
+
+
+def _wait(buffer: Tensor, partial: Tensor, newest_launched: Tensor, group: str) -> Tensor:
+    return _by_group[group].wait(buffer)
+
+
+def _start_shape(partial: Tensor, group: str) -> Tensor:
+    return torch.empty_like(partial, memory_format=torch.contiguous_format)
+
+
+def _wait_shape(buffer: Tensor, partial: Tensor, newest_launched: Tensor, group: str) -> Tensor:
+    return torch.empty_like(buffer)
+
+
+_library = torch.library.Library("ladder", "DEF")
+direct_register_custom_op("start", _start, fake_impl=_start_shape, target_lib=_library)
+direct_register_custom_op("wait", _wait, fake_impl=_wait_shape, target_lib=_library)
+
+
+class Pending(NamedTuple):
+    """An output that is missing from the residual stream."""
+
+    buffer: Tensor
+    partial: Tensor | None
+    """This rank's part of it while the sum is in flight; None if `buffer` is the sum."""
+
+
+class PendingOutputs:
+    """Outputs that are missing from the residual stream, oldest first."""
+
+    def __init__(self, all_reduces: AllReduces | None, summed: Sequence[Tensor] = ()) -> None:
+        """
+        Args:
+            all_reduces: None for a single rank, whose outputs are complete.
+            summed: outputs that a previous pipeline stage did not add.
+        """
+        self._all_reduces = all_reduces
+        self._pending = [Pending(output, None) for output in summed]
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def launch(self, partial: Tensor) -> None:
+        """Append an output, given this rank's part of its sum."""
+        if self._all_reduces is None:
+            self._pending.append(Pending(partial, None))
+        else:
+            buffer = torch.ops.ladder.start(partial, self._all_reduces.name)
+            self._pending.append(Pending(buffer, partial))
+
+    def pop(self) -> Tensor:
+        """Wait for the oldest output and remove it."""
+        newest = self._pending[-1]
+        oldest = self._pending.pop(0)
+        if oldest.partial is None:
+            return oldest.buffer
+        return torch.ops.ladder.wait(oldest.buffer, oldest.partial, newest.buffer, self._all_reduces.name)
