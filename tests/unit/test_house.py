@@ -68,8 +68,9 @@ def package_files() -> list[Path]:
 
 
 def all_files() -> list[Path]:
-    folders = [PACKAGE, "tools", "examples", "tests"]
-    return sorted([*ROOT.glob("*.py"), *(path for name in folders for path in (ROOT / name).rglob("*.py"))])
+    folders = [PACKAGE, "tools", "examples", "tests", "vllm_plugin/megatron_ladder_vllm", "vllm_plugin/tests"]
+    scripts = [*ROOT.glob("*.py"), *(ROOT / "vllm_plugin").glob("*.py")]
+    return sorted([*scripts, *(path for name in folders for path in (ROOT / name).rglob("*.py"))])
 
 
 def imported_modules(source: str, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:

@@ -24,8 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM, MegatronLadderModel
-from megatron_ladder.convert.remote_code import hf_config, hf_type
+from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.model.language_model import LanguageModel
+from tests.helpers.commands import REPOSITORY_ROOT
 from tests.unit.convert.hf_models import VOCAB, hf_tensors, our_logits, random_model, tiny_config, write_hf
 
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1, 2, 4)}
@@ -370,3 +371,9 @@ def test_the_tensor_parallel_plan_has_every_matrix_and_query_norm() -> None:
         **{f"{layer}.self_attn.{which}_norm": "replicated_with_grad_allreduce" for which in "qk"},
     }
     assert module.model._pp_plan == {}
+
+
+def test_the_plugin_for_vllm_reads_configurations_as_an_exported_directory_does() -> None:
+    name = "configuration_megatron_ladder.py"
+    copy = REPOSITORY_ROOT / "vllm_plugin" / "megatron_ladder_vllm" / name
+    assert copy.read_bytes() == module_files(tiny_config(**HYBRID))[name]
