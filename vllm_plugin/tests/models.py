@@ -1,0 +1,156 @@
+"""Tiny models in Hugging Face's format, and the tokens with which `tools/generate.py` continues prompts.
+
+`python -m vllm_plugin.tests.models FOLDER` writes them. It runs in the environment of the trainer; the tests, which run
+in vLLM's, read the folder.
+"""
+
+import contextlib
+import io
+import json
+import random
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LAYERS = 3
+NEW_TOKENS = 24
+WIRINGS: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "ladder": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2)},
+    "hybrid": {"residual_mode": "ladder", "ladder_layers": (1, 2)},
+    "staleness-2": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2), "residual_staleness": 2},
+    "parallel": {"residual_mode": "parallel"},
+    "ladder-parallel": {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2)},
+    "ladder-attention": {"residual_mode": "ladder-attention", "ladder_layers": (0, 1, 2)},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
+    "qk-norm": {"qk_layernorm": True},
+    "tied-head": {"tie_embeddings": True},
+    "one-key-head": {"num_key_value_heads": 1},
+    "odd-vocabulary": {"vocab_size": 61},
+    "soft-cap": {"logit_soft_cap": 0.5},
+}
+"""Changes of the hybrid."""
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTER_RANK = 4
+
+
+def make_prompts() -> list[list[int]]:
+    """Return prompts of unequal lengths; the last two share 36 tokens with the second."""
+    tokens = random.Random(0)
+    prompts = [[tokens.randrange(61) for _ in range(length)] for length in (3, 40, 17, 1)]
+    return prompts + [prompts[1][:36] + [tokens.randrange(61) for _ in range(length)] for length in (2, 9)]
+
+
+def write_everything(folder: Path) -> None:
+    """Write a directory for each model, an adapter, and the reference tokens of each model in `references.json`."""
+    from tests.unit.convert.hf_models import random_model, tiny_config, write_hf
+
+    sizes = {
+        "num_layers": LAYERS, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96, "max_position_embeddings": 128,
+    }  # fmt: skip
+    changes = WIRINGS | {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
+    for name in changes:
+        # The weights of all wirings are the same, so a model with the wrong wiring gives wrong tokens.
+        write_hf(random_model(tiny_config(**sizes | changes[name])), folder / name)
+    # Without ladder layers the export is a plain Llama.
+    (folder / "standard").rename(folder / "llama")
+    shutil.copytree(folder / "ladder", folder / "standard")
+    change_config(folder / "standard", residual_mode="standard", ladder_layers=[])
+    write_adapter(folder)
+    references = {name: reference(folder / name) for name in (*changes, "llama", "merged")}
+    (folder / "references.json").write_text(json.dumps(references))
+    shutil.copytree(folder / "ladder", folder / "desync")
+    change_config(folder / "desync", residual_mode="desync", ladder_layers=[])
+    for name in ("standard", "llama"):
+        quantise(folder / name, folder / f"{name}-int8")
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Replace keys of a `config.json`."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def reference(folder: Path) -> list[list[int]]:
+    """Return the greedy continuation of each prompt by `tools/generate.py`."""
+    from megatron_ladder.cli.generate import main
+
+    continuations = []
+    for prompt in make_prompts():
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            main([
+                "--model", str(folder), "--tokens", *map(str, prompt), "--max-new-tokens", str(NEW_TOKENS),
+                "--temperature", "0", "--ignore-eos", "--json",
+            ])  # fmt: skip
+        continuations.append(json.loads(output.getvalue())["ids"])
+    return continuations
+
+
+def projections(tensors: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of the matrices of all layers, without `.weight`."""
+    for name in tensors:
+        module, _, kind = name.rpartition(".")
+        if module.endswith(MATRICES) and kind == "weight":
+            yield module
+
+
+def write_adapter(folder: Path) -> None:
+    """Write a LoRA of the hybrid in PEFT's format to `adapter`, and the sum of both to `merged`."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(1)
+    tensors = load_file(folder / "hybrid" / "model.safetensors")
+    adapter = {}
+    for module in list(projections(tensors)):
+        weight = tensors[f"{module}.weight"]
+        down = torch.randn(ADAPTER_RANK, weight.shape[1], generator=generator) * 0.2
+        up = torch.randn(weight.shape[0], ADAPTER_RANK, generator=generator) * 0.2
+        adapter |= {
+            f"base_model.model.{module}.lora_A.weight": down, f"base_model.model.{module}.lora_B.weight": up,
+        }  # fmt: skip
+        tensors[f"{module}.weight"] = weight + 2 * up @ down
+    (folder / "adapter").mkdir()
+    save_file(adapter, folder / "adapter" / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": ADAPTER_RANK, "lora_alpha": 2 * ADAPTER_RANK,
+        "target_modules": MATRICES, "bias": "none", "base_model_name_or_path": "hybrid",
+    }  # fmt: skip
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    shutil.copytree(folder / "hybrid", folder / "merged")
+    save_file(tensors, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
+
+
+def quantise(source: Path, folder: Path) -> None:
+    """Write a copy of a model with one 8-bit scale per output, for activations that vLLM quantises per token."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder)
+    tensors = load_file(source / "model.safetensors")
+    for module in list(projections(tensors)):
+        weight = tensors[f"{module}.weight"]
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        tensors[f"{module}.weight"] = (weight / scale).round().to(torch.int8)
+        tensors[f"{module}.weight_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    eight_bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": eight_bits | {"strategy": "channel", "dynamic": False},
+        "input_activations": eight_bits | {"strategy": "token", "dynamic": True},
+    }
+    change_config(folder, quantization_config={
+        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
+        "ignore": ["lm_head"], "config_groups": {"group_0": scheme},
+    })  # fmt: skip
+
+
+if __name__ == "__main__":
+    write_everything(Path(sys.argv[1]))
