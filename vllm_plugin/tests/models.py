@@ -47,6 +47,8 @@ def make_prompts() -> list[list[int]]:
 
 def write_everything(folder: Path) -> None:
     """Write a directory for each model, an adapter, and the reference tokens of each model in `references.json`."""
+    import torch
+
     from tests.unit.convert.hf_models import random_model, tiny_config, write_hf
 
     sizes = {
@@ -56,7 +58,13 @@ def write_everything(folder: Path) -> None:
     changes = WIRINGS | {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
     for name in changes:
         # The weights of all wirings are the same, so a model with the wrong wiring gives wrong tokens.
-        write_hf(random_model(tiny_config(**sizes | changes[name])), folder / name)
+        model = random_model(tiny_config(**sizes | changes[name]))
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith("bias"):
+                    # Biases near one, which suit norms, would always make the same token the most likely.
+                    parameter.sub_(1.0)
+        write_hf(model, folder / name)
     # Without ladder layers the export is a plain Llama.
     (folder / "standard").rename(folder / "llama")
     shutil.copytree(folder / "ladder", folder / "standard")
@@ -68,6 +76,8 @@ def write_everything(folder: Path) -> None:
     change_config(folder / "desync", residual_mode="desync", ladder_layers=[])
     for name in ("standard", "llama"):
         quantise(folder / name, folder / f"{name}-int8")
+    shutil.copytree(folder / "ladder", folder / "served")
+    write_tokenizer(folder / "served")
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -90,6 +100,18 @@ def reference(folder: Path) -> list[list[int]]:
             ])  # fmt: skip
         continuations.append(json.loads(output.getvalue())["ids"])
     return continuations
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer whose words are `w0`, `w1`, ...; `vllm serve` requires one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    tokenizer = Tokenizer(WordLevel({f"w{token}": token for token in range(96)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 def projections(tensors: dict[str, Any]) -> Iterator[str]:

@@ -1,0 +1,82 @@
+"""What the entry point registers, and which models and settings are rejected."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_llama_is_unaffected_by_the_plugin(models: Path, references: Any, here: Any, plain: Any) -> None:
+    from vllm_plugin.tests import engines
+
+    for tokens, _ in (here(engines.tokens, models / "llama", {}), *plain.run(engines.tokens, models / "llama", {})):
+        assert tokens == references["llama"]
+    assert plain.run(registered_types) == [(False, False)]
+    assert here(registered_types) == (True, True)
+
+
+def registered_types() -> tuple[bool, bool]:
+    """Return whether vLLM knows the model, and whether transformers knows its configuration."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm import ModelRegistry
+
+    return "MegatronLadderForCausalLM" in ModelRegistry.get_supported_archs(), "megatron_ladder" in CONFIG_MAPPING
+
+
+def test_another_version_of_vllm_is_rejected(plain: Any) -> None:
+    ((messages, known),) = plain.run(register_with_version, "0.33.1")
+    (message,) = messages
+    assert "supports vLLM 0.32, but this is vLLM 0.33.1" in message and "install vllm==0.32.*" in message
+    assert known == (False, False)
+
+
+def register_with_version(version: str) -> tuple[list[str], tuple[bool, bool]]:
+    """Return what the plugin logs in another version of vLLM, and `registered_types`."""
+    import vllm
+
+    from megatron_ladder_vllm import register
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log, actual = logging.getLogger("vllm.plugins.megatron_ladder"), vllm.__version__
+    log.addHandler(handler)
+    vllm.__version__ = version
+    try:
+        register()
+    finally:
+        vllm.__version__ = actual
+        log.removeHandler(handler)
+    return messages, registered_types()
+
+
+def test_desync_is_rejected_by_name(models: Path, here: Any) -> None:
+    with pytest.raises(ValueError, match="residual_mode 'desync'"):
+        here(engine_config, models / "desync", None)
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_piecewise_graphs_are_rejected(mode: str, models: Path, here: Any) -> None:
+    with pytest.raises(ValueError, match=f"cudagraph_mode {mode}: .* use FULL_DECODE_ONLY"):
+        here(engine_config, models / "ladder", mode)
+
+
+def engine_config(folder: Path, graphs: str | None) -> Any:
+    """Return the configuration of an engine, as vLLM's programs make it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    compilation = {} if graphs is None else {"compilation_config": {"cudagraph_mode": graphs}}
+    return EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=128, **compilation).create_engine_config()
+
+
+def test_full_graphs_are_the_default(models: Path) -> None:
+    from types import SimpleNamespace
+
+    from vllm.config import CompilationConfig, CUDAGraphMode
+
+    from megatron_ladder_vllm.graphs import FullGraphs
+
+    compilation = CompilationConfig()
+    FullGraphs.verify_and_update_config(SimpleNamespace(compilation_config=compilation))  # type: ignore[arg-type]
+    assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY

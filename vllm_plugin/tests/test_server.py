@@ -1,0 +1,86 @@
+"""`vllm serve` with two ranks and the entry point, and clients that stream."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_plugin.tests.models import NEW_TOKENS, make_prompts
+from vllm_plugin.tests.workers import free_port
+
+REQUESTS = 200
+START_TIMEOUT = 400.0
+"""Seconds; four processes import vLLM."""
+
+
+def test_two_hundred_concurrent_requests(models: Path, references: Any, tmp_path: Path) -> None:
+    port = free_port()
+    log = tmp_path / "serve.txt"
+    command = [
+        str(Path(sys.executable).with_name("vllm")), "serve", str(models / "served"), "--served-model-name", "ladder",
+        "--tensor-parallel-size", "2", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+        "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "16", "--max-num-batched-tokens", "64",
+        "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 24), "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    with log.open("w") as output:
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        wait_until_ready(port, server, log)
+        found = asyncio.run(stream_all(port))
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+    assert len(found) == REQUESTS
+    for number, tokens in enumerate(found):
+        prompt, length = choice(number)
+        assert tokens == references["ladder"][prompt][:length], number
+
+
+def choice(number: int) -> tuple[int, int]:
+    """Return the prompt of a request and how many tokens it asks for; all pairs differ until they repeat."""
+    prompts = len(make_prompts())
+    return number % prompts, 1 + number // prompts % NEW_TOKENS
+
+
+def wait_until_ready(port: int, server: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+            return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.5)
+    pytest.fail(f"the server did not start; the end of its output:\n{log.read_text()[-4000:]}")
+
+
+async def stream_all(port: int) -> list[list[int]]:
+    """Return the tokens of all requests, of which up to 32 are open at a time."""
+    from openai import AsyncOpenAI
+
+    prompts = make_prompts()
+    places = asyncio.Semaphore(32)
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300) as client:
+
+        async def stream(number: int) -> list[int]:
+            prompt, length = choice(number)
+            async with places:
+                chunks = await client.completions.create(
+                    model="ladder", prompt=prompts[prompt], max_tokens=length, temperature=0, stream=True,
+                    extra_body={"ignore_eos": True, "return_token_ids": True},
+                )  # fmt: skip
+                return [token async for chunk in chunks for one in chunk.choices for token in one.token_ids or ()]
+
+        return await asyncio.gather(*(stream(number) for number in range(REQUESTS)))

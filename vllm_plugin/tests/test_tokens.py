@@ -1,0 +1,89 @@
+"""Greedy tokens in vLLM, compared with `tools/generate.py` and with the exported module in transformers."""
+
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_plugin.tests.models import VARIANTS, WIRINGS, make_prompts
+
+EAGER, COMPILED = {"enforce_eager": True}, {"enforce_eager": False}
+# Every variant with both numbers of ranks, and in both modes.
+_VARIANT_CASES = [
+    (name, (rank_count, mode))
+    for index, name in enumerate(VARIANTS)
+    for rank_count, mode in zip((1, 2), (("eager", "compiled"), ("compiled", "eager"))[index % 2], strict=True)
+]
+CASES = [*product(WIRINGS, product((1, 2), ("eager", "compiled"))), *_VARIANT_CASES]
+
+
+def test_the_references_distinguish_the_models(references: Any) -> None:
+    twins = {("standard", "llama"), ("hybrid", "soft-cap")}
+    for first, second in combinations(references, 2):
+        if (first, second) not in twins:
+            assert all(a != b for a, b in zip(references[first], references[second], strict=True)), (first, second)
+
+
+@pytest.mark.parametrize(
+    ("model", "how"), CASES, ids=[f"{name}-{rank_count}-{mode}" for name, (rank_count, mode) in CASES]
+)
+def test_tokens_equal_those_of_the_generator(
+    model: str, how: tuple[int, str], models: Path, references: Any, ranks: Any, here: Any
+) -> None:
+    from vllm_plugin.tests import engines
+
+    rank_count, mode = how
+    options = EAGER if mode == "eager" else COMPILED
+    assert max(map(len, make_prompts())) > 2 * engines.CHUNK
+    if rank_count == 1:
+        results = [here(engines.tokens, models / model, options)]
+    else:
+        results = ranks.run(engines.tokens, models / model, options)
+    for tokens, cached in results:
+        assert tokens == references[model]
+        # One block of the cache for each of the two prompts that begin as an earlier one.
+        assert cached == 64
+
+
+@pytest.mark.parametrize(
+    ("model", "partition"),
+    [("hybrid", "1,2"), ("hybrid", "2,1"), ("ladder", "1,2"), ("staleness-2", "2,1"), ("tied-head", "2,1")],
+)
+def test_tokens_with_pipeline_stages(model: str, partition: str, models: Path, references: Any, ranks: Any) -> None:
+    """The first cut of the hybrid is at its border; the others are between layers that read late."""
+    from vllm_plugin.tests import engines
+
+    assert ranks.run(engines.staged_tokens, models / model, partition) == [references[model]] * 2
+
+
+@pytest.mark.parametrize("model", [*WIRINGS, *VARIANTS])
+def test_the_exported_module_chooses_the_same_tokens(model: str, models: Path, references: Any) -> None:
+    module = exported(models / model)
+    for prompt, tokens in zip(make_prompts(), references[model], strict=True):
+        with torch.no_grad():
+            logits = module(torch.tensor([prompt + tokens])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("model", ["soft-cap", "biases"])
+def test_logits_equal_those_of_the_exported_module(model: str, models: Path, here: Any) -> None:
+    from vllm_plugin.tests import engines
+
+    prompt = make_prompts()[2]
+    tokens, found = here(engines.logits, models / model, prompt)
+    with torch.no_grad():
+        expected = exported(models / model)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def exported(folder: Path) -> Any:
+    """Return the module of the directory's own code."""
+    from safetensors.torch import load_file
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    name = "modeling_megatron_ladder.MegatronLadderForCausalLM"
+    module_class = get_class_from_dynamic_module(name, folder)
+    return module_class.from_pretrained(folder, dtype=torch.float32).eval()
