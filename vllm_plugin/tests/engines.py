@@ -39,7 +39,8 @@ def continued(llm: LLM, prompts: list[list[int]], adapter: LoRARequest | None = 
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False, lora_request=adapter
     )
-    return [list(output.outputs[0].token_ids) for output in outputs], sum(output.num_cached_tokens for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return [list(output.outputs[0].token_ids) for output in outputs], cached
 
 
 def tokens(folder: Path, options: dict[str, Any]) -> tuple[list[list[int]], int]:

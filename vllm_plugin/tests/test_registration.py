@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,6 @@ def test_another_version_of_vllm_is_rejected(plain: Any) -> None:
 def register_with_version(version: str) -> tuple[list[str], tuple[bool, bool]]:
     """Return what the plugin logs in another version of vLLM, and `registered_types`."""
     import vllm
-
     from megatron_ladder_vllm import register
 
     messages: list[str] = []
@@ -64,18 +64,18 @@ def test_piecewise_graphs_are_rejected(mode: str, models: Path, here: Any) -> No
 
 def engine_config(folder: Path, graphs: str | None) -> Any:
     """Return the configuration of an engine, as vLLM's programs make it."""
+    from vllm.config import CompilationConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    compilation = {} if graphs is None else {"compilation_config": {"cudagraph_mode": graphs}}
-    return EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=128, **compilation).create_engine_config()
+    arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=128)
+    if graphs is not None:
+        arguments.compilation_config = CompilationConfig(cudagraph_mode=graphs)
+    return arguments.create_engine_config()
 
 
 def test_full_graphs_are_the_default(models: Path) -> None:
-    from types import SimpleNamespace
-
-    from vllm.config import CompilationConfig, CUDAGraphMode
-
     from megatron_ladder_vllm.graphs import FullGraphs
+    from vllm.config import CompilationConfig, CUDAGraphMode
 
     compilation = CompilationConfig()
     FullGraphs.verify_and_update_config(SimpleNamespace(compilation_config=compilation))  # type: ignore[arg-type]

@@ -72,7 +72,8 @@ async def stream_all(port: int) -> list[list[int]]:
 
     prompts = make_prompts()
     places = asyncio.Semaphore(32)
-    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300) as client:
+    address = f"http://127.0.0.1:{port}/v1"
+    async with AsyncOpenAI(base_url=address, api_key="none", max_retries=0, timeout=300) as client:
 
         async def stream(number: int) -> list[int]:
             prompt, length = choice(number)

@@ -81,7 +81,6 @@ def test_logits_equal_those_of_the_exported_module(model: str, models: Path, her
 
 def exported(folder: Path) -> Any:
     """Return the module of the directory's own code."""
-    from safetensors.torch import load_file
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     name = "modeling_megatron_ladder.MegatronLadderForCausalLM"
