@@ -20,12 +20,14 @@ os.environ.update(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--models", type=Path, required=True, help="folder that vllm_plugin.tests.models has written")
+    parser.addoption("--models", type=Path, help="folder that vllm_plugin.tests.models has written")
 
 
 @pytest.fixture(scope="session")
 def models(request: pytest.FixtureRequest) -> Path:
-    folder: Path = request.config.getoption("--models")
+    folder: Path | None = request.config.getoption("--models")
+    if folder is None:
+        raise pytest.UsageError("--models is missing; run: bash vllm_plugin/test.sh")
     return folder.resolve()
 
 
@@ -41,10 +43,13 @@ def processes() -> Iterator[dict[str, Any]]:
 
     Both are forks of this process from before its own first engine, because engines start threads.
     """
-    import vllm.entrypoints.llm  # noqa: F401 (loads all that an engine needs)
+    from vllm.model_executor.models import registry
 
+    from vllm_plugin.tests import engines  # noqa: F401 (imports vLLM for all of them)
     from vllm_plugin.tests.workers import Workers
 
+    # vLLM looks at a model's class in another process, which would import vLLM for each of these.
+    registry._run_in_subprocess = lambda function: function()
     workers = {"ranks": Workers(2, {}), "plain": Workers(1, {"VLLM_PLUGINS": ""})}
     yield workers
     for each in workers.values():

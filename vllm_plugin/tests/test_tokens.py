@@ -84,5 +84,5 @@ def exported(folder: Path) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     name = "modeling_megatron_ladder.MegatronLadderForCausalLM"
-    module_class = get_class_from_dynamic_module(name, folder)
-    return module_class.from_pretrained(folder, dtype=torch.float32).eval()
+    module_class = get_class_from_dynamic_module(name, str(folder))
+    return module_class.from_pretrained(str(folder), dtype=torch.float32).eval()
