@@ -1,5 +1,6 @@
 """The models, and processes with vLLM, that are shared by all tests of a run."""
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -50,6 +51,9 @@ def processes() -> Iterator[dict[str, Any]]:
 
     # vLLM looks at a model's class in another process, which would import vLLM for each of these.
     registry._run_in_subprocess = lambda function: function()
+    # Collecting garbage would otherwise write to, and so copy, the pages that the forks share.
+    gc.collect()
+    gc.freeze()
     workers = {"ranks": Workers(2, {}), "plain": Workers(1, {"VLLM_PLUGINS": ""})}
     yield workers
     for each in workers.values():
