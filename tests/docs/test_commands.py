@@ -17,11 +17,13 @@ from tests.docs.shell import OPEN_END, commands
 OTHERS = {
     "--help", "--slow", "--nproc-per-node", "--num_gpus", "--node_rank", "--master_addr", "--local-dir", "--logdir",
     "--shm-size", "--flag",
+    # vLLM's.
+    "--enforce-eager", "--pipeline-parallel-size", "--quantization", "--tensor-parallel-size", "--trust-remote-code",
 }  # fmt: skip
 """Flags of other programs that the pages mention, and a placeholder for any flag."""
 SCRIPTS = (
     "examples/multi_node.sh", "examples/adapt_llama/adapt.sh", "examples/paper/train.sh", "examples/paper/check.py",
-    "tests/chaos/run.py",
+    "tests/chaos/run.py", "vllm_plugin/benchmark.py",
 )  # fmt: skip
 """Scripts whose flags are not declared by a dataclass."""
 CALL = re.compile(r"^(python|deepspeed|torchrun|bash|sbatch|pip|tools/\w+\.py|pretrain_ladder\.py)\s")

@@ -1,0 +1,402 @@
+"""Benchmark of the wirings in vLLM: forward passes of standard and ladder models with random weights.
+
+On a CPU, one engine holds one model, which is walked as each wiring alternately (A B C A B C ...). The all-reduces of
+the sub-blocks run over the emulated interconnect of `megatron_ladder/lab/link/link.py`. On GPUs they use the real one,
+and each wiring has a separate engine, because CUDA graphs contain the wiring.
+"""
+
+import argparse
+import gc
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_ladder.lab.link.link import EmulatedLink
+
+ROOT = Path(__file__).resolve().parents[1]
+WIRINGS: dict[str, dict[str, Any]] = {
+    "standard": {"residual_mode": "standard"},
+    "ladder": {"residual_mode": "ladder"},
+    "parallel": {"residual_mode": "parallel"},
+    "ladder-parallel": {"residual_mode": "ladder-parallel"},
+    "ladder-attention": {"residual_mode": "ladder-attention"},
+    "staleness-2": {"residual_mode": "ladder", "residual_staleness": 2},
+}
+"""Name -> keys of the configuration; all layers read late if the mode allows it."""
+NO_COMM = "no-comm"
+"""The standard wiring without sums: wrong results, and a bound for any interconnect."""
+LLAMA = "vLLM's Llama"
+DECODE_PROMPT = 8
+"""Prompt tokens of each request whose decode steps are timed."""
+CACHE_BLOCK = 128
+"""Tokens of a block of the key-value cache on a CPU."""
+SPIN_SECONDS = 0.1
+"""Waits of the emulated interconnect poll the clock instead of sleeping: each rank has its own core."""
+
+
+class Case(NamedTuple):
+    """Requests whose prefill (one step, `new_tokens` 1) or decode steps are timed."""
+
+    name: str
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+class Pass(NamedTuple):
+    """Mean seconds of a step, and of its forward pass; on GPUs only whole steps are measured."""
+
+    forward: float
+    step: float
+
+
+class Row(NamedTuple):
+    """One wiring at one time of an all-reduce."""
+
+    mode: str
+    case: Case
+    alpha: float | None
+    """Multiple of a sub-block's time; None for the real interconnect."""
+    alpha_seconds: float
+    wiring: str
+    times: Sequence[Pass]
+    standard: Sequence[Pass]
+    no_comm: Sequence[Pass] | None
+    all_reduces: int
+
+    def ratios(self) -> list[float]:
+        """Return standard / this wiring in each round."""
+        return [slow.forward / fast.forward for slow, fast in zip(self.standard, self.times, strict=True)]
+
+    def cells(self) -> list[str]:
+        """Return the cells of this row below `TABLE_HEAD`."""
+        ratios = self.ratios()
+        forward = statistics.median(one.forward for one in self.times)
+        outside = statistics.median(one.step - one.forward for one in self.times)
+        no_comm = wire = all_reduce = ""
+        if self.no_comm is not None and self.alpha is not None:
+            pairs = zip(self.no_comm, self.times, strict=True)
+            no_comm = f"{statistics.median(bound.forward / one.forward for bound, one in pairs):.2f}"
+            wire = f"{self.all_reduces * self.alpha_seconds / forward:.2f}" if self.all_reduces else ""
+            all_reduce = f"{self.alpha:g}c = {1e3 * self.alpha_seconds:.2f} ms"
+        return [
+            self.mode, self.case.name, str(self.case.batch), all_reduce, self.wiring, f"{1e3 * forward:.2f}",
+            f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}", no_comm, wire,
+            "" if self.alpha is None else f"{1e3 * outside:.2f}",
+        ]  # fmt: skip
+
+
+TABLE_HEAD = [
+    "mode", "case", "batch", "all-reduce", "wiring", "ms", "standard / wiring", "range", "share of no-comm",
+    "share of the wire", "outside ms",
+]  # fmt: skip
+
+
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="benchmark.py", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--wirings", nargs="+", choices=[name for name in WIRINGS if name != "standard"],
+        default=["ladder", "parallel", "ladder-parallel"], help="compared with standard")  # fmt: skip
+    add("--case", nargs="+", choices=["decode", "prefill"], default=["decode", "prefill"], help="what is timed")
+    add("--batch", nargs="+", type=int, default=[1, 8, 32], help="requests of a decode step")
+    add("--prefill-tokens", type=int, default=128, help="tokens of a prefill, which has one request")
+    add("--alpha", nargs="+", type=float, default=[0.0, 1.0, 2.0],
+        help="time of one all-reduce in sub-blocks: the time of a forward pass without all-reduces over its number of "
+        "sub-blocks; only on a CPU")  # fmt: skip
+    add("--mode", nargs="+", choices=["eager", "inductor"], default=["eager", "inductor"],
+        help="inductor is vLLM's default, on GPUs with CUDA graphs of decode steps")  # fmt: skip
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cpu computes in fp32, cuda in bf16")
+    add("--tp", type=int, default=2, help="tensor-parallel ranks, with one core or GPU each")
+    add("--rounds", type=int, default=7, help="rounds that count, after one that does not")
+    add("--steps", type=int, default=8, help="decode steps of a wiring in each round")
+    add("--layers", type=int, default=8, help="layers of the model")
+    add("--hidden", type=int, default=2048, help="hidden size")
+    add("--intermediate", type=int, default=2816, help="width of the MLP; by default both sub-blocks cost the same")
+    add("--heads", type=int, default=16, help="attention heads")
+    add("--kv-heads", type=int, default=16, help="key-value heads")
+    add("--vocab", type=int, default=4096, help="vocabulary size")
+    add("--plot", type=Path, help="PNG of the ratios over the time of an all-reduce; needs matplotlib")
+    options = parser.parse_args(argv)
+    if options.tp < 2:
+        parser.error(f"--tp {options.tp}: expected 2 or more; one rank has nothing to reduce")
+    if min(options.rounds, options.steps, *options.batch, options.prefill_tokens) < 1:
+        parser.error("--rounds, --steps, --batch and --prefill-tokens: expected 1 or more")
+    cores = len(os.sched_getaffinity(0))
+    if options.device == "cpu" and cores < options.tp and "RANK" not in os.environ:
+        parser.error(f"--tp {options.tp}: found {cores} cores, expected one per rank")
+    for module, remedy in ("vllm", "vLLM 0.32"), ("megatron_ladder_vllm", "./vllm_plugin"):
+        if importlib.util.find_spec(module) is None:
+            parser.error(f"{module} is not installed here: install {remedy}, see docs/serving_vllm.md")
+    return options
+
+
+def cases_of(options: argparse.Namespace) -> Iterator[Case]:
+    """Iterate over what is timed."""
+    if "decode" in options.case:
+        # The first new token comes from the prefill.
+        yield from (Case("decode", batch, DECODE_PROMPT, 1 + options.steps) for batch in options.batch)
+    if "prefill" in options.case:
+        yield Case("prefill", 1, options.prefill_tokens, 1)
+
+
+def start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run this script once per rank; return the exit code."""
+    environment = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        # The engine runs in the process of its rank, where the walk can be changed.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # The cache would return the first compiled wiring for all others.
+        "VLLM_DISABLE_COMPILE_CACHE": "1",
+        "VLLM_USE_AOT_COMPILE": "1",
+    }
+    if options.device == "cpu":
+        cores = sorted(os.sched_getaffinity(0))[: options.tp]
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.tp}"]
+    return subprocess.run([*command, __file__, *argv], env=environment, check=False).returncode
+
+
+class LinkTransport:
+    """All-reduces over the emulated interconnect."""
+
+    def __init__(self, link: "EmulatedLink") -> None:
+        self._link = link
+
+    def start(self, partial: "Tensor") -> tuple["Tensor", Any]:
+        """Launch the sum of `partial`; return its buffer and its handle."""
+        buffer = partial.clone()
+        return buffer, self._link.start_all_reduce(buffer)
+
+
+class NoTransport:
+    """Leaves the sums out; its instances are handles without effect, too."""
+
+    def start(self, partial: "Tensor") -> tuple["Tensor", Any]:
+        """Return a copy of `partial` and a handle."""
+        return partial.clone(), self
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+def model_config(options: argparse.Namespace, wiring: str) -> Any:
+    """Return the configuration of the model with a wiring in all layers."""
+    from megatron_ladder_vllm.configuration_megatron_ladder import SUB_BLOCK_TABLE, MegatronLadderConfig
+    from transformers import LlamaConfig
+
+    shape = {
+        "vocab_size": options.vocab,
+        "hidden_size": options.hidden,
+        "intermediate_size": options.intermediate,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.kv_heads,
+        "max_position_embeddings": 8192,
+    }
+    if wiring == LLAMA:
+        return LlamaConfig(architectures=["LlamaForCausalLM"], **shape)
+    keys = WIRINGS[wiring]
+    late = any(reads_late for _, reads_late in SUB_BLOCK_TABLE[keys["residual_mode"]])
+    return MegatronLadderConfig(
+        architectures=["MegatronLadderForCausalLM"], ladder_layers=options.layers if late else None, **shape, **keys
+    )
+
+
+class Engine:
+    """One vLLM engine with random weights; a collective object of all ranks."""
+
+    def __init__(self, options: argparse.Namespace, mode: str, wiring: str) -> None:
+        from vllm import LLM
+        from vllm.distributed import get_tp_group
+
+        self._options, self._on_cpu = options, options.device == "cpu"
+        cases = list(cases_of(options))
+        longest = max(case.prompt_tokens + case.new_tokens for case in cases)
+        settings: dict[str, Any] = {"dtype": "float32" if self._on_cpu else "bfloat16"}
+        if self._on_cpu:
+            blocks = 2 + max(case.batch * -(-sum(case[2:]) // CACHE_BLOCK) for case in cases)
+            width = options.layers * -(-options.kv_heads // options.tp) * options.hidden // options.heads
+            # Two tensors of 4-byte numbers. With asynchronous scheduling a step would end before its forward pass.
+            settings |= {"kv_cache_memory_bytes": 8 * width * CACHE_BLOCK * blocks, "async_scheduling": False}
+        elif wiring == LLAMA and mode == "inductor":
+            settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": True}}
+        with tempfile.TemporaryDirectory() as folder:
+            model_config(options, wiring).save_pretrained(folder)
+            self._llm = LLM(
+                model=folder, load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
+                tensor_parallel_size=options.tp, distributed_executor_backend="external_launcher", seed=0,
+                enforce_eager=mode == "eager", enable_prefix_caching=False, max_model_len=longest,
+                max_num_seqs=max(case.batch for case in cases),
+                # Every prefill fits into one step.
+                max_num_batched_tokens=max(longest, *(case.batch * case.prompt_tokens for case in cases)),
+                **settings,
+            )  # fmt: skip
+        self.group = get_tp_group()
+        self._forwards: list[float] = []
+        self._compiled: dict[str, Any] | None = None if mode == "eager" else {}
+        if self._on_cpu:
+            (self._runner,) = self._llm.collective_rpc(lambda worker: worker.model_runner)
+            self._model = self._runner.model.model
+            self._runner.model.register_forward_pre_hook(lambda *_: self._forwards.append(-time.perf_counter()))
+            self._runner.model.register_forward_hook(lambda *_: self._end_forward())
+
+    def walk(self, wiring: str, transport: Any) -> None:
+        """Compute the following steps as `wiring`, with all-reduces over `transport`; only on a CPU."""
+        config = model_config(self._options, wiring)
+        for number, layer in enumerate(self._model.layers):
+            layer.sub_blocks = config.sub_blocks(number)
+        self._model.all_reduces.transport = transport
+        if self._compiled is not None:
+            self._model.aot_compiled_fn = self._compiled.get(wiring)
+            if wiring not in self._compiled:
+                # As vLLM does when an engine starts.
+                self._runner.warming_up_model()
+                self._compiled[wiring] = self._model.aot_compiled_fn
+
+    def run(self, case: Case) -> Pass:
+        """Return the times of a case's prefill or decode steps."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=case.new_tokens, ignore_eos=True, detokenize=False)
+        prompt = {"prompt_token_ids": [position % self._options.vocab for position in range(case.prompt_tokens)]}
+        self._llm.enqueue([prompt] * case.batch, parameters, use_tqdm=False)
+        engine = self._llm.llm_engine
+        self._forwards.clear()
+        self.group.barrier()
+        steps: list[float] = []
+        while engine.has_unfinished_requests():
+            began = time.perf_counter()
+            engine.step()
+            steps.append(time.perf_counter() - began)
+        skipped = 0 if case.new_tokens == 1 else 1
+        timed = case.new_tokens - skipped
+        step = sum(steps[skipped:]) / timed
+        if not self._on_cpu:
+            return Pass(step, step)
+        if len(self._forwards) != case.new_tokens:
+            raise RuntimeError(f"expected {case.new_tokens} forward passes of {case}, found {len(self._forwards)}")
+        return Pass(sum(self._forwards[skipped:]) / timed, step)
+
+    def close(self) -> None:
+        """End the engine; the next one needs its memory and its names."""
+        self._runner = self._model = None
+        del self._llm
+        gc.collect()
+
+    def _end_forward(self) -> None:
+        self._forwards[-1] += time.perf_counter()
+
+
+def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[Row]:
+    """Measure all wirings in one engine, alternately, over the emulated interconnect."""
+    from megatron_ladder.comm.group import CommGroup
+    from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec
+
+    engine = Engine(options, mode, "standard")
+    tp = engine.group
+    link = EmulatedLink(
+        CommGroup(tp.ranks, tp.rank_in_group, tp.cpu_group), LinkSpec(0.0, 0.0, serial=True), spin_seconds=SPIN_SECONDS
+    )
+    ways = {name: (name, LinkTransport(link)) for name in ("standard", *options.wirings)}
+    ways[NO_COMM] = ("standard", NoTransport())
+    all_reduces = {
+        name: sum(len(model_config(options, name).sub_blocks(layer)) for layer in range(options.layers))
+        for name in ways.keys() - {NO_COMM}
+    }
+
+    def measure(case: Case, names: Sequence[str]) -> Mapping[str, list[Pass]]:
+        times: dict[str, list[Pass]] = {name: [] for name in names}
+        for _ in range(1 + options.rounds):
+            for name in names:
+                engine.walk(*ways[name])
+                times[name].append(engine.run(case))
+        return {name: found[1:] for name, found in times.items()}
+
+    for case in cases_of(options):
+        bound = measure(case, [NO_COMM])[NO_COMM]
+        sub_block = statistics.median(one.forward for one in bound) / all_reduces["standard"]
+        for alpha in options.alpha:
+            seconds = float(link.broadcast_object(alpha * sub_block))
+            link.set_wire(seconds, 0.0)
+            times = measure(case, list(ways))
+            for name in ways:
+                yield Row(
+                    mode, case, alpha, seconds, name, times[name], times["standard"], times[NO_COMM],
+                    all_reduces.get(name, 0),
+                )  # fmt: skip
+    link.close()
+    engine.close()
+
+
+def measure_real(options: argparse.Namespace, mode: str) -> Iterator[Row]:
+    """Measure the wirings and vLLM's Llama in one engine each, over the real interconnect."""
+    times: dict[Case, dict[str, list[Pass]]] = {case: {} for case in cases_of(options)}
+    for wiring in ("standard", *options.wirings, LLAMA):
+        engine = Engine(options, mode, wiring)
+        for case, found in times.items():
+            found[wiring] = [engine.run(case) for _ in range(1 + options.rounds)][1:]
+        engine.close()
+    for case, found in times.items():
+        for wiring, passes in found.items():
+            yield Row(mode, case, None, 0.0, wiring, passes, found["standard"], None, 0)
+
+
+def plot_ratios(rows: Sequence[Row], path: Path) -> None:
+    """Draw medians and ranges of standard / wiring over the time of an all-reduce, one panel per mode and case."""
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((row.mode, row.case) for row in rows))
+    figure = Figure(figsize=(4 * len(panels), 4), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        own = [row for row in rows if (row.mode, row.case) == panel and row.wiring != "standard"]
+        for wiring in dict.fromkeys(row.wiring for row in own):
+            curve = [row for row in own if row.wiring == wiring]
+            medians = [statistics.median(row.ratios()) for row in curve]
+            below = [median - min(row.ratios()) for median, row in zip(medians, curve, strict=True)]
+            above = [max(row.ratios()) - median for median, row in zip(medians, curve, strict=True)]
+            times = [row.alpha or 0.0 for row in curve]
+            axes.errorbar(times, medians, yerr=[below, above], marker="o", capsize=3, label=wiring)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_title(f"{panel[0]}, {panel[1].name}, batch {panel[1].batch}")
+        axes.set_xlabel("time of one all-reduce (sub-blocks)")
+        axes.set_ylabel("standard / wiring")
+        axes.legend()
+    figure.savefig(path, format="png", dpi=120)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start the ranks, or run as one of them."""
+    options = parse_options(argv)
+    if "RANK" not in os.environ:
+        return start_ranks(options, argv)
+    on_first_rank = os.environ["RANK"] == "0"
+    if on_first_rank:
+        print("|", " | ".join(TABLE_HEAD), "|\n|" + "---|" * len(TABLE_HEAD), flush=True)
+    rows: list[Row] = []
+    for mode in options.mode:
+        for row in measure_emulated(options, mode) if options.device == "cpu" else measure_real(options, mode):
+            rows.append(row)
+            if on_first_rank:
+                print("|", " | ".join(row.cells()), "|", flush=True)
+    if on_first_rank and options.plot is not None:
+        plot_ratios(rows, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
