@@ -40,6 +40,14 @@ DECODE_PROMPT = 8
 """Prompt tokens of each request whose decode steps are timed."""
 CACHE_BLOCK = 128
 """Tokens of a block of the key-value cache on a CPU."""
+ENGINE_VARIABLES = {
+    # The engine runs in the process of its rank, where the walk can be changed.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The cache would return the first compiled wiring for all others.
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
+    "VLLM_USE_AOT_COMPILE": "1",
+}
+"""Environment of the ranks."""
 SPIN_SECONDS = 0.1
 """Waits of the emulated interconnect poll the clock instead of sleeping: each rank has its own core."""
 
@@ -158,11 +166,7 @@ def start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> int:
         "VLLM_LOGGING_LEVEL": "WARNING",
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        # The engine runs in the process of its rank, where the walk can be changed.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # The cache would return the first compiled wiring for all others.
-        "VLLM_DISABLE_COMPILE_CACHE": "1",
-        "VLLM_USE_AOT_COMPILE": "1",
+        **ENGINE_VARIABLES,
     }
     if options.device == "cpu":
         cores = sorted(os.sched_getaffinity(0))[: options.tp]

@@ -1,0 +1,45 @@
+"""The benchmark runs on a tiny model, and its times obey the emulated wire."""
+
+import contextlib
+import io
+import os
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+LAYERS = 2
+SHAPE = f"--layers {LAYERS} --hidden 64 --intermediate 128 --heads 2 --kv-heads 2 --vocab 96"
+RUN = "--rounds 3 --steps 4 --prefill-tokens 16 --batch 2 --alpha 30 --wirings ladder ladder-parallel"
+
+
+def print_table(arguments: list[str]) -> str:
+    """Run the benchmark as one of the ranks; return its output."""
+    from vllm import envs
+
+    from vllm_plugin import benchmark
+
+    # An engine of an earlier test has frozen the variables that vLLM reads.
+    envs.disable_envs_cache()
+    with patch.dict(os.environ, benchmark.ENGINE_VARIABLES), contextlib.redirect_stdout(io.StringIO()) as printed:
+        benchmark.main(arguments)
+    envs.disable_envs_cache()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["eager", "inductor"])
+def test_a_slow_wire_limits_every_wiring(mode: str, ranks: Any) -> None:
+    first, second = ranks.run(print_table, [*SHAPE.split(), *RUN.split(), "--mode", mode])
+    assert second == ""
+    head, _, *lines = (line[2:-2].split(" | ") for line in first.splitlines())
+    rows = [dict(zip(head, line, strict=True)) for line in lines]
+    wirings = ["standard", "ladder", "ladder-parallel", "no-comm"]
+    assert [(row["case"], row["wiring"]) for row in rows] == [
+        (case, wiring) for case in ("decode", "prefill") for wiring in wirings
+    ]
+    for standard, ladder, ladder_parallel, no_comm in (rows[:4], rows[4:]):
+        for row in standard, ladder, ladder_parallel:
+            assert 0.5 < float(row["share of the wire"]) <= 1.01
+        # Half as many all-reduces: the wiring that was compiled is the one that is measured.
+        assert 1.3 < float(ladder_parallel["standard / wiring"]) < 2.2
+        assert float(no_comm["standard / wiring"]) > 5
