@@ -9,7 +9,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 
 class FullGraphs(VerifyAndUpdateConfig):
-    """Selects full CUDA graphs for decoding before vLLM fills in its defaults."""
+    """Selects full CUDA graphs for decode steps before vLLM applies its defaults."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:

@@ -67,8 +67,8 @@ class SideStreamTransport:
     def start(self, partial: Tensor) -> tuple[Tensor, Work]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # The side stream's allocator may give this memory away again only after the next launch, which waits for
-            # all readers of the buffer on the main stream.
+            # The side stream reuses this memory after the next launch at the earliest, which waits for all readers of
+            # the buffer on the main stream.
             buffer = self._group._all_reduce_out_place(partial)
             done = torch.cuda.Event()
             done.record()
@@ -93,13 +93,13 @@ class AllReduces:
         return buffer
 
     def wait(self, buffer: Tensor) -> Tensor:
-        """Return the sum, in memory of its own."""
+        """Wait for the sum of a launched buffer and return a copy of it."""
         self._works.pop(buffer.data_ptr()).wait()
         return buffer.clone()
 
 
 _by_group: weakref.WeakValueDictionary[str, AllReduces] = weakref.WeakValueDictionary()
-"""Operations of a graph can carry only the name of a group. An engine that ends takes its groups along."""
+"""Operations of a graph receive the name of a group, not the object. An entry disappears with its model."""
 
 
 def _start(partial: Tensor, group: str) -> Tensor:
@@ -127,8 +127,9 @@ class Pending(NamedTuple):
     """An output that is missing from the residual stream."""
 
     buffer: Tensor
+    """The sum, [tokens, hidden_size]; undefined while it is in flight."""
     partial: Tensor | None
-    """This rank's part of it while the sum is in flight; None if `buffer` is the sum."""
+    """This rank's part of the sum while it is in flight; None if `buffer` is complete."""
 
 
 class PendingOutputs:

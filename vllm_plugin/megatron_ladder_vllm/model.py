@@ -46,7 +46,7 @@ def unreduced_linear(
 ) -> RowParallelLinear:
     """Return a row-parallel linear layer whose outputs are partial sums; the first rank adds the bias."""
     linear = RowParallelLinear(input_size, output_size, bias=bias, quant_config=quant_config, prefix=prefix)
-    # The constructor rejects a bias without a reduce, in case that every rank adds it.
+    # The constructor rejects a bias without a reduce, although only the first rank adds it.
     linear.reduce_results = False
     return linear
 
