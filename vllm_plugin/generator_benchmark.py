@@ -260,7 +260,7 @@ def stream(port: int, prompt: list[int], count: int) -> None:
 def compare_servers(model: Path, options: argparse.Namespace) -> None:
     """Print the speeds of a closed set of streams: each client sends requests one after another."""
     os.sched_setaffinity(0, os.sched_getaffinity(0) - {options.core} or {options.core})
-    vllm = [str(Path(options.vllm_python).parent / "vllm"), "serve", str(model), "--served-model-name", "model"]
+    vllm = [options.vllm_python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "model"]
     vllm += f"--enforce-eager --max-num-seqs {max(options.streams)} --max-model-len {POSITIONS}".split()
     ours = [sys.executable, str(REPOSITORY / "tools" / "generate.py"), "--serve", "--model", str(model)]
     ours += f"--model-name model --max-concurrent {max(options.streams)}".split()
@@ -274,15 +274,16 @@ def compare_servers(model: Path, options: argparse.Namespace) -> None:
                 rounds = []
                 for _ in range(options.rounds + 1):
                     prompts = draw_prompts(generator, streams * options.requests, options.prompt)
-                    rounds.append((serve_all(ports[0], prompts, streams, options), serve_all(ports[1], prompts, streams, options)))
+                    ours_seconds, theirs_seconds = (read_all(port, prompts, streams, options.new) for port in ports)
+                    rounds.append((ours_seconds, theirs_seconds))
                 report(f"{dtype}, {streams} streams", streams * options.requests * options.new, rounds[1:])
 
 
-def serve_all(port: int, prompts: Prompts, streams: int, options: argparse.Namespace) -> float:
+def read_all(port: int, prompts: Prompts, streams: int, count: int) -> float:
     """Return the seconds until all prompts are answered, so many at a time."""
     with ThreadPoolExecutor(streams) as clients:
         begun = time.perf_counter()
-        list(clients.map(lambda prompt: stream(port, prompt, options.new), prompts))
+        list(clients.map(lambda prompt: stream(port, prompt, count), prompts))
         return time.perf_counter() - begun
 
 
@@ -297,7 +298,7 @@ def free_port() -> int:
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("mode", choices=("generate", "serve", "work"), help="`work` is for this program's own processes")
+    parser.add_argument("mode", choices=("generate", "serve", "work"), help="work is for the program's processes")
     parser.add_argument("--vllm-python", help="interpreter of the environment that contains vLLM")
     parser.add_argument("--dtype", nargs="+", choices=list(VLLM_DTYPES), default=list(VLLM_DTYPES))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="prompts of a batch (generate)")
