@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.forward_context import in_piecewise_cudagraph
 from vllm.utils.torch_utils import direct_register_custom_op
 
 
@@ -80,14 +81,22 @@ class AllReduces:
 
     def __init__(self, group: GroupCoordinator) -> None:
         self.name = group.unique_name
-        self.transport: Transport = (
-            SideStreamTransport(group) if group.device.type == "cuda" else AsyncTransport(group)
-        )
+        self.transport: Transport = SideStreamTransport(group) if group.device.type == "cuda" else AsyncTransport(group)
         self._works: dict[int, Work] = {}
         _by_group[self.name] = self
 
     def start(self, partial: Tensor) -> Tensor:
-        """Launch the sum of `partial`; return its buffer, which is undefined until `wait`."""
+        """Launch the sum of `partial`; return its buffer, which is undefined until `wait`.
+
+        Raises:
+            RuntimeError: vLLM captures a piecewise CUDA graph, which would not contain the wait.
+        """
+        if in_piecewise_cudagraph():
+            raise RuntimeError(
+                "vLLM fell back to piecewise CUDA graphs, which cannot contain all-reduces that run during attention "
+                '(its warnings above name the cause); pass --compilation-config \'{"cudagraph_mode": "NONE"}\', or '
+                "choose an attention backend with full graphs"
+            )
         buffer, work = self.transport.start(partial)
         self._works[buffer.data_ptr()] = work
         return buffer

@@ -62,6 +62,19 @@ def test_piecewise_graphs_are_rejected(mode: str, models: Path, here: Any) -> No
         here(engine_config, models / "ladder", mode)
 
 
+def test_a_fallback_to_piecewise_graphs_is_rejected() -> None:
+    """vLLM falls back after it has seen the attention backend and the connectors."""
+    import torch
+    from megatron_ladder_vllm.in_flight import AllReduces
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import override_forward_context
+
+    group: Any = SimpleNamespace(unique_name="none", device=torch.device("cpu"), device_group=None)
+    context: Any = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
+    with override_forward_context(context), pytest.raises(RuntimeError, match='"cudagraph_mode": "NONE"'):
+        AllReduces(group).start(torch.ones(2, 4))
+
+
 def engine_config(folder: Path, graphs: str | None) -> Any:
     """Return the configuration of an engine, as vLLM's programs make it."""
     from vllm.config import CompilationConfig
