@@ -19,8 +19,8 @@ class Workers:
         """`variables` are added to the environment of the processes."""
         context = multiprocessing.get_context("fork")
         variables = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count), "GLOO_SOCKET_IFNAME": "lo", **variables,
+            "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+            "GLOO_SOCKET_IFNAME": "lo", **variables,
         }  # fmt: skip
         self._pipes: list[Connection] = []
         self._processes = []
@@ -35,8 +35,10 @@ class Workers:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return the results in rank order; raise an AssertionError with the traceback of a rank that failed."""
+        # With the port of the previous engine, a rank could meet the other one's old store.
+        port = str(free_port())
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            pipe.send((port, function, arguments))
         results = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(TIMEOUT):
@@ -74,7 +76,7 @@ def _serve(pipe: Connection, inherited: list[Connection], variables: Mapping[str
     parallel_state._group_name_counter.update(tp=os.getppid(), pp=os.getppid())
     while True:
         try:
-            function, arguments = pipe.recv()
+            os.environ["MASTER_PORT"], function, arguments = pipe.recv()
         except EOFError:
             return
         try:
