@@ -57,6 +57,9 @@ def enter_tensor_parallel_region(group: CommGroup, *tensors: Tensor) -> tuple[Te
 def sum_gradient_rows(weight: Tensor, start: int, stop: int, group: CommGroup) -> Tensor:
     """Return `weight`; rows `start` to `stop` of its gradient are summed over `group`.
 
-    For key and value heads that several ranks hold: each rank gets the gradient from its own query heads only.
+    For key and value heads that several ranks hold: each rank gets the gradient from its own query heads only. A weight
+    without a gradient may be one that has no views, such as a packed one.
     """
-    return weight if group.size == 1 else _SumGradientRows.apply(weight, start, stop, group)
+    if group.size == 1 or not weight.requires_grad:
+        return weight
+    return _SumGradientRows.apply(weight, start, stop, group)
