@@ -25,7 +25,7 @@ from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory,
 from megatron_ladder.convert.tokenizer_files import hf_token_ids, token_ids
 from megatron_ladder.data.tokenizers import DESCRIPTION_FILE, Tokenizer, load_tokenizer, load_tokenizer_from_directory
 from megatron_ladder.errors import ErrorCollector, UserError
-from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
+from megatron_ladder.generate.packed import PACKED_OPERATIONS, load_packed
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.stack import StackOptions
@@ -141,7 +141,7 @@ def load_model(
     Raises UserError on every rank if any rank cannot read its weights, or finds a damaged file.
     """
     on_cpu = device.type == "cpu"
-    operations = LEAN_OPERATIONS if on_cpu else Operations()
+    operations = PACKED_OPERATIONS if on_cpu else Operations()
     options = StackOptions(overlap, operations=compile_operations(operations) if compiled else operations)
     memory = torch.device("meta") if on_cpu else device
     model = LanguageModel(stored.config, mesh, options, dtype=dtype, device=memory).requires_grad_(False)
@@ -150,7 +150,7 @@ def load_model(
         verified = thread.submit(stored.verify, mesh.world.rank, mesh.world.size) if verify else None
         with errors.collect():
             if on_cpu:
-                load_for_cpu(model, stored.fill)
+                load_packed(model, stored.fill)
             else:
                 stored.fill(model)
         with errors.collect():

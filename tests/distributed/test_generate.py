@@ -112,7 +112,7 @@ def generate_here(
 ) -> tuple[Tokens, Tokens]:
     """Run on each rank."""
     mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
-    model = build(config, weights, tensor_parallel, StackOptions(tp_overlap=overlap), lean=True)
+    model = build(config, weights, tensor_parallel, StackOptions(tp_overlap=overlap), packed=True)
     return greedy_and_sampled(GenerationEngine(model, mesh))
 
 
@@ -258,7 +258,7 @@ def test_under_the_deepspeed_launcher(tmp_path: Path) -> None:
 
 def scores_here(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[float]:
     mesh = mesh_of(2, key_value_replicas(config, 2))
-    model = build(config, weights, 2, StackOptions(), lean=True)
+    model = build(config, weights, 2, StackOptions(), packed=True)
     return GenerationEngine(model, mesh).score(PROMPTS[2])
 
 
@@ -290,7 +290,7 @@ def structured_answers(engine: GenerationEngine) -> list[str | None]:
 
 def structured_here(config: ModelConfig, weights: Mapping[str, Tensor], tensor_parallel: int) -> list[str | None]:
     mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
-    model = build(config, weights, tensor_parallel, StackOptions(), lean=True)
+    model = build(config, weights, tensor_parallel, StackOptions(), packed=True)
     return structured_answers(GenerationEngine(model, mesh))
 
 

@@ -41,7 +41,7 @@ def test_decoding_is_close_to_the_memory_bandwidth() -> None:
         num_layers=12, hidden_size=768, ffn_hidden_size=2048, num_attention_heads=12, num_key_value_heads=12,
         head_dim=64, vocab_size=32_000, max_position_embeddings=512,
     )  # fmt: skip
-    engine = tiny_engine(config, reference_of(config)[0], lean=True)
+    engine = tiny_engine(config, reference_of(config)[0], packed=True)
     weights = sum(weight.nbytes for name, weight in engine.model.named_parameters() if not name.startswith("embedding"))
     matrix, vector = torch.randn(GIGABYTE // 4 // 16384, 16384), torch.randn(16384)
     prompt = torch.randint(0, config.vocab_size, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
+from megatron_ladder.generate.packed import PACKED_OPERATIONS, load_packed
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
@@ -45,16 +45,16 @@ def build(
     tensor_parallel: int,
     options: StackOptions,
     sequence_parallel: bool = False,
-    lean: bool = False,
+    packed: bool = False,
 ) -> LanguageModel:
-    """Build this rank's slices of the full `weights`; with `lean`, for generation on a CPU."""
+    """Build this rank's slices of the full `weights`; with `packed`, for generation on a CPU."""
     mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
     mesh = replace(mesh, sequence_parallel=sequence_parallel)
     dtype = weights["embedding.weight"].dtype
-    if lean:
-        options = replace(options, operations=LEAN_OPERATIONS)
+    if packed:
+        options = replace(options, operations=PACKED_OPERATIONS)
         model = LanguageModel(config, mesh, options, dtype=dtype, device=torch.device("meta"))
-        load_for_cpu(model, lambda part: fill_slices(part, weights))
+        load_packed(model, lambda part: fill_slices(part, weights))
     else:
         model = LanguageModel(config, mesh, options, dtype=dtype)
         fill_slices(model, weights)

@@ -15,7 +15,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizer_training import train_sentencepiece
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.lean import LEAN_OPERATIONS, load_for_cpu
+from megatron_ladder.generate.packed import PACKED_OPERATIONS, load_packed
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.stack import StackOptions
@@ -73,24 +73,24 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def tiny_model(
-    config: ModelConfig, weights: Mapping[str, Tensor], lean: bool = False, dtype: torch.dtype = torch.float32,
+    config: ModelConfig, weights: Mapping[str, Tensor], packed: bool = False, dtype: torch.dtype = torch.float32,
     operations: Operations | None = None,
 ) -> LanguageModel:  # fmt: skip
-    """Build a model of one rank; with `lean`, as `load_model` does on a CPU."""
+    """Build a model of one rank; with `packed`, as `load_model` does on a CPU."""
     mesh = ProcessMesh.single()
-    if lean:
-        options = StackOptions(operations=operations or LEAN_OPERATIONS)
+    if packed:
+        options = StackOptions(operations=operations or PACKED_OPERATIONS)
         model = LanguageModel(config, mesh, options, dtype=dtype, device=torch.device("meta"))
-        load_for_cpu(model, lambda part: fill(part, weights))
+        load_packed(model, lambda part: fill(part, weights))
     else:
         model = LanguageModel(config, mesh, StackOptions(operations=operations or Operations()), dtype=dtype)
         fill(model, weights)
     return model
 
 
-def tiny_engine(config: ModelConfig, weights: Mapping[str, Tensor], lean: bool = False) -> GenerationEngine:
+def tiny_engine(config: ModelConfig, weights: Mapping[str, Tensor], packed: bool = False) -> GenerationEngine:
     """Build an engine of one rank."""
-    return GenerationEngine(tiny_model(config, weights, lean), ProcessMesh.single())
+    return GenerationEngine(tiny_model(config, weights, packed), ProcessMesh.single())
 
 
 def write_checkpoint(save: Path, config: ModelConfig, weights: Mapping[str, Tensor], **more: Any) -> Path:
