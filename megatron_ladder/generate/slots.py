@@ -102,7 +102,8 @@ class _TokenColumns(NamedTuple):
         """Store keys and values [b, kv_heads/t, 1, d]; return those of the first `extent` columns."""
         self.cache.key_rows[layer].index_copy_(0, self.rows, keys.flatten(0, 2))
         self.cache.value_rows[layer].index_copy_(0, self.rows, values.flatten(0, 2))
-        return self.cache.keys[layer].narrow(2, 0, self.extent), self.cache.values[layer].narrow(2, 0, self.extent)
+        stored_keys, stored_values = self.cache.keys[layer][: len(keys)], self.cache.values[layer][: len(values)]
+        return stored_keys.narrow(2, 0, self.extent), stored_values.narrow(2, 0, self.extent)
 
 
 class _FilledColumns(NamedTuple):
@@ -121,9 +122,11 @@ class _FilledColumns(NamedTuple):
         from torch.nn.attention.varlen import varlen_attn
 
         kv_heads, positions, head_dim = k.shape[1:]
+        ends = len(self.filled) + 1
         attended = varlen_attn(
             q.reshape(-1, q.shape[1] // kv_heads, head_dim), k.reshape(-1, 1, head_dim), v.reshape(-1, 1, head_dim),
-            self.cache.query_starts, self.cache.key_starts, 1, positions, enable_gqa=True, seqused_k=self.filled,
+            self.cache.query_starts[:ends], self.cache.key_starts[:ends], 1, positions, enable_gqa=True,
+            seqused_k=self.filled,
         )  # fmt: skip
         assert isinstance(attended, Tensor)
         return attended.view(q.shape)
@@ -274,10 +277,15 @@ class SlotBatch:
 
     @torch.inference_mode()
     def step(self) -> list[NewToken]:
-        """Return the next token of every unfinished sample, by slot; results of other slots are dropped."""
+        """Return the next token of every unfinished sample, by slot; results of other slots are dropped.
+
+        A captured step computes all slots, and any other one the slots up to the last unfinished sample.
+        """
+        unfinished = [slot for slot, sample in enumerate(self.samples) if sample and sample.finish_reason is None]
+        count = unfinished[-1] + 1 if self._captured is None else len(self.samples)
         newest = [
             (sample.ids[-1], len(sample.request.prompt_ids) + len(sample.ids) - 1) if sample else (PADDING, 0)
-            for sample in self.samples
+            for sample in self.samples[:count]
         ]
         tokens, columns = to_device(torch.tensor(newest), self._device).split(1, dim=1)
         columns = columns.squeeze(1)
@@ -286,19 +294,20 @@ class SlotBatch:
         else:
             lowest, highest = min(column for _, column in newest), max(column for _, column in newest)
             logits_shard_v = self._one_token(tokens, columns, highest + 1, masked=lowest < highest)
-        return self._choose(logits_shard_v, range(len(self.samples)))
+        return self._choose(logits_shard_v, range(count))
 
     def _one_token(self, tokens: Tensor, columns: Tensor, extent: int, masked: bool) -> Tensor:
         """Ids [b, 1] for columns [b] -> logits. Attention gets `extent` columns; `masked` hides later ones."""
         mask, attend = None, None
+        first_rows = self._cache.first_rows[: len(columns)]
         if self._counts_filled:
             extent = self._positions
-            filled = (columns + 1).to(torch.int32).unsqueeze(1).expand_as(self._cache.first_rows).flatten()
+            filled = (columns + 1).to(torch.int32).unsqueeze(1).expand_as(first_rows).flatten()
             attend = _FilledColumns(self._cache, filled).attend
         elif masked:
             mask = (torch.arange(extent, device=self._device) <= columns.unsqueeze(1))[:, None, None, :]
         turns = RotaryTable(self._rotary.cos[columns].transpose(0, 1), self._rotary.sin[columns].transpose(0, 1))
-        rows = (self._cache.first_rows + columns.unsqueeze(1)).flatten()
+        rows = (first_rows + columns.unsqueeze(1)).flatten()
         context = SequenceContext(turns, _TokenColumns(self._cache, rows, extent), mask, attend=attend)
         return self._model.logits_shard(self._model.hidden_states(tokens, context))[0]
 

@@ -214,6 +214,25 @@ def test_slots_are_filled_and_freed_while_others_decode() -> None:
     assert [found[row] for row in range(3)] == expected
 
 
+def test_a_step_computes_the_slots_up_to_the_last_unfinished_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(**MODELS["ladder"])
+    engine = tiny_engine(config, reference_of(config)[0])
+    logits_shard = engine.model.logits_shard
+    rows: list[int] = []
+
+    def counted(hidden_states: Tensor) -> Tensor:
+        rows.append(hidden_states.shape[1])
+        return logits_shard(hidden_states)
+
+    monkeypatch.setattr(engine.model, "logits_shard", counted)
+    batch = engine.new_batch(5, 30)
+    lengths = (4, 2, 3)
+    batch.admit({slot: GenerationRequest(PROMPTS[slot], length, GREEDY) for slot, length in enumerate(lengths)})
+    while batch.is_busy():
+        batch.step()
+    assert rows == [3, 3, 3, 1]
+
+
 def test_scores_equal_the_log_probabilities_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more positions than are scored at a time."""
     config = tiny_config(**MODELS["ladder"])
