@@ -117,7 +117,7 @@ class _FilledColumns(NamedTuple):
     """[b kv_heads/t] int32, the number of filled columns."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """See `model.operations.attend`; k and v are all columns of the cache, and there is no mask."""
+        """See `Operations.attend`; k and v are all columns of the cache, and there is no mask."""
         # Imported here because it loads torch's compiler, which takes seconds.
         from torch.nn.attention.varlen import varlen_attn
 

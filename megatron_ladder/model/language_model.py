@@ -184,8 +184,7 @@ class LanguageModel(nn.Module):
 
 
 def _build_vocab_matrix(matrix_type: type[_Matrix], tensor: TensorSpec, build: BuildContext) -> _Matrix:
-    mesh, operations = build.mesh, build.operations
+    mesh, linear = build.mesh, build.operations.linear
     return matrix_type(
-        tensor, mesh.tensor, mesh.stream, build.dtype, build.device, operations.embed, operations.linear,
-        build.config.logit_soft_cap,
-    )  # fmt: skip
+        tensor, mesh.tensor, mesh.stream, build.dtype, build.device, linear, build.config.logit_soft_cap
+    )

@@ -61,7 +61,7 @@ _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 """cuDNN builds a plan for every shape, and the number of keys grows by one with each decoded token."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Apply attention: q [b, heads/t, s, d], k and v [b, kv_heads/t, positions, d] -> [b, heads/t, s, d].
 
     `mask` is that of `SequenceContext`; for a single query it is the same for all heads, [b, 1, 1, positions].
@@ -100,12 +100,10 @@ class Operations:
     split_heads: Callable[
         [Tensor, Sequence[int], int, RotaryTable, tuple[Tensor, Tensor] | None, float], tuple[Tensor, Tensor, Tensor]
     ] = _split_heads
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = attend
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = _attend
     swiglu: Callable[[Tensor], Tensor] = _swiglu
     linear: LinearFunction = linear
     """(x [..., in], weight, bias) -> [..., out]."""
-    embed: Callable[[Tensor, Tensor], Tensor] = F.embedding
-    """(indices [...], weight) -> rows of the weight [..., h]."""
 
 
 @dataclass(frozen=True)

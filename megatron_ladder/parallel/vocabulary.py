@@ -12,7 +12,6 @@ Backward only multiplies these with the gradient of the loss, a scalar. The gath
 products of the previous one. Recomputing the logits in backward would cost a third more products.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,13 +58,11 @@ class VocabParallelMatrix(ParallelModule):
 
     def __init__(
         self, tensor: TensorSpec, group: CommGroup, layout: StreamLayout, dtype: torch.dtype, device: torch.device,
-        embed: Callable[[Tensor, Tensor], Tensor] = F.embedding, linear: LinearFunction = linear,
-        soft_cap: float | None = None,
+        linear: LinearFunction = linear, soft_cap: float | None = None,
     ) -> None:  # fmt: skip
-        """`embed` is (indices [...], weight) -> rows of the weight [..., h]; `linear` multiplies with the weight."""
+        """`linear` multiplies with the weight."""
         super().__init__()
         self.layout = layout
-        self.embed = embed
         self.linear = linear
         self.soft_cap = soft_cap
         self.group = group
@@ -99,7 +96,7 @@ class VocabParallelEmbedding(VocabParallelMatrix):
         """Token ids [b, s] -> the stream: [s, b, h], or this rank's positions of it."""
         local = tokens.t() - self.start
         elsewhere = (local < 0) | (local >= self.valid)
-        rows = self.embed(local.masked_fill(elsewhere, 0), self.weight)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.layout.start_write(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)).wait()
 
 

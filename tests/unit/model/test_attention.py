@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_ladder.model.operations import attend
+from megatron_ladder.model.operations import Operations
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 1), (3, 3)])
@@ -21,7 +21,7 @@ def test_grouped_queries(heads: int, kv_heads: int, queries: int, masked: bool) 
     mask = seen[:, None, None, :] if masked else None
     repeated = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
     expected = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask, is_causal=mask is None and queries > 1)
-    torch.testing.assert_close(attend(q, k, v, mask), expected)
+    torch.testing.assert_close(Operations().attend(q, k, v, mask), expected)
 
 
 @pytest.mark.parametrize(("device", "queries", "offered"), [("cuda", 1, False), ("cuda", 5, True), ("cpu", 1, True)])
@@ -38,5 +38,5 @@ def test_cudnn_is_not_offered_for_one_query_on_a_gpu(
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     with FakeTensorMode():
         q, k = (torch.empty(2, heads, length, 8, device=device) for heads, length in ((4, queries), (2, 9)))
-        assert attend(q, k, k, None).device.type == device
+        assert Operations().attend(q, k, k, None).device.type == device
     assert found == [offered] and torch.backends.cuda.cudnn_sdp_enabled()
