@@ -3,15 +3,15 @@
 Two operations, in eager mode and in compiled graphs alike:
 
     ladder::start(partial, group) -> buffer                              launch the sum of `partial` over the ranks
-    ladder::wait(buffer, partial, newest_launched, group) -> output      wait for it
+    ladder::wait(buffer, partial, latest, group) -> output               wait for it
 
 Both are functional: each output is a new tensor, so a compiler that reuses memory cannot touch a buffer in flight.
-`wait` reads neither `partial` nor `newest_launched`. They are arguments because a graph has no other dependencies:
+`wait` reads neither `partial` nor `latest`. They are arguments because a graph has no other dependencies:
 
 * `partial` stays allocated until the wait, since another stream reads it until then.
-* `newest_launched` is the buffer of the newest launch. The launch therefore precedes this wait, and this wait precedes
-  the sub-block that reads its output. This fixes the order "launch i, wait i-1, compute i+1, launch i+1, ..." for every
-  scheduler.
+* `latest` is what the launch or wait before this one returned. That one therefore precedes this wait, and this wait
+  precedes the sub-block that reads its output. This fixes the order for every scheduler: launch i, wait i-1,
+  compute i+1, launch i+1, and at the end one wait after another.
 """
 
 import weakref
@@ -115,7 +115,7 @@ def _start(partial: Tensor, group: str) -> Tensor:
     return _by_group[group].start(partial)
 
 
-def _wait(buffer: Tensor, partial: Tensor, newest_launched: Tensor, group: str) -> Tensor:
+def _wait(buffer: Tensor, partial: Tensor, latest: Tensor, group: str) -> Tensor:
     return _by_group[group].wait(buffer)
 
 
@@ -123,7 +123,7 @@ def _start_shape(partial: Tensor, group: str) -> Tensor:
     return torch.empty_like(partial, memory_format=torch.contiguous_format)
 
 
-def _wait_shape(buffer: Tensor, partial: Tensor, newest_launched: Tensor, group: str) -> Tensor:
+def _wait_shape(buffer: Tensor, partial: Tensor, latest: Tensor, group: str) -> Tensor:
     return torch.empty_like(buffer)
 
 
@@ -152,6 +152,7 @@ class PendingOutputs:
         """
         self._all_reduces = all_reduces
         self._pending = [Pending(output, None) for output in summed]
+        self._latest: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -163,11 +164,12 @@ class PendingOutputs:
         else:
             buffer = torch.ops.ladder.start(partial, self._all_reduces.name)
             self._pending.append(Pending(buffer, partial))
+            self._latest = buffer
 
     def pop(self) -> Tensor:
         """Wait for the oldest output and remove it."""
-        newest = self._pending[-1]
         oldest = self._pending.pop(0)
         if oldest.partial is None:
             return oldest.buffer
-        return torch.ops.ladder.wait(oldest.buffer, oldest.partial, newest.buffer, self._all_reduces.name)
+        self._latest = torch.ops.ladder.wait(oldest.buffer, oldest.partial, self._latest, self._all_reduces.name)
+        return self._latest

@@ -23,7 +23,9 @@ def test_launches_and_waits(model: str, mode: str, models: Path, references: Any
     from vllm_plugin.tests import engines
 
     results = ranks.run(engines.communication, models / model, {"enforce_eager": mode == "eager"})
+    # vLLM's own all-reduce of the embedding precedes all launches, and its gather of the logits follows all waits. A
+    # graph that was compiled for a CPU contains the all-reduce itself, not the call that is recorded.
+    expected = f"r {ORDER[model]} g" if mode == "eager" else f"{ORDER[model]} g"
     for tokens, passes in results:
         assert tokens == references[model]
-        # vLLM's own all-reduce of the embedding precedes all launches, and its gather of the logits follows all waits.
-        assert set(passes) == {f"r {ORDER[model]} g"}
+        assert set(passes) == {expected}
