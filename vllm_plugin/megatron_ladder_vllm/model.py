@@ -241,7 +241,8 @@ class MegatronLadderForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config = vllm_config.model_config.hf_config
+        # vLLM's LoRA reads the attribute.
+        self.config = config = vllm_config.model_config.hf_config
         self.model = MegatronLadderModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
         if not get_pp_group().is_last_rank:
