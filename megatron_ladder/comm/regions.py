@@ -57,8 +57,8 @@ def enter_tensor_parallel_region(group: CommGroup, *tensors: Tensor) -> tuple[Te
 def sum_gradient_rows(weight: Tensor, start: int, stop: int, group: CommGroup) -> Tensor:
     """Return `weight`; rows `start` to `stop` of its gradient are summed over `group`.
 
-    For key and value heads that several ranks hold: each rank gets the gradient from its own query heads only. A weight
-    without a gradient may be one that has no views, such as a packed one.
+    For key and value heads that several ranks hold: each rank gets the gradient from its own query heads only. A
+    weight that requires no gradient is returned unchanged: it may be packed, and packed weights have no views.
     """
     if group.size == 1 or not weight.requires_grad:
         return weight

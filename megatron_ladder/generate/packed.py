@@ -28,7 +28,7 @@ _ROWS = 32
 _LARGE_PAGE = 2 << 20
 """Bytes, on x86-64, and on ARM with small pages of 4 KiB."""
 _MADV_COLLAPSE = 25
-"""Of Linux 6.1; Python's `mmap` has no name for it."""
+"""Linux 6.1 and newer. Python's `mmap` module does not define this constant."""
 
 
 def load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> None:
@@ -36,7 +36,7 @@ def load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> None
 
     The model can only generate afterwards: its parameters no longer correspond to their sections. Each matrix is packed
     as soon as it is read, and the next one is read into the same buffer, because fresh memory costs more time than
-    reading a cached file. The embedding's matrix is looked up by rows and stays as it is, also where it is the head.
+    reading a cached file. The embedding is looked up by rows, so it is not packed, even if it is also the head.
     """
     modules = [module for module in model.modules() if isinstance(module, ParallelModule)]
     packed = {

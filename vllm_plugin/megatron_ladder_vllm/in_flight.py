@@ -9,9 +9,9 @@ Both are functional: each output is a new tensor, so a compiler that reuses memo
 `wait` reads neither `partial` nor `latest`. They are arguments because a graph has no other dependencies:
 
 * `partial` stays allocated until the wait, since another stream reads it until then.
-* `latest` is what the launch or wait before this one returned. That one therefore precedes this wait, and this wait
-  precedes the sub-block that reads its output. This fixes the order for every scheduler: launch i, wait i-1,
-  compute i+1, launch i+1, and at the end one wait after another.
+* `latest` is the result of the preceding launch or wait, which therefore runs before this wait. The sub-block that
+  reads this wait's output runs after it. Every scheduler keeps this order: launch i, wait i-1, compute i+1, launch i+1,
+  and finally the remaining waits, oldest first.
 """
 
 import weakref

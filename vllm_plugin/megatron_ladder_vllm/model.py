@@ -241,7 +241,7 @@ class MegatronLadderForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        # vLLM's LoRA reads the attribute.
+        # vLLM's LoRA manager reads this attribute.
         self.config = config = vllm_config.model_config.hf_config
         self.model = MegatronLadderModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors

@@ -35,7 +35,7 @@ class Workers:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return the results in rank order; raise an AssertionError with the traceback of a rank that failed."""
-        # With the port of the previous engine, a rank could meet the other one's old store.
+        # If all engines used one port, a rank could connect to the store of the other rank's previous engine.
         port = str(free_port())
         for pipe in self._pipes:
             pipe.send((port, function, arguments))
