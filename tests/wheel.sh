@@ -15,7 +15,7 @@ stage "building the wheel" "$ENVIRONMENT/bin/python" -m build --no-isolation --o
 ENVIRONMENT=$scratch/environment
 make_virtual_environment "$(find_python)"
 install_torch
-stage "the wheel" pip install --constraint constraints.txt "$scratch"/*.whl
+stage "the wheel" install_packages --constraint constraints.txt "$scratch"/*.whl
 export PATH=$ENVIRONMENT/bin:$PATH OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$scratch/extensions
 if ! has_gpu; then
     export DS_ACCELERATOR=cpu

