@@ -5,10 +5,13 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.patience import be_patient
 
 # Read when torch, and when transformers, are imported: too late inside of a fixture.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,6 +31,18 @@ for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.de
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow as well")
+    parser.addoption("--patience", type=float, default=1.0, help="factor of all time limits")
+    parser.addoption("--until", type=float, help="skip what has not begun by then (seconds of the epoch)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    be_patient(config.getoption("--patience"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = item.config.getoption("--until")
+    if until is not None and time.time() > until:
+        pytest.skip("the time for this test run is over")
 
 
 def pytest_unconfigure() -> None:

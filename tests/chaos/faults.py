@@ -25,6 +25,7 @@ from tests.chaos.runs import (
     losses,
     newest_iteration,
 )
+from tests.helpers.patience import patient
 
 TIMEOUT_SECONDS = 4.0
 """Time after which a run here gives up on a stopped peer."""
@@ -138,7 +139,8 @@ def stopped_rank(experiment: Experiment) -> str:
     """SIGSTOP a random rank: the other rank reports it with its host and exits in time."""
     save, rank = experiment.folder / "stopped", experiment.chance.randrange(WORLD_SIZE)
     # No saves: the timeout is longer while a checkpoint is written.
-    flags = f"--save-interval {STEPS} --distributed-timeout-seconds-after-first-step {TIMEOUT_SECONDS:g}"
+    timeout = patient(TIMEOUT_SECONDS)
+    flags = f"--save-interval {STEPS} --distributed-timeout-seconds-after-first-step {timeout:g}"
     job, before = experiment.start(save, *flags.split())
     experiment.await_moment(job, save, "step", len(before))
     job.signal(rank, signal.SIGSTOP)
@@ -148,14 +150,14 @@ def stopped_rank(experiment: Experiment) -> str:
     job.kill()
     assert codes[other] == LOST_PEER, output
     # Allow for a busy machine.
-    assert seconds < 1.25 * TIMEOUT_SECONDS + GRACE_SECONDS + 10, seconds
+    assert seconds < 1.25 * timeout + GRACE_SECONDS + patient(10), seconds
     named = rf"error: rank {other}: LostPeerError: rank {rank} on {socket.gethostname()} \(127\.0\.0\.1\) is gone"
     assert re.search(named, output), output
     hang = last_event(save, "hang")
     assert hang["ranks"] == [rank] and socket.gethostname() in str(hang["where"]), hang
     experiment.finish(save)
     experiment.check(save)
-    waited = f"{seconds - GRACE_SECONDS:.1f} s of a timeout of {TIMEOUT_SECONDS:g} s"
+    waited = f"{seconds - GRACE_SECONDS:.1f} s of a timeout of {timeout:g} s"
     return f"rank {rank} is reported with its host after {waited}"
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron_ladder.cli.pretrain import main
 from megatron_ladder.errors import run_program
 from tests.helpers.commands import free_port
+from tests.helpers.patience import patient
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>: sets the signal that the kernel sends to a process whose parent has died."""
@@ -88,7 +89,7 @@ class Job:
 
     def wait(self, seconds: float, ranks: Sequence[int] | None = None) -> dict[int, int]:
         """Wait for these ranks (default: all) and return the exit codes; raise AssertionError at the timeout."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         awaited = range(len(self._pids)) if ranks is None else ranks
         while not all(rank in self.codes for rank in awaited):
             if time.monotonic() > deadline:

@@ -22,6 +22,7 @@ from megatron_ladder.flags import flag  # noqa: E402
 from tests.chaos import faults  # noqa: E402
 from tests.chaos.ranks import import_everything  # noqa: E402
 from tests.chaos.runs import Experiment, write_tokens  # noqa: E402
+from tests.helpers.patience import be_patient  # noqa: E402
 
 FAULTS = ("kill", "term", "ask", "second-signal", "stop", "nan", "lock", "cost")
 
@@ -43,6 +44,8 @@ class ChaosConfig:
     """Number of kills, and of terminations, per layout."""
     seed: int = 0
     """Seed of the random moments and ranks."""
+    patience: float = 1.0
+    """Factor of all time limits, for a machine that shares its cores."""
     verbose: bool = False
     """Print the moment of each kill."""
 
@@ -50,6 +53,7 @@ class ChaosConfig:
 def main(argv: Sequence[str]) -> None:
     """Print one line per fault and layout; raise AssertionError at the first unexpected outcome."""
     (config,) = parse_command_line([ChaosConfig], argv, "run.py", "Faults in runs of two processes.")
+    be_patient(config.patience)
     import_everything()
     with tempfile.TemporaryDirectory(prefix="chaos_") as scratch:
         folder = Path(scratch)

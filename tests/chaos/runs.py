@@ -15,6 +15,7 @@ from megatron_ladder.checkpoint.publish import read_latest
 from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.train.record import read_record
 from tests.chaos.ranks import Job
+from tests.helpers.patience import patient
 
 VOCABULARY, STEPS, SAVE_INTERVAL = 96, 24, 3
 WORLD_SIZE = 2
@@ -99,7 +100,7 @@ class Experiment:
         wanted = self.chance.randrange(1, 2 * SAVE_INTERVAL + 1)
         kind = "progress" if moment == "step" else "save begin"
         wanted = wanted if moment == "step" else (wanted + 2) // 3
-        deadline = time.monotonic() + ATTEMPT_SECONDS
+        deadline = time.monotonic() + patient(ATTEMPT_SECONDS)
         while sum(event["event"] == kind for event in events(save)[known:]) < wanted and not job.is_over:
             assert time.monotonic() < deadline, job.output.read_text()
             time.sleep(0.001)

@@ -6,13 +6,15 @@ import sys
 import pytest
 
 from tests.helpers.commands import run_command
+from tests.helpers.patience import patient
 
 BITWISE = "bitwise those of the uninterrupted run"
 
 
 def chaos(flags: str, timeout: float) -> list[str]:
     """Run the script and return its lines; it fails at the first unexpected outcome."""
-    done = run_command([sys.executable, "tests/chaos/run.py", *flags.split()], timeout=timeout)
+    command = [sys.executable, "tests/chaos/run.py", *flags.split(), "--patience", str(patient(1))]
+    done = run_command(command, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr[-8000:]
     return done.stdout.splitlines()
 

@@ -29,6 +29,7 @@ from megatron_ladder.generate.scoring import TokenScores
 from megatron_ladder.generate.structured import json_grammar
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.commands import REPOSITORY_ROOT, free_port, run_command
+from tests.helpers.patience import patient
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import recorded_model
 from tests.helpers.sharded import build, mesh_of
@@ -172,7 +173,7 @@ FLAGS = ["--prompt", "def größe", "class", *SAMPLING]
 
 def from_standard_input(model: Path, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, str(PROGRAM), "--model", str(model), "--tp", "2", *flags]
-    return subprocess.run(words, input=text, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(words, input=text, capture_output=True, text=True, timeout=patient(120), check=False)
 
 
 def test_two_ranks_continue_standard_input(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

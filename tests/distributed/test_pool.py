@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, run_command
+from tests.helpers.patience import patient
 from tests.helpers.pool import GROUPS_KEPT, RankPool
 
 
@@ -114,7 +115,7 @@ def _gone(process_ids: list[int]) -> bool:
 
 
 def _soon(happened: Callable[[], bool], seconds: float = 5) -> bool:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while not happened() and time.monotonic() < deadline:
         time.sleep(0.02)
     return happened()
@@ -257,7 +258,7 @@ children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=T
 print(*(child.pid for child in children), flush=True)
 time.sleep(600)
 """
-    with pytest.raises(AssertionError, match="still ran after 1 s") as failure:
+    with pytest.raises(AssertionError, match=f"still ran after {patient(1):g} s") as failure:
         run_command([sys.executable, "-c", script], timeout=1)
     process_ids = [int(word) for word in str(failure.value).split("--- stdout\n")[1].split("\n")[0].split()]
     assert len(process_ids) == 2

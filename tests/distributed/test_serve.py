@@ -14,6 +14,7 @@ from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.generate.serve.scheduler import PLAN_TIMEOUT, StepPlan, _share_plan, run_plans
 from megatron_ladder.model.stack import StackOptions
+from tests.helpers.patience import patient
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import build, mesh_of
 from tests.reference import greedy_continuation
@@ -85,7 +86,7 @@ def test_two_ranks_serve_the_openai_client(tmp_path: Path, capsys: pytest.Captur
     main(["--model", str(model), "--prompt", "def größe", "--score", "--logprobs", "--json"])
     scores = json.loads(capsys.readouterr().out)["logprobs"]
     with serving_command("--model", model, "--tp", "2") as (process, address):
-        with openai.OpenAI(base_url=address, api_key="none", timeout=30, max_retries=0) as client:
+        with openai.OpenAI(base_url=address, api_key="none", timeout=patient(30), max_retries=0) as client:
             answer = client.completions.create(model="run", prompt="def größe", temperature=0, max_tokens=12)
             stream = client.completions.create(
                 model="run", prompt=["def größe", "class"], temperature=0, max_tokens=12, stream=True
@@ -109,4 +110,4 @@ def test_two_ranks_serve_the_openai_client(tmp_path: Path, capsys: pytest.Captur
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-        assert len(children) == 3 and not psutil.wait_procs(children, timeout=20)[1]
+        assert len(children) == 3 and not psutil.wait_procs(children, timeout=patient(20))[1]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.docs.pages import ROOT, Fence, fences
 from tests.helpers.commands import clean_environment, free_port, kill_tree, run_command
+from tests.helpers.patience import patient
 
 CORPUS_BYTES, LARGE_CORPUS_BYTES = 3_000_000, 10_000_000
 TIMEOUT = 900.0
@@ -192,7 +193,7 @@ def _in_background(step: Fence, folder: Path) -> Iterator[str]:
             env=clean_environment() | _environment(), start_new_session=True,
         )  # fmt: skip
     try:
-        deadline = time.monotonic() + READY_SECONDS
+        deadline = time.monotonic() + patient(READY_SECONDS)
         while (step.until or "") not in output_file.read_text(encoding="utf-8"):
             printed = output_file.read_text(encoding="utf-8")
             assert process.poll() is None, f"{step.place}: exit code {process.returncode} of\n{step.text}\n{printed}"
@@ -202,7 +203,7 @@ def _in_background(step: Fence, folder: Path) -> Iterator[str]:
         assert process.poll() is None, f"{step.place}: ended before it was interrupted"
         # Like Ctrl-C, this signals the whole process group.
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(60) in (0, 130, -signal.SIGINT), f"{step.place}: exit code {process.returncode}"
+        assert process.wait(patient(60)) in (0, 130, -signal.SIGINT), f"{step.place}: exit code {process.returncode}"
     finally:
         kill_tree(process)
 

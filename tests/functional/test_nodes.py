@@ -19,6 +19,7 @@ from megatron_ladder.config.run import SECTIONS
 from megatron_ladder.data.indexed import IndexedDatasetWriter
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree, tracked_files
 from tests.helpers.hosts import Host, two_hosts, why_no_hosts
+from tests.helpers.patience import patient
 
 VOCABULARY = 96
 RECIPE = (
@@ -67,12 +68,12 @@ class Command:
 
     def wait(self, seconds: float) -> int:
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(patient(seconds))
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still ran after {seconds} s\n{self.stdout}\n{self.stderr}") from None
 
     def wait_for(self, words: str, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while words not in self.stdout:
             assert self.process.poll() is None and time.monotonic() < deadline, self.stdout + self.stderr
             time.sleep(0.05)
@@ -264,7 +265,7 @@ class Stubs:
     def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         path = f"{self.folder / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin"
         return subprocess.run(
-            ["bash", f"examples/{script}", *arguments], capture_output=True, text=True, timeout=20,
+            ["bash", f"examples/{script}", *arguments], capture_output=True, text=True, timeout=patient(20),
             cwd=self.folder / "repository", env={"PATH": path, "HOME": str(self.folder), **variables},
         )  # fmt: skip
 

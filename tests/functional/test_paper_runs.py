@@ -23,6 +23,7 @@ from examples.paper.take_documents import documents
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.cost.hardware import CLUSTERS
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, run_command
+from tests.helpers.patience import patient
 
 EXAMPLE = REPOSITORY_ROOT / "examples" / "paper"
 SCRIPT = EXAMPLE / "train.sh"
@@ -128,7 +129,7 @@ def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
     }  # fmt: skip
     done = subprocess.run(
         ["bash", EXAMPLE / "train.sbatch", "--wiring", "ladder", "--max-restarts", "3", "--dry-run"],
-        env=environment | job, capture_output=True, text=True, timeout=60,
+        env=environment | job, capture_output=True, text=True, timeout=patient(60),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

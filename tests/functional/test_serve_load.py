@@ -27,6 +27,7 @@ from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
+from tests.helpers.patience import patient
 from tests.unit.generate.served import serving, serving_command
 from tests.unit.generate.tiny_model import (
     reference_of,
@@ -62,7 +63,7 @@ class Client:
         self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
 
     def status(self, body: bytes) -> int:
-        with contextlib.closing(HTTPConnection(*self.place, timeout=60)) as connection:
+        with contextlib.closing(HTTPConnection(*self.place, timeout=patient(60))) as connection:
             connection.request("POST", "/v1/completions", body, self._headers)
             response = connection.getresponse()
             assert response.status == 200 or "error" in json.loads(response.read())
@@ -70,7 +71,7 @@ class Client:
 
     def pieces(self, parameters: dict[str, Any]) -> Iterator[str]:
         """Yield the texts of a stream; it must be complete, unless the caller stops early."""
-        with contextlib.closing(HTTPConnection(*self.place, timeout=60)) as connection:
+        with contextlib.closing(HTTPConnection(*self.place, timeout=patient(60))) as connection:
             connection.request("POST", "/v1/completions", json.dumps(parameters | {"stream": True}), self._headers)
             response = connection.getresponse()
             assert response.status == 200, response.read()
@@ -83,7 +84,7 @@ class Client:
             raise AssertionError("the stream is incomplete")
 
     def send_garbage(self) -> None:
-        with socket.create_connection(self.place, timeout=60) as connection:
+        with socket.create_connection(self.place, timeout=patient(60)) as connection:
             connection.sendall(b"\x16\x03\x01 garbage\r\n\r\n")
             assert b"400" in connection.recv(1000)
 

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, kill_tree, run_command
+from tests.helpers.patience import patient
 
 SIZE = "2x32x64x2x2x512"
 FLAGS = (
@@ -36,7 +37,7 @@ def start_until_it_trains(command: list[str], folder: Path) -> "subprocess.Popen
         command, cwd=REPOSITORY_ROOT, env=clean_environment(), text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + patient(240)
     before = {path: path.stat().st_size for path in folder.glob("trials/*/checkpoints/latest")}
     while {path for path in folder.glob("trials/*/checkpoints/latest")} <= set(before):
         assert study.poll() is None and time.monotonic() < deadline, study.stdout and study.stdout.read()
@@ -51,7 +52,7 @@ def test_a_stopped_study_resumes(tmp_path: Path) -> None:
     study = start_until_it_trains(command, folder)
     try:
         study.send_signal(signal.SIGTERM)
-        printed, _ = study.communicate(timeout=120)
+        printed, _ = study.communicate(timeout=patient(120))
     finally:
         kill_tree(study)
     assert study.returncode == 0 and "the same command resumes the study" in printed

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.commands import REPOSITORY_ROOT, tracked_files
+from tests.helpers.patience import patient
 
 
 def test_a_wheel_contains_the_package_and_nothing_else(tmp_path: Path) -> None:
@@ -30,6 +31,7 @@ def test_a_wheel_contains_the_package_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_wheel_works_in_an_empty_environment() -> None:
     done = subprocess.run(
-        ["bash", REPOSITORY_ROOT / "tests" / "wheel.sh"], capture_output=True, text=True, timeout=900, check=False
+        ["bash", REPOSITORY_ROOT / "tests" / "wheel.sh"],
+        capture_output=True, text=True, timeout=patient(900), check=False,
     )
     assert done.returncode == 0 and done.stdout.endswith("the wheel works\n"), done.stdout + done.stderr

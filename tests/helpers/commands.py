@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.helpers.patience import patient
+
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 
 _KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER", "VIRTUAL_ENV")
@@ -79,11 +81,11 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end and return exit code, stdout and stderr.
 
-    `timeout` is in seconds; `env` is added to `clean_environment()`. The command may not outlive its timeout
-    nor leave a process behind that holds its output: both raise AssertionError with the output so far, and
-    every process of the command is ended.
+    `timeout` is in seconds, before `patient`; `env` is added to `clean_environment()`. The command may not outlive
+    its timeout nor leave a process behind that holds its output: both raise AssertionError with the output so far,
+    and every process of the command is ended.
     """
-    command = [str(argument) for argument in argv]
+    command, timeout = [str(argument) for argument in argv], patient(timeout)
     with tempfile.TemporaryDirectory(prefix="torch_extensions_") as extensions:
         process = subprocess.Popen(
             command,

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.helpers.patience import patient
+
 LIFETIME = 600
 """Seconds after which a host ends if the test does not end it."""
 
@@ -32,7 +34,7 @@ class Host:
 
     def run(self, *argv: str) -> None:
         """Run a short command on this host."""
-        subprocess.run(self.enter(argv), check=True, capture_output=True, text=True, timeout=10)
+        subprocess.run(self.enter(argv), check=True, capture_output=True, text=True, timeout=patient(10))
 
     def unplug(self) -> None:
         """Disconnect the cable: no packet arrives any more, not even the end of a connection."""

@@ -30,6 +30,7 @@ import torch
 
 from megatron_ladder.engine.build import import_deepspeed
 from tests.helpers.commands import clean_environment, end_tree, free_port
+from tests.helpers.patience import patient
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -91,7 +92,7 @@ class RankPool:
             AssertionError: a rank raised, died, or did not finish within `CASE_TIMEOUT`; the message names the ranks,
                 with their tracebacks, or with the stacks of all that hang.
         """
-        return self.run_within(CASE_TIMEOUT, function, *args, **kwargs)
+        return self.run_within(patient(CASE_TIMEOUT), function, *args, **kwargs)
 
     def run_within(self, timeout: float, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """`run` with another timeout, in seconds."""
@@ -100,7 +101,7 @@ class RankPool:
             if not self._processes:
                 self._start_patiently()
             if function.__module__ not in self._imported:
-                self._exchange(_dumps((_import_module, (function.__module__,), {})), START_TIMEOUT)
+                self._exchange(_dumps((_import_module, (function.__module__,), {})), patient(START_TIMEOUT))
                 self._imported.add(function.__module__)
             return self._exchange(call, timeout)
         except BaseException:
@@ -158,7 +159,7 @@ class RankPool:
                 _become_rank(rank, folder, environment, theirs, parent, self._backend)
             theirs.close()
             self._processes.append(psutil.Process(child))
-        self._gather(START_TIMEOUT)
+        self._gather(patient(START_TIMEOUT))
 
     def _exchange(self, message: bytes, timeout: float) -> list[Any]:
         for pipe in self._pipes:
@@ -186,7 +187,7 @@ class RankPool:
                     succeeded, answer = False, self._obituary(rank)
                 (results if succeeded else failures)[rank] = answer
             if failures:
-                deadline = min(deadline, time.monotonic() + FAILURE_GRACE)
+                deadline = min(deadline, time.monotonic() + patient(FAILURE_GRACE))
         if failures:
             raise AssertionError(
                 "\n".join(f"rank {rank} of {self.world_size}: {text}" for rank, text in failures.items())
@@ -204,7 +205,7 @@ class RankPool:
         """Return what every thread of the given ranks is doing."""
         for rank in ranks:
             self._processes[rank].send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + STACKS_TIMEOUT
+        deadline = time.monotonic() + patient(STACKS_TIMEOUT)
         before: list[str] = []
         stacks = [self._written("stacks", rank) for rank in ranks]
         while (not all(stacks) or stacks != before) and time.monotonic() < deadline:

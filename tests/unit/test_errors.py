@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment
+from tests.helpers.patience import patient
 
 PROGRAM = """
 from megatron_ladder import errors
@@ -21,7 +22,7 @@ def run(body: str, rank: int | None = None) -> subprocess.CompletedProcess[str]:
     environment = clean_environment() | ({} if rank is None else {"RANK": str(rank)})
     return subprocess.run(
         [sys.executable, "-c", PROGRAM.format(body=body)],
-        capture_output=True, text=True, env=environment, cwd=REPOSITORY_ROOT, timeout=30,
+        capture_output=True, text=True, env=environment, cwd=REPOSITORY_ROOT, timeout=patient(30),
     )  # fmt: skip
 
 

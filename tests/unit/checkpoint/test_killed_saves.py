@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patient
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -18,7 +20,7 @@ def test_a_save_may_be_killed_anywhere(tmp_path: Path, scenarios: list[str]) -> 
     """Before a write, in the middle of a write, and with the loss of everything that was not fsynced."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.checkpoint.kill_sweep", str(tmp_path), *scenarios],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, timeout=patient(120),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -27,6 +27,7 @@ from megatron_ladder.checkpoint.retention import Retention
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import UserError
+from tests.helpers.patience import patient
 from tests.unit.checkpoint.tiny_training import TinyState, begin, hand_over, holds, on_ranks, save_at_once
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -194,7 +195,7 @@ def test_a_full_disk_only_fails_the_save(tmp_path: Path) -> None:
     script = f"mount -t tmpfs -o size=2m tmpfs {tmp_path} && exec {sys.executable} -m tests.unit.checkpoint.full_disk"
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "bash", "-c", f"{script} {tmp_path}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, timeout=patient(120),
     )  # fmt: skip
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"cannot mount here: {done.stderr.strip()}")

@@ -21,6 +21,7 @@ from megatron_ladder.processes import start_ticks
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import SAME_SECONDS
 from tests.helpers.commands import REPOSITORY_ROOT
+from tests.helpers.patience import patient
 
 QUICK = {"backoff_seconds": 0.01, "max_backoff_seconds": 0.04}
 
@@ -194,7 +195,7 @@ def test_a_signal_is_forwarded_to_the_ranks(tmp_path: Path) -> None:
     descendants = psutil.Process(process.pid).children(recursive=True)
     assert len(descendants) == 5
     process.terminate()
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=patient(20))
     assert sorted(output.splitlines()) == ["rank 0 got 15", "rank 1 got 15"] and process.returncode == 0
     assert not [one for one in descendants if one.is_running()]
 
@@ -202,7 +203,7 @@ def test_a_signal_is_forwarded_to_the_ranks(tmp_path: Path) -> None:
 def test_sighup_is_forwarded_as_sigterm(tmp_path: Path) -> None:
     process = start(tmp_path, POLITE)
     process.send_signal(signal.SIGHUP)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=patient(20))
     assert sorted(output.splitlines()) == ["rank 0 got 15", "rank 1 got 15"] and process.returncode == 0
 
 
@@ -212,7 +213,7 @@ def test_ranks_can_save_after_the_launcher_died(tmp_path: Path) -> None:
     (launcher,) = psutil.Process(process.pid).children()
     process.terminate()
     launcher.terminate()
-    process.communicate(timeout=20)
+    process.communicate(timeout=patient(20))
     assert [event["code"] for event in read_record(tmp_path)] == [0, 0] and process.returncode == 0
     assert not [one for one in descendants if one.is_running()]
 
@@ -221,7 +222,7 @@ def test_exit_code_0_without_a_recorded_end_is_a_failure(tmp_path: Path) -> None
     """The deepspeed command exits with 0 if its launcher is killed. A signal then ends the ranks that still run."""
     process = start(tmp_path, POLITE, launcher=f"import signal; signal.signal(15, lambda *_: os._exit(0)){LAUNCHER}")
     psutil.Process(process.pid).children()[0].terminate()
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=patient(20))
     assert f"exit code 0, but no successful end is recorded in {tmp_path}" in output and process.returncode == 1
     assert [event["code"] for event in read_record(tmp_path)] == [0, 0]
 
@@ -255,9 +256,9 @@ def test_ranks_follow_a_killed_supervisor_and_the_next_one_waits_for_them(tmp_pa
     assert [event["code"] for event in read_record(tmp_path)] == [0, 0]
     assert [start_ticks(one.pid) for one in ranks] == [None, None]
     second.terminate()
-    second.communicate(timeout=20)
+    second.communicate(timeout=patient(20))
     assert second.returncode == 0 and len(read_record(tmp_path)) == 4
-    first.communicate(timeout=20)
+    first.communicate(timeout=patient(20))
 
 
 def test_nothing_outlives_a_second_signal(tmp_path: Path) -> None:
@@ -269,7 +270,7 @@ def test_nothing_outlives_a_second_signal(tmp_path: Path) -> None:
     assert all(one.is_running() for one in descendants)
     time.sleep(SAME_SECONDS)
     process.terminate()
-    process.communicate(timeout=20)
+    process.communicate(timeout=patient(20))
     assert process.returncode != 0
     assert not [one for one in descendants if one.is_running()]
 

@@ -16,6 +16,7 @@ from megatron_ladder.comm import agreement
 from megatron_ladder.comm.agreement import Host, Peers, RankReport, agree, name_ranks
 from megatron_ladder.comm.watch import _silent_ranks
 from megatron_ladder.errors import LostPeerError, UserError
+from tests.helpers.patience import patient
 
 HOSTS = [Host("node-a", "10.0.0.1"), Host("node-a", "10.0.0.1"), Host("node-b", "10.0.0.2"), Host("node-b", "10.0.0.2")]
 SOON = timedelta(seconds=20)
@@ -159,7 +160,7 @@ def test_a_board_in_a_stopped_process_blocks_nobody() -> None:
         assert time.monotonic() - began < agreement.BOARD_SECONDS + 1
         # One slow answer costs itself alone.
         server.send_signal(signal.SIGCONT)
-        answered = time.monotonic() + 20
+        answered = time.monotonic() + patient(20)
         while not peers.last_beats([2]) and time.monotonic() < answered:
             time.sleep(0.05)
         peers.say_waiting(2, True)

@@ -14,6 +14,7 @@ import pytest
 from megatron_ladder.comm import ranks
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import LostPeerError
+from tests.helpers.patience import patient
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULE = "tests.unit.comm.rank_program"
@@ -33,7 +34,7 @@ def gone(folder: Path) -> bool:
 
 
 def soon(happened: Callable[[], bool], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while not happened() and time.monotonic() < deadline:
         time.sleep(0.02)
     return happened()

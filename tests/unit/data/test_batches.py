@@ -16,6 +16,7 @@ from megatron_ladder.data.batches import (
 )
 from megatron_ladder.data.samples import SampleRows
 from megatron_ladder.errors import UserError
+from tests.helpers.patience import patient
 from tests.reference.documents import begins_after, loss_mask_of, sight_of
 
 EOD = 7
@@ -113,7 +114,7 @@ def test_reading_ahead_does_not_advance_the_state() -> None:
     assert loader.reader_state == {"steps": 0}
     first = next(loader)
     assert [batch.tokens.unique().tolist() for batch in first] == [[1], [1]]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while reader.steps < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert (reader.steps, loader.reader_state, loader.consumed_samples) == (2, {"steps": 1}, 12)

@@ -17,6 +17,7 @@ from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_ladder.data.order_cache import load_or_build
 from megatron_ladder.data.samples import SampleSource
 from tests.helpers.operations import Operations
+from tests.helpers.patience import patient
 
 MakeDataset = Callable[..., IndexedDataset]
 NUMBERS = np.arange(60)
@@ -111,7 +112,7 @@ def test_every_damage_of_a_file_is_detected(tmp_path: Path) -> None:
 
 def test_one_of_several_processes_builds(tmp_path: Path) -> None:
     processes = [start_builder(tmp_path, 0.3) for _ in range(4)]
-    printed = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    printed = [process.communicate(timeout=patient(60))[0].splitlines() for process in processes]
     assert sorted(len(lines) for lines in printed) == [1, 1, 1, 2]
     assert {lines[-1] for lines in printed} == {"[[0, 1, 2, 3, 4], []]"}
     assert not list(tmp_path.glob("*.partial"))
@@ -125,7 +126,7 @@ def test_a_killed_builder_does_not_block_others(tmp_path: Path) -> None:
     assert second.poll() is None and orders(tmp_path) == []
     first.send_signal(signal.SIGKILL)
     first.wait()
-    assert second.communicate(timeout=60)[0].splitlines()[-1] == "[[0, 1, 2, 3, 4], []]"
+    assert second.communicate(timeout=patient(60))[0].splitlines()[-1] == "[[0, 1, 2, 3, 4], []]"
     first.stdout.close()
 
 

@@ -19,6 +19,7 @@ from megatron_ladder.data.tokenizer_training import TextSample
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.progress import ProgressBar
+from tests.helpers.patience import patient
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -210,7 +211,7 @@ def test_a_command_line_with_two_workers_and_a_bad_line(
     ]
     command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "SentencePieceTokenizer"]
     command += ["--tokenizer-model", str(sentencepiece_tokenizer.files[0]), "--workers", "2"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"error: {tmp_path}/big.jsonl:1300: not JSON: Expecting property name")
     assert len(ended.stderr.splitlines()) == 1

@@ -17,6 +17,7 @@ from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.sidecar import check_sidecar, read_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from megatron_ladder.errors import UserError
+from tests.helpers.patience import patient
 
 ROOT = Path(__file__).resolve().parents[3]
 SPAN = 2000
@@ -111,7 +112,8 @@ if __name__ == "__main__":
     (tmp_path / "killed.py").write_text(script)
     command = [sys.executable, str(tmp_path / "killed.py")]
     ended = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=patient(60),
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     reported = run([tmp_path / "a.jsonl"], tmp_path / "out")

@@ -23,6 +23,7 @@ from megatron_ladder.generate.requests import NewToken
 from megatron_ladder.generate.serve.scheduler import run_plans
 from megatron_ladder.generate.serve.server import _ServerThread, prepare_server
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, kill_tree
+from tests.helpers.patience import patient
 from tests.reference import greedy_continuation
 from tests.unit.generate.plain_tokenizers import Bytes, Words
 from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_engine
@@ -67,27 +68,28 @@ class Served:
     worker: threading.Thread
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=20)
+        address = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=address, api_key=key, max_retries=0, timeout=patient(20))
 
     def post(
         self, path: str, body: bytes | Iterator[bytes], headers: Mapping[str, str] | None = None, method: str = "POST"
     ) -> tuple[int, dict[str, Any]]:
         """Return the status and the JSON of the response."""
-        with contextlib.closing(HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
+        with contextlib.closing(HTTPConnection("127.0.0.1", self.port, timeout=patient(20))) as connection:
             kind = {"Content-Type": "application/json"}
             connection.request(method, path, body, kind | dict(headers or {}), encode_chunked=False)
             response = connection.getresponse()
             return response.status, json.loads(response.read())
 
     def metrics(self) -> dict[str, float]:
-        with contextlib.closing(HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
+        with contextlib.closing(HTTPConnection("127.0.0.1", self.port, timeout=patient(20))) as connection:
             connection.request("GET", "/metrics")
             lines = connection.getresponse().read().decode().splitlines()
         pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
         return {name.removeprefix("megatron_ladder_"): float(value) for name, _, value in pairs}
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        ends_at = time.monotonic() + 10
+        ends_at = time.monotonic() + patient(10)
         while not holds():
             assert time.monotonic() < ends_at, "the condition did not become true"
             time.sleep(0.005)

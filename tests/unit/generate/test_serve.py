@@ -19,6 +19,7 @@ from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 from megatron_ladder.generate.serve.protocol import parse_completion
 from megatron_ladder.generate.serve.server import _handled_signals, _listen, _read_keys
+from tests.helpers.patience import patient
 from tests.unit.generate.served import EOS, HEAD, Served, body, chat, greedy_ids, ids_of, serving
 
 PROMPTS = [(5, 9, 1), (17,), tuple(range(1, 31)), (60, 200, 2, 11, 9), (8, 8), (250, 1, 77), (100,)]
@@ -263,7 +264,7 @@ def test_paths_methods_types_and_sizes_are_limited(served: Served) -> None:
     assert status == 405 and answer["error"]["type"] == "invalid_request_error"
     assert served.post("/v1/completions", body(), {"Content-Type": "text/plain"})[0] == 415
     assert served.post("/v1/completions", body(prompt="a" * 6000))[0] == 413
-    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=patient(5)) as connection:
         connection.sendall(HEAD % 6000)
         assert b" 413 " in connection.recv(1000), "the server waits for a body that it will reject"
     pieces = (b"%x\r\n%s\r\n" % (len(piece), piece) for piece in [b"a" * 1000] * 6)
@@ -276,7 +277,7 @@ def test_paths_methods_types_and_sizes_are_limited(served: Served) -> None:
 
 def send_request(served: Served, content: dict[str, Any]) -> socket.socket:
     """Send a request and return its connection."""
-    connection = socket.create_connection(("127.0.0.1", served.port), timeout=20)
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=patient(20))
     data = json.dumps(content).encode()
     connection.sendall(HEAD % len(data) + data)
     return connection

@@ -16,6 +16,7 @@ import torch
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.serve import connection as connection_module
+from tests.helpers.patience import patient
 from tests.unit.generate.plain_tokenizers import Gated
 from tests.unit.generate.served import CONFIG, HEAD, WEIGHTS, Served, body, chat, greedy_ids, ids_of, serving
 from tests.unit.generate.tiny_model import tiny_engine
@@ -34,7 +35,7 @@ def test_ambiguous_lengths_and_foreign_hosts_are_rejected(served: Served) -> Non
     """Without a key, a page whose name resolves to this machine must not reach the server (DNS rebinding)."""
 
     def answer(*head: str) -> bytes:
-        with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=patient(5)) as connection:
             connection.sendall("\r\n".join([*head, "", ""]).encode() + b"0\r\n\r\n")
             return b"".join(iter(lambda: connection.recv(10_000), b""))
 
@@ -56,7 +57,8 @@ def test_connections_and_unfinished_bodies_are_limited() -> None:
         service, connections = served.server.service, served.server._server.server_state.connections
 
         def connect() -> socket.socket:
-            return open_connections.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=5))
+            connection = socket.create_connection(("127.0.0.1", served.port), timeout=patient(5))
+            return open_connections.enter_context(connection)
 
         # The first 64 KiB of a body are always accepted; the others share 16 bodies.
         held, room = 199_999 - (1 << 16), 16 * 200_000
@@ -70,7 +72,7 @@ def test_connections_and_unfinished_bodies_are_limited() -> None:
         for _ in range(room // held, 40):
             connect()
         served.wait_until(lambda: len(connections) == 40)
-        with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=patient(5)) as connection:
             found = b"".join(iter(lambda: connection.recv(1000), b""))
             assert found.startswith(b"HTTP/1.1 503 ") and b"too many connections" in found
         open_connections.close()
@@ -96,7 +98,7 @@ def test_waiting_prompts_are_limited_and_dropped_with_their_clients(tmp_path: Pa
         service = served.server.service
 
         def send(prompt: str) -> socket.socket:
-            connection = socket.create_connection(("127.0.0.1", served.port), timeout=20)
+            connection = socket.create_connection(("127.0.0.1", served.port), timeout=patient(20))
             connection.sendall(HEAD % len(body(prompt=prompt)) + body(prompt=prompt))
             return connection
 
@@ -149,7 +151,7 @@ def test_a_bug_is_reported_as_an_error_object(served: Served, monkeypatch: pytes
 
 def test_a_connection_without_a_request_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "HEADER_SECONDS", 0.1)
-    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=patient(5)) as connection:
         assert connection.recv(1) == b""
 
 

@@ -18,6 +18,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.processes import start_ticks
 from megatron_ladder.train.lock import _LOCK_NAME, SaveLock, _this_process
 from tests.helpers.commands import REPOSITORY_ROOT
+from tests.helpers.patience import patient
 
 HOLDER = """
 import sys, time
@@ -125,7 +126,7 @@ def test_a_lock_whose_holder_is_unreadable_is_free(tmp_path: Path) -> None:
 def test_a_holder_updates_its_lock(tmp_path: Path) -> None:
     with SaveLock(tmp_path, beat_seconds=0.05):
         os.utime(tmp_path / _LOCK_NAME, (0, 0))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + patient(5)
         while (tmp_path / _LOCK_NAME).stat().st_mtime == 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)

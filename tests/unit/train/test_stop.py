@@ -13,6 +13,7 @@ from megatron_ladder.config.training import ReliabilityConfig
 from megatron_ladder.flags import value_errors
 from megatron_ladder.train.stop import Stopper, StopSignals
 from tests.helpers.commands import REPOSITORY_ROOT
+from tests.helpers.patience import patient
 
 PROGRAM = """
 import signal, sys, time
@@ -40,7 +41,7 @@ def start(wait: str) -> "subprocess.Popen[str]":
 def test_the_first_signal_is_noted(number: int) -> None:
     process = start(UNTIL_NOTED)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=patient(10))
     assert output == f"[{int(number)}]\n" and process.returncode == 0
 
 
@@ -53,7 +54,7 @@ def test_two_quick_signals_count_as_one_and_a_later_one_ends_the_process() -> No
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
-    _, output = process.communicate(timeout=10)
+    _, output = process.communicate(timeout=patient(10))
     assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - began < 0.8
     assert output == "a second SIGTERM: ends at once\n"
 
@@ -65,7 +66,7 @@ def test_handlers_are_restored_and_ignored_signals_stay_ignored() -> None:
         with StopSignals() as signals:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + patient(5)
             while not signals.received and time.monotonic() < deadline:
                 time.sleep(0.01)
         assert signals.received == [signal.SIGTERM]

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from megatron_ladder.lab.study.scheduling import Job, run_jobs
+from tests.helpers.patience import patient
 
 SLEEPER = "import time; print('here', flush=True); time.sleep({})"
 STUBBORN = (
@@ -28,7 +29,7 @@ def job(tmp_path: Path, name: str, script: str, slots: int = 1) -> Job:
 
 
 def wait_for(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patient(20)
     while text not in (path.read_text() if path.exists() else ""):
         assert time.monotonic() < deadline
         time.sleep(0.01)
