@@ -14,6 +14,7 @@ from megatron_ladder.comm.launch import naming_lost_peers
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.watch import HangWatch, _recorded_collectives
 from megatron_ladder.errors import LostPeerError
+from tests.helpers.patience import patient
 from tests.helpers.pool import GlooPools
 
 SHORT, LATE = 1.5, 2.0
@@ -53,7 +54,7 @@ def lives_with_a_late_peer() -> tuple[str, float, str]:
 
 def test_timeouts_are_short_after_the_first_step(gloo_pools: GlooPools) -> None:
     (first, waited, failure), (second, _, _) = gloo_pools(2).run(lives_with_a_late_peer)
-    assert 0.9 * SHORT < waited < 3 * SHORT
+    assert 0.9 * SHORT < waited < patient(3 * SHORT)
     assert failure.startswith("rank 1 on b (10.0.0.2) is gone or does not answer: ")
     # The one that waits says for whom, and the one that it waits for says where it is instead.
     assert first.count("no progress for") == 1 and first.startswith("*** rank 0 on a (10.0.0.1): ")

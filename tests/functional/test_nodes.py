@@ -172,7 +172,7 @@ def test_a_lost_host_is_named(tokens: Path, tmp_path: Path, across: str) -> None
 
 def test_a_stopped_rank_is_reported_with_stacks(tokens: Path, tmp_path: Path) -> None:
     flags = ["--data-path", tokens, *FOREVER, "--tensor-model-parallel-size", "2"]
-    flags += ["--distributed-timeout-seconds-after-first-step", "3"]
+    flags += ["--distributed-timeout-seconds-after-first-step", f"{patient(3):g}"]
     first, second = start_ranks([flags, flags], tmp_path)
     with running(first, second):
         first.wait_for("iteration       3/", START)
@@ -181,7 +181,7 @@ def test_a_stopped_rank_is_reported_with_stacks(tokens: Path, tmp_path: Path) ->
         assert first.wait(60) == 4, first.stderr
         assert time.monotonic() - began > 2
     report = first.stderr
-    assert re.search(r"\*\*\* rank 0 on \S+ \(127.0.0.1\): no progress for \d s", report)
+    assert re.search(r"\*\*\* rank 0 on \S+ \(127.0.0.1\): no progress for \d+ s", report)
     # Wherever in a step the other one was stopped.
     assert re.search(r"not finished: all_reduce \d+ in group '\w+' of ranks 0-1, \w+\[.*\]; with rank 1 on", report)
     # The thread that waits, from the program's first line to the handle.
@@ -374,4 +374,4 @@ def test_the_container_image_copies_what_the_package_needs() -> None:
             copied.update(line.split()[1:-1])
     present = {name.partition("/")[0] for name in tracked_files()}
     assert copied <= present
-    assert present - copied == {".ci", ".gitignore", "docs", "tests"}
+    assert present - copied == {".ci", ".gitignore", "docs", "tests", "vllm_plugin"}

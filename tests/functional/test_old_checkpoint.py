@@ -59,4 +59,4 @@ def test_an_old_checkpoint_resumes_bitwise(tmp_path: Path, layout: str) -> None:
     )
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert [event["loss"] for event in read_record(tmp_path) if event["event"] == "progress"] == expected["losses"]
-    assert digest_of_tensors(tmp_path / "iter_0000004") == expected["tensors_sha256"]
+    assert digest_of_tensors(tmp_path / "iter_0000004") in expected["tensors_sha256"]

@@ -12,6 +12,7 @@ from tests.gpu.on_ranks import ATTENTION, waits_in
 from tests.gpu.program_checks import speed
 from tests.gpu.rank_checks import compare_decoded, largest_error
 from tests.gpu.runner import Check, Machine, NotRun, Outcome, run_checks, summary
+from tests.helpers.patience import patient
 
 
 def passes(machine: Machine, ranks: int) -> str:
@@ -59,7 +60,7 @@ def test_a_failed_or_hanging_check_does_not_stop_the_others(tmp_path: Path) -> N
         ("large", "not run", "needs 8 GPUs, found 2"),
         ("passes", "passed", "2 ranks | 3 us"),
     ]
-    assert outcomes[1].seconds < 9
+    assert outcomes[1].seconds < patient(9)
     table, failures = summary(outcomes)
     assert table.splitlines()[-1] == "| passes | 2 | passed | 2 ranks \\| 3 us | 0 |"
     assert len(table.splitlines()) == 8 and "what it printed" in failures and failures.count("Traceback") == 4

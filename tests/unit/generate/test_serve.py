@@ -303,7 +303,7 @@ def test_a_disconnected_client_frees_its_slot_and_its_place_in_the_queue(stream:
             first.close()
             assert ids_of(third.result().choices[0].text) == greedy_ids((17,), 3)
         # The 200 tokens of one request would take 4 seconds.
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < patient(2)
         served.wait_until_idle()
         counted = served.metrics()
         assert counted["cancelled_samples_total"] == 2
