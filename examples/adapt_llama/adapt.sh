@@ -7,9 +7,9 @@
 #     bash examples/adapt_llama/adapt.sh ... --dry-run         prints the commands, and checks the headers of the source
 #     bash examples/adapt_llama/adapt.sh ... -- FLAGS          further flags override those for pretrain_ladder.py
 #
-# Other flags: --run FOLDER, --tokens N, --chat-keys "KEYS", --gpus N, --tp N, --lm-eval-tasks "TASKS", and --python
-# PATH to use an interpreter with the required packages instead of this script's environment (.venv). --conversations
-# may be repeated. Run again, the script skips finished stages, and training resumes from its last checkpoint.
+# Other flags: --ladder-layers 16, 20 (the upper ones) or a list such as 4-31, --run FOLDER, --tokens N, --chat-keys
+# "KEYS", --gpus N, --tp N, --lm-eval-tasks "TASKS" (with a metric: arc_challenge:acc_norm), and --python PATH to use an
+# interpreter with the required packages instead of this script's environment (.venv). --conversations may be repeated. Run again, the script skips finished stages, and training resumes from its last checkpoint.
 # examples/adapt_llama/README.md describes the results.
 set -euo pipefail
 
@@ -43,6 +43,7 @@ intervals=(--save-interval 500 --keep-last-n-checkpoints 2 --eval-interval 500 -
 tiny=false
 dry_run=false
 own_python=""
+given_layers=""
 given_tokens=""
 given_conversations=()
 lm_eval_tasks=()
@@ -70,6 +71,7 @@ while [ $# -gt 0 ]; do
         --conversations) given_conversations+=("$2") ;;
         --held-out) held_out=$2 ;;
         --chat-keys) chat_keys=$2 ;;
+        --ladder-layers) given_layers=$2 ;;
         --run) run=$2 ;;
         --tokens) given_tokens=$2 ;;
         --gpus) processes=$2 ;;
@@ -94,6 +96,7 @@ if "$tiny"; then
     intervals=(--save-interval 40 --keep-last-n-checkpoints 2 --eval-interval 40 --eval-iters 4 --log-interval 10)
 fi
 read -ra keys <<<"$chat_keys"
+ladder_layers=${given_layers:-$ladder_layers}
 tokens=${given_tokens:-$tokens}
 
 errors=()
@@ -215,7 +218,7 @@ fi
 
 importing=(--hf "$source_model" --save "$run/imported" --ladder-layers "$ladder_layers"
     --tensor-model-parallel-size "$tp" --verify --overwrite)
-run_once import "$run/imported/latest" "Import: the upper $ladder_layers layers become ladder" \
+run_once import "$run/imported/latest" "Import: --ladder-layers $ladder_layers" \
     with_python tools/convert_checkpoint.py import "${importing[@]}"
 if "$dry_run"; then
     "$python" tools/convert_checkpoint.py import "${importing[@]}" --dry-run

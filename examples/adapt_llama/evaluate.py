@@ -62,7 +62,7 @@ class EvaluateOptions:
     tp: int = 1
     """Number of tensor-parallel processes."""
     lm_eval_tasks: tuple[str, ...] = ()
-    """More tasks of lm-eval; lm-eval downloads them."""
+    """More tasks of lm-eval, which downloads them, each with a metric (arc_challenge:acc_norm); default: acc."""
     no_lm_eval: bool = False
     """Do not use lm-eval even if it is installed."""
 
@@ -178,27 +178,36 @@ def run_lm_eval(name: str, model: Path, options: EvaluateOptions) -> dict[str, f
     import torch
 
     results = options.output / f"lm_eval_{name}"
-    tasks = [TASK, *options.lm_eval_tasks]
+    named = [word.partition(":") for word in options.lm_eval_tasks]
+    metrics = {TASK: "acc"} | {task: metric or "acc" for task, _, metric in named}
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     command = [
         sys.executable, "-m", "lm_eval", "--model", "hf",
-        "--model_args", f"pretrained={model},trust_remote_code=True,dtype=auto", "--tasks", ",".join(tasks),
+        "--model_args", f"pretrained={model},trust_remote_code=True,dtype=auto", "--tasks", ",".join(metrics),
         "--include_path", str(options.output), "--device", device, "--batch_size", "8",
         "--output_path", str(results),
     ]  # fmt: skip
     run(command, subprocess.DEVNULL)
     newest = max(results.rglob("results*.json"), key=lambda path: path.stat().st_mtime)
-    return first_metrics(json.loads(newest.read_text())["results"], tasks)
+    return named_metrics(json.loads(newest.read_text())["results"], metrics)
 
 
-def first_metrics(results: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -> dict[str, float]:
-    """Return the first metric of each task, without standard errors, as "task metric"."""
-    found = {}
-    for task in tasks:
-        for metric, value in results.get(task, {}).items():
-            if isinstance(value, float) and "stderr" not in metric:
-                found[f"{task} {metric.partition(',')[0]}"] = value
-                break
+def named_metrics(results: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, str]) -> dict[str, float]:
+    """Return the metric of each task (task -> metric) as "task metric", whatever filter lm-eval applied to its answers.
+
+    Raises:
+        UserError: lm-eval did not compute a metric.
+    """
+    found, errors = {}, []
+    for task, metric in metrics.items():
+        values = {name.partition(",")[0]: value for name, value in results.get(task, {}).items()}
+        if metric in values:
+            found[f"{task} {metric}"] = values[metric]
+        else:
+            known = [name for name, value in values.items() if isinstance(value, float) and "stderr" not in name]
+            computed = ", ".join(known) or "nothing"
+            errors.append(f"--lm-eval-tasks {task}:{metric}: lm-eval computed {computed}: name one of them")
+    raise_user_errors(errors)
     return found
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.adapt_llama.evaluate import HeldOut, first_metrics, perplexity, table, write_task
+from examples.adapt_llama.evaluate import HeldOut, named_metrics, perplexity, table, write_task
 from megatron_ladder.blueprint.model import ModelFlags
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.convert.hf_directory import open_hf_directory
 from megatron_ladder.data.chat import Conversation
+from megatron_ladder.errors import UserError
 from tests.helpers.commands import REPOSITORY_ROOT, run_command
 
 SCRIPT = REPOSITORY_ROOT / "examples" / "adapt_llama" / "adapt.sh"
@@ -146,11 +147,32 @@ def test_the_local_task_has_one_right_answer(tmp_path: Path) -> None:
 
 
 def test_a_table_has_a_dash_for_missing_values() -> None:
-    found = first_metrics({"a": {"alias": "a", "acc_stderr,none": 0.1, "acc,none": 0.5}}, ["a", "b"])
-    assert found == {"a acc": 0.5}
+    found = {"a acc": 0.5}
     assert table({"x": {"perplexity": 2.0}, "y": {"perplexity": 1.25, **found}}).splitlines() == [
         "| model | perplexity | a acc |", "| --- | --- | --- |", "| x | 2.000 | - |", "| y | 1.250 | 0.500 |",
     ]  # fmt: skip
+
+
+def test_metrics_of_lm_eval_are_chosen_by_name() -> None:
+    results = {
+        "a": {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1, "acc_norm,none": 0.6},
+        "g": {"exact_match,strict-match": 0.7},
+    }
+    assert named_metrics(results, {"a": "acc_norm", "g": "exact_match"}) == {"a acc_norm": 0.6, "g exact_match": 0.7}
+    with pytest.raises(UserError) as failure:
+        named_metrics(results, {"a": "mc1", "b": "acc"})
+    assert str(failure.value).splitlines() == [
+        "--lm-eval-tasks a:mc1: lm-eval computed acc, acc_norm: name one of them",
+        "--lm-eval-tasks b:acc: lm-eval computed nothing: name one of them",
+    ]
+
+
+@pytest.mark.parametrize(("words", "layers"), [("20", "12-31 of 32"), ("4-7,31", "4-7,31 of 32")])
+def test_other_ladder_layers(words: str, layers: str, tmp_path: Path) -> None:
+    source = headers_alone(tmp_path / "Llama-3.1-8B-Instruct")
+    flags = ["--dry-run", "--source", source, "--run", tmp_path / "run", "--python", sys.executable]
+    done = run_command(["bash", SCRIPT, *flags, "--ladder-layers", words], timeout=120)
+    assert f"wiring: ladder in layers {layers}" in done.stdout, done.stdout + done.stderr
 
 
 def perplexities(text: str) -> dict[str, float]:
