@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
-from megatron_ladder.lab.plan.options import DESCRIPTIONS, KINDS, CalibrateOptions, LayoutOptions, parse_options
+from megatron_ladder.lab.plan.options import (
+    DESCRIPTIONS,
+    KINDS,
+    CalibrateOptions,
+    InferenceOptions,
+    LayoutOptions,
+    parse_options,
+)
 
 COMMANDS = tuple(Command((kind,), verb, DESCRIPTIONS[verb]) for verb, kind in KINDS.items())
 
@@ -27,6 +34,11 @@ def main(argv: Sequence[str]) -> None:
         from megatron_ladder.lab.plan.program import print_layouts
 
         print_layouts(options)
+        return
+    if isinstance(options, InferenceOptions):
+        from megatron_ladder.lab.plan.inference import print_inference
+
+        print_inference(options)
         return
     from megatron_ladder.lab.plan.published import print_paper
 

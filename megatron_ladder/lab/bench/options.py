@@ -12,7 +12,7 @@ from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag
 from megatron_ladder.lab.bench.sizes import SHAPE, SIZES, find_size
 from megatron_ladder.lab.bench.variants import VARIANTS
-from megatron_ladder.lab.cost.links import PRESETS
+from megatron_ladder.lab.cost.machines import PRESETS
 
 Case = Literal["decode", "prefill", "train"]
 CASES: tuple[Case, ...] = get_args(Case)

@@ -37,7 +37,8 @@ from megatron_ladder.lab.bench.results import TABLE_HEAD, BenchmarkRow, plot_spe
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.bench.variants import VARIANTS, Variant, bound_of
 from megatron_ladder.lab.bench.workloads import Workload, build_models
-from megatron_ladder.lab.cost.links import PRESETS, WireModel, gpu_contention
+from megatron_ladder.lab.cost.links import WireModel, gpu_contention
+from megatron_ladder.lab.cost.machines import PRESETS
 from megatron_ladder.lab.link.cuda_groups import MeteredGroup
 from megatron_ladder.lab.link.cuda_link import CudaLink
 from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec, NoCommGroup, WireGroup

@@ -33,23 +33,33 @@ SIZES: dict[str, ModelConfig] = {
     "paper-1.5b": _shape(52, 1536, 4096, 24, 24, STARCODER_VOCABULARY),
     "paper-3.5b": _shape(40, 2304, 9216, 36, 36, STARCODER_VOCABULARY),
     "paper-4.5b": _shape(52, 2304, 9216, 36, 36, STARCODER_VOCABULARY),
+    "llama-2-7b": _shape(32, 4096, 11008, 32, 32, 32000),
+    "llama-2-70b": _shape(80, 8192, 28672, 64, 8, 32000),
+    "qwen-2.5-72b": _shape(80, 8192, 29568, 64, 8, 152064),
     "llama-1b": _shape(16, 2048, 8192, 32, 8, LLAMA3_VOCABULARY, tied=True),
     "llama-3b": _shape(28, 3072, 8192, 24, 8, LLAMA3_VOCABULARY, tied=True),
     "llama-8b": _shape(32, 4096, 14336, 32, 8, LLAMA3_VOCABULARY),
     "llama-34b": _shape(48, 8192, 22016, 64, 8, 32000),
     "llama-70b": _shape(80, 8192, 28672, 64, 8, LLAMA3_VOCABULARY),
+    "bloom-176b": _shape(70, 14336, 50176, 112, 112, 250880),
     "llama-405b": _shape(126, 16384, 53248, 128, 8, LLAMA3_VOCABULARY),
 }
 """small and small-train: attention and MLP cost the same, for two CPU cores. small-llama: the MLP costs twice as much,
 as in Llama. paper-*: the models of the paper (arXiv 2501.06589); paper-1.5b and paper-4.5b are its deeper ladders.
-llama-*: Llama 3, except 34b, which is CodeLlama."""
+bloom-176b: BLOOM's layers and widths with a gated MLP, as in the authors' source. llama-*: Llama 3, except 34b, which
+is CodeLlama, and those with a 2."""
 SHAPE = "LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY"
 
 
 def find_size(text: str) -> ModelConfig:
-    """Return the shape for a name, or for numbers in the order of `SHAPE`; raise ValueError if it is neither."""
-    if text in SIZES:
-        return SIZES[text]
+    """Return the shape for a name (`llama-70b`, or just `70b`), or for numbers in the order of `SHAPE`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    for name, size in SIZES.items():
+        if text in (name, re.sub(r"^\D+-", "", name)):
+            return size
     if re.fullmatch(r"\d+(x\d+){5}", text) is None:
         raise ValueError(f"expected one of {', '.join(SIZES)}, or {SHAPE} such as 8x192x512x6x6x4096")
     layers, hidden, ffn, heads, key_value_heads, vocabulary = map(int, text.split("x"))

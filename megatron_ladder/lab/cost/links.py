@@ -1,8 +1,4 @@
-"""Times of an all-reduce on real interconnects, and of a step of a wiring on such a wire.
-
-`PRESETS` are fitted to measurements of an all-reduce of S bytes on each of n ranks: "the fit" is that of a step-time
-model to 170 benchmark runs published by the authors of arXiv 2501.06589 (Llama 3 of 1B, 8B and 70B on H100, prompt
-1024, 512 new tokens; median error of decode times on held-out halves 2.0 %).
+"""Time of a step of a wiring on a wire.
 
 The step-time model walks the same list of sub-blocks by the same rule as the model does (a sub-block of staleness s
 starts when at most s of the earlier outputs are missing), but it advances a clock instead of computing. It assumes that
@@ -19,9 +15,8 @@ On a pipelined wire s + 1 sub-blocks of staleness s finish within one c + t: the
 the sub-block ends, and the sub-block s + 1 positions later is the first to wait for it.
 """
 
-import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MICROSECOND = 1e-6
@@ -37,66 +32,10 @@ def wire_bytes(num_bytes: int, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * num_bytes
 
 
-@dataclass(frozen=True)
-class LinkPreset:
-    """The time of one all-reduce on a kind of interconnect: a latency, and the longer of its steps and its bytes."""
-
-    name: str
-    measured_ranks: range
-    figures: Callable[[int, int], tuple[float, float, float]]
-    """(bytes of one rank's tensor, ranks) -> us of latency, us of steps, GB/s of the ring's bytes."""
-
-    def seconds(self, num_bytes: int, ranks: int) -> float:
-        """Return the time for a tensor of `num_bytes` on each rank; raise ValueError if `ranks` was not measured."""
-        if ranks == 1:
-            return 0.0
-        if ranks not in self.measured_ranks:
-            known = " to ".join(map(str, dict.fromkeys((self.measured_ranks[0], self.measured_ranks[-1]))))
-            raise ValueError(f"{self.name}: measured for {known} ranks, found {ranks}")
-        latency, steps, rate = self.figures(num_bytes, ranks)
-        on_wire = wire_bytes(num_bytes, ranks) / (rate * GIGABYTE_PER_SECOND)
-        return latency * MICROSECOND + max(steps * MICROSECOND, on_wire)
-
-
-def _nvlink(num_bytes: int, ranks: int) -> tuple[float, float, float]:
-    """The fit; for comparison: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB, 20.9 us at 512 KB, 27.0 us at 1 MB
-    (sgl-project/sglang#22734); bus 365-370 GB/s by ring (NVIDIA/nccl#1455)."""
-    return 4.1 + 2.12 * ranks, 14 * math.sqrt(num_bytes / MEGABYTE), 282
-
-
-def _no_p2p(num_bytes: int, ranks: int) -> tuple[float, float, float]:
-    """The fit to the runs with NCCL_P2P_DISABLE=1.
-
-    NVLS was left on, so large tensors went over NVSwitch. It takes more than 2 GPUs (vllm-project/vllm#9699), so 2 are
-    staged through the host; for comparison: copies 37 GB/s (NVIDIA/nccl#1264).
-    """
-    if ranks == 2:
-        return 8, 89 * math.sqrt(num_bytes / MEGABYTE), 15.5
-    return -4.1 + 6.05 * ranks, 1.16 * (ranks - 1) * math.log2(1 + num_bytes / (8 * KILOBYTE)), 233
-
-
-def _infiniband(num_bytes: int, ranks: int) -> tuple[float, float, float]:
-    """Through 44 us at 32 KB and 66 us at 512 KB, a fit to runs of the same authors on 2 x 8 GPUs; for comparison:
-    46-48 us at 1 KB and less (NVIDIA/nccl#1244), and a bus of 310 GB/s (NVIDIA/nccl#1031).
-
-    The square root between and beyond these sizes is assumed: it fits NVLink.
-    """
-    small, large = math.sqrt(32 * KILOBYTE), math.sqrt(512 * KILOBYTE)
-    slope = (66 - 44) / (large - small)
-    return 44 - slope * small, slope * math.sqrt(num_bytes), 310
-
-
-PRESETS: Mapping[str, LinkPreset] = {
-    "nvlink": LinkPreset("nvlink", range(2, 9), _nvlink),
-    "no-p2p": LinkPreset("no-p2p", range(2, 9), _no_p2p),
-    "infiniband": LinkPreset("infiniband", range(16, 17), _infiniband),
-}
-
-
 def gpu_contention(num_bytes: int) -> float:
     """Return the share of an overlap given back because a collective takes multiprocessors: 0.57 S / (S + 0.33 MB).
 
-    It is from the same fit as the presets. 0.03 at 16 KB; a collective bounded in multiprocessors gives back about 0.2.
+    It is from the fit in `machines.py`. 0.03 at 16 KB; a collective bounded in multiprocessors gives back about 0.2.
     """
     return 0.57 * num_bytes / (num_bytes + 0.33 * MEGABYTE)
 

@@ -12,8 +12,9 @@ from megatron_ladder.files import write_atomically
 from megatron_ladder.flags import flag
 from megatron_ladder.lab.bench.sizes import SHAPE, SIZES, find_size
 from megatron_ladder.lab.cost.hardware import CLUSTERS
+from megatron_ladder.lab.cost.machines import GPUS, PRESETS
 
-Command = Literal["layouts", "calibrate", "paper"]
+Command = Literal["layouts", "inference", "calibrate", "paper"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
 
 
@@ -79,6 +80,38 @@ class CalibrateOptions:
 
 
 @dataclass(frozen=True)
+class InferenceOptions:
+    """Inference. The model, and the machine that generates with it."""
+
+    model: str = flag("llama-70b", details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
+    """Shape of the model, by name (llama-70b, or just 70b) or in numbers as in 8x192x512x6x6x4096."""
+    gpu: str = flag("h100", choices=GPUS)
+    """GPU."""
+    tp: int = flag(8, minimum=1)
+    """Tensor-parallel GPUs."""
+    link: str = flag("nvlink", choices=PRESETS)
+    """Interconnect between them."""
+    link_latency_us: float | None = flag(None, minimum=0, requires=("--link-bandwidth-gbs",))
+    """Time of a small all-reduce on your interconnect, instead of --link."""
+    link_bandwidth_gbs: float | None = flag(None, above=0, requires=("--link-latency-us",))
+    """10^9 bytes per second that a large all-reduce moves in and out of each GPU (the bus bandwidth of nccl-tests)."""
+    batch: int = flag(4, minimum=1)
+    """Equal requests at a time."""
+    prompt: int = flag(1024, minimum=1)
+    """Tokens of each prompt."""
+    generate: int = flag(512, minimum=2)
+    """New tokens of each request."""
+    weight_bits: float = flag(16, minimum=1, maximum=16)
+    """Bits of a weight of the layers: 16, 8 or 4; 4.5 with scales of groups."""
+    ladder_layers: int | None = flag(None, minimum=1)
+    """Ladder layers of the hybrid, the last ones of the model; half of them by default."""
+    measurements: Path | None = None
+    """CSV of measured standard models, whose columns replace these flags: prints the error of each prediction."""
+    json: Path | None = flag(None, output="file")
+    """File for all predictions."""
+
+
+@dataclass(frozen=True)
 class PaperOptions:
     """Published runs. Fits the serving model to one table of the paper's program and predicts another."""
 
@@ -92,13 +125,19 @@ class PaperOptions:
 
 DESCRIPTIONS: dict[Command, str] = {
     "layouts": "Lists the layouts that fit a cluster, fastest first, and where each wiring pays. Needs no GPU.",
+    "inference": "Predicts tokens per second of each wiring, and says whether a ladder would help a machine.",
     "calibrate": "Measures this machine for the predictions.",
     "paper": "Predicts runs of the paper's program from other runs.",
 }
-KINDS: dict[Command, type] = {"layouts": LayoutOptions, "calibrate": CalibrateOptions, "paper": PaperOptions}
+KINDS: dict[Command, type] = {
+    "layouts": LayoutOptions,
+    "inference": InferenceOptions,
+    "calibrate": CalibrateOptions,
+    "paper": PaperOptions,
+}
 
 
-def parse_options(argv: Sequence[str]) -> LayoutOptions | CalibrateOptions | PaperOptions:
+def parse_options(argv: Sequence[str]) -> LayoutOptions | InferenceOptions | CalibrateOptions | PaperOptions:
     """Read the subcommand (`layouts` by default, `--calibrate` as `calibrate`) and its flags; raise UserError."""
     words = ["calibrate" if word == "--calibrate" else word for word in argv]
     words.sort(key=lambda word: word != "calibrate")
@@ -111,8 +150,8 @@ def parse_options(argv: Sequence[str]) -> LayoutOptions | CalibrateOptions | Pap
     others = "".join(f"\n  plan.py {name:10} {text}" for name, text in DESCRIPTIONS.items() if name != command)
     description = f"{DESCRIPTIONS[command]}\n\nOther subcommands:{others}"
     (options,) = parse_command_line([KINDS[command]], words, f"plan.py {command}", description, found=errors)
-    assert isinstance(options, LayoutOptions | CalibrateOptions | PaperOptions)
-    if isinstance(options, LayoutOptions):
+    assert isinstance(options, LayoutOptions | InferenceOptions | CalibrateOptions | PaperOptions)
+    if isinstance(options, LayoutOptions | InferenceOptions):
         try:
             find_size(options.model)
         except ValueError as error:

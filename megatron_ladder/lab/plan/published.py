@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
-from megatron_ladder.lab.bench.sizes import SIZES, find_size
+from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.cost.serving import SERVED_WIRINGS, ServingTimes, Setting, fit_serving, predict
 from megatron_ladder.lab.plan.options import PaperOptions, write_output
 
@@ -33,7 +33,6 @@ SHAPES: dict[str, ModelConfig] = {
     "70b": replace(SIZES["llama-70b"], vocab_size=32000),
     "llama-3-70b": SIZES["llama-70b"],
     "llama-3.1-405b": replace(SIZES["llama-405b"], num_key_value_heads=16),
-    "bloom-176b": find_size("70x14336x50176x112x112x250880"),
     **SIZES,
 }
 """Shapes by lower-case name: those of the authors' source, and those of this package."""

@@ -13,8 +13,10 @@ from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.cli.plan import main
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.cost.hardware import CLUSTERS
+from megatron_ladder.lab.cost.machines import PRESETS
 from megatron_ladder.lab.plan.options import CalibrateOptions, LayoutOptions, parse_options
 from megatron_ladder.lab.plan.program import _cluster_of
+from tests.helpers.patience import patient
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = "model,p2p,tensor_parallel,batch,wiring,prefill_seconds,decode_511_tokens_seconds\n"
@@ -33,7 +35,7 @@ def test_a_thousand_gpus_without_torch(tmp_path: Path) -> None:
     )
     seconds, torch_is_there = done.stderr.split()
     assert torch_is_there == "False"
-    assert float(seconds) < 2, "of the processor, whatever else the machine does"
+    assert float(seconds) < patient(2), "of the processor, whatever else the machine does"
     report = json.loads(out.read_text())
     assert len(report["layouts"]) > 100
     first = report["layouts"][0]
@@ -46,6 +48,61 @@ def test_a_thousand_gpus_without_torch(tmp_path: Path) -> None:
     assert first["relative_uncertainty"] == 0.15
     assert set(SHARED_STREAM_MODES) == set(report["interconnects"]["rows"][0]["seconds"])
     assert "| TP | PP | DP | ZeRO |" in done.stdout and "(this cluster)" in done.stdout
+
+
+@pytest.mark.parametrize("link", PRESETS)
+def test_inference_on_every_interconnect(link: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks, out = max(PRESETS[link].measured_ranks), tmp_path / "inference.json"
+    main(["inference", "--model", "8b", "--tp", str(ranks), "--link", link, "--json", str(out)])
+    printed, report = capsys.readouterr().out, json.loads(out.read_text())
+    speed_ups = {one["wiring"]: one["speed_up"] for one in report["wirings"]}
+    assert speed_ups["standard"] == 1.0 < speed_ups["hybrid-16"] < speed_ups["ladder"]
+    assert speed_ups["no-comm"] == max(speed_ups.values()) or speed_ups["ladder-parallel"] > speed_ups["no-comm"]
+    for one in report["wirings"]:
+        assert one["speed_up_range"][0] <= one["speed_up"] <= one["speed_up_range"][1]
+    assert "Recommendation: fastest" in printed and PRESETS[link].source in printed
+
+
+def test_inference_without_a_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    free = ["--link-latency-us", "0", "--link-bandwidth-gbs", "1000000"]
+    main(["inference", *free])
+    assert "Recommendation: no gain; without any all-reduce the speed-up would be 1.00." in capsys.readouterr().out
+    main(["inference", "--model", "405b", "--batch", "64"])
+    assert "DOES NOT FIT 72 usable GB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--tp 3", "--tp 3: does not divide the 64 heads of llama-70b"),
+        ("--tp 16", "--link nvlink: nvlink: measured for 2 to 8 ranks, found 16: give --link-latency-us and"),
+        ("--model 71b", "--model 71b: expected one of"),
+        ("--ladder-layers 81", "--ladder-layers 81: the model has 80 layers"),
+        ("--link-latency-us 3", "--link-latency-us 3.0 requires --link-bandwidth-gbs"),
+    ],
+)
+def test_impossible_inference(words: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        main(["inference", *words.split()])
+
+
+def test_errors_of_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "measured.csv"
+    head = "model,gpu,tp,link,batch,prompt,generate,weight_bits,tokens_per_second,source\n"
+    table.write_text(f"{head}8b,h100,8,nvlink,1,450,320,16,300.7,here\n8b,h100,8,nvlink,1,450,320,16,150,there\n")
+    main(["inference", "--measurements", str(table)])
+    printed = capsys.readouterr().out
+    assert "| 8b | 8 x h100 | nvlink | 1 | 16 | 300.7 | 300.7 | +0 % | here |" in printed or "-0 % | here" in printed
+    assert "| +100 % | there |" in printed and "median error 50 %, 90th percentile 100 %" in printed
+    for text, expected in (
+        (head, "no rows"),
+        ("model,gpu\n8b,h100\n", "no column tp, link"),
+        (f"{head}8b,h999,8,nvlink,1,450,320,16,300,a\n", "row 1: gpu 'h999' is not one of a100, h100"),
+        (f"{head}8b,h100,8,nvlink,1,450,320,16,0,a\n", "row 1: float division by zero"),
+    ):
+        table.write_text(text)
+        with pytest.raises(UserError, match=expected):
+            main(["inference", "--measurements", str(table)])
 
 
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,4 +176,4 @@ def test_the_tool_starts(tmp_path: Path) -> None:
         [sys.executable, str(ROOT / "tools" / "plan.py"), "--model", "nothing"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 2 and "error: --model nothing" in done.stderr and time.monotonic() - began < 30
+    assert done.returncode == 2 and "error: --model nothing" in done.stderr and time.monotonic() - began < patient(30)

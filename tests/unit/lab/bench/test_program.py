@@ -15,7 +15,7 @@ from megatron_ladder.lab.bench.options import BenchmarkOptions, Case
 from megatron_ladder.lab.bench.program import _Benchmark, _Interconnect, _make_interconnect, _start_ranks
 from megatron_ladder.lab.bench.results import results_table
 from megatron_ladder.lab.bench.sizes import SIZES
-from megatron_ladder.lab.cost.links import PRESETS
+from megatron_ladder.lab.cost.machines import PRESETS
 from megatron_ladder.lab.link.cuda_link import CudaLink
 from megatron_ladder.lab.link.link import NoCommGroup
 from tests.unit.comm import fake_cuda

@@ -1,4 +1,4 @@
-"""The step-time model against closed forms, schedules drawn by hand and a second recurrence; presets by arithmetic."""
+"""The step-time model against closed forms, schedules drawn by hand and a second recurrence."""
 
 import random
 from collections.abc import Sequence
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_ladder.lab.cost.links import (
-    PRESETS,
     SubBlockTime,
     WireModel,
     backward_seconds,
@@ -158,40 +157,6 @@ def test_random_stacks_follow_the_recurrence(seed: int) -> None:
             [blocks[j] for j in order], mirrored, wire.serial, [blocks[j].dgrad_seconds for j in order]
         )
         assert backward_seconds(blocks, wire) == pytest.approx(backward)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_bytes", "ranks", "microseconds"),
-    [
-        ("nvlink", 16 * KILOBYTE, 8, 4.1 + 2.12 * 8 + 14 / 8),
-        ("nvlink", MEGABYTE, 2, 4.1 + 2.12 * 2 + 14),
-        ("nvlink", GIGABYTE, 4, 4.1 + 2.12 * 4 + 1.5e6 / 282),
-        ("no-p2p", 8 * KILOBYTE, 8, -4.1 + 6.05 * 8 + 1.16 * 7),
-        ("no-p2p", 24 * KILOBYTE, 4, -4.1 + 6.05 * 4 + 1.16 * 3 * 2),
-        ("no-p2p", GIGABYTE, 8, -4.1 + 6.05 * 8 + 1.75e6 / 233),
-        ("no-p2p", 16 * KILOBYTE, 2, 8 + 89 / 8),
-        ("no-p2p", GIGABYTE, 2, 8 + 1e6 / 15.5),
-        ("infiniband", 32 * KILOBYTE, 16, 44),
-        ("infiniband", 512 * KILOBYTE, 16, 66),
-        # Root of 2^7 KB is twice that of 2^5 KB, a third of the way to that of 2^9 KB.
-        ("infiniband", 128 * KILOBYTE, 16, 44 + 22 / 3),
-        ("infiniband", 10 * GIGABYTE, 16, 44 - 22 / 3 + 10 * 1.875e6 / 310),
-    ],
-)
-def test_presets_by_arithmetic(name: str, num_bytes: int, ranks: int, microseconds: float) -> None:
-    assert PRESETS[name].seconds(num_bytes, ranks) == pytest.approx(microseconds * MICROSECONDS)
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_say_what_they_know(name: str) -> None:
-    preset = PRESETS[name]
-    assert preset.name == name
-    assert preset.seconds(MEGABYTE, 1) == 0.0
-    with pytest.raises(ValueError, match=f"{name}: measured for .* ranks, found 32"):
-        preset.seconds(MEGABYTE, 32)
-    ranks = 16 if name == "infiniband" else 8
-    times = [preset.seconds(1 << power, ranks) for power in range(31)]
-    assert times == sorted(times)
 
 
 def test_what_a_gpu_gives_back() -> None:
