@@ -34,7 +34,12 @@ class Workers:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Return the results in rank order; raise an AssertionError with the traceback of a rank that failed."""
+        """Return the results in rank order; raise an AssertionError with the traceback of a rank that failed.
+
+        A failure ends all ranks, and they cannot be forked again: by now, this process may have an engine's threads.
+        """
+        if not self._processes:
+            raise AssertionError("an earlier test failed and ended the ranks: run this test alone")
         # If all engines used one port, a rank could connect to the store of the other rank's previous engine.
         port = str(free_port())
         for pipe in self._pipes:
@@ -57,6 +62,7 @@ class Workers:
         for process in self._processes:
             process.kill()
             process.join()
+        self._processes.clear()
 
 
 def free_port() -> int:
