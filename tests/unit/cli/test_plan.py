@@ -136,7 +136,7 @@ def test_calibrate_in_two_spellings() -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("layout", ["expected one of layouts, calibrate, paper first"]),
+        ("layout", ["expected one of layouts, inference, calibrate, paper first"]),
         ("--model gpt --cluster a100 --wirings no-comm --gpus 0 --contention 2",
          ["--model gpt", "--cluster a100", "--wirings no-comm", "--gpus 0", "--contention 2"]),
         ("--node-latency-us -1 --top 0", ["--top 0", "--node-latency-us -1.0"]),
