@@ -24,6 +24,7 @@ from megatron_ladder.checkpoint.tilings import BoxRecord, FileIndex, FileRecord,
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.lab.bench.sizes import SIZES
 from tests.helpers.operations import Operations
+from tests.helpers.patience import patient
 from tests.unit.checkpoint import tiny_training
 from tests.unit.checkpoint.tiny_training import TinyState, on_ranks, save_at_once
 
@@ -101,7 +102,7 @@ def test_the_manifest_of_a_thousand_ranks_is_small_and_opens_fast() -> None:
     assert found == [[index] for _, index in own]
     assert len(table["weight"]) == len(table["exp_avg_sq"]) == 723 and len(table["rng"]) == RANKS
     assert len(data) < 2e6 and len(json.dumps(parts[rank])) < 2e5
-    assert resumed - merged < 2 and merged - start < 20
+    assert resumed - merged < patient(2) and merged - start < patient(20)
     boxes, memory = sum(stored.num_boxes for stored in tensors), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(
         f"\n{boxes:,} boxes; bytes: manifest {len(data):,}, index of a rank {len(json.dumps(parts[rank])):,}; CPU "

@@ -213,8 +213,10 @@ def test_a_command_line_with_two_workers_and_a_bad_line(
     command += ["--tokenizer-model", str(sentencepiece_tokenizer.files[0]), "--workers", "2"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=False)
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"error: {tmp_path}/big.jsonl:1300: not JSON: Expecting property name")
-    assert len(ended.stderr.splitlines()) == 1
+    *progress, error = ended.stderr.splitlines()
+    assert error.startswith(f"error: {tmp_path}/big.jsonl:1300: not JSON: Expecting property name")
+    # A slow machine prints its progress first.
+    assert all(line.startswith("tokenized:") for line in progress)
     assert os.listdir(tmp_path) == ["big.jsonl"]
 
 
