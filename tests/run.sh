@@ -4,7 +4,7 @@
 #     bash tests/run.sh                     linter, type checker, and all tests except the slow ones
 #     bash tests/run.sh --quick             in a minute: linter, most unit tests, two wirings at TP=2, one training
 #     bash tests/run.sh --slow              all tests
-#     bash tests/run.sh --ci                as without flags, on a machine of any speed: tests that have not begun after 45
+#     bash tests/run.sh --ci                as without flags, on a machine of any speed: tests that have not begun after 35
 #                                           minutes are reported as skipped, and time limits, which end what hangs, are
 #                                           longer
 #     bash tests/run.sh tests/unit -k norm  any arguments of pytest
@@ -16,7 +16,7 @@ begin=$(date +%s)
 prepare_environment test
 
 scratch=$(mktemp -d)
-[ "$*" != --ci ] || set -- --patience 15 --until $((begin + 45 * 60))
+[ "$*" != --ci ] || set -- --patience 15 --until $((begin + 35 * 60))
 lanes=()
 trap 'for lane in "${lanes[@]}"; do kill "$lane" 2>/dev/null || true; done; rm -rf "$scratch"' EXIT
 
