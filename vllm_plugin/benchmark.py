@@ -145,9 +145,12 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0))
     if options.device == "cpu" and cores < options.tp and "RANK" not in os.environ:
         parser.error(f"--tp {options.tp}: found {cores} cores, expected one per rank")
-    for module, remedy in ("vllm", "vLLM 0.32"), ("megatron_ladder_vllm", "./vllm_plugin"):
+    needed = {"vllm": "vLLM 0.32", "megatron_ladder_vllm": "./vllm_plugin"}
+    if options.plot is not None:
+        needed["matplotlib"] = "matplotlib, or leave out --plot"
+    for module, remedy in needed.items():
         if importlib.util.find_spec(module) is None:
-            parser.error(f"{module} is not installed here: install {remedy}, see docs/serving_vllm.md")
+            parser.error(f"{module} is not installed here: install {remedy}; see docs/serving_vllm.md")
     return options
 
 
@@ -269,6 +272,7 @@ class Engine:
             self._model.aot_compiled_fn = self._compiled.get(wiring)
             if wiring not in self._compiled:
                 # As vLLM does when an engine starts.
+                self._model.compiled = False
                 self._runner.warming_up_model()
                 self._compiled[wiring] = self._model.aot_compiled_fn
 
@@ -297,7 +301,14 @@ class Engine:
         return Pass(sum(self._forwards[skipped:]) / timed, step)
 
     def close(self) -> None:
-        """End the engine; the next one needs its memory and its names."""
+        """End the engine; the next one needs its memory and its names.
+
+        It also needs a store at another port: the one of torchrun still contains the addresses of this engine's ranks.
+        """
+        from vllm.utils.network_utils import get_open_port
+
+        port = self.group.broadcast_object(get_open_port())
+        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         self._runner = self._model = None
         del self._llm
         gc.collect()

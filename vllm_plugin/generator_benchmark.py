@@ -260,7 +260,9 @@ def stream(port: int, prompt: list[int], count: int) -> None:
 def compare_servers(model: Path, options: argparse.Namespace) -> None:
     """Print the speeds of a closed set of streams: each client sends requests one after another."""
     os.sched_setaffinity(0, os.sched_getaffinity(0) - {options.core} or {options.core})
-    vllm = [options.vllm_python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "model"]
+    # The command `vllm` fails in the CPU build: it asks for the version of a package that has another name there.
+    server = "vllm.entrypoints.openai.api_server"
+    vllm = [options.vllm_python, "-m", server, "--model", str(model), "--served-model-name", "model"]
     vllm += f"--enforce-eager --max-num-seqs {max(options.streams)} --max-model-len {POSITIONS}".split()
     ours = [sys.executable, str(REPOSITORY / "tools" / "generate.py"), "--serve", "--model", str(model)]
     ours += f"--model-name model --max-concurrent {max(options.streams)}".split()

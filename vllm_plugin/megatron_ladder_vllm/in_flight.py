@@ -2,16 +2,16 @@
 
 Two operations, in eager mode and in compiled graphs alike:
 
-    ladder::start(partial, group) -> buffer                              launch the sum of `partial` over the ranks
-    ladder::wait(buffer, partial, latest, group) -> output               wait for it
+    ladder::start(partial, latest, group) -> buffer             launch the sum of `partial` over the ranks
+    ladder::wait(buffer, partial, latest, group) -> output      wait for it
 
 Both are functional: each output is a new tensor, so a compiler that reuses memory cannot touch a buffer in flight.
-`wait` reads neither `partial` nor `latest`. They are arguments because a graph has no other dependencies:
+Some arguments are not read. They exist because a graph has no other dependencies:
 
-* `partial` stays allocated until the wait, since another stream reads it until then.
-* `latest` is the result of the preceding launch or wait, which therefore runs before this wait. The sub-block that
-  reads this wait's output runs after it. Every scheduler keeps this order: launch i, wait i-1, compute i+1, launch i+1,
-  and finally the remaining waits, oldest first.
+* `latest` is the result of the preceding launch or wait, if there is one. Every scheduler therefore keeps the order of
+  all launches and waits. It matters to launches, too: with a staleness of 2, the first three sub-blocks read the same
+  residual stream, and inductor would compute and launch them in any order.
+* `partial` of a wait stays allocated until then, since another stream reads it.
 """
 
 import weakref
@@ -111,7 +111,7 @@ _by_group: weakref.WeakValueDictionary[str, AllReduces] = weakref.WeakValueDicti
 """Operations of a graph receive the name of a group, not the object. An entry disappears with its model."""
 
 
-def _start(partial: Tensor, group: str) -> Tensor:
+def _start(partial: Tensor, latest: Tensor | None, group: str) -> Tensor:
     return _by_group[group].start(partial)
 
 
@@ -119,7 +119,7 @@ def _wait(buffer: Tensor, partial: Tensor, latest: Tensor, group: str) -> Tensor
     return _by_group[group].wait(buffer)
 
 
-def _start_shape(partial: Tensor, group: str) -> Tensor:
+def _start_shape(partial: Tensor, latest: Tensor | None, group: str) -> Tensor:
     return torch.empty_like(partial, memory_format=torch.contiguous_format)
 
 
@@ -162,7 +162,7 @@ class PendingOutputs:
         if self._all_reduces is None:
             self._pending.append(Pending(partial, None))
         else:
-            buffer = torch.ops.ladder.start(partial, self._all_reduces.name)
+            buffer = torch.ops.ladder.start(partial, self._latest, self._all_reduces.name)
             self._pending.append(Pending(buffer, partial))
             self._latest = buffer
 

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -40,8 +39,10 @@ class Workers:
         """
         if not self._processes:
             raise AssertionError("an earlier test failed and ended the ranks: run this test alone")
+        from vllm.utils.network_utils import get_open_port
+
         # If all engines used one port, a rank could connect to the store of the other rank's previous engine.
-        port = str(free_port())
+        port = str(get_open_port())
         for pipe in self._pipes:
             pipe.send((port, function, arguments))
         results = []
@@ -63,13 +64,6 @@ class Workers:
             process.kill()
             process.join()
         self._processes.clear()
-
-
-def free_port() -> int:
-    """Return a TCP port that nothing uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(pipe: Connection, inherited: list[Connection], variables: Mapping[str, str]) -> None:
