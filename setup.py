@@ -36,6 +36,8 @@ HF = ["transformers>=5.0,<6"]
 SERVE = ["llguidance>=1.9,<2", "starlette>=1.0,<2", "uvicorn>=0.40,<1"]
 WANDB = ["wandb>=0.20,<1"]
 MLFLOW = ["mlflow-skinny>=3,<4"]
+# To run evaluation tasks on the generation engine, or on its server.
+EVAL = ["lm-eval[api,hf]>=0.4.13,<0.5"]
 # To fit the planner's model to measurements, and for statistics of studies.
 LAB = ["scipy>=1.14,<2"]
 TEST = [
@@ -64,11 +66,13 @@ setup(
     package_data={"megatron_ladder": ["py.typed"]},
     install_requires=REQUIRED,
     extras_require={
-        "data": DATA, "hf": HF, "lab": LAB, "mlflow": MLFLOW, "plot": PLOT, "serve": SERVE, "test": TEST,
+        "data": DATA, "eval": EVAL, "hf": HF, "lab": LAB, "mlflow": MLFLOW, "plot": PLOT, "serve": SERVE, "test": TEST,
         "wandb": WANDB,
     },  # fmt: skip
     entry_points={
-        "console_scripts": runpy.run_path(str(ROOT / "megatron_ladder" / "cli" / "programs.py"))["console_scripts"]()
+        "console_scripts": runpy.run_path(str(ROOT / "megatron_ladder" / "cli" / "programs.py"))["console_scripts"](),
+        # Found by the versions of lm-eval after 0.4.13.
+        "lm_eval.models": ["megatron_ladder = megatron_ladder.lm_eval:LadderLM"],
     },
     classifiers=[
         "Operating System :: POSIX :: Linux",

@@ -22,7 +22,7 @@ from megatron_ladder.comm.launch import (
     stop_process_group,
 )
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.command_line import parse_command_line
+from megatron_ladder.command_line import flag_words, parse_command_line
 from megatron_ladder.convert.carry_out import carry_out
 from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.measures import Measures
@@ -30,7 +30,6 @@ from megatron_ladder.convert.options import ExportOptions, ImportOptions
 from megatron_ladder.data.batches import GlobalBatchLoader, UnreadBatches
 from megatron_ladder.data.samples import Samples
 from megatron_ladder.errors import UserError, raise_user_errors
-from megatron_ladder.flags import flag_name
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
 from megatron_ladder.generate.program import build_engine, check_hardware, new_request
@@ -48,21 +47,9 @@ _POSITIONS = 2048
 """Longest sequence of a model that is built without max_position_embeddings."""
 
 
-def _words(flags: Mapping[str, Any]) -> list[str]:
-    """Return keyword arguments as a command line; None leaves a flag out."""
-    words = []
-    for name, value in flags.items():
-        if isinstance(value, bool):
-            words.append(flag_name(name if value else f"no_{name}"))
-        elif value is not None:
-            values = value if isinstance(value, list | tuple) else [value]
-            words += [f"{flag_name(name)}={one}" for one in values]
-    return words
-
-
 def build_model(vocab_size: int, seed: int = 1234, **flags: Any) -> LanguageModel:
     """Return a whole model for one process, a torch module; `flags` are those of pretrain_ladder.py for the model."""
-    (chosen,) = parse_command_line([ModelFlags], _words({"vocab_size": vocab_size, **flags}), "build_model", "")
+    (chosen,) = parse_command_line([ModelFlags], flag_words({"vocab_size": vocab_size, **flags}), "build_model", "")
     errors: list[str] = []
     config = resolve_model(chosen, vocab_size, chosen.max_position_embeddings or _POSITIONS, 1, errors)
     raise_user_errors(errors)
@@ -135,7 +122,7 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
     place, peers = read_rank_info(), Peers()
     with ExitStack() as stack:
         with reporting_errors(place):
-            inputs = read_inputs(_words(flags), place, partial(from_rank_0, place, stack))
+            inputs = read_inputs(flag_words(flags), place, partial(from_rank_0, place, stack))
             check_device(place)
             if inputs.run.checkpoint.save is not None and place.rank == 0:
                 stack.enter_context(SaveLock(inputs.run.checkpoint.save))
@@ -159,7 +146,7 @@ class TextGenerator:
     def __init__(self, model: str | Path, **flags: Any) -> None:
         """`flags` are those of generate.py that concern the model, such as `dtype`."""
         options: ModelOptions
-        (options,) = parse_command_line([ModelOptions], _words({"model": model, **flags}), "TextGenerator", "")
+        (options,) = parse_command_line([ModelOptions], flag_words({"model": model, **flags}), "TextGenerator", "")
         place = read_rank_info()
         self._stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
         check_hardware(place, options, self._stored.config)
@@ -175,7 +162,7 @@ class TextGenerator:
         if flags.get("score"):
             raise UserError("generate: score=True: this call only continues texts; engine.score computes likelihoods")
         # A Generation contains all that --json prints.
-        words = _words({"prompt": [prompts] if isinstance(prompts, str) else list(prompts), "json": True, **flags})
+        words = flag_words({"prompt": [prompts] if isinstance(prompts, str) else list(prompts), "json": True, **flags})
         sections = [PromptOptions, SamplingOptions, OutputOptions]
         chosen, sampling, output = parse_command_line(sections, words, "generate", "")
         tokenizer = self._stored.tokenizer
@@ -194,11 +181,11 @@ class TextGenerator:
 
 def import_model(hf: str | Path, save: str | Path, **flags: Any) -> None:
     """Convert a Hugging Face directory to a training checkpoint, with the flags of `convert_checkpoint.py import`."""
-    (options,) = parse_command_line([ImportOptions], _words({"hf": hf, "save": save, **flags}), "import_model", "")
+    (options,) = parse_command_line([ImportOptions], flag_words({"hf": hf, "save": save, **flags}), "import_model", "")
     carry_out(plan_import(options), options, print, Measures())
 
 
 def export_model(load: str | Path, hf: str | Path, **flags: Any) -> None:
     """Convert a training checkpoint to a Hugging Face directory, with the flags of `convert_checkpoint.py export`."""
-    (options,) = parse_command_line([ExportOptions], _words({"load": load, "hf": hf, **flags}), "export_model", "")
+    (options,) = parse_command_line([ExportOptions], flag_words({"load": load, "hf": hf, **flags}), "export_model", "")
     carry_out(plan_export(options), options, print, Measures())

@@ -39,8 +39,8 @@ MOST_HOSTS = 8
 REPORT, DIGEST, VERDICT, READ = "start/report", "start/digest", "start/verdict", "start/read"
 """Keys of the store; all except the verdict are followed by a rank."""
 
-_USES: dict[str, Iterator[int]] = defaultdict(itertools.count)
-"""Counts the uses of the store by this process: a script may leave a process group and start another in the store."""
+_USES: dict[tuple[str, str, int], Iterator[int]] = defaultdict(itertools.count)
+"""Counts the uses of each store by this process: a script may leave a process group and start another in the store."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -201,7 +201,8 @@ def open_store(rank: int, world_size: int, timeout: timedelta, use: str = "attem
             raise
         raise UserError(f"MASTER_PORT {port} is already in use: give the launcher another --master_port") from error
     # The store of torchrun outlives ranks that it restarts.
-    return PrefixStore(f"{use}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}_{next(_USES[use])}", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"{use}_{attempt}_{next(_USES[use, address, port])}", store)
 
 
 def agree(store: Store, rank: int, world_size: int, report: RankReport, timeout: timedelta) -> list[Host]:

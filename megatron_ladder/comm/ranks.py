@@ -9,11 +9,12 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_ladder.errors import LostPeerError
+from megatron_ladder.errors import ExitCode, LostPeerError
 from megatron_ladder.processes import Child, end_children, received_signals, start_child
 
 POLL_SECONDS = 0.02
@@ -35,21 +36,12 @@ def run_ranks(
         KeyboardInterrupt: Ctrl-C ended the program.
         LostPeerError: a rank was killed.
     """
-    root = str(Path(__file__).resolve().parents[2])
-    program = f"import sys; sys.path.append({root!r}); from {module} import entry_point; entry_point()"
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **address, **sizes}
+    environments = _rank_environments(count)
     ranks: list[Child] = []
     with received_signals() as received:
         try:
-            # -P: a file in the current directory must not replace a module.
-            command = [sys.executable, "-P", "-c", program, *argv]
-            for rank in range(count):
-                numbered = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                # Ctrl-C reaches every process of a terminal; the parent handles it for all ranks.
-                ranks.append(start_child(command, signal.SIGKILL, [signal.SIGINT], env=numbered))
+            for environment in environments:
+                ranks.append(_start_rank(module, argv, environment))
             failure = _wait(ranks, received)
         finally:
             end_children(ranks, grace_seconds)
@@ -62,6 +54,55 @@ def run_ranks(
         if code < 0:
             raise LostPeerError(f"rank {rank} of {count} was ended by {signal.Signals(-code).name}")
         sys.exit(code)
+
+
+def _rank_environments(count: int) -> list[dict[str, str]]:
+    """Return the variables that a launcher adds to the environment of each rank, with a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    common = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"), **address, **sizes}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def _start_rank(module: str, argv: Sequence[str], environment: Mapping[str, str]) -> Child:
+    root = str(Path(__file__).resolve().parents[2])
+    program = f"import sys; sys.path.append({root!r}); from {module} import entry_point; entry_point()"
+    # -P: a file in the current directory must not replace a module.
+    command = [sys.executable, "-P", "-c", program, *argv]
+    # Ctrl-C reaches every process of a terminal; the parent handles it for all ranks.
+    return start_child(command, signal.SIGKILL, [signal.SIGINT], env={**os.environ, **environment})
+
+
+class OtherRanks:
+    """Ranks 1 to `count` - 1, which call `module.entry_point`; the process that starts them is rank 0.
+
+    If one of them fails, this process prints its exit code and exits with it, because it may wait for that rank.
+
+    Attributes:
+        environment: variables that rank 0 needs to join the others.
+    """
+
+    def __init__(self, module: str, argv: Sequence[str], count: int) -> None:
+        self.environment, *others = _rank_environments(count)
+        self._ranks = [_start_rank(module, argv, variables) for variables in others]
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def close(self) -> None:
+        """End the ranks that still run."""
+        self._closed.set()
+        end_children(self._ranks, GRACE_SECONDS)
+
+    def _watch(self) -> None:
+        failure = _wait(self._ranks, ())
+        # Rank 0 usually notices an error that concerns all ranks, and reports it.
+        if failure is None or self._closed.wait(GRACE_SECONDS):
+            return
+        rank, code = failure
+        print(f"error: rank {rank + 1} of {len(self._ranks) + 1} ended with exit code {code}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(code if code > 0 else ExitCode.LOST_PEER)
 
 
 def _wait(ranks: Sequence[Child], received: Sequence[int]) -> tuple[int, int] | None:

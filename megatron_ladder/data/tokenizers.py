@@ -6,7 +6,7 @@ Ids are those of the text alone: no tokenizer adds a beginning-of-sequence token
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -45,6 +45,8 @@ class Tokenizer(Protocol):
     """The largest id + 1."""
     eod_id: int
     """The token that ends a document, and a generated text."""
+    bos_id: int | None = None
+    """The token that the tokenizer's files name for the beginning of a text; training and generation do not add it."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; none for an empty one."""
@@ -131,6 +133,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.eod_id: int = self._processor.eos_id()
         if self.eod_id < 0:
             raise UserError(f"--tokenizer-model {model}: has no end-of-sequence piece: train it with an eos_id")
+        self.bos_id = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
 
     def pieces_outside_of_text(self) -> frozenset[str]:
         """Return the pieces that represent no text (control tokens, single bytes), as spelled in the vocabulary."""
@@ -195,18 +198,24 @@ class HuggingFaceTokenizer(Tokenizer):
         if not vocabulary:
             raise UserError(f"--tokenizer-model {self.files[0]}: has an empty vocabulary")
         self.vocab_size = max(vocabulary.values()) + 1
+        beginnings = [token for _, token in self._named("bos_token") if isinstance(token, str) and token in vocabulary]
+        self.bos_id = vocabulary[beginnings[0]] if beginnings else None
         self.eod_id = self._find_eod(vocabulary)
 
-    def _find_eod(self, vocabulary: dict[str, int]) -> int:
+    def _named(self, kind: str) -> Iterator[tuple[Path, object]]:
+        """Yield each companion file that names a special token, with its text, or an invalid value."""
         for companion, content in zip(self.files, self.contents, strict=True):
-            if companion.name not in self._COMPANIONS:
-                continue
-            token = parse_json_object(companion, content).get("eos_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            if token is not None and not (isinstance(token, str) and token in vocabulary):
+            if companion.name in self._COMPANIONS:
+                token = parse_json_object(companion, content).get(kind)
+                token = token.get("content") if isinstance(token, dict) else token
+                if token is not None:
+                    yield companion, token
+
+    def _find_eod(self, vocabulary: dict[str, int]) -> int:
+        for companion, token in self._named("eos_token"):
+            if not (isinstance(token, str) and token in vocabulary):
                 raise UserError(f"{companion}: eos_token {token!r:.60} is not in the vocabulary of {self.files[0]}")
-            if token is not None:
-                return vocabulary[token]
+            return vocabulary[token]
         for token in _COMMON_END_TOKENS:
             if token in vocabulary:
                 return vocabulary[token]

@@ -1,4 +1,5 @@
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,6 +181,17 @@ def test_hostile_files_next_to_a_tokenizer_are_rejected(hugging_face_directory: 
         with pytest.raises(UserError, match=words):
             HuggingFaceTokenizer(tmp_path)
         (tmp_path / path).unlink()
+
+
+def test_the_beginning_of_text_token_is_found(hugging_face_directory: Path, tmp_path: Path) -> None:
+    shutil.copy(hugging_face_directory / "tokenizer.json", tmp_path)
+    for beginning, expected in (("null", None), ('"el"', "el"), ('{"content": "el"}', "el"), ('"<nowhere>"', None)):
+        (tmp_path / "tokenizer_config.json").write_text(
+            f'{{"eos_token": "<|end_of_turn|>", "bos_token": {beginning}}}'
+        )
+        found = HuggingFaceTokenizer(tmp_path)
+        assert (None if found.bos_id is None else found.spelling(found.bos_id)) == expected
+    assert NullTokenizer(5).bos_id is None
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(hugging_face_directory: Path, tmp_path: Path) -> None:

@@ -1,0 +1,194 @@
+"""Evaluation of a stored model by one process, which directs all tensor-parallel ranks.
+
+The process that evaluates is rank 0. Before each batch it broadcasts the call of the engine, and the other ranks make
+the same call. It starts these ranks itself, unless a launcher did.
+"""
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.launch import RankInfo, naming_lost_peers, read_rank_info, stop_process_group
+from megatron_ladder.comm.ranks import OtherRanks
+from megatron_ladder.command_line import flag_words, parse_command_line
+from megatron_ladder.data.tokenizers import Tokenizer
+from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.loading import StoredModel, open_model
+from megatron_ladder.generate.options import ModelOptions
+from megatron_ladder.generate.program import build_engine, check_hardware
+from megatron_ladder.generate.requests import Generation, GenerationRequest
+from megatron_ladder.generate.scoring import TokenScores
+from megatron_ladder.progress import ProgressBar
+
+_TIMEOUT = timedelta(days=30)
+"""Time that rank 0 can take between two batches. The end of a process is noticed immediately in any case."""
+
+
+class ContinuationScore(NamedTuple):
+    """The log-likelihood of a continuation after its context."""
+
+    logprob: float
+    is_greedy: bool
+    """Whether each token is the most likely one."""
+
+
+class Evaluator:
+    """A model that scores and continues texts of token ids, `batch_size` at a time, on any number of ranks.
+
+    Attributes:
+        stored: the model's directory.
+        tokenizer: its tokenizer.
+        max_length: number of the model's positions.
+        device: rank 0's device.
+    """
+
+    def __init__(self, batch_size: int, **flags: Any) -> None:
+        """`flags` are those of generate.py that concern the model, such as `model`, `tp` and `dtype`.
+
+        If a launcher started the processes, this call returns only on rank 0. The other ranks take part in the
+        evaluation and then end with SystemExit. Raises UserError.
+        """
+        words = flag_words(flags)
+        options = _parse(words)
+        place = read_rank_info()
+        starts_ranks = "WORLD_SIZE" not in os.environ and (options.tp or 1) > 1
+        if starts_ranks:
+            place = RankInfo(0, options.tp or 1, 0)
+        self.stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
+        check_hardware(place, options, self.stored.config)
+        if self.stored.tokenizer is None:
+            raise UserError(
+                f"--model {self.stored.directory}: the directory has no tokenizer; use --tokenizer-type and "
+                "--tokenizer-model"
+            )
+        self.tokenizer: Tokenizer = self.stored.tokenizer
+        self.max_length = self.stored.config.max_position_embeddings
+        self._batch_size = batch_size
+        self._others = OtherRanks(__name__, words, place.world_size) if starts_ranks else None
+        try:
+            with _environment(self._others):
+                self._engine, self._group = _join(place, options, self.stored)
+        except BaseException:
+            self._end_others()
+            raise
+        if place.rank > 0:
+            _follow(self._engine, self._group)
+            raise SystemExit(0)
+        self.device: torch.device = self._engine.model.embedding.weight.device
+        self._in_step = True
+
+    def score(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[ContinuationScore]:
+        """Score the continuation of each (context, continuation); a context that is too long loses its beginning.
+
+        A continuation without ids has the log-likelihood 0. Raises UserError if one has more ids than the model has
+        positions.
+        """
+        cut = []
+        for context, continuation in texts:
+            if len(continuation) > self.max_length:
+                raise UserError(
+                    f"a text to score has {len(continuation)} tokens, but the model has only {self.max_length} "
+                    "positions; leave this task out, or use a model with more positions"
+                )
+            kept = self.max_length + 1 - len(continuation)
+            cut.append((tuple(context[-kept:]), tuple(continuation)))
+        found = [ContinuationScore(0.0, True)] * len(texts)
+        # Long texts first, so that a lack of memory shows early. Texts of similar lengths need little padding.
+        order = [number for number, (_, continuation) in enumerate(cut) if continuation]
+        order.sort(key=lambda number: -sum(map(len, cut[number])))
+        for numbers in self._batches("scoring", order):
+            scores: list[TokenScores] = self._on_all_ranks("score_batch", [cut[number] for number in numbers], 1)
+            for number, (logprobs, alternatives) in zip(numbers, scores, strict=True):
+                most_likely = tuple(pairs[0][0] for pairs in alternatives)
+                found[number] = ContinuationScore(sum(logprobs), most_likely == cut[number][1])
+        return found
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Continue prompts; no result depends on the other requests."""
+        found: dict[int, Generation] = {}
+        order = sorted(range(len(requests)), key=lambda number: -len(requests[number].prompt_ids))
+        for numbers in self._batches("generating", order):
+            generations = self._on_all_ranks("generate", [requests[number] for number in numbers])
+            found.update(zip(numbers, generations, strict=True))
+        return [found[number] for number in range(len(requests))]
+
+    def close(self) -> None:
+        """End the other ranks and leave the process group."""
+        if self._in_step:
+            self._group.broadcast_object(None)
+            self._engine.close()
+            stop_process_group()
+        self._in_step = False
+        self._end_others()
+
+    def _batches(self, description: str, order: Sequence[int]) -> Iterator[Sequence[int]]:
+        with ProgressBar(description, len(order), " texts") as bar:
+            for first in range(0, len(order), self._batch_size):
+                numbers = order[first : first + self._batch_size]
+                yield numbers
+                bar.advance(len(numbers))
+
+    def _on_all_ranks(self, method: str, *arguments: Any) -> Any:
+        # After an error the ranks are out of step.
+        self._in_step = False
+        with naming_lost_peers():
+            self._group.broadcast_object((method, arguments))
+            result = getattr(self._engine, method)(*arguments)
+        self._in_step = True
+        return result
+
+    def _end_others(self) -> None:
+        if self._others is not None:
+            self._others.close()
+
+
+def _parse(words: Sequence[str]) -> ModelOptions:
+    options: ModelOptions
+    (options,) = parse_command_line([ModelOptions], words, "evaluation", "")
+    return options
+
+
+@contextmanager
+def _environment(others: OtherRanks | None) -> Iterator[None]:
+    """Add the variables of rank 0 inside the block, so that no other library takes this process for one of several."""
+    before = dict(os.environ)
+    os.environ.update({} if others is None else others.environment)
+    try:
+        yield
+    finally:
+        if others is not None:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _join(place: RankInfo, options: ModelOptions, stored: StoredModel) -> tuple[GenerationEngine, CommGroup]:
+    """Return this rank's engine, and a group in which ranks wait for calls."""
+    engine = build_engine(place, options, stored)
+    return engine, engine.group.over_gloo(_TIMEOUT)
+
+
+def _follow(engine: GenerationEngine, group: CommGroup) -> None:
+    """Make the calls that rank 0 broadcasts, until it closes."""
+    with naming_lost_peers():
+        while (call := group.broadcast_object(None)) is not None:
+            method, arguments = call
+            getattr(engine, method)(*arguments)
+    engine.close()
+    stop_process_group()
+
+
+def _main(argv: Sequence[str]) -> None:
+    """Run a rank that an `Evaluator` started."""
+    options = _parse(argv)
+    stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
+    _follow(*_join(read_rank_info(), options, stored))
+
+
+entry_point = functools.partial(run_program, _main)

@@ -1,0 +1,183 @@
+"""The model `megatron_ladder` of lm-eval: a stored model on the generation engine, at any tensor-parallel size.
+
+`python -m megatron_ladder.lm_eval` is lm-eval's command line with this model. Its `--model_args` are the flags of
+generate.py that concern the model, as in `model=checkpoints,tp=2`.
+"""
+
+import atexit
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron_ladder.command_line import flag_words, parse_command_line
+from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, Message, read_chat_template
+from megatron_ladder.errors import ExitCode, UserError, raise_user_errors
+from megatron_ladder.generate.evaluation import Evaluator
+from megatron_ladder.generate.loading import special_prefix
+from megatron_ladder.generate.options import SamplingOptions
+from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.sampling import SamplingParameters, request_seed
+
+_MAX_GEN_TOKS = 256
+"""Longest answer if neither the task nor --gen_kwargs limits it, as for lm-eval's other models; at most half of the
+model's positions."""
+
+
+@register_model("megatron_ladder")
+class LadderLM(TemplateLM):
+    """A training checkpoint or a Hugging Face directory.
+
+    The tokens are those of lm-eval's model `hf`: a tokenizer.json that puts special tokens before a text does so here,
+    and a text without a context follows the beginning-of-text token, or the end-of-text token if there is none.
+    """
+
+    def __init__(
+        self, batch_size: int | str = 1, max_batch_size: int | None = None, device: str | None = None, **flags: Any
+    ) -> None:
+        """`flags` are the --model_args; the other arguments are flags of lm-eval. Raises UserError.
+
+        `device` has no effect, because lm-eval passes cuda:0 by default: the model is on GPUs if there are any.
+        """
+        super().__init__()
+        if not str(batch_size).isdecimal() or int(batch_size) < 1 or max_batch_size is not None:
+            raise UserError(
+                f"--batch_size {batch_size}: this model has no automatic batch size; use a number of 1 or more, "
+                "without --max_batch_size"
+            )
+        try:
+            self._evaluator = Evaluator(int(batch_size), **flags)
+        except UserError as error:
+            raise UserError(*(f"--model_args: {message}" for message in error.messages)) from None
+        atexit.register(self._evaluator.close)
+        self._device = self._evaluator.device
+        tokenizer = self._evaluator.tokenizer
+        self._prefix = list(special_prefix(tokenizer))
+        self._template: ChatTemplate | None = None
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-text token."""
+        return self._evaluator.tokenizer.eod_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context."""
+        tokenizer = self._evaluator.tokenizer
+        return tokenizer.eod_id if tokenizer.bos_id is None else tokenizer.bos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name of the model in lm-eval's cache of requests."""
+        return str(self._evaluator.stored.directory.resolve()).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return the ids of a text; by default, with the tokenizer's special tokens, unless the text begins with them.
+
+        Chat templates write a beginning-of-text token themselves.
+        """
+        ids = self._evaluator.tokenizer.encode(string)
+        has_prefix = ids[: len(self._prefix)] == self._prefix
+        return ids if add_special_tokens is False or has_prefix else [*self._prefix, *ids]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        scores = self._evaluator.score([(context, continuation) for _, context, continuation in requests])
+        return [(score.logprob, score.is_greedy) for score in scores]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text; a long one is scored in windows of the model's positions."""
+        windows, texts = list[tuple[list[int], list[int]]](), list[int]()
+        for number, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            pairs = get_rolling_token_windows(ids, self.prefix_token_id, self._evaluator.max_length, 1)
+            own = [make_disjoint_window(pair) for pair in pairs]
+            windows += own
+            texts += [number] * len(own)
+        totals = [0.0] * len(requests)
+        for number, score in zip(texts, self._evaluator.score(windows), strict=True):
+            totals[number] += score.logprob
+        return totals
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continue each context, and cut the answer before the first of its stop texts."""
+        repeated = Counter[str]()
+        prepared = []
+        for request in requests:
+            context, settings = request.args
+            prepared.append(self._request(context, settings, repeated[context]))
+            repeated[context] += 1
+        return [generation.text or "" for generation in self._evaluator.generate(prepared)]
+
+    def _request(self, context: str, settings: Mapping[str, Any], sample: int) -> GenerationRequest:
+        max_length = self._evaluator.max_length
+        given = dict(normalize_gen_kwargs(dict(settings), min(_MAX_GEN_TOKS, max_length // 2)))
+        stop = tuple(text for text in given.pop("until") if text)
+        new_tokens = int(given.pop("max_gen_toks"))
+        if not 0 < new_tokens < max_length:
+            raise UserError(
+                f"max_gen_toks={new_tokens}: expected 1 to {max_length - 1}, because the model has {max_length} "
+                "positions; set it in --gen_kwargs"
+            )
+        if not given.pop("do_sample"):
+            given["temperature"] = 0.0
+        unknown = sorted(given.keys() - {entry.name for entry in fields(SamplingParameters)})
+        errors = [f"{name} is not supported; remove it" for name in unknown]
+        known = {name: value for name, value in given.items() if name not in unknown}
+        (sampling,) = parse_command_line([SamplingOptions], flag_words(known), "generation", "", found=errors)
+        raise_user_errors(f"generation_kwargs of the task, or --gen_kwargs: {error}" for error in errors)
+        ids = tuple(self.tok_encode(context)[new_tokens - max_length :]) or (self.prefix_token_id,)
+        seed = request_seed(sampling.seed, ids, sample)
+        parameters = SamplingParameters.like(sampling, seed=seed, logprobs=False, top_logprobs=0)
+        return GenerationRequest(ids, new_tokens, parameters, self._evaluator.stored.eos_ids, stop)
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Return the source of the tokenizer's chat template; an empty text unless it is requested."""
+        if not chat_template:
+            return ""
+        if isinstance(chat_template, str):
+            raise UserError(f"--apply_chat_template {chat_template}: expected no name, for the default template")
+        return self._chat_template().source
+
+    def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as text: up to the assistant's answer, or up to the end of the last message."""
+        template = self._chat_template()
+        try:
+            if add_generation_prompt:
+                return template.prompt(chat_history)
+            text, last = template.render(chat_history).text, str(chat_history[-1]["content"]).strip()
+        except ChatTemplateError as error:
+            raise UserError(f"{template.name}: the template rejects this conversation: {error}") from None
+        return text[: text.rindex(last) + len(last)]
+
+    def _chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            tokenizer = self._evaluator.tokenizer
+            if not tokenizer.files:
+                raise UserError(f"--apply_chat_template: {tokenizer.kind} has no chat template; leave out the flag")
+            fix = "copy one to chat_template.jinja there, or leave out the flag"
+            source = read_chat_template(tokenizer.files[0], None, "--apply_chat_template: ", fix)
+            self._template = ChatTemplate(*source)
+        return self._template
+
+
+def _main() -> None:
+    try:
+        cli_evaluate()
+    except UserError as error:
+        for message in error.messages:
+            print(f"error: {message}", file=sys.stderr)
+        sys.exit(ExitCode.USER_ERROR)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,58 @@
+"""An evaluation that starts and directs a second rank."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import REPOSITORY_ROOT, clean_environment
+from tests.helpers.patience import patient
+from tests.reference import greedy_continuation
+from tests.unit.generate.test_evaluation import CONFIG, TEXTS, reference_score
+from tests.unit.generate.tiny_model import PROMPTS, reference_of, tiny_config, write_checkpoint
+
+DESYNC = tiny_config(residual_mode="desync", desync_interval=2, desync_tp=2, vocab_size=257)
+DIRECTED = """
+import json, sys
+from megatron_ladder.generate.evaluation import Evaluator
+from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.sampling import GREEDY
+
+evaluator = Evaluator(2, model=sys.argv[1], tp=2, tokenizer_type="ByteTokenizer", tokenizer_model=sys.argv[1])
+texts, prompts = json.loads(sys.argv[2])
+scores = evaluator.score(texts)
+generations = evaluator.generate([GenerationRequest(tuple(prompt), 5, GREEDY) for prompt in prompts])
+evaluator.close()
+print(json.dumps([scores, [generation.ids for generation in generations]]))
+"""
+
+
+def directed(model: Path, *variables: tuple[str, str]) -> "subprocess.CompletedProcess[str]":
+    words = [sys.executable, "-c", DIRECTED, str(model), json.dumps([TEXTS, PROMPTS])]
+    environment = {**clean_environment(), "PYTHONPATH": str(REPOSITORY_ROOT), **dict(variables)}
+    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=patient(120), check=False)
+
+
+def test_two_ranks_equal_one_process_with_separate_streams(tmp_path: Path) -> None:
+    weights, reference = reference_of(DESYNC)
+    write_checkpoint(tmp_path, DESYNC, weights)
+    done = directed(tmp_path)
+    assert done.returncode == 0, done.stderr
+    scores, generated = json.loads(done.stdout)
+    expected = [reference_score(weights, reference, *text, 96) for text in TEXTS]
+    assert [logprob for logprob, _ in scores] == pytest.approx([logprob for logprob, _ in expected], abs=1e-4)
+    assert generated == [greedy_continuation(weights, reference, prompt, 5) for prompt in PROMPTS]
+
+
+def test_a_rank_that_ends_early_ends_the_evaluation(tmp_path: Path) -> None:
+    """Otherwise rank 0 would wait for it."""
+    write_checkpoint(tmp_path / "run", CONFIG, reference_of(CONFIG)[0])
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1':\n    os._exit(7)\n")
+    done = directed(tmp_path / "run", ("PYTHONPATH", os.pathsep.join([str(site), str(REPOSITORY_ROOT)])))
+    assert (done.returncode, done.stdout) == (7, "")
+    assert done.stderr.splitlines()[-1] == "error: rank 1 of 2 ended with exit code 7"

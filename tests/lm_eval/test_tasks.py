@@ -1,0 +1,279 @@
+"""The model of lm-eval and the server under the real lm-eval, on local tasks. `tests/lm_eval.sh` installs it first.
+
+The scores of two ranks are compared with those of a plain model in one process, and of lm-eval's own model `hf`.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.cli.convert_checkpoint import main as convert
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
+from megatron_ladder.errors import UserError
+from megatron_ladder.lm_eval import LadderLM
+from tests.helpers.commands import REPOSITORY_ROOT, clean_environment
+from tests.helpers.patience import patient
+from tests.helpers.tokenizer_copies import copy_tokenizer
+from tests.reference import greedy_continuation, reference_logits
+from tests.unit.generate.served import serving_command
+from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
+
+WIRINGS: dict[str, dict[str, Any]] = {
+    "ladder": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2)},
+    "hybrid": {"residual_mode": "ladder", "ladder_layers": (1,), "qk_layernorm": True},
+    "desync-2x": {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2},
+}
+TEXT = "The quick brown fox jumps over the lazy dog. A model reads a text, and predicts what follows it.\n"
+CHOICES = [
+    {"question": "The quick brown", "choices": ["fox", "dog jumps", " lazy text model"], "answer": 0},
+    {"question": "A model ", "choices": ["reads", "jumps over the dog", "?"], "answer": 1},
+    {"question": "", "choices": ["what follows", "it."], "answer": 1},
+    {"question": TEXT * 4, "choices": ["a text", "dog", "fox fox"], "answer": 2},
+    {"question": "reads a", "choices": ["text,", "A"], "answer": 0},
+]
+"""The fourth question is longer than the model's positions."""
+TASKS: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "choices": (
+        CHOICES,
+        'output_type: multiple_choice\ndoc_to_text: "{{question}}"\ndoc_to_choice: "{{choices}}"\n'
+        "doc_to_target: answer\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",
+    ),
+    "last_word": (
+        [{"text": "The quick brown", "word": "fox"}, {"text": "over the lazy", "word": "dog"}],
+        'output_type: loglikelihood\ndoc_to_text: "{{text}}"\ndoc_to_target: "{{word}}"\n'
+        "metric_list: [{metric: perplexity}, {metric: acc}]\n",
+    ),
+    "documents": (
+        [{"text": TEXT}, {"text": TEXT * 5}, {"text": "dog"}],
+        'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\n'
+        "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]\n",
+    ),
+    "answers": (
+        [{"text": "The quick", "answer": "a"}, {"text": "A model reads a text,", "answer": "b"}, {"text": TEXT * 4}],
+        'output_type: generate_until\ndoc_to_text: "{{text}}"\ndoc_to_target: "{{answer}}"\n'
+        'generation_kwargs: {until: ["q", "\\n"], max_gen_toks: 9}\nmetric_list: [{metric: exact_match}]\n',
+    ),
+}
+
+
+class ReferenceLM(TemplateLM):
+    """The plain model of the tests in one process, with the tokenizer of transformers."""
+
+    def __init__(self, config: ModelConfig, tokenizer: Path) -> None:
+        super().__init__()
+        self.weights, self.config = reference_of(config)
+        self.positions = config.max_position_embeddings
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        return int(self.tokenizer.bos_token_id)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens is not False))
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        found = []
+        for _, context, text in requests:
+            ids = torch.tensor([*context, *text])[-self.positions - 1 :]
+            scores = reference_logits(self.weights, self.config, ids[None, :-1])[0].log_softmax(-1)[-len(text) :]
+            targets = ids[-len(text) :]
+            found.append((scores.gather(1, targets[:, None]).sum().item(), bool((scores.argmax(-1) == targets).all())))
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        found = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            pairs = map(make_disjoint_window, get_rolling_token_windows(ids, self.prefix_token_id, self.positions, 1))
+            found.append(sum(score for score, _ in self._loglikelihood_tokens([("", *pair) for pair in pairs])))
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        found = []
+        for request in requests:
+            context, settings = request.args
+            ids = self.tok_encode(context)[settings["max_gen_toks"] - self.positions :]
+            new = greedy_continuation(self.weights, self.config, ids, settings["max_gen_toks"])
+            answer = new[: (*new, self.eot_token_id).index(self.eot_token_id)]
+            text = self.tokenizer.decode(answer, skip_special_tokens=True)
+            for stop in settings["until"]:
+                text = text.partition(stop)[0]
+            found.append(text)
+        return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a checkpoint and an export of each wiring, and the tasks."""
+    folder = tmp_path_factory.mktemp("lm_eval")
+    tokenizer = write_tokenizer(folder / "tokenizer")
+    for name in WIRINGS:
+        config = config_of(name, tokenizer)
+        checkpoint = write_checkpoint(folder / name, config, reference_of(config)[0])
+        copy_tokenizer(tokenizer, checkpoint)
+        if name != "desync-2x":
+            convert(["export", "--load", str(folder / name), "--hf", str(folder / f"{name}-hf")])
+    (folder / "tasks").mkdir()
+    for name, (documents, content) in TASKS.items():
+        data = folder / "tasks" / f"{name}.jsonl"
+        data.write_text("".join(json.dumps({"answer": "none", **document}) + "\n" for document in documents))
+        options = f"{{data_files: {{test: {data}}}, cache_dir: {folder / 'cache'}}}"
+        source = f"dataset_path: json\ndataset_kwargs: {options}\ntest_split: test\n"
+        (folder / "tasks" / f"{name}.yaml").write_text(f"task: {name}\n{source}{content}")
+    return folder
+
+
+def write_tokenizer(path: Path) -> HuggingFaceTokenizer:
+    """Write a tokenizer that puts a special token before every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT] * 10, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    path.mkdir()
+    tokenizer.save(str(path / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (path / "tokenizer_config.json").write_text(json.dumps(names))
+    return HuggingFaceTokenizer(path)
+
+
+def config_of(name: str, tokenizer: HuggingFaceTokenizer) -> ModelConfig:
+    return tiny_config(**WIRINGS[name], vocab_size=tokenizer.vocab_size)
+
+
+def plain_model(folder: Path, name: str) -> ReferenceLM:
+    return ReferenceLM(config_of(name, HuggingFaceTokenizer(folder / "tokenizer")), folder / "tokenizer")
+
+
+def evaluate(folder: Path, model: Any, tasks: Sequence[str] = tuple(TASKS), **more: Any) -> Mapping[str, Any]:
+    manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+    results = simple_evaluate(model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **more)
+    assert results is not None
+    return results
+
+
+def assert_equal_results(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Assert equal metrics and equal answers of the model to every request."""
+    for task, metrics in expected["results"].items():
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+        assert numbers and {name: found["results"][task][name] for name in numbers} == pytest.approx(numbers, rel=1e-4)
+    for task, samples in expected["samples"].items():
+        own, others = (answers(one, task, range(len(samples))) for one in (found, expected))
+        if task == "answers":
+            assert own == others and any(others)
+        else:
+            assert own == pytest.approx(others, rel=1e-6, abs=1e-4), task
+
+
+def answers(results: Mapping[str, Any], task: str, documents: Sequence[int]) -> list[Any]:
+    """Return everything that the model answered about some documents of a task, as numbers or texts."""
+    samples = {sample["doc_id"]: json.loads(json.dumps(sample["resps"])) for sample in results["samples"][task]}
+    return flat([samples[number] for number in documents])
+
+
+def flat(value: Any) -> list[Any]:
+    return [leaf for one in value for leaf in flat(one)] if isinstance(value, list) else [value]
+
+
+def two_ranks(folder: Path, name: str, **more: Any) -> LadderLM:
+    return LadderLM(model=folder / name, tp=2, batch_size=3, **more)
+
+
+@pytest.mark.parametrize("name", WIRINGS)
+def test_two_ranks_equal_one_process_and_the_export(folder: Path, name: str) -> None:
+    model = two_ranks(folder, name)
+    found = evaluate(folder, model)
+    model._evaluator.close()
+    assert_equal_results(found, evaluate(folder, plain_model(folder, name)))
+    if name != "desync-2x":
+        exported = {"pretrained": str(folder / f"{name}-hf"), "trust_remote_code": True, "dtype": "float32"}
+        assert_equal_results(found, evaluate(folder, "hf", model_args=exported, device="cpu", batch_size=2))
+
+
+def run_command_line(
+    folder: Path, arguments: str, *more: str, launcher: Sequence[str] = ()
+) -> "subprocess.CompletedProcess[str]":
+    words = [sys.executable, *launcher, "-m", "megatron_ladder.lm_eval", "--model", "megatron_ladder"]
+    words += ["--model_args", arguments, "--tasks", "choices", "--include_path", str(folder / "tasks"), *more]
+    environment = {**clean_environment(), "PYTHONPATH": str(REPOSITORY_ROOT), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=patient(300), check=False)
+
+
+@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
+def test_the_command_line_writes_results(folder: Path, tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    arguments = f"model={folder / 'hybrid'}" + ("" if launcher else ",tp=2")
+    done = run_command_line(folder, arguments, "--output_path", str(tmp_path), launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.rglob("results_*.json")
+    expected = evaluate(folder, plain_model(folder, "hybrid"), ["choices"])["results"]["choices"]
+    found = json.loads(file.read_text())["results"]["choices"]
+    assert (found["acc,none"], found["acc_norm,none"]) == (expected["acc,none"], expected["acc_norm,none"])
+
+
+def test_mistakes_are_reported_without_a_traceback(folder: Path) -> None:
+    done = run_command_line(folder, f"model={folder / 'hybrid'},tp=3,tpp=1")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: --model_args: --tpp is not a flag of this program")
+
+
+def test_conversations_and_generation_settings(folder: Path) -> None:
+    model = LadderLM(model=folder / "hybrid-hf")
+    with pytest.raises(UserError, match="--apply_chat_template: .* has no chat template"):
+        model.chat_template(True)
+    template = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] | trim }}</s>{% endfor %}"
+    template += "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+    (folder / "hybrid-hf" / "chat_template.jinja").write_text(template)
+    history = [{"role": "user", "content": "A text"}, {"role": "assistant", "content": "The "}]
+    text = model.apply_chat_template(history[:1])
+    assert text == "<s>user: A text</s><s>assistant:" and model.chat_template(True) == template
+    assert model.apply_chat_template(history, add_generation_prompt=False) == "<s>user: A text</s><s>assistant: The"
+    assert model.tok_encode(text).count(0) == 2 and model.tok_encode("A text")[0] == 0
+    settings = {"until": ["."], "max_gen_toks": 4, "do_sample": True, "temperature": 0.5, "top_k": 3}
+    request = model._request("A text", settings, 0)
+    assert (request.sampling.temperature, request.sampling.top_k, request.stop) == (0.5, 3, (".",))
+    assert model._request("A text", settings, 1).sampling.seed != request.sampling.seed
+    with pytest.raises(UserError) as caught:
+        model._request("A text", {"num_beams": 4, "top_p": 2.0, "do_sample": True, "temperature": 1.0}, 0)
+    assert [message.partition(": ")[2][:25] for message in caught.value.messages] == [
+        "num_beams is not supporte", "--top-p 2.0: expected abo",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="max_gen_toks=96: expected 1 to 95"):
+        model._request("A text", {"max_gen_toks": 96}, 0)
+    with pytest.raises(UserError, match="--batch_size auto: this model has no automatic batch size"):
+        LadderLM(model=folder / "hybrid", batch_size="auto")
+
+
+def test_the_server_answers_local_completions(folder: Path) -> None:
+    with serving_command("--model", folder / "ladder-hf", "--tp", "2") as (_, address):
+        settings = {
+            "model": "ladder-hf", "base_url": f"{address}/completions", "tokenizer": str(folder / "tokenizer"),
+            "tokenizer_backend": "huggingface", "add_bos_token": True, "max_length": 96,
+        }  # fmt: skip
+        found = evaluate(folder, "local-completions", ["choices"], model_args=settings, batch_size=2)
+    expected = evaluate(folder, plain_model(folder, "ladder"), ["choices"])
+    # This model of lm-eval cuts one more token off the long question.
+    own, others = (answers(one, "choices", (0, 1, 2, 4)) for one in (found, expected))
+    assert own == pytest.approx(others, abs=1e-4)
