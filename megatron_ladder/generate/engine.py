@@ -4,6 +4,7 @@ All tensor-parallel ranks run the loop in lockstep. Rank 0 chooses the tokens an
 cannot make ranks diverge.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -15,7 +16,7 @@ from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import StepGraph
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken, Timings
-from megatron_ladder.generate.scoring import score_text
+from megatron_ladder.generate.scoring import TokenScores, score_text
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE, PADDING, SlotBatch, prompt_width
 from megatron_ladder.model.language_model import LanguageModel
 
@@ -128,20 +129,36 @@ class GenerationEngine:
         )
         return [sample.result(timings) for sample in samples]
 
-    @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each of `ids` (at least two) but the first; every rank must call it.
+        """Return the log-probability of each of `ids` (at least two) but the first; see `score_batch`."""
+        return list(self.score_batch([(ids[:1], ids[1:])])[0].logprobs)
 
-        Raises BadNumbersError if the logits are not finite.
+    @torch.inference_mode()
+    def score_batch(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]], most: int = 0) -> list[TokenScores]:
+        """Score the ids of continuations after their contexts, in one batch, with `most` alternatives each.
+
+        A context and a continuation have at least one id each, and together at most one more than the model has
+        positions. Every rank must call this method. Raises BadNumbersError if the logits of a text are not finite.
         """
-        device, length = self.model.embedding.weight.device, len(ids) - 1
-        width = prompt_width(length, self.model.config.max_position_embeddings, device)
-        tokens = torch.tensor([[*ids[:-1], *[PADDING] * (width - length)]], device=device)
-        hidden_states = self.model.hidden_states(tokens, self.model.training_context(tokens))[:length]
-        logprobs = score_text(self.model, self.group, hidden_states, ids[1:]).logprobs
-        if not all(map(math.isfinite, logprobs)):
+        device = self.model.embedding.weight.device
+        inputs = [[*context, *continuation][:-1] for context, continuation in texts]
+        width = prompt_width(max(map(len, inputs)), self.model.config.max_position_embeddings, device)
+        # Attention is causal, so no text sees the padding after it.
+        tokens = torch.tensor([[*ids, *[PADDING] * (width - len(ids))] for ids in inputs], device=device)
+        hidden_states = self.model.hidden_states(tokens, self.model.training_context(tokens))
+        rows = [
+            hidden_states[len(context) - 1 : len(ids), row]
+            for row, (ids, (context, _)) in enumerate(zip(inputs, texts, strict=True))
+        ]
+        following = [token for _, continuation in texts for token in continuation]
+        scores = score_text(self.model, self.group, torch.cat(rows).unsqueeze(1), following, most)
+        if not all(map(math.isfinite, scores.logprobs)):
             raise BadNumbersError(f"the logits of the text are not finite: {BAD_NUMBERS_CAUSE}")
-        return list(logprobs)
+        ends = list(itertools.accumulate(map(len, rows), initial=0))
+        return [
+            TokenScores(scores.logprobs[first:end], scores.alternatives[first:end])
+            for first, end in itertools.pairwise(ends)
+        ]
 
 
 def _checked(tokens: Sequence[NewToken]) -> Sequence[NewToken]:

@@ -23,7 +23,13 @@ from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory, safe_path
 from megatron_ladder.convert.tokenizer_files import hf_token_ids, token_ids
-from megatron_ladder.data.tokenizers import DESCRIPTION_FILE, Tokenizer, load_tokenizer, load_tokenizer_from_directory
+from megatron_ladder.data.tokenizers import (
+    DESCRIPTION_FILE,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    load_tokenizer_from_directory,
+)
 from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.generate.packed import PACKED_OPERATIONS, load_packed
 from megatron_ladder.model.language_model import LanguageModel
@@ -100,19 +106,24 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None) -> StoredMode
 
 def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
     found = open_hf_directory(directory)
-    prefix: list[int] = []
     name = next((name for name in _TOKENIZER_FILES if (directory / name).exists()), None)
     if tokenizer is None and name is not None:
         safe_path(directory, name)
         tokenizer = load_tokenizer(_TOKENIZER_FILES[name], directory / name)
-        path = tokenizer.files[0]
-        if path.suffix == ".json":
-            # The special tokens that it puts before every text.
-            whole = tokenizers.Tokenizer.from_file(str(path))
-            plain, special = (whole.encode("a", add_special_tokens=added).ids for added in (False, True))
-            prefix = next((special[:at] for at in range(len(special)) if special[at:][: len(plain)] == plain), [])
+        prefix = special_prefix(tokenizer)
+    else:
+        prefix = ()
     eos_ids = _eos_ids(hf_token_ids(found), tokenizer)
-    return StoredModel(directory, found.model, tokenizer, eos_ids, tuple(prefix), partial(load_weights, source=found))
+    return StoredModel(directory, found.model, tokenizer, eos_ids, prefix, partial(load_weights, source=found))
+
+
+def special_prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the special tokens that a tokenizer.json puts before every text."""
+    if tokenizer.kind != HuggingFaceTokenizer.kind:
+        return ()
+    whole = tokenizers.Tokenizer.from_buffer(tokenizer.contents[0])
+    plain, special = (whole.encode("a", add_special_tokens=added).ids for added in (False, True))
+    return next((tuple(special[:at]) for at in range(len(special)) if special[at:][: len(plain)] == plain), ())
 
 
 def _eos_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:

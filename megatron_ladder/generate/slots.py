@@ -40,6 +40,7 @@ from megatron_ladder.generate.scoring import Alternatives, score_text
 from megatron_ladder.generate.structured import TokenMatcher
 from megatron_ladder.generate.text import IncrementalDecoder, StopFinder
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
 
@@ -85,8 +86,8 @@ class _PromptColumns(NamedTuple):
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values [n, kv_heads/t, s, d] in the first s columns, and return them."""
-        self.cache.keys[layer][self.slots, :, : keys.shape[2]] = keys
-        self.cache.values[layer][self.slots, :, : values.shape[2]] = values
+        for stored, new in (self.cache.keys[layer], keys), (self.cache.values[layer], values):
+            stored[self.slots, :, : new.shape[2]] = new.to(stored.dtype)
         return keys, values
 
 
@@ -100,8 +101,8 @@ class _TokenColumns(NamedTuple):
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values [b, kv_heads/t, 1, d]; return those of the first `extent` columns."""
-        self.cache.key_rows[layer].index_copy_(0, self.rows, keys.flatten(0, 2))
-        self.cache.value_rows[layer].index_copy_(0, self.rows, values.flatten(0, 2))
+        for rows, new in (self.cache.key_rows[layer], keys), (self.cache.value_rows[layer], values):
+            rows.index_copy_(0, self.rows, new.flatten(0, 2).to(rows.dtype))
         stored_keys, stored_values = self.cache.keys[layer][: len(keys)], self.cache.values[layer][: len(values)]
         return stored_keys.narrow(2, 0, self.extent), stored_values.narrow(2, 0, self.extent)
 
@@ -130,6 +131,11 @@ class _FilledColumns(NamedTuple):
         )  # fmt: skip
         assert isinstance(attended, Tensor)
         return attended.view(q.shape)
+
+
+def _attend_in_fp32(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """See `Operations.attend`. torch's attention on CPUs takes several times as long in bf16 and fp16."""
+    return Operations.attend(q.float(), k.float(), v.float(), mask).to(q.dtype)
 
 
 def _counts_filled_columns(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
@@ -209,7 +215,10 @@ class SlotBatch:
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self._group = group
         self.samples: list[_ActiveSample | None] = [None] * slots
-        self._cache = _StaticCache(model.config, group.size, slots, positions, model.compute_dtype, self._device)
+        in_fp32 = self._device.type == "cpu" and model.compute_dtype in (torch.bfloat16, torch.float16)
+        self._attend = _attend_in_fp32 if in_fp32 else None
+        cache_dtype = torch.float32 if in_fp32 else model.compute_dtype
+        self._cache = _StaticCache(model.config, group.size, slots, positions, cache_dtype, self._device)
         self._counts_filled = _counts_filled_columns(model.compute_dtype, model.config.head_dim, self._device)
         all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
         self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
@@ -255,7 +264,8 @@ class SlotBatch:
         longest = prompt_width(max(map(len, prompts)), self._positions, self._device)
         tokens = torch.tensor([[*ids, *[PADDING] * (longest - len(ids))] for ids in prompts], device=self._device)
         turns = RotaryTable(self._rotary.cos[:longest], self._rotary.sin[:longest])
-        context = SequenceContext(turns, _PromptColumns(self._cache, torch.tensor(slots, device=self._device)))
+        columns = _PromptColumns(self._cache, torch.tensor(slots, device=self._device))
+        context = SequenceContext(turns, columns, attend=self._attend)
         hidden_states = self._model.hidden_states(tokens, context)
         last = torch.tensor([len(ids) - 1 for ids in prompts], device=self._device)
         newest = hidden_states[last, torch.arange(len(prompts), device=self._device)]
@@ -298,7 +308,7 @@ class SlotBatch:
 
     def _one_token(self, tokens: Tensor, columns: Tensor, extent: int, masked: bool) -> Tensor:
         """Ids [b, 1] for columns [b] -> logits. Attention gets `extent` columns; `masked` hides later ones."""
-        mask, attend = None, None
+        mask, attend = None, self._attend
         first_rows = self._cache.first_rows[: len(columns)]
         if self._counts_filled:
             extent = self._positions

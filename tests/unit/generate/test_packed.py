@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ladder.generate.packed import _LARGE_PAGE, PACKED_OPERATIONS, _move_to_large_pages
+from megatron_ladder.generate.packed import _LARGE_PAGE, PACKED_OPERATIONS, _can_pack, _move_to_large_pages
 from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_model
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 KERNEL = tuple(map(int, platform.release().split("-")[0].split(".")[:2]))
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [
+    pytest.param(dtype, marks=pytest.mark.skipif(not _can_pack(dtype), reason="oneDNN has no such product here"))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
