@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from megatron_ladder.lab.cost.links import GIGABYTE_PER_SECOND, KILOBYTE, MEGABYTE, MICROSECOND, wire_bytes
 
+LINK_ERROR = 1.33
+"""All-reduces so many times faster or slower give the range of a predicted speed-up."""
+
 
 @dataclass(frozen=True)
 class Gpu:

@@ -16,6 +16,8 @@ Bytes that data-parallel ranks move per parameter of a GPU (bf16 weights, gradie
 
 A collective that overlaps with computation is exposed by as much as it takes longer, and gives back its share of
 contention.
+
+A desync interval is one sub-block with one exposed reduce in each pass: at its end in forward, its start in backward.
 """
 
 from dataclasses import dataclass, replace
@@ -86,7 +88,7 @@ class LayerTime:
 
     @cached_property
     def sub_blocks(self) -> list[SubBlockTime]:
-        """The sub-blocks of one layer."""
+        """The sub-blocks of `_period` layers."""
         rate = self.cluster.peak_flops * self.cluster.flops_share * self.tensor
         streams = STREAM_PASSES * self.stream_bytes / self.cluster.memory_bytes_per_second
         if self.sequence_parallel:
@@ -98,7 +100,16 @@ class LayerTime:
             seconds = self.sequence * self.micro_batch * flops / rate + streams
             dgrad, staleness = seconds * (2 if self.recompute else 1), sub_block.wired.staleness
             times.append(SubBlockTime(seconds, self.reduce_seconds, staleness, dgrad, wgrad_seconds=seconds))
-        return times
+        if not self.model.desync_interval:
+            return times
+        forward = self._period * sum(one.forward_seconds for one in times)
+        dgrad = self._period * sum(one.dgrad_seconds for one in times)
+        return [SubBlockTime(forward, self.reduce_seconds, 0, dgrad, wgrad_seconds=forward)]
+
+    @property
+    def _period(self) -> int:
+        """Layers of a desync interval; 1 for other wirings."""
+        return max(1, self.model.desync_interval // len(self.model.wiring.sub_blocks))
 
     @cached_property
     def wire(self) -> WireModel:
@@ -110,14 +121,16 @@ class LayerTime:
         return self._walk(FEW), self._walk(MANY)
 
     def _walk(self, layers: int) -> tuple[float, float]:
-        steps = self.sub_blocks * layers
+        steps = self.sub_blocks * (layers // self._period)
         compute = sum(step.forward_seconds + step.dgrad_seconds + step.wgrad_seconds for step in steps)
         if self.tensor == 1:
             return compute, compute
         forward = forward_seconds(steps, self.wire)
         if self.sequence_parallel:
             steps = [replace(step, reduce_seconds=GATHERED_AGAIN * step.reduce_seconds) for step in steps]
-        return compute, forward + backward_seconds(steps, self.wire, launch_before_wgrad=True)
+        at_once = self.model.desync_interval > 0
+        backward = backward_seconds(steps, self.wire, launch_before_wgrad=not at_once, wait_at_once=at_once)
+        return compute, forward + backward
 
     def passes(self, layers: int) -> tuple[float, float]:
         """Return the seconds of forward and backward of so many layers: computing alone, and with reduces."""

@@ -8,18 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.wiring import DESYNC_INTERVALS
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.cost.inference import InferenceRequest, inference_memory, predict_inference
-from megatron_ladder.lab.cost.machines import GPUS, PRESETS, LinkPreset
+from megatron_ladder.lab.cost.machines import GPUS, LINK_ERROR, PRESETS, LinkPreset
 from megatron_ladder.lab.cost.serving import ServingTimes
+from megatron_ladder.lab.markdown import markdown_table
 from megatron_ladder.lab.plan.layouts import SMALLEST_DIFFERENCE, verdict
 from megatron_ladder.lab.plan.options import InferenceOptions, write_output
-from megatron_ladder.lab.study.tables import markdown_table
+from megatron_ladder.lab.wirings import NAMED_WIRINGS
 
-LINK_ERROR = 1.33
-"""All-reduces so many times faster or slower give the range of a speed-up."""
 USABLE_MEMORY = 0.9
 """Share of a GPU's memory for weights and cache; the rest is for activations, CUDA and NCCL."""
 
@@ -204,16 +202,10 @@ def _wirings(model: ModelConfig, options: InferenceOptions) -> dict[str, ModelCo
     late = layers // 2 if options.ladder_layers is None else options.ladder_layers
     if late > layers:
         raise UserError(f"--ladder-layers {late}: the model has {layers} layers")
-    hybrid = replace(model.in_wiring("ladder"), ladder_layers=tuple(range(layers - late, layers)))
     found = {
-        "standard": model.in_wiring("standard"),
-        "ladder": model.in_wiring("ladder"),
-        f"hybrid-{late}": hybrid,
-        "staleness-2": model.in_wiring("ladder", staleness=2),
-        "parallel": model.in_wiring("parallel"),
-        "ladder-parallel": model.in_wiring("ladder-parallel"),
+        name: wiring.of(model, options.tp)
+        for name, wiring in NAMED_WIRINGS.items()
+        if wiring.fewest_ranks <= options.tp and not wiring.upper_half
     }
-    if options.tp > 1:
-        for interval in DESYNC_INTERVALS:
-            found[f"desync-{interval}"] = model.in_wiring("desync", desync_interval=interval, ranks=options.tp)
+    found[f"hybrid-{late}"] = replace(found["ladder"], ladder_layers=tuple(range(layers - late, layers)))
     return found

@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
-from megatron_ladder.blueprint.wiring import ResidualMode
 from megatron_ladder.lab.cost.hardware import UNCALIBRATED_RANGE, Cluster
 from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout, Memory, worst_memory
 from megatron_ladder.lab.cost.training import LayerTime, StepTime, model_flop_utilisation, step_time
+from megatron_ladder.lab.wirings import NAMED_WIRINGS
 
 MOST_NODES_OF_TENSOR = 2
 """Nodes that a tensor-parallel group spans at most."""
 MICRO_BATCHES = (1, 2, 4, 8)
+PLANNED_WIRINGS = tuple(name for name, wiring in NAMED_WIRINGS.items() if not wiring.upper_half)
+"""Without the hybrid, because the step time is that of identical layers."""
 SMALLEST_DIFFERENCE = 0.03
 """Relative difference below which two times tie."""
 
@@ -26,7 +28,7 @@ class PlanRequest:
     gpus: int
     global_batch: int
     sequence: int
-    wirings: tuple[ResidualMode, ...]
+    wirings: tuple[str, ...]
     muon: bool = False
 
 
@@ -35,7 +37,7 @@ class LayoutPlan:
     """One layout in one wiring, with the share of all GPUs' peak that its model FLOPs reach."""
 
     layout: Layout
-    wiring: ResidualMode
+    wiring: str
     memory: Memory
     time: StepTime
     utilisation: float
@@ -65,10 +67,16 @@ def _divisors(number: int, most: int) -> list[int]:
     return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
 
-def _layer_time(request: PlanRequest, layout: Layout, wiring: ResidualMode, reduce_factor: float = 1.0) -> LayerTime:
+def _has(layout: Layout, wiring: str) -> bool:
+    named = NAMED_WIRINGS[wiring]
+    return layout.tensor >= named.fewest_ranks and (named.shares_stream or not layout.sequence_parallel)
+
+
+def _layer_time(request: PlanRequest, layout: Layout, wiring: str, reduce_factor: float = 1.0) -> LayerTime:
+    named = NAMED_WIRINGS[wiring]
     return LayerTime(
-        request.model.in_wiring(wiring), request.cluster, layout.tensor, request.sequence, layout.micro_batch,
-        layout.recompute, layout.sequence_parallel, reduce_factor,
+        named.of(request.model, layout.tensor), request.cluster, layout.tensor, request.sequence, layout.micro_batch,
+        layout.recompute, layout.sequence_parallel and named.shares_stream, reduce_factor,
     )  # fmt: skip
 
 
@@ -78,10 +86,10 @@ def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:
     Without tensor parallelism, wirings have no communication to hide, so only the first of the request is planned.
     """
     # The same for every pipeline, number of data-parallel ranks and ZeRO stage.
-    layer_times: dict[tuple[Layout, ResidualMode], LayerTime] = {}
+    layer_times: dict[tuple[Layout, str], LayerTime] = {}
     plans = []
     for layout, wiring in product(_layouts(request), request.wirings):
-        if layout.tensor == 1 and wiring != request.wirings[0]:
+        if not _has(layout, wiring) or (layout.tensor == 1 and wiring != request.wirings[0]):
             continue
         key = replace(layout, pipeline=1, data=1, zero=1), wiring
         if key not in layer_times:
@@ -139,7 +147,10 @@ FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 def sweep(request: PlanRequest, layout: Layout, factors: Sequence[float] = FACTORS) -> list[SweepRow]:
-    """Compare the wirings of one layout, including standard, on faster and slower interconnects."""
+    """Compare the wirings of one layout, including standard, on faster and slower interconnects.
+
+    Wirings without sequence parallelism are compared without it.
+    """
     rows = []
     for factor in factors:
         seconds: dict[str, float] = {}
@@ -150,7 +161,7 @@ def sweep(request: PlanRequest, layout: Layout, factors: Sequence[float] = FACTO
     return rows
 
 
-def pays_from(request: PlanRequest, layout: Layout, wiring: ResidualMode) -> float | None:
+def pays_from(request: PlanRequest, layout: Layout, wiring: str) -> float | None:
     """Return the time of an all-reduce above which a wiring is faster than standard by more than `SMALLEST_DIFFERENCE`.
 
     None means that it is not faster on any interconnect of `FACTORS`; 0, that it is faster even with free reduces. The

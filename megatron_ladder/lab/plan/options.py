@@ -13,6 +13,7 @@ from megatron_ladder.flags import flag
 from megatron_ladder.lab.bench.sizes import SHAPE, SIZES, find_size
 from megatron_ladder.lab.cost.hardware import CLUSTERS
 from megatron_ladder.lab.cost.machines import GPUS, PRESETS
+from megatron_ladder.lab.plan.layouts import PLANNED_WIRINGS
 
 Command = Literal["layouts", "inference", "calibrate", "paper"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
@@ -32,8 +33,9 @@ class LayoutOptions:
     """Samples per step."""
     seq_length: int = flag(4096, minimum=1)
     """Tokens per sample."""
-    wirings: tuple[str, ...] = flag(SHARED_STREAM_MODES, choices=SHARED_STREAM_MODES)
-    """Wirings to compare."""
+    wirings: tuple[str, ...] = flag(SHARED_STREAM_MODES, choices=PLANNED_WIRINGS)
+    """Wirings to compare. desync-2x and desync-4x are planned with tensor parallelism only, and without sequence
+    parallelism."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer, for the memory of its state; the time of its step is not estimated."""
     top: int = flag(10, minimum=1)

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.errors import UserError
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.cost.hardware import CLUSTERS, Cluster
@@ -16,6 +15,7 @@ from megatron_ladder.lab.cost.links import GIGABYTE_PER_SECOND, MICROSECOND
 from megatron_ladder.lab.cost.memory import Layout
 from megatron_ladder.lab.plan.calibration import apply_calibration, read_calibration
 from megatron_ladder.lab.plan.layouts import (
+    PLANNED_WIRINGS,
     LayoutPlan,
     PlanRequest,
     SweepRow,
@@ -27,6 +27,7 @@ from megatron_ladder.lab.plan.layouts import (
     verdict,
 )
 from megatron_ladder.lab.plan.options import LayoutOptions, write_output
+from megatron_ladder.lab.wirings import NAMED_WIRINGS
 
 GIGABYTE = 1e9
 UNITS: Mapping[str, tuple[str, float]] = {
@@ -47,7 +48,7 @@ def print_layouts(options: LayoutOptions) -> None:
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot: matplotlib is not installed: pip install matplotlib")
     model, cluster = find_size(options.model), _cluster_of(options)
-    wirings = tuple(wiring for wiring in SHARED_STREAM_MODES if wiring in options.wirings)
+    wirings = tuple(wiring for wiring in PLANNED_WIRINGS if wiring in options.wirings)
     muon = options.optimizer == "muon"
     request = PlanRequest(model, cluster, options.gpus, options.global_batch_size, options.seq_length, wirings, muon)
     plans = fitting_plans(request)
@@ -139,7 +140,7 @@ def _sweep_table(rows: Sequence[SweepRow]) -> str:
 def _training_words(request: PlanRequest, plan: LayoutPlan) -> list[str]:
     """Return the flags of pretrain_ladder.py for a plan: its model, layout and batch, without data and schedule."""
     layout = plan.layout
-    words = request.model.in_wiring(plan.wiring).to_words()
+    words = NAMED_WIRINGS[plan.wiring].of(request.model, layout.tensor).to_words()
     for name, value, default in (
         ("--tensor-model-parallel-size", layout.tensor, 1),
         ("--pipeline-model-parallel-size", layout.pipeline, 1),

@@ -25,7 +25,7 @@ GROUP_COLUMNS = ("run", "model", "p2p", "tensor_parallel", "pipeline_parallel", 
 
 SHAPES: dict[str, ModelConfig] = {
     "1b": SIZES["paper-1.2b"],
-    "3b": replace(SIZES["paper-3.5b"], num_attention_heads=32, num_key_value_heads=32, head_dim=72),
+    "3b": SIZES["paper-3.5b-tp8"],
     "llama-3.2-1b": replace(SIZES["llama-1b"], num_key_value_heads=32),
     "llama-3.2-3b": replace(SIZES["llama-3b"], num_key_value_heads=24),
     "llama-3-8b": SIZES["llama-8b"],

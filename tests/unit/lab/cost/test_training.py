@@ -64,6 +64,15 @@ def test_standard_exposes_all_of_forward_and_what_weights_do_not_cover() -> None
     assert step.exposed_tensor == pytest.approx(2 * (exposed + 2 * t))
 
 
+@pytest.mark.parametrize("interval", [2, 4])
+def test_desync_exposes_one_reduce_per_interval_in_each_pass(interval: int) -> None:
+    standard = times_of(factor=3.0)
+    model = LLAMA.in_wiring("desync", desync_interval=interval, ranks=8)
+    compute, total = replace(standard, model=model).passes(32)
+    assert compute == pytest.approx(standard.passes(32)[0])
+    assert total - compute == pytest.approx(2 * 64 / interval * standard.reduce_seconds)
+
+
 def test_sequence_parallelism_gathers_again() -> None:
     whole = times_of(factor=3.0)
     cut = replace(whole, sequence_parallel=True)

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, ResidualMode
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.cost.hardware import CLUSTERS
 from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout
 from megatron_ladder.lab.plan.layouts import (
+    PLANNED_WIRINGS,
     PlanRequest,
     SweepRow,
     _layouts,
@@ -21,12 +22,13 @@ from megatron_ladder.lab.plan.layouts import (
     verdict,
 )
 from megatron_ladder.lab.plan.program import _report_text, _training_words
+from megatron_ladder.lab.wirings import NAMED_WIRINGS
 
 H100 = CLUSTERS["h100"]
 
 
 def request_of(
-    model: str = "llama-8b", gpus: int = 16, batch: int = 32, wirings: tuple[ResidualMode, ...] = SHARED_STREAM_MODES
+    model: str = "llama-8b", gpus: int = 16, batch: int = 32, wirings: tuple[str, ...] = SHARED_STREAM_MODES
 ):
     return PlanRequest(SIZES[model], H100, gpus, batch, 4096, wirings)
 
@@ -104,13 +106,17 @@ def test_figures_that_nobody_measured_are_ranges() -> None:
 @pytest.mark.parametrize("model", ["llama-1b", "llama-70b", "paper-3.5b"])
 def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
     asked = replace(request_of(model, 64, 128), muon=model == "llama-1b")
-    for plan in best_of_each_grid(fitting_plans(asked)):
+    plans = best_of_each_grid(fitting_plans(asked))
+    named = fitting_plans(replace(asked, wirings=("staleness-2", "desync-2x", "desync-4x")))
+    assert {plan.wiring for plan in named} == {"staleness-2", "desync-2x", "desync-4x"}
+    plans += [next(plan for plan in named if plan.wiring == name) for name in ("staleness-2", "desync-2x", "desync-4x")]
+    for plan in plans:
         errors: list[str] = []
         words = [*_training_words(asked, plan), "--train-iters", "10", "--lr", "1e-3"]
         run = resolve_run(parse_run(words, errors), asked.model.vocab_size, 64, errors)
         assert not errors
         layout, parallel = plan.layout, run.parallel
-        assert run.model == asked.model.in_wiring(plan.wiring)
+        assert run.model == NAMED_WIRINGS[plan.wiring].of(asked.model, plan.layout.tensor)
         assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (
             layout.tensor, layout.pipeline,
         )  # fmt: skip
@@ -128,3 +134,14 @@ def test_without_tensor_parallelism_only_the_first_wiring_is_planned() -> None:
     assert {plan.wiring for plan in plans if plan.layout.tensor > 1} == set(SHARED_STREAM_MODES)
     late = fitting_plans(request_of("llama-1b", 8, 512, ("ladder", "ladder-parallel")))
     assert {plan.wiring for plan in late if plan.layout.tensor == 1} == {"ladder"}
+
+
+def test_desync_needs_ranks_and_a_whole_stream() -> None:
+    asked = request_of("llama-1b", 4, 8, PLANNED_WIRINGS)
+    layouts = {name: {plan.layout for plan in fitting_plans(asked) if plan.wiring == name} for name in PLANNED_WIRINGS}
+    assert layouts["desync-4x"] and layouts["desync-2x"] == layouts["desync-4x"]
+    assert all(layout.tensor > 1 and not layout.sequence_parallel for layout in layouts["desync-2x"])
+    assert any(layout.sequence_parallel for layout in layouts["staleness-2"])
+    (slow,) = sweep(asked, Layout(tensor=4, sequence_parallel=True), (4.0,))
+    assert slow.seconds["standard"] > slow.seconds["desync-2x"] > slow.seconds["desync-4x"]
+    assert pays_from(asked, Layout(tensor=4), "desync-4x") is not None

@@ -1,0 +1,53 @@
+"""The wirings of a comparison by name, such as staleness-2 or desync-4x; does not import torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.wiring import DESYNC_INTERVALS, SHARED_STREAM_MODES, WIRINGS, ResidualMode
+
+
+@dataclass(frozen=True)
+class NamedWiring:
+    """A value of --residual-mode with its parameters."""
+
+    mode: ResidualMode
+    staleness: int = 1
+    desync_interval: int = 0
+    upper_half: bool = False
+    """Whether only the upper half of the layers are ladder layers (a hybrid)."""
+
+    @property
+    def shares_stream(self) -> bool:
+        """Whether the tensor-parallel ranks share one stream."""
+        return WIRINGS[self.mode].stream == "shared"
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The fewest tensor-parallel ranks with which the wiring is defined."""
+        return 1 if self.shares_stream else 2
+
+    def flags(self, num_layers: int) -> tuple[str, ...]:
+        """Return the flags of pretrain_ladder.py for a model with so many layers."""
+        words = ["--residual-mode", self.mode]
+        words += ["--residual-staleness", str(self.staleness)] if self.staleness != 1 else []
+        words += ["--desync-interval", str(self.desync_interval)] if self.desync_interval else []
+        words += ["--ladder-layers", str(num_layers // 2)] if self.upper_half else []
+        return tuple(words)
+
+    def of(self, model: ModelConfig, ranks: int) -> ModelConfig:
+        """Return the model in this wiring, on so many tensor-parallel ranks."""
+        wired = model.in_wiring(
+            self.mode, staleness=self.staleness, desync_interval=self.desync_interval, ranks=ranks
+        )
+        if not self.upper_half:
+            return wired
+        return replace(wired, ladder_layers=wired.ladder_layers[model.num_layers - model.num_layers // 2 :])
+
+
+NAMED_WIRINGS: Mapping[str, NamedWiring] = {
+    **{mode: NamedWiring(mode) for mode in SHARED_STREAM_MODES},
+    "staleness-2": NamedWiring("ladder", staleness=2),
+    "hybrid": NamedWiring("ladder", upper_half=True),
+    **{f"desync-{interval}x": NamedWiring("desync", desync_interval=interval) for interval in DESYNC_INTERVALS},
+}
