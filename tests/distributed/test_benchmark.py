@@ -7,10 +7,14 @@ import torch
 
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.comm.launch import RankInfo
-from megatron_ladder.lab.bench.options import BenchmarkOptions, Case
-from megatron_ladder.lab.bench.program import _Benchmark
-from megatron_ladder.lab.bench.results import BenchmarkRow
+from megatron_ladder.lab.bench.comparison import WiringComparison
+from megatron_ladder.lab.bench.options import BenchmarkOptions, Case, RequestsOptions
+from megatron_ladder.lab.bench.program import _rows
+from megatron_ladder.lab.bench.requests import _rows as _request_rows
+from megatron_ladder.lab.bench.results import BenchmarkRow, RequestRow
+from megatron_ladder.lab.bench.sizes import SIZES, find_size
 from megatron_ladder.lab.bench.variants import VARIANTS
+from megatron_ladder.lab.bench.workloads import Workload
 from megatron_ladder.lab.cost.links import WireModel
 from tests.helpers.data_parallel_overlap import measure
 from tests.helpers.pool import GlooPools
@@ -18,20 +22,22 @@ from tests.helpers.pool import GlooPools
 ALPHA = 0.004
 
 
-def benchmark_of(case: Case, wirings: tuple[str, ...]) -> _Benchmark:
-    options = BenchmarkOptions(wirings=wirings, sizes=("small-train",), sequence=16, tokens=1, rounds=4)
-    return _Benchmark(case, options, "small-train", RankInfo(torch.distributed.get_rank(), 2, 0), torch.device("cpu"))
+def comparison_of(wirings: tuple[str, ...]) -> WiringComparison:
+    place = RankInfo(torch.distributed.get_rank(), 2, 0)
+    options = BenchmarkOptions(wirings=wirings, rounds=4)
+    return WiringComparison(options, SIZES["small-train"], place, torch.device("cpu"))
 
 
 def timed_rows(case: Case) -> list[BenchmarkRow]:
     """Return the rows of two wirings and their bound at one interconnect time."""
-    benchmark = benchmark_of(case, ("standard", "ladder"))
-    prediction = benchmark.calibrate()
+    comparison = comparison_of(("standard", "ladder"))
+    workload = Workload(case, batch=1, sequence=16, tokens=1)
+    prediction = comparison.calibrate(workload)
     assert prediction.by_modules[False].head > 0 and min(prediction.by_modules[False].forward) > 0
     # On a busy machine, the processor time of a collective is noise that can exceed the wire's time.
     prediction = replace(prediction, wire=WireModel())
-    rows = benchmark.rows(prediction, f"{ALPHA}s")
-    benchmark.interconnect.close()
+    rows = _rows(comparison, workload, "small-train", prediction, f"{ALPHA}s")
+    comparison.interconnect.close()
     return rows
 
 
@@ -50,20 +56,47 @@ def test_standard_waits_for_every_reduce_and_no_comm_for_none(
         assert 1.0 < by_wiring["ladder"].predicted_ratio < by_wiring["no-comm"].predicted_ratio
 
 
+def request_rows() -> list[RequestRow]:
+    """Return the rows of two batch sizes over a wire whose time dwarfs the computation."""
+    place = RankInfo(torch.distributed.get_rank(), 2, 0)
+    wirings = ("standard", "ladder", "hybrid", "desync-4x")
+    options = RequestsOptions(wirings=wirings, rounds=4, prompt=4, generate=3, alpha=(f"{ALPHA}s",))
+    shape = find_size("3x64x128x4x4x256")
+    comparison = WiringComparison(options, shape, place, torch.device("cpu"))
+    rows = [row for batch in (1, 2) for row in _request_rows(comparison, options, "tiny", batch, f"{ALPHA}s")]
+    comparison.interconnect.close()
+    return rows
+
+
+def test_requests_wait_for_every_reduce_of_their_wiring(gloo_pools: GlooPools) -> None:
+    for rows in gloo_pools(2).run(request_rows):
+        assert [row.wiring for row in rows[:5]] == ["standard", "ladder", "hybrid", "desync-4x", "no-comm"]
+        assert [row.batch for row in rows] == [1] * 5 + [2] * 5
+        for standard, ladder, hybrid, desync, no_comm in (rows[:5], rows[5:]):
+            # Of embedding and sub-blocks: the wire carries one after the other.
+            assert standard.decode_step_seconds >= 7 * ALPHA and standard.first_token_seconds >= 7 * ALPHA
+            assert ladder.decode_step_seconds >= 7 * ALPHA and hybrid.decode_step_seconds >= 7 * ALPHA
+            assert desync.decode_step_seconds >= 3 * ALPHA
+            assert no_comm.speed_up > 1 and no_comm.predicted > desync.predicted > standard.predicted == 1.0
+            seconds = standard.first_token_seconds + 2 * standard.decode_step_seconds
+            assert standard.tokens_per_second == pytest.approx(standard.batch * 3 / seconds)
+            assert standard.speed_up == 1.0 and standard.published == ""
+
+
 def losses_of_variants() -> dict[str, float]:
     """Return the loss of every variant with reduces, on the same weights."""
     names = tuple(name for name, variant in VARIANTS.items() if not variant.without_reduces)
-    benchmark = benchmark_of("train", names)
+    comparison = comparison_of(names)
     ids = torch.arange(34).view(2, 17)
-    losses = {name: benchmark.models[name](ids[:, :-1], ids[:, 1:]).item() for name in names}
-    benchmark.interconnect.close()
+    losses = {name: comparison.models[name](ids[:, :-1], ids[:, 1:]).item() for name in names}
+    comparison.interconnect.close()
     return losses
 
 
 def test_variants_of_one_wiring_are_the_same_model(gloo_pools: GlooPools) -> None:
     for losses in gloo_pools(2).run(losses_of_variants):
         for name in ("standard", "ladder"):
-            same = [value for variant, value in losses.items() if VARIANTS[variant].residual_mode == name]
+            same = [value for variant, value in losses.items() if VARIANTS[variant].wiring.mode == name]
             same = same if name == "standard" else [losses[v] for v in ("ladder", "ladder-blocking", "ladder-autograd")]
             assert same == pytest.approx([same[0]] * len(same), rel=1e-6) and len(same) > 1
         wirings = [losses[name] for name in (*SHARED_STREAM_MODES, "staleness-2")]

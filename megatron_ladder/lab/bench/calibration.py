@@ -82,16 +82,22 @@ class Calibration:
 
     def predict(self, variant: Variant, reduce_seconds: float, wire: WireModel) -> float:
         """Return the seconds of one pass of a variant when every all-reduce takes `reduce_seconds` on the wire."""
-        wiring = WIRINGS[variant.residual_mode]
-        late = [variant.tp_overlap and kind in wiring.late for kind in wiring.sub_blocks]
-        times = list(zip(self.forward, self.backward, self.weight_gradient, late, strict=True)) * self.layers
+        named, wiring = variant.wiring, WIRINGS[variant.wiring.mode]
+        first_late = self.layers - self.layers // 2 if named.upper_half else 0
+        times = [
+            (*seconds, variant.tp_overlap and kind in wiring.late and layer >= first_late)
+            for layer in range(self.layers)
+            for kind, *seconds in zip(
+                wiring.sub_blocks, self.forward, self.backward, self.weight_gradient, strict=True
+            )
+        ]
         # A desynchronised interval has one reduce, at its end in forward and at its beginning in backward.
-        interval = max(1, variant.desync_interval)
+        interval = max(1, named.desync_interval)
         steps = [
             SubBlockTime(
                 forward_seconds=sum(forward),
                 reduce_seconds=reduce_seconds,
-                staleness=variant.residual_staleness if reads_late[0] else 0,
+                staleness=named.staleness if reads_late[0] else 0,
                 dgrad_seconds=sum(backward) - weight_gradient[0],
                 wgrad_seconds=weight_gradient[0],
             )
@@ -101,7 +107,7 @@ class Calibration:
         ]
         total = forward_seconds(steps, wire, head_seconds=self.head)
         if any(self.backward):
-            mirrored = variant.tp_overlap and variant.mirrored_backward and not variant.desync_interval
+            mirrored = variant.tp_overlap and variant.mirrored_backward and not named.desync_interval
             total += backward_seconds(steps, wire, launch_before_wgrad=mirrored, wait_at_once=not mirrored)
         return total
 

@@ -116,7 +116,7 @@ def _share(
         "bare": fresh.encode if library == "gigatoken" else lambda: tokenizer.encode_batch(fresh.texts),
         "whole": lambda: preprocess([lines], benchmark.folder / "speed", tokenizer, True, options=options),
     }
-    times = measure(ways, benchmark.rounds, before_each=fresh.renew, clock=cpu_seconds)
+    times = measure(ways, benchmark.rounds, before_each=lambda _: fresh.renew(), clock=cpu_seconds)
     share = times.ratio("bare", "whole")
     speeds = [f"{size / 1e6 / times.median(way):.1f}" for way in ("bare", "whole")]
     note = f"{size / 1e6:.0f} MB; bare {speeds[0]}, whole {speeds[1]} MB/s of CPU time"

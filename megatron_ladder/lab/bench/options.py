@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from megatron_ladder.blueprint.model import tensor_parallel_errors
 from megatron_ladder.command_line import is_flag, parse_command_line
@@ -16,8 +16,10 @@ from megatron_ladder.lab.cost.machines import PRESETS
 
 Case = Literal["decode", "prefill", "train"]
 CASES: tuple[Case, ...] = get_args(Case)
+SERVE = "serve"
 _DESCRIPTION = (
-    "Times wirings in alternation: decoding tokens, prefilling a prompt, or forward and backward of a micro-batch."
+    "Times wirings in alternation: decoding tokens, prefilling a prompt, forward and backward of a micro-batch, or "
+    "(serve) whole requests."
 )
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 DEFAULT_ALPHA = ("0", "0.5c", "1c", "2c")
@@ -30,11 +32,12 @@ MOST_SMS = 32
 
 
 @dataclass(frozen=True)
-class BenchmarkOptions:
-    """Benchmark. Wirings to compare, and their interconnect. Lists are given as A B C or A,B,C."""
+class ComparisonOptions:
+    """Comparison. Wirings to compare, and their interconnect. Lists are given as A B C or A,B,C."""
 
     tp: int = 2
-    """Tensor-parallel processes. The program starts them, each with a dedicated core or GPU."""
+    """Tensor-parallel processes, each with a dedicated core or GPU. The program starts them, unless `deepspeed` or
+    `torchrun` did, on one or several hosts."""
     wirings: tuple[str, ...] = flag(
         ("standard", "ladder", "parallel", "ladder-parallel"), details=f"Among {', '.join(VARIANTS)}."
     )
@@ -43,12 +46,6 @@ class BenchmarkOptions:
     sizes: tuple[str, ...] = flag((), aliases=("--size",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shapes of the model, measured one after the other, by name or in numbers such as 8x192x512x6x6x4096. If not
     given: small-train for train, small otherwise."""
-    batch: int = 1
-    """Samples per batch."""
-    sequence: int = 128
-    """Tokens of a sample; for decode, of the prompt."""
-    tokens: int = 8
-    """Tokens decoded per timing."""
     alpha: tuple[str, ...] = ()
     """Times of one all-reduce on the emulated wire: 500us, 2ms, or multiples of a sub-block's measured computation: 1c
     of the mean sub-block, 1a of the attention. 0 0.5c 1c 2c if neither this nor --link-preset is given."""
@@ -70,14 +67,16 @@ class BenchmarkOptions:
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     NVLink; auto uses the latter where it is possible."""
     cuda_graph: bool = flag(False, requires="--device cuda")
-    """With decode, capture the step of each wiring in a CUDA graph and replay it for every token. Exposed times are
-    not measured then."""
+    """With decode and serve, capture the decode step of each wiring in a CUDA graph and replay it for every token.
+    Exposed times are not measured then."""
     rounds: int = flag(7, minimum=FEWEST_ROUNDS)
     """Rounds that count; every wiring runs once in each."""
+    local_rank: int | None = flag(None, aliases=("--local_rank",))
+    """Passed by the deepspeed launcher; ignored."""
     json: Path | None = flag(None, output="file")
     """File for the results: a list of rows."""
     plot: Path | None = flag(None, output="file")
-    """PNG of the speed-up over the interconnect's time, for one size."""
+    """PNG of the speed-ups: over the interconnect's time, for one size; with serve, of every wiring."""
 
     @property
     def ranks(self) -> int:
@@ -95,38 +94,86 @@ class BenchmarkOptions:
         return self.device == "cuda" and self.emulated_tp is None
 
 
-def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
-    """Parse `decode|prefill|train` and the flags; raise UserError with one message per error."""
+@dataclass(frozen=True)
+class BenchmarkOptions(ComparisonOptions):
+    """Passes. Size of the timed passes, and the comparison. Lists are given as A B C or A,B,C."""
+
+    batch: int = flag(1, minimum=1)
+    """Samples per batch."""
+    sequence: int = flag(128, minimum=1)
+    """Tokens of a sample; for decode, of the prompt."""
+    tokens: int = flag(8, minimum=1)
+    """Tokens decoded per timing."""
+
+
+@dataclass(frozen=True)
+class RequestsOptions(ComparisonOptions):
+    """Requests. Random prompts to continue, and the comparison. Lists are given as A B C or A,B,C."""
+
+    wirings: tuple[str, ...] = flag(
+        ("standard", "ladder", "hybrid", "parallel", "ladder-parallel", "desync-2x", "desync-4x"),
+        details=f"Among {', '.join(VARIANTS)}.",
+    )
+    """Ways to compute, interleaved in every round. hybrid is ladder in the upper half of the layers; no-comm, which
+    omits the all-reduces, is always measured."""
+    batch: tuple[int, ...] = flag((1, 4, 16, 64), minimum=1)
+    """Batch sizes, measured one after the other."""
+    prompt: int = flag(1024, minimum=1)
+    """Tokens of each prompt."""
+    generate: int = flag(512, minimum=2)
+    """Tokens to generate for each prompt."""
+    p2p: Literal["on", "off"] = flag("on", requires="--device cuda", excludes=("--emulated-tp", "--tp-all-reduce"))
+    """Whether the GPUs of a host may access each other's memory. off emulates a machine without NVLink, as the authors
+    of the wiring did: NCCL then copies through the host's memory."""
+
+
+def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions] | RequestsOptions:
+    """Parse `decode|prefill|train|serve` and the flags; raise UserError with one message per error."""
     errors: list[str] = []
-    words = list(argv)
-    case: Case = "decode"
-    if words and words[0] in CASES:
-        case = CASES[CASES.index(words.pop(0))]
+    words, cases = list(argv), (*CASES, SERVE)
+    case: str = CASES[0]
+    if words and words[0] in cases:
+        case = words.pop(0)
     elif not {"-h", "--help", "--version"} & set(words):
         found = f"{words.pop(0)}: " if words and not is_flag(words[0]) else ""
-        errors.append(f"{found}expected one of {', '.join(CASES)} first")
-    program = f"benchmark.py {{{','.join(CASES)}}}"
-    (given,) = parse_command_line([BenchmarkOptions], words, program, _DESCRIPTION, found=errors)
+        errors.append(f"{found}expected one of {', '.join(cases)} first")
+    program = f"benchmark.py {{{','.join(cases)}}}"
+    kind = RequestsOptions if case == SERVE else BenchmarkOptions
+    (given,) = parse_command_line([kind], words, program, _DESCRIPTION, found=errors)
+    if isinstance(given, RequestsOptions):
+        options = _with_defaults(given, "small")
+        errors += _find_errors(options, given)
+        raise_user_errors(errors)
+        return options
     assert isinstance(given, BenchmarkOptions)
-    sizes = _words(given.sizes) or ("small-train" if case == "train" else "small",)
+    passes = _with_defaults(given, "small-train" if case == "train" else "small")
+    if given.cuda_graph and case != "decode":
+        errors.append(f"--cuda-graph: only the step of decode can be captured, found {case}; remove the flag")
+    errors += _find_errors(passes, given)
+    if passes.plot is not None and len(passes.sizes) > 1:
+        errors.append(f"--plot {passes.plot}: a plot shows one size, but --sizes has {len(passes.sizes)}")
+    raise_user_errors(errors)
+    return CASES[CASES.index(case)], passes
+
+
+_Options = TypeVar("_Options", BenchmarkOptions, RequestsOptions)
+
+
+def _with_defaults(given: _Options, size: str) -> _Options:
     alpha, presets = _words(given.alpha), _words(given.link_preset)
     if given.own_interconnect:
         alpha = (OWN,)
     elif not alpha and not presets:
         alpha = DEFAULT_ALPHA
-    options = replace(given, wirings=_words(given.wirings), sizes=sizes, alpha=alpha, link_preset=presets)
-    if given.cuda_graph and case != "decode":
-        errors.append(f"--cuda-graph: only the step of decode can be captured, found {case}; remove the flag")
-    errors += _find_errors(options, given)
-    raise_user_errors(errors)
-    return case, options
+    sizes = _words(given.sizes) or (size,)
+    return replace(given, wirings=_words(given.wirings), sizes=sizes, alpha=alpha, link_preset=presets)
 
 
 def _words(values: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for value in values for word in value.split(",") if word)
 
 
-def _find_errors(options: BenchmarkOptions, given: BenchmarkOptions) -> Iterator[str]:
+def _find_errors(options: ComparisonOptions, given: ComparisonOptions) -> Iterator[str]:
     if options.ranks < 2:
         name = "--tp" if options.emulated_tp is None else "--emulated-tp"
         yield f"{name} {options.ranks}: expected 2 or more; with fewer there is nothing to reduce"
@@ -138,8 +185,6 @@ def _find_errors(options: BenchmarkOptions, given: BenchmarkOptions) -> Iterator
             yield from tensor_parallel_errors(find_size(size), options.ranks)
         except ValueError as error:
             yield f"--sizes {size}: {error}"
-    if options.plot is not None and len(options.sizes) > 1:
-        yield f"--plot {options.plot}: a plot shows one size, but --sizes has {len(options.sizes)}"
     for text in _words(given.alpha):
         if parse_alpha(text) is None:
             yield f"--alpha {text}: expected a time such as 500us or 2ms, or a multiple such as 1c or 0.5a"

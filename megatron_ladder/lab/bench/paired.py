@@ -77,7 +77,7 @@ def measure(
     rounds: int,
     *,
     warm_up_rounds: int = 1,
-    before_each: Callable[[], object] = lambda: None,
+    before_each: Callable[[str], object] = lambda name: None,
     label: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PairedTimes:
@@ -86,7 +86,7 @@ def measure(
     Args:
         ways: name -> function to time.
         rounds: rounds that count, after the warm-up rounds.
-        before_each: runs before each way, untimed: the barrier of several ranks, which all make the same call.
+        before_each: receives a way's name and prepares it, untimed; if it has several ranks, with a barrier.
         label: of a progress bar on stderr; None shows none.
         clock: returns seconds.
     """
@@ -97,7 +97,7 @@ def measure(
     with contextlib.nullcontext() if label is None else ProgressBar(label, total, unit="run") as bar:
         for number in range(-warm_up_rounds, rounds):
             for name, run in ways.items():
-                before_each()
+                before_each(name)
                 began = clock()
                 run()
                 taken = clock() - began

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ladder.lab.bench.paired import RatioVerdict
+from megatron_ladder.lab.markdown import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,6 +59,100 @@ def results_table(rows: Sequence[BenchmarkRow]) -> str:
         f"| {'' if row.verdict == RatioVerdict.SOUND.value else row.verdict} |"
         for row in rows
     )
+
+
+@dataclass(frozen=True)
+class RequestRow:
+    """One wiring with batches of whole requests: medians over the rounds.
+
+    The speed-up over standard is the median of the rounds' paired ratios, and the spread is their interquartile range.
+    """
+
+    size: str
+    wiring: str
+    interconnect: str
+    alpha: str
+    decode_reduce_seconds: float
+    prefill_reduce_seconds: float
+    """Times of one all-reduce in a decode step and in the prefill of the whole batch."""
+    ranks: int
+    batch: int
+    prompt: int
+    generate: int
+    tokens_per_second: float
+    """New tokens of the batch over the time of prefill and decoding."""
+    first_token_seconds: float
+    decode_step_seconds: float
+    speed_up: float
+    spread: float
+    predicted: float
+    """Speed-up according to the step-time model."""
+    predicted_range: tuple[float, float]
+    """The same for all-reduces `LINK_ERROR` times faster and slower."""
+    published_tokens_per_second: float | None
+    published_speed_up: float | None
+    """The paper's figures for this setting; None where it has none."""
+    verdict: str
+
+    @property
+    def published(self) -> str:
+        """The paper's figure as text."""
+        if self.published_tokens_per_second is not None:
+            return f"{self.published_tokens_per_second:,.1f} tokens/s"
+        return "" if self.published_speed_up is None else f"{self.published_speed_up:.3g}"
+
+
+def requests_table(rows: Sequence[RequestRow]) -> str:
+    """Return a Markdown table of the wirings in one setting."""
+    return markdown_table(
+        [
+            {
+                "wiring": row.wiring,
+                "tokens/s": f"{row.tokens_per_second:,.1f}",
+                "first token ms": f"{1e3 * row.first_token_seconds:.1f}",
+                "decode step ms": f"{1e3 * row.decode_step_seconds:.2f}",
+                "speed-up": f"{row.speed_up:.3f}",
+                "spread": f"{row.spread:.3f}",
+                "model (range)": "{:.2f} ({:.2f} to {:.2f})".format(row.predicted, *row.predicted_range),
+                "paper": row.published,
+                "": "" if row.verdict == RatioVerdict.SOUND.value else row.verdict,
+            }
+            for row in rows
+        ]
+    )
+
+
+def plot_requests(rows: Sequence[RequestRow], path: Path) -> "Figure":
+    """Draw the speed-up of every wiring as a PNG, with a panel for each setting.
+
+    Bars are measured medians with their spread, grey areas the model's ranges, and stars the paper's figures.
+    """
+    from matplotlib.figure import Figure
+
+    settings = list(dict.fromkeys((row.size, row.batch, row.alpha) for row in rows))
+    columns = min(4, len(settings))
+    lines = -(-len(settings) // columns)
+    figure = Figure(figsize=(1 + 3.2 * columns, 0.6 + 3.2 * lines), layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
+    for unused in panels[len(settings) :]:
+        unused.set_axis_off()
+    for panel, (size, batch, alpha) in zip(panels, settings, strict=False):
+        own = [row for row in rows if (row.size, row.batch, row.alpha) == (size, batch, alpha)]
+        own = [row for row in own if row.wiring != "standard"]
+        places = range(len(own))
+        panel.bar(places, [row.speed_up for row in own], yerr=[row.spread / 2 for row in own], capsize=3, color="C0")
+        for place, row in zip(places, own, strict=True):
+            low, high = row.predicted_range
+            panel.bar(place, high - low, bottom=low, width=0.95, color="0.5", alpha=0.35)
+            if row.published_speed_up is not None:
+                panel.plot(place, row.published_speed_up, marker="*", color="C3", markersize=12)
+        panel.axhline(1.0, color="black", linewidth=0.8)
+        panel.set_xticks(places, [row.wiring for row in own], rotation=60, ha="right", fontsize=8)
+        panel.set_title(f"{size}, batch {batch}, {alpha}", fontsize=9)
+        panel.grid(axis="y", alpha=0.3)
+    figure.supylabel("speed-up over the standard wiring")
+    figure.savefig(path, format="png", dpi=120)
+    return figure
 
 
 def plot_speed_up(rows: Sequence[BenchmarkRow], title: str, sub_block_seconds: float, path: Path) -> "Figure":

@@ -33,6 +33,8 @@ SIZES: dict[str, ModelConfig] = {
     "paper-1.5b": _shape(52, 1536, 4096, 24, 24, STARCODER_VOCABULARY),
     "paper-3.5b": _shape(40, 2304, 9216, 36, 36, STARCODER_VOCABULARY),
     "paper-4.5b": _shape(52, 2304, 9216, 36, 36, STARCODER_VOCABULARY),
+    "paper-3.5b-tp8": _shape(40, 2304, 9216, 32, 32, STARCODER_VOCABULARY),
+    "paper-4.5b-tp8": _shape(52, 2304, 9216, 32, 32, STARCODER_VOCABULARY),
     "llama-2-7b": _shape(32, 4096, 11008, 32, 32, 32000),
     "llama-2-70b": _shape(80, 8192, 28672, 64, 8, 32000),
     "qwen-2.5-72b": _shape(80, 8192, 29568, 64, 8, 152064),
@@ -45,10 +47,18 @@ SIZES: dict[str, ModelConfig] = {
     "llama-405b": _shape(126, 16384, 53248, 128, 8, LLAMA3_VOCABULARY),
 }
 """small and small-train: attention and MLP cost the same, for two CPU cores. small-llama: the MLP costs twice as much,
-as in Llama. paper-*: the models of the paper (arXiv 2501.06589); paper-1.5b and paper-4.5b are its deeper ladders.
+as in Llama. paper-*: the models of the paper (arXiv 2501.06589); paper-1.5b and paper-4.5b are its deeper ladders, with
+the 52 layers of 1.55b and 3.9bh in the authors' inference program (github.com/mayank31398/ladder-residual-inference,
+gpt_fast/gpt_ladder_TP.py). paper-*-tp8: as in that program, with 32 heads of 72 instead of the 36 of 64 that the
+authors trained, so that 8 ranks divide them; parameters and matrices have the same sizes.
 bloom-176b: BLOOM's layers and widths with a gated MLP, as in the authors' source. llama-*: Llama 3, except 34b, which
 is CodeLlama, and those with a 2."""
 SHAPE = "LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY"
+
+
+def full_name(text: str) -> str:
+    """Return the name in `SIZES` of a name that may be shortened (`70b`); other texts are returned as they are."""
+    return next((name for name in SIZES if text == re.sub(r"^\D+-", "", name)), text)
 
 
 def find_size(text: str) -> ModelConfig:
@@ -57,9 +67,9 @@ def find_size(text: str) -> ModelConfig:
     Raises:
         ValueError: it is neither.
     """
-    for name, size in SIZES.items():
-        if text in (name, re.sub(r"^\D+-", "", name)):
-            return size
+    name = full_name(text)
+    if name in SIZES:
+        return SIZES[name]
     if re.fullmatch(r"\d+(x\d+){5}", text) is None:
         raise ValueError(f"expected one of {', '.join(SIZES)}, or {SHAPE} such as 8x192x512x6x6x4096")
     layers, hidden, ffn, heads, key_value_heads, vocabulary = map(int, text.split("x"))

@@ -18,8 +18,14 @@ from megatron_ladder.generate.sampling import GREEDY
 from megatron_ladder.lab.bench.options import Case
 from megatron_ladder.lab.bench.variants import Variant
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.stack import StackOptions
+
+INITIAL_STD = 0.02
+"""Standard deviation of all matrices."""
+ALIGNMENT = 128
+"""Elements."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +51,13 @@ class Workload:
         Token ids are identical on every rank and for every model. The end of the block frees a captured step.
         """
 
-        def random_ids(length: int) -> torch.Tensor:
-            generator = torch.Generator().manual_seed(0)
-            ids = torch.randint(0, model.config.vocab_size, (self.batch, length), generator=generator)
-            return ids.to(model.embedding.weight.device)
-
         def requests(new_tokens: int) -> list[GenerationRequest]:
             # Greedy, because a sampled token might belong to an emulated rank.
-            return [GenerationRequest(tuple(row), new_tokens, GREEDY) for row in random_ids(self.sequence).tolist()]
+            ids = random_ids(model.config, self.batch, self.sequence)
+            return [GenerationRequest(tuple(row), new_tokens, GREEDY) for row in ids.tolist()]
 
         if self.case == "train":
-            ids = random_ids(self.sequence + 1)
+            ids = random_ids(model.config, self.batch, self.sequence + 1).to(model.embedding.weight.device)
             model.train()
 
             def train() -> None:
@@ -80,9 +82,14 @@ class Workload:
             yield functools.partial(decode, self.tokens)
 
 
+def random_ids(model: ModelConfig, batch: int, length: int) -> torch.Tensor:
+    """Return token ids [batch, length], the same in every process."""
+    return torch.randint(0, model.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
 def build_models(
     variants: Sequence[Variant],
-    model: ModelConfig,
+    shape: ModelConfig,
     mesh: ProcessMesh,
     link: CommGroup,
     no_comm: CommGroup,
@@ -90,31 +97,49 @@ def build_models(
     device: torch.device,
     operations: Operations | None = None,
 ) -> dict[str, LanguageModel]:
-    """Build a model of each variant, with timed reduces or with none; those with the same modules share weights."""
+    """Build a model of each variant, with timed reduces or with none.
+
+    All models share the memory of one: their matrices are views of the same random numbers.
+    """
     models: dict[str, LanguageModel] = {}
-    owners: dict[bool, LanguageModel] = {}
     for variant in variants:
         group = no_comm if variant.without_reduces else link
-        config = model.in_wiring(
-            variant.residual_mode, staleness=variant.residual_staleness, desync_interval=variant.desync_interval,
-            ranks=link.size,
-        )  # fmt: skip
         options = StackOptions(
             tp_overlap=variant.tp_overlap, mirrored_backward=variant.mirrored_backward,
             operations=operations or Operations(),
         )
-        built = LanguageModel(
-            config, replace(mesh, tensor=group), options, dtype=dtype, device=device,
-            seed=None if variant.one_norm in owners else 1,
-        )  # fmt: skip
-        if variant.one_norm in owners:
-            shapes = {name: parameter.shape for name, parameter in built.named_parameters()}
-            weights = owners[variant.one_norm].state_dict(keep_vars=True)
-            for name, weight in weights.items():
-                # Norms of per-rank streams have a row for each rank.
-                if weight.shape != shapes[name]:
-                    weights[name] = nn.Parameter(weight.detach().view(shapes[name]))
-            built.load_state_dict(weights, assign=True)
-        owners.setdefault(variant.one_norm, built)
-        models[variant.name] = built
+        config = variant.wiring.of(shape, link.size)
+        models[variant.name] = LanguageModel(
+            config, replace(mesh, tensor=group), options, dtype=dtype, device=torch.device("meta")
+        )
+    room = max(sum(_room(matrix) for _, _, matrix in _matrices(model)) for model in models.values())
+    numbers = torch.empty(room, dtype=dtype, device=device)
+    numbers.normal_(std=INITIAL_STD, generator=torch.Generator(device).manual_seed(1))
+    for model in models.values():
+        begin = 0
+        for module, name, matrix in _matrices(model):
+            setattr(module, name, nn.Parameter(numbers[begin : begin + matrix.numel()].view(matrix.shape)))
+            begin += _room(matrix)
+        for norm in _norms(model):
+            norm.weight = nn.Parameter(torch.ones(norm.weight.shape, dtype=dtype, device=device))
     return models
+
+
+def _norms(model: LanguageModel) -> list[RMSNorm]:
+    return [module for module in model.modules() if isinstance(module, RMSNorm)]
+
+
+def _matrices(model: LanguageModel) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return the matrices in the order of the model, each with the module that has it, and its name there."""
+    norms = set(_norms(model))
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        if module not in norms
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+
+
+def _room(matrix: nn.Parameter) -> int:
+    """Return the elements to reserve for a matrix, so that the next one begins at an address that kernels prefer."""
+    return -(-matrix.numel() // ALIGNMENT) * ALIGNMENT

@@ -3,11 +3,13 @@
 import pytest
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.bench.options import BenchmarkOptions, parse_alpha, parse_options
+from megatron_ladder.lab.bench.options import BenchmarkOptions, RequestsOptions, parse_alpha, parse_options
 
 
 def options_of(words: str) -> BenchmarkOptions:
-    return parse_options(words.split())[1]
+    parsed = parse_options(words.split())
+    assert not isinstance(parsed, RequestsOptions)
+    return parsed[1]
 
 
 @pytest.mark.parametrize(
@@ -23,16 +25,17 @@ def test_interconnect_times(text: str, expected: tuple[float, str] | None) -> No
 
 def test_defaults_fit_the_case() -> None:
     assert options_of("train").sizes == ("small-train",)
-    case, options = parse_options("prefill --size small-llama --alpha 1c 2ms".split())
-    assert (case, options.sizes, options.alpha) == ("prefill", ("small-llama",), ("1c", "2ms"))
+    parsed = parse_options("prefill --size small-llama --alpha 1c 2ms".split())
+    assert not isinstance(parsed, RequestsOptions) and parsed[0] == "prefill"
+    assert (parsed[1].sizes, parsed[1].alpha) == (("small-llama",), ("1c", "2ms"))
     assert options_of("decode").alpha == ("0", "0.5c", "1c", "2c")
 
 
 def test_lists_are_split_at_blanks_and_commas() -> None:
-    words = "decode --sizes small,small-llama --alpha 0.5c,1c 2c --wirings standard,ladder desync-2"
+    words = "decode --sizes small,small-llama --alpha 0.5c,1c 2c --wirings standard,ladder desync-2x"
     options = options_of(words)
     assert options.sizes == ("small", "small-llama") and options.alpha == ("0.5c", "1c", "2c")
-    assert options.wirings == ("standard", "ladder", "desync-2")
+    assert options.wirings == ("standard", "ladder", "desync-2x")
 
 
 def test_presets_replace_or_extend_times() -> None:
@@ -52,8 +55,9 @@ def test_all_errors_are_reported_together() -> None:
     with pytest.raises(UserError) as caught:
         parse_options("--sizes huge --tp 3 --rounds 2 --alpha fast --link-preset wire infiniband --comm-sms 0".split())
     starts = [
-        "expected one of decode, prefill", "--comm-sms 0: expected 1 to 32", "--rounds 2: expected 4 or more",
-        "--sizes huge", "--alpha fast", "--link-preset wire", "--link-preset infiniband",
+        "expected one of decode, prefill, train, serve first", "--comm-sms 0: expected 1 to 32",
+        "--rounds 2: expected 4 or more", "--sizes huge", "--alpha fast", "--link-preset wire",
+        "--link-preset infiniband",
     ]  # fmt: skip
     assert [m.startswith(s) for m, s in zip(caught.value.messages, starts, strict=True)] == [True] * len(starts)
 
@@ -86,3 +90,15 @@ def test_only_decode_can_be_captured() -> None:
     assert options_of("decode --device cuda --cuda-graph").cuda_graph
     with pytest.raises(UserError, match="only the step of decode can be captured, found train"):
         parse_options("train --device cuda --cuda-graph".split())
+
+
+def test_requests_have_options_of_their_own() -> None:
+    options = parse_options("serve --batch 1 4 --prompt 16 --generate 8 --sizes small,small-llama --plot a.png".split())
+    assert isinstance(options, RequestsOptions) and options.batch == (1, 4)
+    assert (options.sizes, options.alpha, options.p2p) == (("small", "small-llama"), ("0", "0.5c", "1c", "2c"), "on")
+    with pytest.raises(UserError, match="--p2p off requires --device cuda"):
+        parse_options("serve --p2p off".split())
+    with pytest.raises(UserError, match="--p2p off and --tp-all-reduce exclude each other"):
+        parse_options("serve --device cuda --p2p off --tp-all-reduce auto".split())
+    with pytest.raises(UserError, match="--sequence"):
+        parse_options("serve --sequence 16".split())

@@ -30,8 +30,8 @@ def test_ways_alternate_and_only_their_time_counts() -> None:
 
         return run
 
-    def barrier() -> None:
-        events.append("|")
+    def barrier(name: str) -> None:
+        events.append(f"|{name.upper()}")
         clock.spend(100.0)
 
     times = measure(
@@ -42,7 +42,7 @@ def test_ways_alternate_and_only_their_time_counts() -> None:
         label="ways",
         clock=clock,
     )
-    assert "".join(events) == "|a|b" * 6
+    assert "".join(events) == "|Aa|Bb" * 6
     assert times.seconds == {"a": (4, 5, 6, 7), "b": (40, 50, 60, 70)}
 
 

@@ -17,8 +17,10 @@ TRAINING = Calibration((3.0, 5.0), (6.0, 10.0), (2.0, 4.0), pass_seconds=97.0, l
         ("standard", 33 + 8 * 7),
         # A wire of 7 for each sub-block, begun after the first.
         ("ladder", 1 + 3 + 8 * 7),
-        ("desync-2", 33 + 4 * 7),
-        ("desync-4", 33 + 2 * 7),
+        # Two layers that wait for each sum but the last, which the first late sub-block does not read.
+        ("hybrid", 1 + (3 + 7 + 5 + 7) + (3 + 7 + 5) + 5 * 7),
+        ("desync-2x", 33 + 4 * 7),
+        ("desync-4x", 33 + 2 * 7),
     ],
 )
 def test_a_pass_over_a_slow_wire(wiring: str, seconds: float) -> None:
@@ -32,8 +34,8 @@ def test_a_pass_over_a_slow_wire(wiring: str, seconds: float) -> None:
         ("standard", 8 * 7 + 4 * (5 + 3)),
         ("standard-blocking", 8 * 7 + 8 * 7),
         # One blocking reduce forward and one backward for each interval.
-        ("desync-2", 4 * 7 + 4 * 7),
-        ("desync-4", 2 * 7 + 2 * 7),
+        ("desync-2x", 4 * 7 + 4 * 7),
+        ("desync-4x", 2 * 7 + 2 * 7),
     ],
 )
 def test_training_over_a_slow_wire(wiring: str, exposed: float) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ladder.lab.bench.results import BenchmarkRow, plot_speed_up
+from megatron_ladder.lab.bench.results import BenchmarkRow, plot_requests, plot_speed_up, requests_table
+from tests.unit.lab.bench.made_up import request_row
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -51,7 +52,28 @@ def test_the_plot_shows_the_measurement(tmp_path: Path) -> None:
     assert low < 0.98 and 1.8 < high < 3.0
 
 
-@pytest.mark.parametrize("module", ["lab.bench.paired", "lab.bench.results", "lab.cost.links"])
+def test_requests_next_to_the_paper(tmp_path: Path) -> None:
+    rows = [
+        request_row("standard", 1.0, published_tokens_per_second=77.39),
+        request_row("ladder", 1.25, spread=0.04, predicted_range=(1.2, 1.4), published_speed_up=1.308),
+        request_row("no-comm", 1.5, verdict="too noisy to judge"),
+    ]
+    _, _, standard, ladder, no_comm = requests_table(rows).splitlines()
+    assert standard == "| standard | 100.0 | 20.0 | 4.00 | 1.000 | 0.000 | 1.00 (1.00 to 1.00) | 77.4 tokens/s |  |"
+    assert ladder == "| ladder | 100.0 | 20.0 | 4.00 | 1.250 | 0.040 | 1.00 (1.20 to 1.40) | 1.31 |  |"
+    assert no_comm.endswith("|  | too noisy to judge |")
+    path = tmp_path / "requests.png"
+    figure = plot_requests([*rows, request_row("standard", 1.0, batch=4), request_row("ladder", 1.1, batch=4)], path)
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    first, second = figure.axes
+    assert [label.get_text() for label in first.get_xticklabels()] == ["ladder", "no-comm"]
+    assert [bar.get_height() for bar in first.containers[1]] == [1.25, 1.5]
+    (star,) = (line for line in first.get_lines() if line.get_marker() == "*")
+    assert star.get_xydata().tolist() == [[0.0, 1.308]]
+    assert "batch 4" in second.get_title() and [bar.get_height() for bar in second.containers[1]] == [1.1]
+
+
+@pytest.mark.parametrize("module", ["lab.bench.paired", "lab.bench.paper", "lab.bench.results", "lab.cost.links"])
 def test_importing_is_light(module: str) -> None:
     heavy = "{'matplotlib', 'torch', 'deepspeed', 'numpy'}"
     script = f"import sys, megatron_ladder.{module}; print(sorted({heavy} & set(sys.modules)))"
