@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ladder.files import write_atomically
+from megatron_ladder.lab.markdown import markdown_table
 from megatron_ladder.lab.study.figures import write_png
 from megatron_ladder.lab.study.schema import TRIALS_NAME, Result, Trial, read_json, read_result, read_study
 from megatron_ladder.lab.study.statistics import LossVerdict, Paired, deviation, mean, paired
-from megatron_ladder.lab.study.tables import NOTHING, markdown_table, mean_and_deviation
+from megatron_ladder.lab.study.tables import NOTHING, mean_and_deviation
 from megatron_ladder.lab.study.wirings import STANDARD
 
 if TYPE_CHECKING:

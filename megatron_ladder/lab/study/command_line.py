@@ -25,7 +25,8 @@ from megatron_ladder.lab.study.options import (
     SmallRunOptions,
 )
 from megatron_ladder.lab.study.schema import Trial
-from megatron_ladder.lab.study.wirings import ALL_WIRINGS, STANDARD, TIMED_WIRINGS
+from megatron_ladder.lab.study.wirings import STANDARD, TIMED_WIRINGS
+from megatron_ladder.lab.wirings import NAMED_WIRINGS
 
 DESCRIPTIONS = {
     "run": "Train a grid of wirings and seeds, at equal tokens and at equal time, and report on it. Resumes a stopped "
@@ -80,7 +81,7 @@ def timed_wirings(options: RunOptions) -> tuple[str, ...]:
 def _run_errors(options: RunOptions) -> list[str]:
     timed, is_emulated = timed_wirings(options), options.link != OWN_LINK
     alpha = parse_alpha(options.link)
-    known = TIMED_WIRINGS if is_emulated else ALL_WIRINGS
+    known = TIMED_WIRINGS if is_emulated else NAMED_WIRINGS
     errors = []
     if invalid := [name for name in timed if name not in known or name not in options.wirings]:
         expected = f"some of --wirings that can be timed, {', '.join(known)}; or {NONE}"

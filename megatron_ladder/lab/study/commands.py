@@ -17,7 +17,7 @@ from megatron_ladder.flags import flag_name
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.study.options import Request, RunOptions
 from megatron_ladder.lab.study.schema import CHECKPOINTS, TRIALS_NAME, Study, Trial
-from megatron_ladder.lab.study.wirings import fewest_ranks, wiring_flags
+from megatron_ladder.lab.wirings import NAMED_WIRINGS
 
 ROOT = Path(__file__).resolve().parents[3]
 LOG_LINES = 100
@@ -102,14 +102,14 @@ def _trial_flags(request: Request, trial: Trial) -> list[str]:
         "load": save,
     }
     given = read_training_flags(request.training_flags, []).parallel.tensor_model_parallel_size
-    ranks = fewest_ranks(trial.wiring)
+    wiring = NAMED_WIRINGS[trial.wiring]
     return [
         *flag_words({name: getattr(shape, name) for name in SHAPE_FIELDS}),
         *["--tie-embeddings"] * shape.tie_embeddings,
-        *wiring_flags(trial.wiring, shape.num_layers),
+        *wiring.flags(shape.num_layers),
         *flag_words(schedule),
         *request.data_flags,
-        *(["--tensor-model-parallel-size", str(ranks)] if given < ranks else []),
+        *(["--tensor-model-parallel-size", str(wiring.fewest_ranks)] if given < wiring.fewest_ranks else []),
         *common_flags(request),
     ]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from megatron_ladder.flags import flag
 from megatron_ladder.lab.bench.options import FEWEST_ROUNDS
 from megatron_ladder.lab.bench.sizes import SHAPE, SIZES
-from megatron_ladder.lab.study.wirings import ALL_WIRINGS, DEFAULT_WIRINGS
+from megatron_ladder.lab.study.wirings import DEFAULT_WIRINGS
+from megatron_ladder.lab.wirings import NAMED_WIRINGS
 
 OWN_LINK = "own"
 """Value of --link that selects the interconnect of the trials."""
@@ -25,12 +26,12 @@ class RunOptions:
     small: bool = False
     """Use smaller defaults, for a test of the whole program in about ten minutes on two cores. The results are not
     meaningful."""
-    wirings: tuple[str, ...] = flag(DEFAULT_WIRINGS, choices=ALL_WIRINGS)
-    """Wirings to compare. hybrid is ladder in the upper half of the layers; desync-2x runs on two tensor-parallel
-    ranks, and so takes two slots of --jobs."""
-    timed_wirings: tuple[str, ...] = flag((), choices=(*ALL_WIRINGS, NONE))
+    wirings: tuple[str, ...] = flag(DEFAULT_WIRINGS, choices=NAMED_WIRINGS)
+    """Wirings to compare. hybrid is ladder in the upper half of the layers; desync-2x and desync-4x run on two
+    tensor-parallel ranks, and so take two slots of --jobs."""
+    timed_wirings: tuple[str, ...] = flag((), choices=(*NAMED_WIRINGS, NONE))
     """Wirings of --wirings that are also trained for the time that standard takes, or none; by default all except
-    hybrid and desync-2x, which the benchmark does not time."""
+    hybrid, desync-2x and desync-4x, which the benchmark does not time."""
     sizes: tuple[str, ...] = flag(("8x160x448x2x2x2048",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shapes of the model, by name or in numbers. The default corpus gets the vocabulary of the size."""
     seeds: tuple[int, ...] = flag((1, 2, 3), minimum=0)

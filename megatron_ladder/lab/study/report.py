@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
 from megatron_ladder.files import write_atomically
+from megatron_ladder.lab.markdown import markdown_table
 from megatron_ladder.lab.study import tables
 from megatron_ladder.lab.study.adaptation import write_adaptation
 from megatron_ladder.lab.study.figures import draw_curves, draw_differences, drawable, write_png
@@ -208,4 +209,4 @@ def _compare_studies(before: StudyResults, after: StudyResults) -> str:
                 "within the spread": within if math.isfinite(apart) and math.isfinite(spread) else tables.NOTHING,
             }
             rows.append(row)
-    return "\n\n".join([*warnings, tables.markdown_table(rows)])
+    return "\n\n".join([*warnings, markdown_table(rows)])

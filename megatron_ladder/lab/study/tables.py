@@ -4,8 +4,9 @@ Losses are in nats per token. A missing value is a dash.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from megatron_ladder.lab.markdown import markdown_table
 from megatron_ladder.lab.study.grid import is_at_the_edge
 from megatron_ladder.lab.study.results import Budget, Comparison, StudyResults
 from megatron_ladder.lab.study.statistics import LossVerdict, deviation, first_reaching, mean
@@ -14,14 +15,6 @@ from megatron_ladder.lab.study.wirings import STANDARD
 LENIENCY = 0.05
 """Nats above the baseline's final loss: a second target, which worse wirings reach as well."""
 NOTHING = "–"
-
-
-def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a table of rows that map heads to cells, the first column aligned left; empty without rows."""
-    if not rows:
-        return ""
-    lines = [[*rows[0]], ["---", *["---:"] * (len(rows[0]) - 1)], *(row.values() for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def number(value: float, form: str = ".4f") -> str:

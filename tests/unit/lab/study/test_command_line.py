@@ -13,7 +13,8 @@ from megatron_ladder.lab.study.command_line import parse_options, timed_wirings
 from megatron_ladder.lab.study.commands import environment_of, resolve_trial, training_command
 from megatron_ladder.lab.study.options import ReportOptions
 from megatron_ladder.lab.study.schema import Trial
-from megatron_ladder.lab.study.wirings import ALL_WIRINGS, DEFAULT_WIRINGS
+from megatron_ladder.lab.study.wirings import DEFAULT_WIRINGS
+from megatron_ladder.lab.wirings import NAMED_WIRINGS
 
 FIRST = "--output-dir out --sizes 4x32x64x4x2x300"
 
@@ -115,15 +116,16 @@ def resolved(wiring: str, words: str = "", **changes: Any) -> RunConfig:
 
 
 def test_trials_differ_only_in_their_wiring() -> None:
-    runs = {wiring: resolved(wiring) for wiring in ALL_WIRINGS}
+    runs = {wiring: resolved(wiring) for wiring in NAMED_WIRINGS}
     assert {name: (run.model.residual_mode, run.model.ladder_layers) for name, run in runs.items()} == {
         "standard": ("standard", ()), "parallel": ("parallel", ()), "ladder": ("ladder", (0, 1, 2, 3)),
         "ladder-parallel": ("ladder-parallel", (0, 1, 2, 3)), "staleness-2": ("ladder", (0, 1, 2, 3)),
         "ladder-attention": ("ladder-attention", (0, 1, 2, 3)), "hybrid": ("ladder", (2, 3)),
-        "desync-2x": ("desync", ()),
+        "desync-2x": ("desync", ()), "desync-4x": ("desync", ()),
     }  # fmt: skip
     assert [name for name, run in runs.items() if run.model.residual_staleness == 2] == ["staleness-2"]
-    assert [name for name, run in runs.items() if run.world_size == 2] == ["desync-2x"]
+    assert [name for name, run in runs.items() if run.world_size == 2] == ["desync-2x", "desync-4x"]
+    assert [runs[name].model.desync_interval for name in ("standard", "desync-2x", "desync-4x")] == [0, 2, 4]
     assert len({(run.optimizer, run.training, run.data) for run in runs.values()}) == 1
     assert {run.training.seed for run in runs.values()} == {3}
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_ladder.blueprint.model import parse_layers
+from megatron_ladder.config.run import parse_run, resolve_run
+from megatron_ladder.lab.bench.sizes import SIZES
 from megatron_ladder.lab.study.grid import (
     choose_learning_rates,
     expected_trials,
@@ -18,7 +20,7 @@ from megatron_ladder.lab.study.grid import (
     tuning_trials,
 )
 from megatron_ladder.lab.study.schema import Study, Trial, read_study, write_study
-from megatron_ladder.lab.study.wirings import ALL_WIRINGS, fewest_ranks, wiring_flags
+from megatron_ladder.lab.wirings import NAMED_WIRINGS
 from tests.unit.lab.study.standing_in import SIZE, step_times, study_of
 
 CHOSEN = {f"{SIZE}/{name}": rate for name, rate in zip(study_of().wirings, (1e-3, 2e-3, 4e-3, 2e-3, 2e-3), strict=True)}
@@ -140,7 +142,18 @@ def test_a_study_is_read_as_it_was_written(tmp_path) -> None:  # type: ignore[no
 
 
 def test_wirings_have_the_flags_of_the_trainer() -> None:
-    assert wiring_flags("standard", 8) == ("--residual-mode", "standard")
-    hybrid = wiring_flags("hybrid", 8)
+    assert NAMED_WIRINGS["standard"].flags(8) == ("--residual-mode", "standard")
+    hybrid = NAMED_WIRINGS["hybrid"].flags(8)
     assert parse_layers(hybrid[hybrid.index("--ladder-layers") + 1], 8) == (4, 5, 6, 7)
-    assert [name for name in ALL_WIRINGS if fewest_ranks(name) > 1] == ["desync-2x"]
+    ranks = {name: wiring.fewest_ranks for name, wiring in NAMED_WIRINGS.items() if wiring.fewest_ranks > 1}
+    assert ranks == {"desync-2x": 2, "desync-4x": 2}
+
+
+@pytest.mark.parametrize("name", NAMED_WIRINGS)
+def test_a_model_in_a_wiring_is_the_one_of_its_flags(name: str) -> None:
+    model = SIZES["small"]
+    words = "--train-iters 2 --lr 1 --tensor-model-parallel-size 2".split()
+    words += [*model.to_words(), *NAMED_WIRINGS[name].flags(model.num_layers)]
+    errors: list[str] = []
+    run = resolve_run(parse_run(words, errors), model.vocab_size, 2, errors)
+    assert not errors and run.model == NAMED_WIRINGS[name].of(model, 2)

@@ -3,9 +3,10 @@
 import math
 from pathlib import Path
 
+from megatron_ladder.lab.markdown import markdown_table
 from megatron_ladder.lab.study.report import _report_text, write_report
 from megatron_ladder.lab.study.results import read_results
-from megatron_ladder.lab.study.tables import markdown_table, mean_and_deviation, number
+from megatron_ladder.lab.study.tables import mean_and_deviation, number
 from tests.unit.lab.study.synthetic import made_up_study, write_all, write_run, write_study
 
 

@@ -1,0 +1,346 @@
+"""Study: may a rank read its own partial outputs at once, while the sums of the other ranks' are in flight?
+
+    python docs/study/own_partials.py --output-dir DIR                 all stages; hours on two cores
+    python docs/study/own_partials.py --output-dir DIR --stages rewire
+
+With s sub-blocks in flight, sub-block i of a late-reading model reads r, the stream without the last s outputs. With
+own partials, lane k reads r plus its own parts y_j^k of those outputs:
+
+    x_i^k = r + sum over the last s outputs j of y_j^k          y_j = sum over k of y_j^k
+
+The model is a plain one, on one process that computes all lanes, so autograd gives the gradients. It shares no code
+with the package.
+
+Stages: `train` trains standard models of two sizes at 20 tokens per parameter, with the learning rate tuned over the
+whole run at the smaller one. `rewire` reads their weights with other wirings, without further training. `scratch`
+trains every wiring at the smaller size, tuned in the same way. `report` prints the tables of what exists. The text is
+Python's standard library, as bytes. Each trial leaves a file in DIR, and a trial whose file exists is skipped, so the
+same command continues after an interruption.
+"""
+
+import argparse
+import functools
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+VOCABULARY, POSITIONS, ROWS, LAYERS, HEADS = 256, 256, 16, 12, 8
+TOKENS_PER_PARAMETER = 20
+HELD_OUT_BATCHES = 32
+SIZES = {"small": (32, 88), "large": (48, 128)}
+"""Hidden size and width of the MLP."""
+RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
+"""Learning rates at the small size; the large one has the best of them times the ratio of the hidden sizes."""
+SEEDS = (1, 2, 3)
+LANES, STALENESS = (2, 4, 8), (1, 2, 4)
+STAGES = ("train", "rewire", "scratch", "report")
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a sub-block reads."""
+
+    staleness: int = 0
+    lanes: int = 1
+    """1: the outputs in flight are missing; otherwise, each lane has its own part of them."""
+
+    @property
+    def name(self) -> str:
+        if self.staleness == 0:
+            return "standard"
+        return f"ladder-{self.staleness}" if self.lanes == 1 else f"own-{self.staleness}-of-{self.lanes}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run."""
+
+    size: str
+    wiring: Wiring
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}-{self.wiring.name}-{self.rate:g}-{self.seed}"
+
+
+def init_weights(size: str, seed: int) -> Weights:
+    """Return random weights; all wirings begin with the same ones."""
+    hidden, inner = SIZES[size]
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, std: float = 0.02) -> Tensor:
+        return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+    weights = {"embedding": draw(VOCABULARY, hidden), "head": draw(VOCABULARY, hidden), "norm": torch.ones(hidden)}
+    to_stream = 0.02 / math.sqrt(2 * LAYERS)
+    for layer in range(LAYERS):
+        weights |= {
+            f"{layer}.attention.norm": torch.ones(hidden),
+            f"{layer}.attention.in": draw(3, hidden, hidden, std=hidden**-0.5),
+            f"{layer}.attention.out": draw(hidden, hidden, std=to_stream),
+            f"{layer}.mlp.norm": torch.ones(hidden),
+            f"{layer}.mlp.in": draw(2, hidden, inner, std=hidden**-0.5),
+            f"{layer}.mlp.out": draw(inner, hidden, std=to_stream),
+        }
+    return weights
+
+
+@functools.cache
+def rotary(head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [positions, head_dim / 2]."""
+    angles = torch.outer(torch.arange(POSITIONS), 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim))
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotate [..., positions, head_dim] by the positions."""
+    cos, sin = rotary(x.shape[-1])
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def outputs(weights: Weights, name: str, x: Tensor, lanes: int) -> Tensor:
+    """Compute a sub-block for streams [1 or lanes, rows, positions, hidden]; return each lane's part of its output."""
+    normed = F.rms_norm(x, x.shape[-1:], weights[f"{name}.norm"], 1e-5)
+    # Lane k has the k-th range of the columns of the input matrices, and of the rows of the output matrix.
+    stacked, out = weights[f"{name}.in"], weights[f"{name}.out"]
+    parts, hidden, width = stacked.shape
+    into = stacked.view(parts, hidden, lanes, width // lanes).permute(2, 1, 0, 3).reshape(lanes, hidden, -1)
+    flat = normed.flatten(1, 2).expand(lanes, -1, -1)
+    found = torch.bmm(flat, into).view(lanes, *x.shape[1:3], parts, width // lanes).unbind(-2)
+    if parts == 3:
+        q, k, v = (each.unflatten(-1, (HEADS // lanes, -1)).transpose(-2, -3).flatten(0, 1) for each in found)
+        mixed = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        inner = mixed.unflatten(0, (lanes, -1)).transpose(-2, -3).flatten(-2)
+    else:
+        inner = F.silu(found[0]) * found[1]
+    return torch.bmm(inner.flatten(1, 2), out.view(lanes, -1, hidden)).view(lanes, *x.shape[1:])
+
+
+def logits(weights: Weights, ids: Tensor, wiring: Wiring) -> Tensor:
+    """Return logits [rows, positions, vocabulary]."""
+    stream = F.embedding(ids, weights["embedding"])
+    in_flight: deque[Tensor] = deque()
+    for number in range(2 * LAYERS):
+        while len(in_flight) > wiring.staleness:
+            stream = stream + in_flight.popleft().sum(0)
+        read = stream.unsqueeze(0)
+        if wiring.lanes > 1:
+            for own in in_flight:
+                read = read + own
+        name = f"{number // 2}.{('attention', 'mlp')[number % 2]}"
+        in_flight.append(outputs(weights, name, read, wiring.lanes))
+    for output in in_flight:
+        stream = stream + output.sum(0)
+    return F.rms_norm(stream, stream.shape[-1:], weights["norm"], 1e-5) @ weights["head"].t()
+
+
+@functools.cache
+def texts() -> tuple[Tensor, Tensor]:
+    """Return the bytes for training, and the held-out files."""
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts)
+    random.Random(0).shuffle(paths)
+    cut = len(paths) // 20
+    joined = (b"\0".join(path.read_bytes() for path in part) for part in (paths[cut:], paths[:cut]))
+    training, held_out = (torch.frombuffer(bytearray(text), dtype=torch.uint8).long() for text in joined)
+    return training, held_out
+
+
+def batch(text: Tensor, seed: str) -> Tensor:
+    """Return random rows [rows, positions + 1]."""
+    begins = random.Random(seed)
+    rows = (begins.randrange(len(text) - POSITIONS) for _ in range(ROWS))
+    return torch.stack([text[begin : begin + POSITIONS + 1] for begin in rows])
+
+
+def loss_of(weights: Weights, rows: Tensor, wiring: Wiring) -> Tensor:
+    """Return the mean loss in nats."""
+    return F.cross_entropy(logits(weights, rows[:, :-1], wiring).flatten(0, 1), rows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def held_out_loss(weights: Weights, wiring: Wiring) -> float:
+    """Return the loss of the held-out text."""
+    rows = (batch(texts()[1], f"held out {number}") for number in range(HELD_OUT_BATCHES))
+    return statistics.fmean(loss_of(weights, each, wiring).item() for each in rows)
+
+
+def steps_of(weights: Weights) -> int:
+    """Return the length of a run."""
+    parameters = sum(weight.numel() for weight in weights.values())
+    return round(TOKENS_PER_PARAMETER * parameters / (ROWS * POSITIONS))
+
+
+def train(trial: Trial, folder: Path) -> None:
+    """Train one model, and write its weights and its held-out loss."""
+    weights = {name: weight.requires_grad_() for name, weight in init_weights(trial.size, trial.seed).items()}
+    steps = steps_of(weights)
+    matrices = [weight for weight in weights.values() if weight.dim() > 1]
+    vectors = [weight for weight in weights.values() if weight.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=trial.rate, betas=(0.9, 0.95), fused=True)
+    warmup = steps // 20
+    begun = time.monotonic()
+    for step in range(steps):
+        progress = max(0.0, (step - warmup) / (steps - warmup))
+        factor = min((step + 1) / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+        for group in optimizer.param_groups:
+            group["lr"] = trial.rate * factor
+        loss = loss_of(weights, batch(texts()[0], f"{trial.seed} {step}"), trial.wiring)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([*matrices, *vectors], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0:
+            left = (time.monotonic() - begun) / (step + 1) * (steps - step - 1) / 60
+            print(f"{trial.name}: step {step}/{steps}, loss {loss.item():.3f}, {left:.0f} min left", flush=True)
+    trained = {name: weight.detach() for name, weight in weights.items()}
+    torch.save(trained, folder / f"{trial.name}.pt")
+    write(folder / f"{trial.name}.json", {"loss": held_out_loss(trained, trial.wiring), "steps": steps})
+
+
+@torch.no_grad()
+def rewire(trial: Trial, folder: Path) -> None:
+    """Write the increase of a standard model's loss, and the share of most likely bytes that stay, for every wiring."""
+    weights = torch.load(folder / f"{trial.name}.pt", weights_only=True)
+    rows = [batch(texts()[1], f"held out {number}") for number in range(HELD_OUT_BATCHES)]
+    expected = [logits(weights, each[:, :-1], Wiring()) for each in rows]
+
+    def cross_entropy(found: Sequence[Tensor]) -> float:
+        pairs = zip(found, rows, strict=True)
+        return statistics.fmean(F.cross_entropy(one.flatten(0, 1), each[:, 1:].flatten()).item() for one, each in pairs)
+
+    result = {}
+    for wiring in (Wiring(stale, lanes) for stale in STALENESS for lanes in (1, *LANES)):
+        found = [logits(weights, each[:, :-1], wiring) for each in rows]
+        pairs = zip(found, expected, strict=True)
+        same = [(one.argmax(-1) == other.argmax(-1)).float().mean().item() for one, other in pairs]
+        increase = cross_entropy(found) - cross_entropy(expected)
+        result[wiring.name] = {"increase": increase, "unchanged": statistics.fmean(same)}
+    write(folder / f"rewired-{trial.name}.json", result)
+
+
+def write(path: Path, content: Mapping[str, object]) -> None:
+    """Write a result, whole or not at all."""
+    path.with_suffix(".new").write_text(json.dumps(content, indent=1) + "\n")
+    path.with_suffix(".new").replace(path)
+
+
+def final_loss(trial: Trial, folder: Path) -> float | None:
+    """Return the held-out loss of a trial, or None if it has not ended."""
+    path = folder / f"{trial.name}.json"
+    return float(json.loads(path.read_text())["loss"]) if path.exists() else None
+
+
+def best_rate(folder: Path, wiring: Wiring) -> float:
+    """Return the rate with the lowest loss of the first seed at the small size, among those that have ended."""
+    losses = {rate: final_loss(Trial("small", wiring, rate, SEEDS[0]), folder) for rate in RATES}
+    return min(RATES, key=lambda rate: math.inf if (loss := losses[rate]) is None else loss)
+
+
+def seeds_at_best_rate(folder: Path, wiring: Wiring) -> list[Trial]:
+    """Return the trials at the small size whose rate was chosen."""
+    return [Trial("small", wiring, best_rate(folder, wiring), seed) for seed in SEEDS]
+
+
+def base_trials(folder: Path) -> list[Trial]:
+    """Return the standard models of both sizes that are rewired."""
+    small = seeds_at_best_rate(folder, Wiring())
+    scale = SIZES["small"][0] / SIZES["large"][0]
+    return [*small, *(Trial("large", Wiring(), round(small[0].rate * scale, 6), seed) for seed in SEEDS)]
+
+
+def scratch_wirings() -> Iterator[Wiring]:
+    """Iterate over the wirings that are trained from scratch."""
+    yield Wiring()
+    for stale in (1, 2):
+        yield from (Wiring(stale, lanes) for lanes in (1, 4, 8))
+
+
+def run_trials(trials: Sequence[Trial], folder: Path, jobs: int) -> None:
+    """Train what is missing, in processes with one thread each."""
+    missing = [trial for trial in trials if final_loss(trial, folder) is None]
+
+    def run(trial: Trial) -> None:
+        wiring = trial.wiring
+        words = [trial.size, wiring.staleness, wiring.lanes, trial.rate, trial.seed]
+        command = [sys.executable, __file__, "--output-dir", str(folder), "--trial", *map(str, words)]
+        subprocess.run(command, check=True)
+
+    with ThreadPoolExecutor(jobs) as processes:
+        list(processes.map(run, missing))
+
+
+def report(folder: Path) -> None:
+    """Print the tables of everything that has been measured."""
+    print("| model | wiring | seeds | increase of the loss | range | most likely byte unchanged |")
+    print("|---|---|---|---|---|---|")
+    for size in SIZES:
+        paths = [folder / f"rewired-{trial.name}.json" for trial in base_trials(folder) if trial.size == size]
+        found = [json.loads(path.read_text()) for path in paths if path.exists()]
+        for name in found[0] if found else ():
+            increases = [each[name]["increase"] for each in found]
+            unchanged = statistics.fmean(each[name]["unchanged"] for each in found)
+            span = f"{min(increases):.4f} to {max(increases):.4f}"
+            print(f"| {size} | {name} | {len(found)} | {statistics.fmean(increases):.4f} | {span} | {unchanged:.1%} |")
+    print("\n| model | wiring | rate | seed | loss |\n|---|---|---|---|---|")
+    for wiring in scratch_wirings():
+        trials = [Trial("small", wiring, rate, seed) for rate in RATES for seed in SEEDS]
+        for trial in dict.fromkeys([*trials, *(base_trials(folder) if wiring == Wiring() else ())]):
+            loss = final_loss(trial, folder)
+            if loss is not None:
+                print(f"| {trial.size} | {wiring.name} | {trial.rate:g} | {trial.seed} | {loss:.4f} |")
+
+
+def main() -> None:
+    """Run the stages, or one trial of them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder for models and results")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--jobs", type=int, default=2, help="training runs at a time, with one thread each")
+    parser.add_argument("--trial", nargs=5, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    folder: Path = options.output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    if options.trial is not None:
+        size, staleness, lanes, rate, seed = options.trial
+        train(Trial(size, Wiring(int(staleness), int(lanes)), float(rate), int(seed)), folder)
+        return
+    if "train" in options.stages:
+        run_trials([Trial("small", Wiring(), rate, SEEDS[0]) for rate in RATES], folder, options.jobs)
+        run_trials(base_trials(folder), folder, options.jobs)
+    if "rewire" in options.stages:
+        for trial in base_trials(folder):
+            if final_loss(trial, folder) is not None:
+                rewire(trial, folder)
+    if "scratch" in options.stages:
+        wirings = list(scratch_wirings())
+        first_seed = [Trial("small", wiring, rate, SEEDS[0]) for wiring in wirings for rate in RATES]
+        run_trials(first_seed, folder, options.jobs)
+        run_trials([trial for wiring in wirings for trial in seeds_at_best_rate(folder, wiring)], folder, options.jobs)
+    if "report" in options.stages:
+        report(folder)
+
+
+if __name__ == "__main__":
+    main()
